@@ -1,0 +1,53 @@
+"""The same tests run on ``tape`` everywhere and on ``cuda`` where there is a GPU, arenas poisoned at release on both."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import thunder
+import torch
+
+from thunder_cg import cudagraph_transform
+
+
+@pytest.fixture(
+    params=["tape", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def device(backend: str) -> str:
+    return "cuda" if backend == "cuda" else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def fresh_process_state() -> Iterator[None]:
+    """Seeds, and leaves nothing behind for the next test."""
+    torch.manual_seed(0)
+    yield
+    gc.collect()
+
+
+@pytest.fixture
+def transform(backend: str) -> Callable[..., Any]:
+    """Makes a transform on the backend under test, with arenas poisoned at release."""
+    return lambda **options: cudagraph_transform(**{"backend": backend, "debug": True, **options})
+
+
+@pytest.fixture
+def twins(transform: Callable[..., Any], device: str) -> Callable[..., tuple[Any, Any]]:
+    """Compiles a module or a function twice, without and with the transform; modules get equal weights of their own."""
+
+    def make(fn: Any, jit: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
+        plain = fn.to(device) if isinstance(fn, torch.nn.Module) else fn
+        graphed = copy.deepcopy(plain) if isinstance(fn, torch.nn.Module) else fn
+        kwargs = jit or {}
+        return thunder.jit(plain, **kwargs), thunder.jit(graphed, transforms=[transform(**options)], **kwargs)
+
+    return make

@@ -1,0 +1,100 @@
+"""Small models that the tests share."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x):
+        batch, time, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).split(width, dim=2)
+        q, k, v = (t.view(batch, time, self.heads, width // self.heads).transpose(1, 2) for t in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.drop(self.proj(y.transpose(1, 2).reshape(batch, time, width)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class GPT(nn.Module):
+    """Logits ``(batch, time, vocab)`` for tokens ``(batch, time)``; the loss if targets are given."""
+
+    def __init__(self, layers=2, width=32, heads=4, vocab=64, block=32, dropout=0.0) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(vocab, width)
+        self.positions = nn.Embedding(block, width)
+        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens, targets=None):
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
+
+
+class Residual(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.down = None
+        if stride != 1 or channels != out:
+            self.down = nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+
+    def forward(self, x):
+        y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
+        return torch.relu(y + (x if self.down is None else self.down(x)))
+
+
+class ResNet(nn.Module):
+    """Logits ``(batch, 10)`` for images ``(batch, 3, height, width)``."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        self.pool = nn.MaxPool2d(3, 2, 1)
+        self.body = nn.Sequential(Residual(width, width, 1), Residual(width, 2 * width, 2))
+        self.head = nn.Linear(2 * width, 10)
+
+    def forward(self, x):
+        x = self.body(self.pool(self.stem(x)))
+        return self.head(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+
+class CachedAttention(nn.Module):
+    """One head of attention that keeps keys and values of up to ``length`` steps in its buffers."""
+
+    def __init__(self, width: int = 16, length: int = 8) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.register_buffer("keys", torch.zeros(1, length, width))
+        self.register_buffer("values", torch.zeros(1, length, width))
+        self.register_buffer("steps", torch.arange(length))
+
+    def forward(self, x, position):
+        q, k, v = self.qkv(x).chunk(3, dim=-1)
+        self.keys.index_copy_(1, position, k)
+        self.values.index_copy_(1, position, v)
+        scores = q @ self.keys.transpose(1, 2) / q.shape[-1] ** 0.5
+        scores = torch.where(self.steps <= position, scores, float("-inf"))
+        return torch.softmax(scores, dim=-1) @ self.values

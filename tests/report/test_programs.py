@@ -1,0 +1,116 @@
+"""Every way to compile with the transform is found, and everything else is told apart."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+
+import pytest
+import thunder
+import torch
+
+from thunder_cg import cudagraph_transform, explain
+from thunder_cg.errors import NotCompiledError
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.relu(self.linear(x)) + 1)
+
+
+def function(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.relu(x * 2) + 1)
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    y = function(x)
+    torch._dynamo.graph_break()
+    return function(y)
+
+
+def half_supported(x: torch.Tensor) -> torch.Tensor:
+    return torch.sinc(function(x))
+
+
+def _dynamo(fn: Callable[..., torch.Tensor], **options: object) -> Callable[..., torch.Tensor]:
+    from thunder.dynamo import ThunderCompiler
+
+    return torch.compile(fn, backend=ThunderCompiler(**options))
+
+
+def _thunderfx(fn: Callable[..., torch.Tensor], **options: object) -> Callable[..., torch.Tensor]:
+    from thunder.dynamo import thunderfx
+
+    return thunderfx(fn, **options)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what Thunder, Dynamo and Inductor warn of is not ours
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("compiler", [thunder.jit, _thunderfx, _dynamo])
+@pytest.mark.parametrize(("fn", "name"), [(Net(), "Net"), (function, "function")])
+def test_every_compiler_is_read(compiler: Callable[..., Callable[..., torch.Tensor]], fn: object, name: str) -> None:
+    compiled = compiler(fn, transforms=[cudagraph_transform(backend="tape")])
+    assert explain(compiled).traces == ()
+    compiled(torch.randn(3, 4))
+    traces = explain(compiled).traces
+    assert traces and all(trace.function.startswith(name) for trace in traces)
+    assert {trace.kind for trace in traces} == ({"forward", "backward"} if name == "Net" else {"forward"})
+
+
+def test_every_cache_entry_is_numbered() -> None:
+    jitted = thunder.jit(function, transforms=[cudagraph_transform(backend="tape")])
+    for size in (2, 3, 2):
+        jitted(torch.randn(size))
+    assert [trace.entry for trace in explain(jitted).traces] == [0, 1]
+
+
+def test_without_thunders_cache_the_last_call_is_read() -> None:
+    jitted = thunder.jit(function, transforms=[cudagraph_transform(backend="tape")], cache="no caching")
+    jitted(torch.randn(2))
+    jitted(torch.randn(3))
+    assert len(explain(jitted).traces) == 1
+
+
+def test_graphs_of_dynamo_are_named() -> None:
+    compiled = _thunderfx(broken, transforms=[cudagraph_transform(backend="tape")])
+    compiled(torch.randn(4))
+    assert [trace.function for trace in explain(compiled).traces] == ["broken, graph 0", "broken, graph 1"]
+
+
+def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one needs a C++ compiler
+    compiled = _thunderfx(half_supported, transforms=[cudagraph_transform(backend="tape")])
+    compiled(torch.randn(4))
+    report = explain(compiled)
+    assert len(report.traces) == 1
+    (outside,) = report.outside
+    assert outside.function == "half_supported, graph 0" and "sinc" in outside.reason
+    assert outside.reason in str(report) and "Inductor" in report._repr_html_()
+
+
+@pytest.mark.parametrize("given", [function, Net(), None, torch.compile(function), torch.compile(Net())])
+def test_what_thunder_did_not_compile_is_refused(given: object) -> None:
+    with pytest.raises(NotCompiledError, match=r"did not compile this.*thunder\.jit\(fn, transforms="):
+        explain(given)
+
+
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("compiler", [thunder.jit, _thunderfx, _dynamo])
+def test_compiled_without_the_transform_is_refused(
+    compiler: Callable[..., Callable[..., torch.Tensor]], called: bool
+) -> None:
+    compiled = compiler(function)
+    if called:
+        compiled(torch.randn(4))
+    with pytest.raises(NotCompiledError, match=r"without cudagraph_transform\(\)"):
+        explain(compiled)

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import pytest
+
+from thunder_cg.report import Report, text
+
+
+def test_empty_report_says_what_to_do() -> None:
+    assert "first call" in str(Report(()))
+
+
+def test_first_lines_answer_how_much_and_why_not(report: Report) -> None:
+    assert str(report).splitlines()[:6] == [
+        "CUDA graphs: 2 regions with 2 of 4 ops; 2 ops eager",
+        "Eager, and why:",
+        "  Tensor.item x2 at model.py:14: data-dependent",
+        "      in: if x.item() < 0:",
+        "      why: the host waits for <f51>",
+        "      to change it: keep it in a tensor",
+    ]
+
+
+def test_every_region_has_its_counts_and_bytes(report: Report) -> None:
+    said = str(report)
+    assert (
+        "CUDAGraph1 on cuda:0, 1 op: 1 capture, 3 replays, 1 eager run; copied per replay: 4.0 KiB in, 2.5 MiB out"
+        in said
+    )
+    assert "ended by: Tensor.item at model.py:14" in said
+    assert "could not be captured: operation not permitted & <gone>" in said
+
+
+def test_calls_and_fallbacks_and_memory(report: Report) -> None:
+    assert "5 calls, 2 of them without graphs (strides changed: 1); its arenas hold 1.5 KiB" in str(report)
+
+
+def test_repr_is_the_text_too(report: Report) -> None:
+    assert repr(report) == str(report)
+
+
+def test_structure_is_not_a_problem(report: Report) -> None:
+    assert "unpack_trivial" not in str(report)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "said"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 50, "5120.0 TiB")]
+)
+def test_size(nbytes: int, said: str) -> None:
+    assert text.size(nbytes) == said

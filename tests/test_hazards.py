@@ -1,0 +1,705 @@
+"""What makes a CUDA graph wrong in silence, one short test each. Every test compares with uncaptured Thunder, bit for bit.
+
+| hazard                                                        | test                                   |
+| ------------------------------------------------------------- | -------------------------------------- |
+| an output changes when the next call runs                     | test_outputs_are_kept                  |
+| writing into an output breaks a later call                    | test_outputs_may_be_written            |
+| outputs that share memory stop sharing it                     | test_outputs_that_alias                |
+| a view of an input is no view any more                        | test_views_of_inputs                   |
+| an input that is returned is another tensor                   | test_returned_inputs                   |
+| a view of a parameter is no view any more                     | test_views_of_parameters               |
+| in-place writes to an input are lost                          | test_written_inputs                    |
+| a write through one alias is not seen through the other       | test_aliased_arguments                 |
+| buffers are updated more than once a call                     | test_batchnorm_statistics              |
+| a reassigned buffer                                           | test_reassigned_buffer                 |
+| the layout of an input changes                                | test_layouts                           |
+| no inputs at all                                              | test_no_inputs                         |
+| a parameter moves                                             | test_swapped_parameters                |
+| a parameter keeps its address and changes its strides         | test_transposed_parameter              |
+| a parameter that moves at every call                          | test_restless_parameter                |
+| a weight changes between forward and backward                 | test_weight_changed_before_backward    |
+| several forwards before a backward                            | test_forwards_in_flight                |
+| forwards without a backward                                   | test_abandoned_forwards                |
+| gradients change when the next step runs                      | test_gradients_are_kept                |
+| gradient accumulation                                         | test_gradient_accumulation             |
+| evaluation between forward and backward                       | test_evaluation_in_between             |
+| torch.autograd.grad                                           | test_autograd_grad                     |
+| the incoming gradient's layout changes                        | test_gradient_layouts                  |
+| saved tensors travel through hooks                            | test_saved_tensor_hooks                |
+| random numbers freeze, or the generator stands still          | test_random_numbers                    |
+| a number read from a tensor freezes                           | test_item                              |
+| an operator keeps, writes or returns its input                | test_opaque_operators                  |
+| a side effect of an operator happens at capture only          | test_side_effects                      |
+| an operator raises and later does not                         | test_operator_that_raises              |
+| a capture fails                                               | test_failed_capture                    |
+| two threads share memory                                      | test_threads                           |
+| more calls in flight than arenas                              | test_too_many_in_flight                |
+| another capture is under way                                  | test_outer_capture                     |
+| a switch that kernels are chosen by is flipped                | test_switches                          |
+| memory of a dropped model stays                               | test_dropped_models                    |
+| one transform for several models                              | test_several_models                    |
+| inference mode, then not                                      | test_inference_mode                    |
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import thunder
+import torch
+from support import regions, replays, same, same_state
+from torch import nn
+
+from thunder_cg import CaptureError, explain
+
+CALLS = 5
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int = 8, p: float = 0.0) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.second = nn.Linear(width, width)
+        self.drop = nn.Dropout(p)
+
+    def forward(self, x):
+        return self.second(self.drop(torch.relu(self.norm(self.first(x)))))
+
+
+def work(x):
+    """Several kernels, so that there is something to capture."""
+    return torch.tanh(x * 2 + 1) * torch.cos(x)
+
+
+def test_outputs_are_kept(twins, device):
+    plain, graphed = twins(lambda x: (work(x), work(x).sum()))
+    xs = [torch.randn(4, 4, device=device) for _ in range(CALLS)]
+    kept = [graphed(x) for x in xs]
+    same([plain(x) for x in xs], kept)
+    assert replays(graphed) >= CALLS - 1
+
+
+def test_outputs_may_be_written(twins, device):
+    plain, graphed = twins(lambda x: (work(x), x.sum() * 2 + 1))
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        a, b = plain(x), graphed(x)
+        same(a, b)
+        for t in b:
+            t.fill_(7)
+    assert replays(graphed) >= CALLS - 1
+
+
+def test_outputs_that_alias(twins, device):
+    def fn(x):
+        y = work(x)
+        return y, y, y.view(-1), y[1:], y.t()
+
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        for outputs in (a := plain(x), b := graphed(x)):
+            outputs[2][5] = 100.0
+        same(a, b)
+
+
+def test_views_of_inputs(twins, device):
+    plain, graphed = twins(lambda x: (work(x) + x.sum(), x.view(-1), x.t(), x[:, 1:]))
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        y = x.clone()
+        a, b = plain(x), graphed(y)
+        same(a, b)
+        for view in b[1:]:
+            assert view.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+        b[1][0] = 9.0
+        assert y[0, 0] == 9.0
+
+
+def test_returned_inputs(twins, device):
+    _, graphed = twins(lambda x, y: (x, work(y) * work(x), y))
+    for _ in range(CALLS):
+        x, y = torch.randn(2, 4, 4, device=device)
+        a, _, b = graphed(x, y)
+        assert a is x and b is y
+
+
+def test_views_of_parameters(twins, device):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x):
+            return work(x @ self.w) * 2, self.w.t()
+
+    with torch.no_grad():
+        plain, graphed = twins(Tied())
+        for _ in range(CALLS):
+            x = torch.randn(4, 4, device=device)
+            same(plain(x), graphed(x))
+            _, view = graphed(x)
+            assert view.untyped_storage().data_ptr() == graphed.w.untyped_storage().data_ptr()
+            for model in (plain, graphed):
+                model.w.mul_(1.5)
+
+
+def test_written_inputs(twins, device):
+    def fn(x, y):
+        x.mul_(2)
+        y[:, 0] = x.sum(1)
+        return work(x) + y
+
+    plain, graphed = twins(fn)
+    x, y = torch.randn(4, 4, device=device), torch.randn(4, 4, device=device)
+    u, v = x.clone(), y.clone()
+    for _ in range(CALLS):
+        versions = u._version, v._version
+        same(plain(x, y), graphed(u, v))
+        same((x, y), (u, v))
+        assert u._version > versions[0] and v._version > versions[1]
+    strided = [torch.arange(32.0, device=device).view(4, 8)[:, ::2] for _ in range(2)]
+    for _ in range(CALLS):
+        same(plain(strided[0], y), graphed(strided[1], v))
+        same(strided[0], strided[1])
+    assert replays(graphed) > 0
+
+
+def test_aliased_arguments(twins, device):
+    def fn(x, y):
+        x.add_(1)
+        return work(y) * 2 + x
+
+    plain, graphed = twins(fn)
+    base = torch.randn(8, device=device)
+    for make in (lambda b: (b, b), lambda b: (b[:4], b[2:6]), lambda b: (b[:4], b[4:]), lambda b: (b, b.clone())):
+        for _ in range(4):
+            a, b = base.clone(), base.clone()
+            same(plain(*make(a)), graphed(*make(b)))
+            same(a, b)
+
+
+def test_batchnorm_statistics(twins, device):
+    plain, graphed = twins(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    )
+    for step in range(CALLS + 2):
+        x = torch.randn(2, 3, 8, 8, device=device)
+        for model in (plain, graphed):
+            model.train(step != 3)
+            model.zero_grad()
+            model(x).square().mean().backward()
+        same_state(plain, graphed)
+    assert plain.get_buffer("1.num_batches_tracked") == CALLS + 1
+    assert replays(graphed) > 0
+
+
+def test_reassigned_buffer(twins, device):
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("state", torch.zeros(4))
+
+        def forward(self, x):
+            self.state = self.state * 0.5 + x.mean(0)
+            return work(x) + self.state
+
+    plain, graphed = twins(Counter())
+    for _ in range(CALLS):
+        x = torch.randn(3, 4, device=device)
+        same(plain(x), graphed(x))
+        same(plain.state, graphed.state)
+
+
+def test_layouts(twins, device):
+    plain, graphed = twins(lambda x: (work(x).sum(0), work(x), x.view_as(x)))
+    base = torch.randn(64, device=device)
+    dense = base[:16].view(4, 4)
+    inputs = [
+        dense,
+        dense.t(),
+        base[1:17].view(4, 4),
+        base[:4].expand(4, 4),
+        base[:4].view(4, 1).expand(4, 4),
+        base.as_strided((4, 4), (1, 1)),
+        base.as_strided((4, 4), (9, 2), 3),
+        base[:0].view(0, 4),
+        base[:0].expand(4, 0),
+    ]
+    for x in inputs * 4:
+        same(plain(x), graphed(x))
+    assert replays(graphed) > 0
+
+
+def test_no_inputs(twins, device):
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self):
+            return work(self.w @ self.w)
+
+    plain, graphed = twins(Constant())
+    for _ in range(CALLS):
+        a, b = plain(), graphed()
+        same(a, b)
+        (a.sum() + 1).backward()
+        (b.sum() + 1).backward()
+    same_state(plain, graphed)
+    plain, graphed = twins(lambda: work(torch.ones(4, 4, device=device)) + torch.arange(4, device=device))
+    for _ in range(CALLS):
+        same(plain(), graphed())
+
+
+def test_swapped_parameters(twins, device):
+    plain, graphed = twins(MLP())
+    other = MLP().to(device).state_dict()
+    for step in range(3 * CALLS):
+        if step % CALLS == CALLS - 1:
+            for model in (plain, graphed):
+                torch.manual_seed(step)
+                if step // CALLS == 0:
+                    model.first.weight.data = torch.randn(8, 8, device=device)
+                elif step // CALLS == 1:
+                    model.load_state_dict(other, strict=False)
+                else:
+                    with torch.no_grad():
+                        model.second.weight.normal_()
+        x = torch.randn(3, 8, device=device)
+        a, b = plain(x), graphed(x)
+        same(a, b)
+        a.sum().backward()
+        b.sum().backward()
+        same_state(plain, graphed)
+
+
+def test_transposed_parameter(twins, device):
+    plain, graphed = twins(MLP())
+    for step in range(2 * CALLS):
+        if step == CALLS:
+            for model in (plain, graphed):
+                model.first.weight.data = model.first.weight.data.t()
+        x = torch.randn(3, 8, device=device)
+        with torch.no_grad():
+            same(plain(x), graphed(x))
+
+
+def test_restless_parameter(twins, device):
+    plain, graphed = twins(MLP())
+    keep = []
+    for _ in range(12):
+        weight = torch.randn(8, 8, device=device)
+        keep.append(weight)
+        for model in (plain, graphed):
+            model.first.weight.data = weight.clone()
+            keep.append(model.first.weight.data)
+        x = torch.randn(3, 8, device=device)
+        with torch.no_grad():
+            same(plain(x), graphed(x))
+    assert regions(graphed)[0]["captures"] < 8, "a parameter that keeps moving has to be copied, not captured again"
+
+
+def test_weight_changed_before_backward(twins, device):
+    plain, graphed = twins(MLP())
+    for step in range(CALLS):
+        x = torch.randn(3, 8, device=device)
+        for model in (plain, graphed):
+            loss = model(x).square().sum()
+            if step % 2:
+                with torch.no_grad():
+                    model.second.weight.mul_(2)
+                with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                    loss.backward()
+            else:
+                loss.backward()
+        same_state(plain, graphed)
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0]])
+def test_forwards_in_flight(twins, device, order):
+    plain, graphed = twins(MLP(p=0.3))
+    for step in range(4):
+        x = torch.randn(3, 4, 8, device=device)
+        for model in (plain, graphed):
+            torch.manual_seed(step)
+            losses = [model(xi).square().sum() for xi in x]
+            for i in order:
+                losses[i].backward()
+        same_state(plain, graphed)
+    assert replays(graphed) > 6
+
+
+def test_abandoned_forwards(twins, device):
+    plain, graphed = twins(MLP())
+    for step in range(10):
+        x = torch.randn(4, 8, device=device)
+        a, b = plain(x), graphed(x)
+        same(a, b)
+        if step in (0, 6, 8, 9):
+            a.square().sum().backward()
+            b.square().sum().backward()
+        same_state(plain, graphed)
+        del a, b
+    other = torch.randn(2, 8, device=device)
+    for _ in range(4):  # another recording in the same arena, then the first one again
+        same(plain(other), graphed(other))
+        a, b = plain(x), graphed(x)
+        a.square().sum().backward()
+        b.square().sum().backward()
+        same_state(plain, graphed)
+
+
+def test_gradients_are_kept(twins, device):
+    plain, graphed = twins(MLP())
+    kept = []
+    for _ in range(CALLS):
+        x = torch.randn(4, 8, device=device, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        grads = []
+        for model, leaf in ((plain, x), (graphed, y)):
+            model.zero_grad(set_to_none=True)
+            model(leaf).square().sum().backward()
+            grads.append([p.grad for p in model.parameters()] + [leaf.grad])
+        kept.append(grads)
+    for a, b in kept:
+        same(a, b)
+
+
+def test_gradient_accumulation(twins, device):
+    plain, graphed = twins(MLP())
+    for step in range(3 * CALLS):
+        x = torch.randn(4, 8, device=device)
+        for model in (plain, graphed):
+            model(x).square().sum().backward()
+            if step % 3 == 2:
+                with torch.no_grad():
+                    for p in model.parameters():
+                        p -= 0.01 * p.grad
+                model.zero_grad(set_to_none=step % 2 == 0)
+        same_state(plain, graphed)
+
+
+def test_evaluation_in_between(twins, device):
+    plain, graphed = twins(MLP(p=0.2))
+    for step in range(CALLS):
+        x, e = torch.randn(2, 4, 8, device=device)
+        results = []
+        for model in (plain, graphed):
+            torch.manual_seed(step)
+            loss = model(x).square().sum()
+            model.eval()
+            with torch.no_grad():
+                results.append(model(e))
+            results.append(model(e))
+            model.train()
+            loss.backward()
+        same(results[0].detach(), results[2].detach())
+        same(results[1].detach(), results[3].detach())
+        same_state(plain, graphed)
+
+
+def test_autograd_grad(twins, device):
+    plain, graphed = twins(MLP())
+    for _ in range(CALLS):
+        x = torch.randn(4, 8, device=device)
+        grads = [
+            torch.autograd.grad(model(x).square().sum(), list(model.parameters())[:3]) for model in (plain, graphed)
+        ]
+        same(*grads)
+
+
+def test_gradient_layouts(twins, device):
+    plain, graphed = twins(MLP())
+    ways = [
+        lambda y: y.sum().backward(),
+        lambda y: y.mean(0).sum().backward(),
+        lambda y: y.backward(torch.ones_like(y)),
+        lambda y: y.t().backward(torch.arange(32.0, device=y.device).view(8, 4)),
+        lambda y: y[1:3].sum().backward(),
+    ]
+    for way in ways * 3 + ways[::-1]:
+        x = torch.randn(4, 8, device=device)
+        for model in (plain, graphed):
+            model.zero_grad()
+            way(model(x))
+        same_state(plain, graphed)
+
+
+def test_saved_tensor_hooks(twins, device):
+    plain, graphed = twins(MLP())
+    for _ in range(CALLS):
+        x = torch.randn(4, 8, device=device)
+        for model in (plain, graphed):
+            with torch.autograd.graph.saved_tensors_hooks(
+                lambda t: t.cpu() * 2 if t.is_floating_point() else t, lambda t: t.to(device)
+            ):
+                model(x).square().sum().backward()
+        same_state(plain, graphed)
+
+
+def test_random_numbers(twins, device):
+    plain, graphed = twins(MLP(p=0.5))
+    states = []
+    for model in (plain, graphed):
+        torch.manual_seed(3)
+        drawn = []
+        for _ in range(CALLS):
+            y = model(torch.ones(4, 8, device=device))
+            y.sum().backward()
+            drawn += [y.detach(), torch.rand(3, device=device)]
+        states.append(drawn)
+    same(*states)
+    same_state(plain, graphed)
+    assert not torch.equal(states[1][0], states[1][2])
+
+
+def test_item(twins, device):
+    def fn(x):
+        y = work(x)
+        n = y.sum().item()
+        z = work(y * n)
+        return z, n
+
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        same(plain(x), graphed(x))
+    assert [r["replays"] for r in regions(graphed)] == [CALLS - 1] * 2
+
+
+@pytest.fixture
+def operator():
+    """Registers ``fn`` as an operator of the user's own with a fresh executor."""
+    made = []
+
+    def make(name, fn, meta):
+        ex = thunder.extend.OperatorExecutor(f"mine_{name}")
+        thunder.extend.register_executor(ex)
+        made.append(ex)
+        return ex, ex.register_operator(name, fn=fn, meta=meta)
+
+    yield make
+    for ex in made:
+        thunder.extend.deregister_executor(ex)
+
+
+def like(x):
+    return thunder.core.proxies.TensorProxy(like=x)
+
+
+def test_opaque_operators(twins, device, operator):
+    kept = {}
+    ex, keep = operator("keep", lambda x: kept.setdefault(len(kept), x).clone(), like)
+    ex2, write = operator("write", lambda x: x.mul_(3).clone(), like)
+    ex3, view = operator("view", lambda x: x[:], like)
+
+    def fn(x):
+        y = work(x)
+        a = keep(y)
+        b = write(y)
+        c = view(y)
+        return work(a + b) + c, c, work(y)
+
+    plain, graphed = twins(fn, jit={"executors": [ex, ex2, ex3, *thunder.get_default_executors()]})
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        same(plain(x), graphed(x))
+    held = [kept[i].clone() for i in range(2 * CALLS)]
+    for i in range(0, 2 * CALLS, 2):
+        same(held[i], held[i + 1])
+
+
+def test_side_effects(twins, device, operator):
+    log = []
+    ex, note = operator("note", lambda x: log.append(1) or x + 1, like)
+    _, graphed = twins(lambda x: work(note(work(x))), jit={"executors": [ex, *thunder.get_default_executors()]})
+    for i in range(CALLS):
+        graphed(torch.randn(4, 4, device=device))
+        assert len(log) == i + 1
+
+
+def test_operator_that_raises(twins, device, operator):
+    broken = [False]
+
+    def flaky(x):
+        if broken[0]:
+            raise ValueError("flaky")
+        return x * 3
+
+    ex, op = operator("flaky", flaky, like)
+
+    def fn(x):
+        return work(op(work(x)))
+
+    jit = {"executors": [ex, *thunder.get_default_executors()]}
+    for options in ({}, {"allow": ["flaky"]}):
+        plain, graphed = twins(fn, jit=jit, **options)
+        for step in range(3 * CALLS):
+            broken[0] = step % 3 == (0 if step < 6 else 1)
+            x = torch.randn(4, 4, device=device)
+            if broken[0] and not (options and replays(graphed)):
+                for f in (plain, graphed):
+                    with pytest.raises(ValueError, match="flaky"):
+                        f(x)
+            elif not broken[0]:
+                same(plain(x), graphed(x))
+        assert replays(graphed) > 0
+
+
+def test_failed_capture(twins, transform, device, operator):
+    ex, sync = operator("sync", lambda x: x * x.sum().item(), like)
+
+    def fn(x):
+        return work(sync(work(x)))
+
+    jit = {"executors": [ex, *thunder.get_default_executors()]}
+    plain, graphed = twins(fn, jit=jit, allow=["sync"])
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        same(plain(x), graphed(x))
+        same(torch.rand(2, device=device).shape, (2,))
+    (region,) = regions(graphed)
+    assert region["captures"] == 0 and "sync" in region["failure"] and "test_hazards.py" in region["failure"]
+    torch.manual_seed(1)
+    drop = twins(MLP(p=0.5))
+    for step in range(CALLS):  # random draws and captures still work
+        x = torch.randn(4, 8, device=device)
+        results = []
+        for f in drop:
+            torch.manual_seed(step)
+            results.append(f(x).detach())
+        same(*results)
+    assert replays(drop[1]) > 0
+    strict = thunder.jit(fn, transforms=[transform(allow=["sync"], strict=True)], **jit)
+    strict(x := torch.randn(4, 4, device=device))
+    with pytest.raises(CaptureError, match="CUDAGraph1.*sync"):
+        strict(x)
+
+
+def test_threads(twins, device):
+    plain, graphed = twins(MLP())
+    graphed(torch.randn(4, 8, device=device)).sum().backward()
+    plain(torch.randn(4, 8, device=device)).sum().backward()
+    errors = []
+
+    def run(seed):
+        try:
+            generator = torch.Generator().manual_seed(seed)
+            for _ in range(20):
+                x = torch.randn(4, 8, generator=generator).to(device)
+                with torch.no_grad():
+                    expected = nn.functional.linear(x, plain.first.weight, plain.first.bias)
+                    expected = plain.second(torch.relu(plain.norm(expected)))
+                torch.testing.assert_close(graphed(x), expected)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+def test_too_many_in_flight(twins, device):
+    plain, graphed = twins(MLP(), max_arenas=2)
+    for _ in range(3):
+        x = torch.randn(5, 4, 8, device=device)
+        for model in (plain, graphed):
+            losses = [model(xi).square().sum() for xi in x]
+            for loss in losses:
+                loss.backward()
+        same_state(plain, graphed)
+    forward = explain(graphed).to_dict()["traces"][0]
+    assert any("max_arenas=2" in reason for reason in forward["fallbacks"])
+
+
+def test_outer_capture(twins, device, backend):
+    plain, graphed = twins(lambda x: work(x) + 1)
+    x = torch.randn(4, 4, device=device)
+    for _ in range(3):
+        graphed(x)
+    if backend == "cuda":
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                y = graphed(x)
+        x.normal_()
+        graph.replay()
+        torch.cuda.synchronize()
+    else:
+        from thunder_cg.runtime.tape import TapeBackend
+
+        graph, (y,) = TapeBackend().pool(x.device).capture(lambda t: [graphed(t)], [x])
+        x.normal_()
+        graph.replay()
+    same(plain(x), y.clone())
+
+
+def test_switches(twins, device):
+    _, graphed = twins(MLP())
+    x = torch.randn(4, 8, device=device)
+    with torch.no_grad():
+        for _ in range(4):
+            graphed(x)
+        before = regions(graphed)[0]
+        torch.set_float32_matmul_precision("medium")
+        try:
+            for _ in range(3):
+                graphed(x)
+        finally:
+            torch.set_float32_matmul_precision("highest")
+        after = regions(graphed)[0]
+    assert before["captures"] == 1 and after["captures"] == 2, "a graph captured in one precision served another"
+
+
+def test_dropped_models(transform, device):
+    shared = transform()
+    model = MLP(64).to(device)
+    jmodel = thunder.jit(model, transforms=[shared])
+    for _ in range(4):
+        jmodel(torch.randn(4, 64, device=device)).sum().backward()
+    program = weakref.ref(jmodel._lc_cs.interpreter_cache[0].computation_traces[-1])
+    arenas = shared._arenas._arenas
+    assert any(ref() is not None for ref in arenas)
+    del jmodel, model
+    gc.collect()
+    assert program() is None
+    assert all(ref() is None for ref in arenas), "an arena outlives the models that used it"
+
+
+def test_several_models(transform, device):
+    shared = transform()
+    plains = [MLP(8).to(device), MLP(16).to(device)]
+    graphed = [thunder.jit(m, transforms=[shared]) for m in (MLP(8).to(device), MLP(16).to(device))]
+    for a, b in zip(plains, graphed):
+        b.load_state_dict(a.state_dict(), strict=False)
+    plains = [thunder.jit(m) for m in plains]
+    for step in range(CALLS):
+        for rows in (2, 5):
+            for width, a, b in zip((8, 16), plains, graphed):
+                x = torch.randn(rows, width, device=device)
+                same(a(x).detach(), b(x).detach())
+                if step % 2:
+                    a(x).sum().backward()
+                    b(x).sum().backward()
+                    same_state(a, b)
+    assert all(replays(g) > 0 for g in graphed)
+
+
+def test_inference_mode(twins, device):
+    plain, graphed = twins(MLP().requires_grad_(False))
+    for step in range(3 * CALLS):
+        x = torch.randn(4, 8, device=device)
+        with torch.inference_mode(step % 4 == 1), torch.no_grad():
+            same(plain(x), graphed(x))
+            y = graphed(x)
+            assert y.is_inference() == torch.is_inference_mode_enabled()
+    assert replays(graphed) > 0

@@ -1,0 +1,181 @@
+"""Whole models, trained and evaluated: the same numbers as uncaptured Thunder, in one region each way."""
+
+from __future__ import annotations
+
+import pytest
+import thunder
+import torch
+from models import GPT, CachedAttention, ResNet
+from support import regions, replays, same, same_state
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+STEPS = 6
+
+
+def mlp(layers=4, width=16):
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())))
+
+
+def tokens(device, rows=2, length=8):
+    return torch.randint(0, 64, (rows, length), device=device)
+
+
+def images(device):
+    return torch.randn(2, 3, 16, 16, device=device)
+
+
+def train(model, batches, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)):
+    torch.manual_seed(7)
+    optimizer = optimizer(model.parameters())
+    losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss = loss if loss.dim() == 0 else loss.float().square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
+
+
+@pytest.fixture
+def deterministic():
+    before = torch.backends.cudnn.deterministic
+    torch.backends.cudnn.deterministic = True
+    yield
+    torch.backends.cudnn.deterministic = before
+
+
+@pytest.mark.parametrize(
+    ("model", "batch"),
+    [
+        (mlp, lambda d: (torch.randn(4, 16, device=d),)),
+        (GPT, lambda d: (tokens(d),)),
+        (GPT, lambda d: (tokens(d), tokens(d))),
+        (lambda: GPT(dropout=0.2), lambda d: (tokens(d), tokens(d))),
+        (ResNet, lambda d: (images(d),)),
+    ],
+    ids=["mlp", "gpt", "gpt-loss", "gpt-dropout", "resnet"],
+)
+def test_one_region_each_way(twins, device, deterministic, model, batch):
+    plain, graphed = twins(model())
+    batches = [batch(device) for _ in range(STEPS)]
+    same(train(plain, batches), train(graphed, batches))
+    same_state(plain, graphed)
+    assert [r["captures"] for r in regions(graphed)] == [1, 1]
+    assert [r["replays"] for r in regions(graphed)] == [STEPS - 1] * 2
+
+
+@pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
+def test_optimizers(twins, device, name):
+    plain, graphed = twins(GPT(layers=1))
+    batches = [(tokens(device), tokens(device)) for _ in range(STEPS)]
+    make = lambda p: getattr(torch.optim, name)(p, lr=0.01)  # noqa: E731
+    same(train(plain, batches, make), train(graphed, batches, make))
+    same_state(plain, graphed)
+    assert replays(graphed) == 2 * (STEPS - 1)
+
+
+def test_changing_shapes(twins, device):
+    plain, graphed = twins(GPT(layers=1))
+    batches = [(tokens(device, rows, n), tokens(device, rows, n)) for n in (4, 8, 6) for rows in (1, 2)] * 3
+    same(train(plain, batches), train(graphed, batches))
+    same_state(plain, graphed)
+    assert replays(graphed) > 0
+
+
+def test_autocast(twins, device):
+    plain, graphed = twins(mlp())
+    for step in range(STEPS):
+        x = torch.randn(4, 16, device=device)
+        for model in (plain, graphed):
+            with torch.autocast(device, torch.bfloat16, enabled=step % 3 != 2):
+                y = model(x)
+            y.float().square().mean().backward()
+        same_state(plain, graphed)
+    assert replays(graphed) > 0
+
+
+def test_activation_checkpointing(twins, device):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(mlp(2) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    plain, graphed = twins(Checkpointed())
+    batches = [(torch.randn(4, 16, device=device),) for _ in range(STEPS)]
+    same(train(plain, batches), train(graphed, batches))
+    same_state(plain, graphed)
+    assert replays(graphed) > 0
+
+
+def test_kv_cache(twins, device):
+    plain, graphed = twins(CachedAttention().requires_grad_(False))
+    for start in range(2):
+        for position in range(8):
+            x = torch.randn(1, 1, 16, device=device)
+            at = torch.tensor([position], device=device)
+            same(plain(x, at), graphed(x, at))
+            same_state(plain, graphed)
+        if start == 0:
+            for model in (plain, graphed):
+                model.keys.zero_()
+    assert replays(graphed) > 0
+
+
+def test_item_in_the_middle(twins, device):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = mlp(2), mlp(2)
+
+        def forward(self, x):
+            h = self.a(x)
+            return self.b(h) * h.detach().abs().max().item()
+
+    plain, graphed = twins(Scaled())
+    batches = [(torch.randn(4, 16, device=device),) for _ in range(STEPS)]
+    same(train(plain, batches), train(graphed, batches))
+    same_state(plain, graphed)
+    assert replays(graphed) > 0
+
+
+def test_transfer_to_the_host(twins, device):
+    def fn(x):
+        y = torch.tanh(x * 2) + 1
+        host = y.cpu() * 3
+        return (y * y).sum(), host, (host + 1).to(x.device) * y
+
+    plain, graphed = twins(fn)
+    for _ in range(STEPS):
+        x = torch.randn(4, 4, device=device)
+        same(plain(x), graphed(x))
+
+
+def test_compiled_fusions(twins, device):
+    pytest.importorskip("torch._inductor")
+    jit = {"executors": [thunder.extend.get_executor("torchcompile"), *thunder.get_default_executors()]}
+    plain, graphed = twins(mlp(), jit=jit)
+    batches = [(torch.randn(4, 16, device=device),) for _ in range(4)]
+    same(train(plain, batches), train(graphed, batches))
+    same_state(plain, graphed)
+    assert replays(graphed) > 0
+
+
+def test_two_devices_on_the_host_side(twins, device):
+    """Numbers and tensors of the CPU beside tensors of the device."""
+
+    def fn(x, scale):
+        return torch.tanh(x) * torch.cos(x) * scale
+
+    plain, graphed = twins(fn)
+    for i in range(STEPS):
+        x = torch.randn(4, 4, device=device)
+        for scale in (2.0, torch.tensor(float(i))):
+            same(plain(x, scale), graphed(x, scale))

@@ -1,0 +1,148 @@
+"""What crosses the edge of each region: its inputs, its results, and which of them leave the call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from thunder_cg.analysis.aliasing import roots, writes
+from thunder_cg.analysis.ops import Ops
+from thunder_cg.analysis.partition import Plan, Region
+from thunder_cg.analysis.rules import Reason
+
+# Eager operators about which nothing is known: they may keep what they get, return views of it, or write it.
+_OPAQUE = frozenset({Reason.UNKNOWN, Reason.USER_DENY, Reason.SIDE_EFFECT})
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A value that a region makes and something outside the region uses.
+
+    A value may be handed out twice: ``inside``, at its address in the arena, for what runs while the call holds the
+    arena, and as a copy that ``leaves`` and belongs to the caller.
+    """
+
+    name: str
+    inside: bool
+    leaves: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The edge of one region.
+
+    Attributes:
+        inputs: tensors that the region reads or writes and does not make, in order of first use.
+        written: those of them whose memory the region may write.
+        shared: those of them that an exit may be a view of.
+        exits: what the region makes for others, in order of making.
+        alive: of all values, those whose memory is still needed when the region has run.
+    """
+
+    inputs: tuple[str, ...]
+    written: frozenset[str]
+    shared: frozenset[str]
+    exits: tuple[Exit, ...]
+    alive: frozenset[str]
+
+
+def boundaries(ops: Ops, plan: Plan, returned: Set[str], saved: Set[str]) -> tuple[Boundary, ...]:
+    """One boundary per region of ``plan``, in order.
+
+    Args:
+        ops: the trace.
+        plan: its partition.
+        returned: names that the trace returns to the caller.
+        saved: names that it keeps for its backward; they stay inside, for the call holds its arena until then.
+    """
+    root = roots(ops)
+    step_of = {
+        i: s for s, step in enumerate(plan.steps) for i in (step.ops if isinstance(step, Region) else (step.op,))
+    }
+    made_in: dict[str, int] = {}
+    used_in: dict[str, set[int]] = {}
+    written_in: dict[str, set[int]] = {}
+    for op in ops.ops:
+        at = step_of[op.index]
+        for name in op.outputs:
+            made_in.setdefault(name, at)
+        if not op.structure:
+            for name in op.inputs:
+                used_in.setdefault(name, set()).add(at)
+            for written in writes(op, root):
+                written_in.setdefault(written, set()).add(at)
+    kept = _fresh_roots(ops, plan, root, made_in, written_in, returned)
+    last = _last_uses(root, used_in, saved, len(plan.steps))
+
+    result = []
+    candidates = [n for n in ops.args if n in root]  # inputs, and what earlier regions made
+    for at, step in enumerate(plan.steps):
+        if not isinstance(step, Region):
+            continue
+        mine = [ops.ops[i] for i in step.ops]
+        made = {name for op in mine for name in op.outputs}
+        inputs = dict.fromkeys(n for op in mine for n in op.inputs if n not in made or made_in[n] != at)
+        tensors = tuple(n for n in inputs if ops.values[n].kind == "tensor")
+        touched = {r for op in mine for r in writes(op, root)}
+        exits = []
+        for name in dict.fromkeys(n for op in mine for n in op.outputs):
+            if made_in[name] != at or ops.values[name].kind != "tensor":
+                continue
+            used = name in saved or bool(used_in.get(name, set()) - {at})
+            if root[name] in kept and (used or name in returned):
+                exits.append(Exit(name, inside=False, leaves=True))
+            elif used or name in returned:
+                exits.append(Exit(name, inside=used, leaves=name in returned))
+        exit_roots = {root[exit.name] for exit in exits}
+        result.append(
+            Boundary(
+                inputs=tensors,
+                written=frozenset(n for n in tensors if root[n] in touched),
+                shared=frozenset(n for n in tensors if root[n] in exit_roots),
+                exits=tuple(exits),
+                alive=frozenset(n for n in candidates if last[root[n]] > at),
+            )
+        )
+        candidates = [n for n in candidates if last[root[n]] > at] + [exit.name for exit in exits]
+    return tuple(result)
+
+
+def _last_uses(root: Mapping[str, str], used_in: Mapping[str, set[int]], saved: Set[str], end: int) -> dict[str, int]:
+    """The last step that uses each root's memory; ``end`` for what the backward will use."""
+    last = dict.fromkeys(root.values(), -1)
+    for name, steps in used_in.items():
+        if name in root:
+            last[root[name]] = max(last[root[name]], *steps)
+    for name in saved:
+        if name in root:
+            last[root[name]] = end
+    return last
+
+
+def _fresh_roots(
+    ops: Ops,
+    plan: Plan,
+    root: Mapping[str, str],
+    made_in: Mapping[str, int],
+    written_in: Mapping[str, set[int]],
+    returned: Set[str],
+) -> set[str]:
+    """Memory that cannot be handed out twice, because a copy and its original would come apart.
+
+    That is memory of which something leaves and which is written outside the region that made it, or shared between
+    values of several steps, or seen by an opaque operator. All of it leaves, and whoever needs it uses what left.
+    """
+    opaque = {
+        root[name]
+        for op in ops.ops
+        if not op.structure and not plan.verdicts[op.index].capture and plan.verdicts[op.index].reason in _OPAQUE
+        for name in op.inputs
+        if name in root
+    }
+    makers: dict[str, set[int]] = {}
+    for name, at in made_in.items():
+        if name in root:
+            makers.setdefault(root[name], set()).add(at)
+    leaving = {root[name] for name in returned if name in root}
+    together = {r for r in leaving if len(makers.get(r, set()) | written_in.get(r, set())) > 1}
+    return opaque | together

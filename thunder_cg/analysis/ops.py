@@ -1,0 +1,302 @@
+"""Read a Thunder trace once, into frozen records that the rest of the analysis can hold on to.
+
+This is the only module of the analysis that knows Thunder: a new Thunder release that changes traces changes this file.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from thunder.core.proxies import (
+    CollectionProxy,
+    DictProxy,
+    FutureTensorProxy,
+    ListProxy,
+    NumberProxy,
+    Proxy,
+    ProxyTag,
+    TensorProxy,
+    TupleProxy,
+)
+from thunder.core.pytree import tree_flatten_with_dataclass
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
+
+__all__ = ["Op", "Ops", "Value", "read"]
+
+_DROPPED = frozenset({"DEL", "COMMENT"})  # recomputed after the plan is made, and text
+
+_STRUCTURE = frozenset(
+    {
+        "RETURN",
+        "CONSTRUCT_TUPLE",
+        "DATACLASS_NEW",
+        "PACK_ATTR",
+        "PACK_BUFFER",
+        "PACK_LIST",
+        "PACK_SETITEM",
+        "PYTHON_VARS",
+        "ASSERT_COMPARE",
+        "ASSERT_TENSOR_METADATA",
+    }
+)
+_STRUCTURE_PREFIXES = ("UNPACK_", "CHECK_")
+_PYTHON_STRUCTURE = frozenset({"clear_mutable_collection", "construct_tuple", "unpack_list", "unpack_tuple"})
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A proxy of the trace."""
+
+    name: str
+    kind: str
+    """``"tensor"``, ``"number"``, ``"future"`` (a tensor that a collective is still filling), ``"collection"`` or
+    ``"other"``."""
+    device: str | None = None
+    """``"cpu"``, ``"cuda:0"``, ``"meta"``; None unless tensor or future."""
+    nbytes: int = 0
+    """Elements times bytes per element; 0 if unknown."""
+    symbolic: bool = False
+    """A dimension is a number known only at run time."""
+    static: bool = False
+    """A parameter or buffer of the module: its address outlives the call."""
+    dtype: str | None = None
+    """Thunder's name of the element type, such as ``"float32"`` or ``"bool8"``; None unless tensor or future."""
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """A bound symbol of the trace."""
+
+    index: int
+    """Position among its siblings, dropped symbols not counted."""
+    name: str
+    """As the trace prints it: ``"torch.add"``, ``"Tensor.item"``, ``"TorchCompile0"``."""
+    executor: str | None
+    """None for prims and Thunder's own torch symbols."""
+    id: str | None
+    """A prim's is its enum name, such as ``"RETURN"``; None for fusions."""
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    structure: bool = False
+    """Unpacks, collections and the return: the frame around the computation."""
+    is_fusion: bool = False
+    subs: tuple[Op, ...] = ()
+    line: str | None = None
+    """``"model.py:12"``, where the user's code called it; None if Thunder does not know."""
+    tags: frozenset[str] = frozenset()
+    """Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence."""
+    traits: frozenset[str] = frozenset()
+    """What the literal arguments say that the id does not; see `_traits`."""
+    symbol: Any = field(default=None, compare=False, repr=False)
+    """The bound symbol itself, for the transform."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """One trace, read once."""
+
+    ops: tuple[Op, ...]
+    values: Mapping[str, Value]
+    """Every proxy by name, those inside of subsymbols too."""
+    args: tuple[str, ...]
+    """Names that come from outside: the trace's arguments and whatever unpacks produce from them."""
+
+
+def read(trace: TraceCtx, static_names: frozenset[str] = frozenset()) -> Ops:
+    """Reads ``trace`` in one pass; ``del``s and comments are dropped.
+
+    Args:
+        trace: A forward or backward trace, as ``transform_trace_post_optimization`` gets it.
+        static_names: Names of proxies that the prologue unpacked as parameters or buffers. The proxies' own tags are
+            lost on the way through several of Thunder's passes, so they alone are not enough.
+    """
+    reader = _Reader(static_names)
+    arguments = reader.names(_proxies((trace.args or (), trace.kwargs or {})))
+    ops = reader.ops(trace.bound_symbols)
+    unpacked = (name for op in ops if op.structure for name in op.outputs)
+    return Ops(ops=ops, values=reader.values, args=tuple(dict.fromkeys((*arguments, *unpacked))))
+
+
+class _Reader:
+    """Collects values by name while it turns bound symbols into ops."""
+
+    def __init__(self, static_names: frozenset[str]) -> None:
+        self.static_names = static_names
+        self.values: dict[str, Value] = {}
+
+    def ops(self, bound_symbols: Iterable[BoundSymbol]) -> tuple[Op, ...]:
+        kept = (b for b in bound_symbols if _id(b.sym) not in _DROPPED)
+        return tuple(self.op(index, bound) for index, bound in enumerate(kept))
+
+    def op(self, index: int, bound: BoundSymbol) -> Op:
+        symbol = bound.sym
+        executor = None if symbol.executor is None else str(symbol.executor.name)
+        id_ = _id(symbol)
+        return Op(
+            index=index,
+            name=bound.name_with_module(),
+            executor=executor,
+            id=id_,
+            inputs=self.names(bound.flat_proxy_args),
+            outputs=self.names(bound.flat_proxy_outs),
+            structure=_is_structure(executor, id_),
+            is_fusion=bool(symbol.is_fusion),
+            subs=self.ops(bound.subsymbols),
+            line=_line(bound),
+            tags=frozenset(tag.name for tag in symbol.tags or ()),
+            traits=frozenset(_traits(bound, id_)),
+            symbol=bound,
+        )
+
+    def names(self, proxies: Iterable[Proxy]) -> tuple[str, ...]:
+        """Their names, each once, in order; registers their values."""
+        found: dict[str, None] = {}
+        for proxy in proxies:
+            found[proxy.name] = None
+            if proxy.name not in self.values:
+                self.values[proxy.name] = self.value(proxy)
+        return tuple(found)
+
+    def value(self, proxy: Proxy) -> Value:
+        if not isinstance(proxy, (TensorProxy, FutureTensorProxy)):
+            return Value(name=proxy.name, kind=_kind(proxy))
+        symbolic = any(isinstance(size, NumberProxy) for size in proxy._shape)
+        return Value(
+            name=proxy.name,
+            kind=_kind(proxy),
+            device=proxy.device.device_str(),
+            nbytes=0 if symbolic else _nbytes(proxy),
+            symbolic=symbolic,
+            static=proxy.name in self.static_names or ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
+            dtype=_dtype(proxy),
+        )
+
+
+def _proxies(tree: Any) -> Iterator[Proxy]:
+    leaves, _ = tree_flatten_with_dataclass(tree)
+    return (leaf for leaf in leaves if isinstance(leaf, Proxy))
+
+
+def _id(symbol: Symbol) -> str | None:
+    if isinstance(symbol.id, enum.Enum):
+        return symbol.id.name
+    return None if symbol.id is None else str(symbol.id)
+
+
+def _is_structure(executor: str | None, id_: str | None) -> bool:
+    if id_ is None:
+        return False
+    if executor is None:
+        return id_ in _STRUCTURE or id_.startswith(_STRUCTURE_PREFIXES)
+    return executor == "python" and (id_ in _PYTHON_STRUCTURE or id_.startswith("check_"))
+
+
+def _kind(proxy: Proxy) -> str:
+    match proxy:
+        case FutureTensorProxy():
+            return "future"
+        case TensorProxy():
+            return "tensor"
+        case NumberProxy():
+            return "number"
+        case CollectionProxy() | ListProxy() | TupleProxy() | DictProxy():
+            return "collection"
+        case _:
+            return "other"
+
+
+def _nbytes(proxy: TensorProxy | FutureTensorProxy) -> int:
+    count = 1
+    for size in proxy._shape:
+        count *= int(size)
+    return count * int(proxy.dtype.bytes)
+
+
+def _dtype(proxy: TensorProxy | FutureTensorProxy) -> str:
+    return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
+
+
+def _line(bound: BoundSymbol) -> str | None:
+    if bound.source_filename is None or bound.source_positions is None:
+        return None
+    return f"{os.path.basename(bound.source_filename)}:{bound.source_positions.lineno}"
+
+
+# Note [Traits]
+# Whether an indexing or a random operator can be captured depends on its arguments as well: ``x[mask]`` asks the GPU how
+# many elements are set, ``x[[0, 2]]`` copies the list to the GPU, and a seed makes a new generator on the host. Rules are
+# data and see no arguments, so what they need is read here, as words:
+#   bool_index   an index tensor is boolean or bytes, so the size of the result depends on its contents
+#   host_index   an index is a Python list of numbers
+#   number_at_tensor_index   a number is stored where a tensor of indices says
+#   tensor_value   the value to fill in is a tensor
+#   seeded       a seed or a generator is given
+#   dropout      a dropout probability other than zero
+#   renorm       max_norm is given, which rewrites the embedding's rows
+_INDEXING = frozenset({"__getitem__", "copy_with_setitem_impl", "index_put", "INDEX_PUT", "COPY_WITH_SETITEM"})
+_FILLS = frozenset({"index_fill", "index_fill_vjp", "masked_fill", "masked_fill_vjp"})
+_EMBEDDINGS = frozenset({"embedding", "embedding_bag", "EMBEDDING"})
+_BYTES = frozenset({"bool8", "uint8"})
+
+
+def _traits(bound: BoundSymbol, id_: str | None) -> Iterator[str]:
+    if id_ is None:
+        return
+    name = id_.rsplit(".", 1)[-1]
+    if name in _INDEXING and len(bound.args) > 1:
+        yield from _index_traits(bound.args)
+    if name in _FILLS and any(isinstance(p, TensorProxy) for p in (*bound.args[-1:], bound.kwargs.get("value"))):
+        yield "tensor_value"
+    named = _named_arguments(bound)
+    if named.get("seed") is not None or named.get("generator") is not None:
+        yield "seeded"
+    if _is_set(named.get("dropout_p")):
+        yield "dropout"
+    if named.get("max_norm") is not None or (name in _EMBEDDINGS and len(bound.args) > 3 and bound.args[3] is not None):
+        yield "renorm"
+
+
+def _index_traits(args: tuple[Any, ...]) -> Iterator[str]:
+    tensors = [p for p in _proxies(args[1]) if isinstance(p, TensorProxy)]
+    if any(_dtype(p) in _BYTES for p in tensors):
+        yield "bool_index"
+    elif tensors and len(args) > 2 and isinstance(args[2], (int, float, complex)):
+        yield "number_at_tensor_index"
+    if _has_number_list(args[1]):
+        yield "host_index"
+
+
+def _is_set(probability: Any) -> bool:
+    return probability is not None and (isinstance(probability, Proxy) or probability != 0)
+
+
+def _has_number_list(key: Any) -> bool:
+    """Is a list (or a tuple inside a tuple) of numbers among the indices, as opposed to plain numbers and slices?"""
+    if isinstance(key, list):
+        return any(isinstance(k, (int, float, list, tuple)) for k in key)
+    nested = key if isinstance(key, tuple) else (key,)
+    return any(
+        isinstance(k, Sequence)
+        and not isinstance(k, (str, Proxy))
+        and any(isinstance(i, (int, list, tuple)) for i in k)
+        for k in nested
+    )
+
+
+def _named_arguments(bound: BoundSymbol) -> dict[str, Any]:
+    return {**dict(zip(_parameter_names(bound.sym.meta), bound.args)), **bound.kwargs}
+
+
+@functools.lru_cache(maxsize=4096)
+def _parameter_names(meta: Any) -> tuple[str, ...]:
+    try:
+        return tuple(inspect.signature(meta).parameters)
+    except (TypeError, ValueError):  # no meta function, or a builtin one
+        return ()

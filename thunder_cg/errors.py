@@ -1,0 +1,51 @@
+"""Every exception of the package. A message says what happened, where, both values, and what to do about it."""
+
+from __future__ import annotations
+
+
+class CudagraphError(Exception):
+    """Base of all errors that thunder_cg raises on purpose."""
+
+
+class OptionError(CudagraphError, ValueError):
+    """An option of :func:`thunder_cg.cudagraph_transform` has a value that it cannot have."""
+
+    def __init__(self, option: str, given: object, expected: str, fix: str) -> None:
+        super().__init__(f"cudagraph_transform({option}={given!r}): expected {expected}; {fix}")
+
+
+class BackendError(CudagraphError, RuntimeError):
+    """The backend that was asked for cannot work on this machine."""
+
+    def __init__(self, backend: str, problem: str, fix: str) -> None:
+        super().__init__(f"cudagraph_transform(backend={backend!r}): {problem}; {fix}")
+
+
+class VersionError(CudagraphError, ImportError):
+    """An installed package is outside the range that the package was tested with."""
+
+    def __init__(self, package: str, found: str, supported: str) -> None:
+        super().__init__(
+            f"thunder_cg needs {package} {supported}, but {package} {found} is installed; pip install '{package}{supported}'"
+        )
+
+
+class CaptureError(CudagraphError, RuntimeError):
+    """A region could not be captured or replayed, and ``strict=True`` forbids to run it eagerly instead."""
+
+    def __init__(self, where: str, problem: str, fix: str) -> None:
+        super().__init__(f"{where}: {problem}; {fix}, or drop strict=True to let it run eagerly")
+
+
+class CaptureRefused(CudagraphError, RuntimeError):
+    """What a backend raises while capturing, for an operation that a graph cannot hold."""
+
+
+class NotCompiledError(CudagraphError, TypeError):
+    """:func:`thunder_cg.explain` was given something that this package did not transform."""
+
+    def __init__(self, given: object, problem: str) -> None:
+        super().__init__(
+            f"explain({type(given).__name__}): {problem}; pass what "
+            "thunder.jit(fn, transforms=[cudagraph_transform()]) returned"
+        )

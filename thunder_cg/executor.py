@@ -1,0 +1,50 @@
+"""The registered Thunder executor that owns region symbols."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from thunder.core.compile_data import get_compile_data
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx
+from thunder.extend import FusionExecutor, register_executor
+
+
+class CudagraphExecutor(FusionExecutor):
+    """Owns the symbols that the transform puts into a trace. It claims no operators of its own.
+
+    Named in ``executors=`` it only makes its symbols known to Thunder; regions are made by the transform, after all
+    other executors have had their turn.
+    """
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        return False
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        data = get_compile_data()
+        transforms = getattr(data, "transforms", None) or ()
+        if not any(getattr(transform, "owns_regions", False) for transform in transforms):
+            warnings.warn(
+                "executors=['cudagraph'] alone captures nothing; add transforms=[thunder_cg.cudagraph_transform()]",
+                stacklevel=2,
+            )
+        return trace
+
+    def bind(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        output: Any,
+        *,
+        subsymbols: Sequence[BoundSymbol] = (),
+    ) -> BoundSymbol:
+        """A bound symbol ``output = name(*args)`` that runs ``fn``."""
+        symbol = Symbol(name, meta=None, is_fusion=True, executor=self)
+        return BoundSymbol(symbol, tuple(args), {}, output, tuple(subsymbols), _call_ctx={name: fn})
+
+
+executor = CudagraphExecutor("cudagraph")
+register_executor(executor)

@@ -1,0 +1,92 @@
+"""The report as one HTML table per trace, each op coloured by its verdict, grouped by region.
+
+Styles are inline: a notebook that was run elsewhere drops style sheets but keeps inline colours. Backgrounds are
+translucent and the text keeps the page's colour, so that light and dark pages both read well. Nothing is loaded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from thunder_cg.report import text
+
+if TYPE_CHECKING:
+    from thunder_cg.report.programs import Outside
+    from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
+
+_COLOURS = {
+    "capture": "rgba(46, 160, 67, 0.22)",
+    "eager": "rgba(248, 81, 73, 0.25)",
+    "structure": "rgba(128, 128, 128, 0.10)",
+}
+_COLUMNS = ("op", "verdict", "reason", "why", "what would change it", "source")
+_LEFT = "text-align: left; vertical-align: top"
+_HEADER = f"{_LEFT}; background-color: rgba(128, 128, 128, 0.25)"
+
+
+def render(report: Report) -> str:
+    """The whole report; safe to place in any page, all text in it is escaped."""
+    if not report.traces and not report.outside:
+        return f"<div><p>{escape(text.NOTHING_COMPILED)}</p></div>"
+    headline = f"<p><b>CUDA graphs: {escape(text.headline(report.traces))}</b></p>"
+    return f"<div>{headline}{_outside(report.outside)}{''.join(map(_trace, report.traces))}</div>"
+
+
+def _outside(outside: Sequence[Outside]) -> str:
+    items = "".join(f"<li>{escape(part.function)}: {escape(part.reason)}</li>" for part in outside)
+    return f"<p>{escape(text.OUTSIDE)}</p><ul>{items}</ul>" if outside else ""
+
+
+def _trace(trace: TraceReport) -> str:
+    summary = f"<b>{escape(text.title(trace))}</b>: {escape(text.headline([trace]))}"
+    head = "".join(f'<th style="{_HEADER}">{escape(name)}</th>' for name in _COLUMNS)
+    table = f"<table><thead><tr>{head}</tr></thead>{''.join(_groups(trace))}</table>"
+    return (
+        f"<details open><summary>{summary}</summary><p>{escape(text.calls(trace))}</p>"
+        f'<div style="max-height: 45em; overflow: auto">{table}</div></details>'
+    )
+
+
+def _groups(trace: TraceReport) -> Iterator[str]:
+    """A `tbody` for every region and every run of ops between two; the trace's frame is one row wherever it appears."""
+    regions = {region.name: region for region in trace.regions}
+    for (name, verdict), ops in groupby(trace.ops, key=lambda op: (op.region, op.verdict)):
+        heading = "" if name is None else _region(regions[name])
+        rows = (_frame if verdict == "structure" else _rows)(ops)
+        yield f"<tbody>{heading}{rows}</tbody>"
+
+
+def _region(region: RegionReport) -> str:
+    said = f"<b>{escape(region.name)}</b> on {escape(region.device)}, {escape(text.region_counts(region))}"
+    if region.split:
+        said += f"<br>ended by: {escape(region.split)}"
+    if region.failure:
+        said += f"<br>runs eagerly, as it could not be captured: {escape(region.failure)}"
+    return f'<tr><th colspan="{len(_COLUMNS)}" style="{_HEADER}; font-weight: normal">{said}</th></tr>'
+
+
+def _frame(ops: Iterable[OpReport]) -> str:
+    """One row for many: a model has an unpack for each of its parameters, and none of them is work."""
+    names = Counter(op.name for op in ops)
+    said = ", ".join(f"{name} x{times}" if times > 1 else name for name, times in names.items())
+    return _line("structure", (f"<code>{escape(said)}</code>", "structure", "", "", "", ""))
+
+
+def _rows(ops: Iterable[OpReport]) -> str:
+    return "".join(map(_row, ops))
+
+
+def _row(op: OpReport) -> str:
+    name = f"<code>{escape(op.name)}</code>" + (f" ({escape(', '.join(op.fused))})" if op.fused else "")
+    where = "<br>".join(filter(None, (op.source and f"<code>{escape(op.source)}</code>", op.line and escape(op.line))))
+    return _line(op.verdict, (name, *map(escape, (op.verdict, op.reason, op.detail, op.fix)), where))
+
+
+def _line(verdict: str, cells: Sequence[str]) -> str:
+    """A table row in the verdict's colour; its cells are HTML already."""
+    columns = "".join(f'<td style="{_LEFT}">{cell}</td>' for cell in cells)
+    return f'<tr style="background-color: {_COLOURS[verdict]}">{columns}</tr>'

@@ -1,0 +1,160 @@
+"""Where the programs of a compiled function are kept.
+
+Thunder keeps every trace it made in the cache entries of the compiled function, and the transform leaves its program on
+the provenance of the trace that it returned. So nothing is registered anywhere, and a report dies with its function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import linecache
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import thunder
+import torch
+
+from thunder_cg.analysis.ops import Op
+from thunder_cg.errors import NotCompiledError
+from thunder_cg.runtime.region import Program
+
+_WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A program, the function that it is part of, and the number of its cache entry (0 is the oldest)."""
+
+    function: str
+    entry: int
+    program: Program
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Something in a Dynamo graph that Thunder does not support, so that Inductor compiled it and no trace has it."""
+
+    function: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """All programs, oldest first, each forward before its backward; empty if the function was not called yet."""
+
+    programs: tuple[Located, ...]
+    outside: tuple[Outside, ...] = ()
+
+
+def locate(fn: Any) -> Found:
+    """What is there of `fn`: what `thunder.jit`, `thunder.compile`, `thunderfx` or `torch.compile` with a
+    `ThunderCompiler` returned.
+
+    Raises:
+        NotCompiledError: `fn` is something else, or was compiled without `cudagraph_transform()`.
+    """
+    if thunder.compile_stats(fn) is not None:
+        return _of_jitted(fn)
+    backend = _dynamo_backend(fn)
+    if backend is not None:
+        return _of_dynamo(fn, backend)
+    raise NotCompiledError(fn, "Thunder did not compile this")
+
+
+def _of_jitted(fn: Any) -> Found:
+    programs = tuple(_in_caches(_name(fn), fn))
+    if not programs and not _has_transform(thunder.list_transforms(fn)):
+        raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
+    return Found(programs)
+
+
+def _of_dynamo(fn: Any, backend: Any) -> Found:
+    """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
+    if not _has_transform(backend.thunder_options.get("transforms") or ()):
+        raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
+    programs: list[Located] = []
+    outside: list[Outside] = []
+    for number, graph in enumerate(backend.subgraph_infos):
+        label = f"{_name(fn)}, graph {number}"
+        compiled = graph.thunder_compiled_fns or []
+        for part, jitted in enumerate(compiled):
+            programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
+        outside += (Outside(label, str(split.info)) for split in graph.split_reasons or ())
+    return Found(tuple(programs), tuple(outside))
+
+
+def _in_caches(label: str, jitted: Any) -> Iterator[Located]:
+    for number, traces in enumerate(_trace_lists(thunder.compile_stats(jitted))):
+        for program in map(_program, traces):
+            if program is not None:
+                yield Located(label, number, program)
+
+
+def _trace_lists(stats: Any) -> Iterator[tuple[Iterable[Any], Iterable[Any]]]:
+    """The (forward, backward) traces of every cache entry."""
+    for entry in stats.interpreter_cache:
+        yield entry.computation_traces, entry.backward_traces
+    if not stats.interpreter_cache and stats.last_traces is not None:  # cache="no caching" keeps the last call's only
+        yield stats.last_traces, stats.last_backward_traces or ()
+
+
+def _program(traces: Iterable[Any]) -> Program | None:
+    """The program on the newest trace that has one; passes of Thunder's may follow the transform."""
+    for trace in reversed(list(traces)):
+        program = getattr(trace.get_provenance(), "program", None) if trace is not None else None
+        if isinstance(program, Program):
+            return program
+    return None
+
+
+def _dynamo_backend(fn: Any) -> Any | None:
+    """The ThunderCompiler behind a Dynamo-compiled callable, None where there is none."""
+    backend = getattr(fn, "_backend", fn)
+    if not _is_thunder_compiler(backend):
+        backend = _innermost_backend(_dynamo_callback(fn))
+    return backend if _is_thunder_compiler(backend) else None
+
+
+def _is_thunder_compiler(obj: Any) -> bool:
+    compiler = sys.modules.get("thunder.dynamo.compiler")  # where nobody imported it, nobody has a ThunderCompiler
+    return compiler is not None and isinstance(obj, compiler.ThunderCompiler)
+
+
+def _dynamo_callback(fn: Any) -> Any | None:
+    """What Dynamo calls for a new frame: a compiled module keeps it in an attribute, a function in its closure."""
+    if isinstance(fn, torch.nn.Module):
+        return getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
+    if not inspect.isfunction(fn):
+        return None
+    return inspect.getclosurevars(fn).nonlocals.get("callback")
+
+
+def _innermost_backend(callback: Any) -> Any | None:
+    """Follows Dynamo's chain of wrappers, and torch.compile's own wrapper, to the backend that the user named."""
+    links = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")
+    while (inner := next((getattr(callback, link) for link in links if hasattr(callback, link)), None)) is not None:
+        callback = inner
+    return callback
+
+
+def _has_transform(transforms: Iterable[Any]) -> bool:
+    # By its mark: the transform stands above the report, which cannot import it.
+    return any(getattr(transform, "owns_regions", False) for transform in transforms)
+
+
+def _name(fn: Any) -> str:
+    """The user's name for what was compiled: a module's class, a function's qualified name."""
+    data = thunder.compile_data(fn)
+    original = getattr(fn, "_func", fn) if data is None else data.fn
+    original = getattr(original, "_orig_mod", original)
+    return getattr(original, "__qualname__", type(original).__name__)
+
+
+def source(op: Op) -> str | None:
+    """The text of the line that called the op: it says more than the file name that a notebook gives a cell."""
+    bound = op.symbol
+    if op.line is None or bound is None:
+        return None
+    return linecache.getline(bound.source_filename, bound.source_positions.lineno).strip() or None

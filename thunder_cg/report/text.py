@@ -1,0 +1,114 @@
+"""The report as plain text: how much is captured, what stays eager and why, then what every region cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
+
+NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
+
+OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
+
+
+def render(report: Report) -> str:
+    """The text of the whole report, without a newline at its end."""
+    if not report.traces and not report.outside:
+        return NOTHING_COMPILED
+    return "\n\n".join(["\n".join(_summary(report)), *("\n".join(_trace(trace)) for trace in report.traces)])
+
+
+def headline(traces: Sequence[TraceReport]) -> str:
+    """How many regions hold how many of the ops, and how many ops stay eager."""
+    counts = sum((trace.counts for trace in traces), Counter[str]())
+    regions = sum(len(trace.regions) for trace in traces)
+    work = counts["capture"] + counts["eager"]
+    held = f"{count(regions, 'region')} with {counts['capture']} of {count(work, 'op')}"
+    return f"{held}; {count(counts['eager'], 'op')} eager"
+
+
+def title(trace: TraceReport) -> str:
+    """Whose trace this is, and which one."""
+    return f"{trace.function}, {trace.kind}, cache entry {trace.entry}"
+
+
+def calls(trace: TraceReport) -> str:
+    """How often the trace ran, how often without its graphs and why, and the memory that it and its backward use."""
+    said = f"{count(trace.calls, 'call')}, {trace.eager_calls} of them without graphs"
+    if trace.fallbacks:
+        said += f" ({', '.join(f'{reason}: {times}' for reason, times in trace.fallbacks.items())})"
+    memory = "" if trace.kind == "backward" else f"; its arenas hold {size(trace.arena_bytes)}"
+    return said + memory
+
+
+def region_counts(region: RegionReport) -> str:
+    """What the region did so far and what one replay of it copies."""
+    runs = ((region.captures, "capture"), (region.replays, "replay"), (region.eager_runs, "eager run"))
+    said = ", ".join(count(number, noun) for number, noun in runs)
+    return f"{said}; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
+
+
+def count(number: int, noun: str) -> str:
+    """The number with its noun: 1 op, 2,000 ops."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def size(nbytes: int) -> str:
+    """Bytes in the largest binary unit that leaves at least one of it: 1536 is "1.5 KiB"."""
+    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{nbytes} B"
+
+
+def _summary(report: Report) -> Iterator[str]:
+    yield f"CUDA graphs: {headline(report.traces)}"
+    if any(op.verdict == "eager" for trace in report.traces for op in trace.ops):
+        yield "Eager, and why:"
+        yield from _indent(_eager(op for trace in report.traces for op in trace.ops))
+    if report.outside:
+        yield OUTSIDE
+        yield from _indent(f"{outside.function}: {outside.reason}" for outside in report.outside)
+
+
+def _eager(ops: Iterable[OpReport]) -> Iterator[str]:
+    """One entry for all ops that are alike, as one line in twelve layers is; the detail is the first one's."""
+    alike: dict[tuple[str | None, ...], list[OpReport]] = {}
+    for op in ops:
+        if op.verdict == "eager":
+            alike.setdefault((op.name, op.line, op.source, op.reason, op.fix), []).append(op)
+    for first, *others in alike.values():
+        yield f"{first.name}{f' x{len(others) + 1}' if others else ''} {_where(first.line)}: {first.reason}"
+        if first.source:
+            yield f"    in: {first.source}"
+        yield f"    why: {first.detail}"
+        if first.fix:
+            yield f"    to change it: {first.fix}"
+
+
+def _where(line: str | None) -> str:
+    if line is None:
+        return "at a line unknown to Thunder"
+    return line if line.startswith("near ") else f"at {line}"
+
+
+def _trace(trace: TraceReport) -> Iterator[str]:
+    yield f"{title(trace)}: {headline([trace])}"
+    yield f"  {calls(trace)}"
+    for region in trace.regions:
+        yield from _indent(_region(region))
+
+
+def _region(region: RegionReport) -> Iterator[str]:
+    yield f"{region.name} on {region.device}, {count(region.ops, 'op')}: {region_counts(region)}"
+    if region.split:
+        yield f"    ended by: {region.split}"
+    if region.failure:
+        yield f"    runs eagerly, as it could not be captured: {region.failure}"
+
+
+def _indent(lines: Iterable[str]) -> Iterator[str]:
+    return (f"  {line}" for text in lines for line in text.splitlines())

@@ -1,0 +1,85 @@
+"""Arenas: memory pools that one call holds at a time. Invariant 2 of the design is these few lines."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+import torch
+
+from thunder_cg.runtime.backend import Backend, Pool
+
+
+class Arena:
+    """One pool per device, and the lock that says who may use them.
+
+    Holding and releasing are single atomic steps without a queue, because a release may come from a destructor:
+    on any thread, at any point, even while this thread looks for an arena.
+    """
+
+    __slots__ = ("__weakref__", "_backend", "_held", "_poison", "_pools")
+
+    def __init__(self, backend: Backend, poison: bool) -> None:
+        self._backend = backend
+        self._poison = poison
+        self._held = threading.Lock()
+        self._pools: dict[torch.device, Pool] = {}
+
+    def try_hold(self) -> bool:
+        """Takes the arena for the caller if nobody has it."""
+        return self._held.acquire(blocking=False)
+
+    def release(self) -> None:
+        """Ends the life of everything in the arena's memory."""
+        if self._poison:
+            for pool in self._pools.values():
+                pool.poison()
+        self._held.release()
+
+    def pool(self, device: torch.device) -> Pool:
+        """The arena's memory on ``device``. Only for the holder."""
+        pool = self._pools.get(device)
+        if pool is None:
+            pool = self._pools[device] = self._backend.pool(device)
+            pool.enter()
+        return pool
+
+    def enter(self) -> None:
+        """Orders the caller's streams after what used the arena before. Only for the holder."""
+        for pool in self._pools.values():
+            pool.enter()
+
+    def nbytes(self) -> int:
+        return sum(pool.nbytes() for pool in self._pools.values())
+
+    def __del__(self) -> None:
+        for pool in self._pools.values():
+            pool.close()
+
+
+class Arenas:
+    """The arenas of one transform. Programs keep an arena alive; when the last one that used it is gone, it goes too."""
+
+    def __init__(self, backend: Backend, limit: int, poison: bool) -> None:
+        self._backend = backend
+        self._limit = limit
+        self._poison = poison
+        self._lock = threading.Lock()
+        self._arenas: list[weakref.ref[Arena]] = []
+
+    def hold(self, preferred: list[Arena]) -> Arena | None:
+        """Takes a free arena, one of ``preferred`` if possible, a new one if none is free; None past the limit."""
+        for arena in preferred:
+            if arena.try_hold():
+                return arena
+        with self._lock:
+            alive = [arena for ref in self._arenas if (arena := ref()) is not None]
+            for arena in alive:
+                if arena.try_hold():
+                    return arena
+            if len(alive) >= self._limit:
+                return None
+            arena = Arena(self._backend, self._poison)
+            arena.try_hold()
+            self._arenas = [weakref.ref(a) for a in (*alive, arena)]
+            return arena

@@ -1,0 +1,79 @@
+"""What a backend has to offer: pools that can warm up, capture and poison, and graphs that can be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+Function = Callable[..., Sequence[Any]]
+
+
+class Graph(Protocol):
+    """A recorded sequence of work."""
+
+    def replay(self) -> None:
+        """Runs the work again, on the caller's current stream, reading and writing the recorded addresses."""
+
+
+class Pool(Protocol):
+    """The memory of one arena on one device. Only the call that holds the arena may use it."""
+
+    def enter(self) -> None:
+        """Orders the caller's current stream after the last one that used this pool."""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        """``nbytes`` bytes of the pool, as a flat ``uint8`` tensor that owns them."""
+
+    def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
+        """Runs ``fn`` for real, with its memory in the pool, so that a capture after it can have the same memory."""
+
+    def capture(self, fn: Function, args: Sequence[Any]) -> tuple[Graph, Sequence[Any]]:
+        """Records ``fn`` without executing it. Returns the graph and the tensors that its replays write.
+
+        Whatever ``fn`` raises passes through, with the process left as if nothing had been tried.
+        """
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory as ``tensor`` without owning it: the pool may hand the memory out again."""
+
+    def poison(self) -> None:
+        """Fills all memory of the pool that nobody owns with NaN."""
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the pool occupies."""
+
+    def close(self) -> None:
+        """Gives the pool's memory back. No graph recorded in it may be replayed afterwards."""
+
+
+class Backend(Protocol):
+    """What can capture and replay."""
+
+    name: str
+    device_type: str
+    poisons: bool  # whether to fill an arena with NaN at its release even without debug=True
+
+    def pool(self, device: torch.device) -> Pool:
+        """A new, empty pool."""
+
+    def busy(self) -> bool:
+        """Whether the caller is inside a capture already (somebody else's: regions then just run their ops)."""
+
+    def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn``, a compiled fusion, as a region has to call it."""
+
+
+def resolve(name: str) -> Backend:
+    """The backend called ``name``; ``"auto"`` is ``cuda`` where there is a CUDA device and ``tape`` elsewhere.
+
+    Raises:
+        BackendError: ``cuda`` was asked for and there is no usable CUDA device.
+    """
+    from thunder_cg.runtime.cuda import CudaBackend
+    from thunder_cg.runtime.tape import TapeBackend
+
+    if name == "tape" or (name == "auto" and not torch.cuda.is_available()):
+        return TapeBackend()
+    return CudaBackend()

@@ -1,0 +1,414 @@
+"""A recording: what one call of a trace pair captured, and everything that has to hold for it to be replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._C._dynamo.guards import TensorGuards
+
+from thunder_cg.runtime.arena import Arena
+from thunder_cg.runtime.backend import Graph, Pool
+
+# Kernels choose vector widths by the alignment of their operands, and with them the order of a sum.
+_ALIGNMENT = 16
+
+
+def settings() -> tuple[Any, ...]:
+    """The process-wide switches that kernels are chosen by. A graph has the choice baked in."""
+    c = torch._C
+    precision = c._get_fp32_precision_getter
+    return (
+        torch.is_inference_mode_enabled(),
+        c._get_deterministic_algorithms(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_cudnn_deterministic(),
+        precision("generic", "all"),
+        precision("cuda", "matmul"),
+        precision("cuda", "conv"),
+        precision("cuda", "rnn"),
+        precision("mkldnn", "matmul"),
+        c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_accumulation(),
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+    )
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where the tensor's storage begins; 0 if it has no memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What kernels can see of a tensor besides its address and its values."""
+    return (
+        tuple(tensor.size()),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.data_ptr() % _ALIGNMENT,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.is_inference(),
+    )
+
+
+class Guard:
+    """The check, in few C++ calls, that a call's tensors are what was captured.
+
+    Args:
+        tensors: the tensors at capture.
+        static: positions whose address is baked in.
+        written: positions that the regions write. Memory that a written input shares with another is only seen by
+            graphs if both are static, so no other sharing is admitted.
+    """
+
+    __slots__ = ("_aligned", "_metadata", "_pointers", "_same", "_settings", "_shared", "_static", "_unique")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], static: Sequence[int], written: frozenset[int]) -> None:
+        first: dict[int, int] = {}
+        self._same = [(i, j) for i, t in enumerate(tensors) if (j := first.setdefault(id(t), i)) != i]
+        self._unique = sorted(first.values()) if self._same else None
+        unique = [tensors[i] for i in sorted(first.values())]
+        self._metadata = TensorGuards(
+            *unique,
+            dynamic_dims_sizes=[list(t.size()) for t in unique],
+            dynamic_dims_strides=[list(t.stride()) for t in unique],
+        )
+        self._static = list(static)
+        fixed = set(static)
+        self._pointers = [t.data_ptr() if i in fixed else None for i, t in enumerate(tensors)]
+        self._aligned = [(i, t.data_ptr() % _ALIGNMENT) for i, t in enumerate(tensors) if i not in fixed]
+        self._shared = Sharing.of(tensors, fixed, written) if written else None
+        self._settings = settings()
+
+    def holds(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether a graph captured with the guard's tensors may be replayed with these."""
+        unique = tensors if self._unique is None else [tensors[i] for i in self._unique]
+        return (
+            torch._C._tensors_data_ptrs_at_indices_equal(tensors, self._pointers, self._static)
+            and all(tensors[i].data_ptr() % _ALIGNMENT == rest for i, rest in self._aligned)
+            and (not unique or self._metadata.check(*unique))
+            and all(tensors[i] is tensors[j] for i, j in self._same)
+            and (self._shared is None or self._shared.admits(tensors))
+            and settings() == self._settings
+        )
+
+    def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        """Positions of the static tensors that are at another address now."""
+        return [i for i in self._static if tensors[i].data_ptr() != self._pointers[i]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """Which memory the inputs that are copied must not share."""
+
+    copied: tuple[int, ...]
+    written: frozenset[int]
+    static_all: frozenset[int]  # addresses of the static tensors' storages
+    static_written: frozenset[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor], static: set[int], written: frozenset[int]) -> Sharing:
+        return cls(
+            tuple(i for i in range(len(tensors)) if i not in static),
+            written,
+            frozenset(address(tensors[i]) for i in static) - {0},
+            frozenset(address(tensors[i]) for i in static & written) - {0},
+        )
+
+    def admits(self, tensors: Sequence[torch.Tensor]) -> bool:
+        read: set[int] = set()
+        wrote: set[int] = set()
+        for i in self.copied:
+            at = address(tensors[i])
+            if not at:
+                continue
+            if i in self.written:
+                if at in wrote or at in read or at in self.static_all:
+                    return False
+                wrote.add(at)
+            elif at in wrote or at in self.static_written:
+                return False
+            else:
+                read.add(at)
+        return True
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory, as in an expanded tensor."""
+    return torch._debug_has_internal_overlap(tensor) != 0 and not _dense(tensor)
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size()) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Elements between the tensor's first and its last, both included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
+
+
+def _view(
+    memory: torch.Tensor, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor of any type on the storage of ``memory``; ``offset`` in elements of ``dtype``."""
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
+
+
+def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
+    """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place."""
+    item = like.element_size()
+    shift = like.data_ptr() % _ALIGNMENT // item
+    memory = pool.memory(max(1, (shift + _span(like)) * item))
+    buffer = _view(memory, like.dtype, shift, like.size(), like.stride())
+    if like.is_conj():
+        buffer = buffer.conj()
+    return buffer._neg_view() if like.is_neg() else buffer
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The stretch of memory below a tensor that overlaps itself, which ``copy_`` can write to."""
+    return tensor.as_strided((_span(tensor),), (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An input that is copied to where its graph reads it."""
+
+    arg: int
+    buffer: torch.Tensor
+    flat: bool  # it overlaps itself, so the memory below it is copied
+
+    def source(self, args: Sequence[Any]) -> torch.Tensor:
+        return _flat(args[self.arg]) if self.flat else args[self.arg]
+
+    @property
+    def target(self) -> torch.Tensor:
+        return _flat(self.buffer) if self.flat else self.buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An input that results of its region may be views of, as it was when the region ran."""
+
+    arg: int
+    identity: int
+    address: int  # of the storage
+    pointer: int  # of the first element
+    offset: int
+    dtype: torch.dtype
+    conj: bool
+
+    @classmethod
+    def of(cls, arg: int, tensor: torch.Tensor) -> Source:
+        offset, conj = tensor.storage_offset(), tensor.is_conj()
+        return cls(arg, id(tensor), address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
+
+
+Output = Callable[[Sequence[Any]], Any]
+
+
+class Outputs:
+    """How a region's results reach the caller: as fixed addresses, as views of inputs, or as copies.
+
+    Results that leave are copied, and those that share memory keep sharing it: one copy per storage.
+    """
+
+    __slots__ = ("_makers", "_new", "_sources", "fixed", "nbytes")
+
+    def __init__(self, produced: Sequence[Any], sources: Sequence[Source], leaves: Sequence[bool]) -> None:
+        """Looks at what a region produced.
+
+        Args:
+            produced: its results.
+            sources: the inputs that results may be views of.
+            leaves: of each result, whether it leaves the arena.
+        """
+        by_address = {source.address: source for source in reversed(sources) if source.address}
+        self.fixed: list[int] = []  # results that stay at their address in the arena
+        self._sources: dict[int, int] = {}  # result that is a view of an input -> that input
+        self._makers: list[tuple[int, Output]] = []
+        groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        for i, tensor in enumerate(produced):
+            if not isinstance(tensor, torch.Tensor):
+                self._makers.append((i, lambda args, constant=tensor: constant))
+            elif (source := by_address.get(address(tensor))) is not None:
+                self._sources[i] = source.arg
+                self._makers.append((i, _view_of_input(tensor, source)))
+            elif leaves[i]:
+                groups.setdefault(address(tensor) or -1 - i, []).append((i, tensor))
+            else:
+                self.fixed.append(i)
+        self._new = [_Copy.of(group) for group in groups.values()]
+        self.nbytes = sum(copy.nbytes for copy in self._new)
+
+    def view_sources(self) -> dict[int, int]:
+        """Results that are views of inputs, and of which."""
+        return self._sources
+
+    def forget_memory(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """From now on the copies' sources are addresses that the pool may hand out again."""
+        self._new = [copy.aliased(alias) for copy in self._new]
+
+    def deliver(self, results: list[Any], args: Sequence[Any]) -> None:
+        """Puts all results but the fixed ones into ``results``; ``args`` are the call's."""
+        if self._new:
+            targets: list[torch.Tensor] = []
+            for copy in self._new:
+                copy.deliver(results, targets)
+            torch._foreach_copy_(targets, [copy.source for copy in self._new])
+        for i, make in self._makers:
+            results[i] = make(args)
+
+
+def _view_of_input(tensor: torch.Tensor, source: Source) -> Output:
+    """What makes of an argument the view that ``tensor`` was of the captured one."""
+    arg, size, stride, dtype = source.arg, tensor.size(), tensor.stride(), tensor.dtype
+    if id(tensor) == source.identity:
+        return lambda args: args[arg]
+    if source.dtype == dtype and source.conj == tensor.is_conj() and not tensor.is_neg():
+        shift = tensor.storage_offset() - source.offset
+        return lambda args: args[arg].as_strided(size, stride, args[arg].storage_offset() + shift)
+    shift_bytes = tensor.data_ptr() - source.pointer
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+
+    def make(args: Sequence[Any]) -> torch.Tensor:
+        at = args[arg].data_ptr() - address(args[arg]) + shift_bytes
+        view = _view(args[arg], dtype, at // dtype.itemsize, size, stride)
+        view = view.conj() if conj else view
+        return view._neg_view() if neg else view
+
+    return make
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Results of one storage, copied out together."""
+
+    source: torch.Tensor
+    parts: tuple[
+        tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool, bool], ...
+    ]  # empty: source is the result
+    result: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, group: Sequence[tuple[int, torch.Tensor]]) -> _Copy:
+        (i, tensor), *others = group
+        plain = not tensor.is_conj() and not tensor.is_neg()
+        if not others and plain and (tensor.numel() == 0 or _dense(tensor)):
+            return cls(tensor, (), i, tensor.numel() * tensor.element_size())
+        start = min(t.data_ptr() for _, t in group)
+        start -= (start - address(tensor)) % _ALIGNMENT
+        stop = max(t.data_ptr() + _span(t) * t.element_size() for _, t in group)
+        parts = tuple(
+            (j, t.dtype, (t.data_ptr() - start) // t.element_size(), t.size(), t.stride(), t.is_conj(), t.is_neg())
+            for j, t in group
+        )
+        whole = _view(tensor, torch.uint8, start - address(tensor), (max(stop - start, 0),), (1,))
+        return cls(whole, parts, i, stop - start)
+
+    def aliased(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> _Copy:
+        return _Copy(alias(self.source), self.parts, self.result, self.nbytes)
+
+    def deliver(self, results: list[Any], targets: list[torch.Tensor]) -> None:
+        target = torch.empty_like(self.source)
+        targets.append(target)
+        if not self.parts:
+            results[self.result] = target
+        for i, dtype, offset, size, stride, conj, neg in self.parts:
+            view = _view(target, dtype, offset, size, stride)
+            view = view.conj() if conj else view
+            results[i] = view._neg_view() if neg else view
+
+
+class RegionGraph:
+    """One region of one recording.
+
+    Args:
+        loads: inputs to copy before a replay.
+        written: arguments that the region writes: what was loaded is copied back.
+        touched: those of them that are static: their version advances.
+    """
+
+    __slots__ = (
+        "_loads",
+        "_stores",
+        "_targets",
+        "_touched",
+        "fixed",
+        "graph",
+        "guard",
+        "guarded",
+        "nbytes_in",
+        "outputs",
+    )
+
+    graph: Graph
+    outputs: Outputs
+    fixed: list[Any]  # per result: the address that it stays at, or None
+    guard: Guard | None  # for the arguments that were not there when the call began
+    guarded: tuple[int, ...]
+
+    def __init__(self, loads: Sequence[Load], written: Set[int], touched: Sequence[int]) -> None:
+        self._loads = tuple(loads)
+        self._stores = tuple(load for load in loads if load.arg in written)
+        self._touched = tuple(touched)
+        self._targets = [load.target for load in loads]
+        self.nbytes_in = sum(t.numel() * t.element_size() for t in self._targets)
+
+    def admits(self, args: Sequence[Any]) -> bool:
+        """Whether the arguments that eager operators made are what was captured."""
+        return self.guard is None or self.guard.holds([args[i] for i in self.guarded])
+
+    def load(self, args: Sequence[Any]) -> None:
+        """Copies what has to be copied to where the graph reads it."""
+        if len(self._loads) == 1:
+            self._targets[0].copy_(self._loads[0].source(args))
+        elif self._loads:
+            torch._foreach_copy_(self._targets, [load.source(args) for load in self._loads])
+
+    def finish(self, args: Sequence[Any]) -> list[Any]:
+        """After a replay: writes back what the region wrote and hands out the results."""
+        for store in self._stores:
+            args[store.arg].copy_(store.buffer)
+        if self._touched:
+            torch.autograd.graph.increment_version([t for i in self._touched if not (t := args[i]).is_inference()])
+        results = self.fixed.copy()
+        self.outputs.deliver(results, args)
+        return results
+
+
+@dataclass(slots=True)
+class Part:
+    """What a recording captured of one of the two traces."""
+
+    guard: Guard
+    graphs: list[RegionGraph | None]  # by region; None: that region is eager
+    sealed: bool = False
+
+
+@dataclass(slots=True)
+class Recording:
+    """All graphs of one trace pair for one guard, captured together in one call, in order, in one arena."""
+
+    arena: Arena
+    parts: dict[str, Part] = field(default_factory=dict)  # by the trace's kind
+    static: set[str] = field(default_factory=set)  # values that are views of static inputs
+    owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved for a backward that is not captured yet

@@ -1,0 +1,566 @@
+"""Programs, their regions and their calls: what a transformed trace runs.
+
+Of the runtime, only this module knows Thunder: it turns the ops of a region into a Python function.
+
+Note [Four ways through a call]
+    ``WARMUP``   a layout's first call: everything runs eagerly, regions with their memory in the arena.
+    ``CAPTURE``  its second call: each region is recorded, which executes nothing, and then replayed.
+    ``REPLAY``   every later call for which the recording's guard holds.
+    ``EAGER``    whatever cannot be one of these, with the reason counted: regions run their ops, nothing is kept.
+
+Note [Who owns a recording's memory]
+    In warm-ups and captures, the trace's variables hold addresses in the arena and the call owns the memory, so that it
+    can give each value up the moment the last region that needs it begins, and the memory is reused as in an eager
+    call. Afterwards nobody owns it: the recording keeps addresses. What a forward saved for a backward that has not
+    been captured yet must not be reused before it has: the recording owns it until then.
+"""
+
+from __future__ import annotations
+
+import enum
+import linecache
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from thunder.core import prims
+from thunder.core.proxies import CollectionProxy, Proxy
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors.passes import del_last_used
+from thunder.executors.pythonex import clear_mutable_collection
+
+from thunder_cg.analysis.boundary import Boundary
+from thunder_cg.analysis.ops import Op, Ops
+from thunder_cg.analysis.partition import Plan, Region
+from thunder_cg.errors import CaptureError
+from thunder_cg.options import Options
+from thunder_cg.runtime.arena import Arena, Arenas
+from thunder_cg.runtime.backend import Backend
+from thunder_cg.runtime.recording import (
+    Guard,
+    Load,
+    Outputs,
+    Part,
+    Recording,
+    RegionGraph,
+    Sharing,
+    Source,
+    layout,
+    overlaps_itself,
+    settings,
+    static_buffer,
+)
+
+_MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
+
+
+class Mode(enum.Enum):
+    """See Note [Four ways through a call]."""
+
+    WARMUP = "warm-up"
+    CAPTURE = "capture"
+    REPLAY = "replay"
+    EAGER = "eager"
+
+
+class Call:
+    """One call of a trace pair: the arena that it holds and how its regions run."""
+
+    __slots__ = ("arena", "key", "mode", "owned", "part", "recording")
+
+    def __init__(self) -> None:
+        self.mode = Mode.EAGER
+        self.arena: Arena | None = None
+        self.recording: Recording | None = None
+        self.part: Part | None = None
+        self.key: Any = None  # the layout that a warm-up is for
+        self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
+
+    def release(self) -> None:
+        """Gives the arena back. Nothing in its memory may be used any more."""
+        arena, self.arena = self.arena, None
+        self.owned = {}
+        if arena is not None:
+            arena.release()
+
+    def owns(self, name: str, tensor: Any) -> bool:
+        """Whether ``tensor`` is the arena's value of that name. One that a saved-tensor hook replaced is not."""
+        owned = self.owned.get(name)
+        return owned is not None and isinstance(tensor, torch.Tensor) and owned.data_ptr() == tensor.data_ptr()
+
+    def __del__(self) -> None:
+        self.release()
+
+
+class Others(tuple):
+    """The non-tensors that a forward saves for its backward, and the call that holds their arena."""
+
+    call: Call | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One result of a region's symbol: an exit, inside or as the copy that leaves."""
+
+    name: str
+    leaves: bool
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts of one region. Bytes are those of the last recording, per call."""
+
+    captures: int = 0
+    replays: int = 0
+    eager_runs: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+class RuntimeRegion:
+    """One region of a program: its function, and its part in every recording."""
+
+    def __init__(self, name: str, region: Region, boundary: Boundary, function: Callable[..., Sequence[Any]]) -> None:
+        self.name = name
+        self.region = region
+        self.boundary = boundary
+        self.device = torch.device(region.device)
+        self.slots = tuple(
+            Slot(exit.name, leaves)
+            for exit in boundary.exits
+            for leaves in (False, True)
+            if (exit.leaves if leaves else exit.inside)
+        )
+        self.stats = Stats()
+        self.failure: str | None = None
+        self.function = function
+
+    @property
+    def written(self) -> frozenset[int]:
+        return frozenset(i for i, name in enumerate(self.boundary.inputs) if name in self.boundary.written)
+
+
+class Program:
+    """What the transform made of one trace: its plan, its regions, and what was recorded of them."""
+
+    def __init__(
+        self,
+        *,
+        kind: str,
+        ops: Ops,
+        plan: Plan,
+        regions: Sequence[RuntimeRegion],
+        saved: frozenset[str],
+        options: Options,
+        backend: Backend,
+        arenas: Arenas,
+        forward: Program | None,
+    ) -> None:
+        self.kind = kind
+        self.ops = ops
+        self.plan = plan
+        self.regions = list(regions)
+        self.options = options
+        self.calls = 0
+        self.eager_calls = 0
+        self.fallbacks: Counter[str] = Counter()
+        self._saved = saved
+        self._backend = backend
+        self._arenas = arenas
+        self._pair = forward if forward is not None else self  # the program that owns the pair's recordings
+        self._recordings: list[Recording] = []  # newest first
+        self._used: list[Arena] = []  # kept alive from the warm-up on
+        self._warm: set[Any] = set()
+        self._moves: Counter[int] = Counter()
+        self._retired = 0
+        outside = set(ops.args)
+        self.inputs = tuple(dict.fromkeys(n for r in regions for n in r.boundary.inputs if n in outside))
+        position = {name: i for i, name in enumerate(self.inputs)}
+        self._position = position
+        self._static = [ops.values[name].static for name in self.inputs]
+        self._written = frozenset(position[n] for r in regions for n in r.boundary.written if n in position)
+        self._keys: dict[int, Any] = {}
+
+    # How a call begins
+
+    def begin(self, *tensors: torch.Tensor) -> Call:
+        """Begins a call: finds a recording whose guard holds for ``tensors``, or decides what to do without one."""
+        call = Call()
+        self.calls += 1
+        inputs = list(tensors)
+        if self._backend.busy():
+            return self._eager(call, "inside another capture", strict=False)
+        for recording in self._recordings:
+            part = recording.parts[self.kind]
+            if part.guard.holds(inputs) and recording.arena.try_hold():
+                call.arena, call.recording, call.part, call.mode = recording.arena, recording, part, Mode.REPLAY
+                recording.arena.enter()
+                return call
+        return self._begin_without_recording(call, inputs)
+
+    def _begin_without_recording(self, call: Call, inputs: list[torch.Tensor]) -> Call:
+        problem = self._unfit(inputs)
+        if problem:
+            return self._eager(call, problem)
+        arena = self._arenas.hold(self._used)
+        if arena is None:
+            limit = self.options.max_arenas
+            return self._eager(call, f"all arenas are held by calls in flight (max_arenas={limit}); raise max_arenas")
+        if arena not in self._used:
+            self._used.append(arena)
+        call.arena = arena
+        arena.enter()
+        return self._warm_up_or_capture(call, inputs)
+
+    def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
+        key = self._key(inputs)
+        if key not in self._warm:
+            call.mode, call.key = Mode.WARMUP, key
+            self.eager_calls += 1
+            return call
+        self._count_moves(inputs)
+        assert call.arena is not None
+        if call.recording is None:
+            call.recording = Recording(call.arena)
+        static = [
+            i
+            for i, (name, tensor) in enumerate(zip(self.inputs, inputs))
+            if self._is_static(name, call.recording) or call.owns(name, tensor)
+        ]
+        call.part = Part(Guard(inputs, static, self._written), [None] * len(self.regions))
+        call.mode = Mode.CAPTURE
+        return call
+
+    def resume(self, others: Any, *tensors: torch.Tensor) -> Call:
+        """Begins the backward of a call whose forward returned ``others``."""
+        call = getattr(others, "call", None)
+        if call is None and isinstance(others, list):  # the list of both saved collections, not yet taken apart
+            call = next((o.call for o in others if isinstance(o, Others)), None)
+        if call is None:
+            return self.begin(*tensors)
+        self.calls += 1
+        if call.arena is None:
+            return self._eager(Call(), "its forward ran eagerly", strict=False)
+        call.arena.enter()
+        inputs = list(tensors)
+        recording = call.recording
+        if call.mode is Mode.EAGER:
+            return self._eager(call, "its forward ran eagerly", strict=False)
+        if recording is None:
+            call.key = self._key(inputs)
+            self.eager_calls += 1
+            return call
+        part = recording.parts.get(self.kind)
+        if part is not None:
+            if part.guard.holds(inputs):
+                call.part, call.mode = part, Mode.REPLAY
+                return call
+            self._retire(recording)
+            return self._eager(call, "the backward's inputs are not laid out as when it was captured")
+        problem = self._unfit(inputs)
+        if problem:
+            return self._eager(call, problem)
+        call.owned = recording.owned
+        self._warm_up_or_capture(call, inputs)
+        if call.mode is Mode.WARMUP:  # the recording still waits for its backward
+            call.owned = dict(recording.owned)
+        return call
+
+    def _eager(self, call: Call, reason: str, *, strict: bool = True) -> Call:
+        self.eager_calls += 1
+        self.fallbacks[reason] += 1
+        call.mode = Mode.EAGER
+        if strict and self.options.strict:
+            raise CaptureError(f"{self.kind} call {self.calls}", reason, "see the reason")
+        return call
+
+    def _unfit(self, inputs: Sequence[Any]) -> str | None:
+        """Why no graph can ever be right for these inputs."""
+        for name, tensor in zip(self.inputs, inputs):
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                return f"input {name!r} is a {type(tensor).__name__}, not a plain tensor"
+        if self._written:
+            static = {i for i, is_static in enumerate(self._static) if is_static}
+            if not Sharing.of(inputs, static, self._written).admits(inputs):
+                names = ", ".join(repr(self.inputs[i]) for i in sorted(self._written)[:3])
+                return f"an input that is written in place ({names}) shares memory with another; pass separate tensors"
+        return None
+
+    def _key(self, inputs: Sequence[torch.Tensor]) -> Any:
+        return (settings(), tuple(map(layout, inputs)))
+
+    def _count_moves(self, inputs: Sequence[torch.Tensor]) -> None:
+        for recording in self._recordings[:1]:
+            self._moves.update(recording.parts[self.kind].guard.moved(inputs))
+
+    # How it ends
+
+    def end(self, call: Call, *others: Any) -> Others:
+        """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
+        self._seal(call)
+        result = Others(others)
+        result.call = call
+        return result
+
+    def finish(self, call: Call) -> None:
+        """Ends a call."""
+        self._seal(call)
+        call.release()
+
+    def _seal(self, call: Call) -> None:
+        """What was warmed up or recorded is complete from here on."""
+        if call.mode is Mode.WARMUP:
+            self._warm.add(call.key)
+        elif call.mode is Mode.CAPTURE:
+            recording, part = call.recording, call.part
+            assert recording is not None and part is not None
+            recording.parts[self.kind] = part
+            if self._pair is self:
+                self._admit(recording)
+                recording.owned = {name: t for name, t in call.owned.items() if name in self._saved}
+            else:
+                recording.owned.clear()
+
+    def _admit(self, recording: Recording) -> None:
+        same_arena = [r for r in self._recordings if r.arena is recording.arena]
+        gone = same_arena[self.options.max_recordings - 1 :]
+        self._recordings = [recording, *(r for r in self._recordings if r not in gone)]
+
+    def _retire(self, recording: Recording) -> None:
+        """Drops a recording that did not fit to the end of a call, so that the next call makes one that does."""
+        pair = self._pair
+        if pair._retired < self.options.max_recordings:
+            pair._retired += 1
+            pair._recordings = [r for r in pair._recordings if r is not recording]
+
+    # A region's turn
+
+    def region_caller(self, index: int) -> Callable[..., Sequence[Any]]:
+        """The function behind the symbol of region ``index``: takes the call and the region's inputs."""
+        region = self.regions[index]
+
+        def run(call: Call, *args: Any) -> Sequence[Any]:
+            if call.mode is Mode.REPLAY:
+                graph = call.part.graphs[index]  # type: ignore[union-attr]
+                if graph is not None:
+                    if graph.admits(args):
+                        graph.load(args)
+                        graph.graph.replay()
+                        region.stats.replays += 1
+                        return graph.finish(args)
+                    self._miss(call, region)
+            elif call.mode is Mode.CAPTURE:
+                if region.failure is None:
+                    return self._capture(call, index, args)
+            elif call.mode is Mode.WARMUP:
+                return self._warm_up(call, region, args)
+            region.stats.eager_runs += 1
+            return region.function(list(args))
+
+        run.__name__ = region.name
+        return run
+
+    def _miss(self, call: Call, region: RuntimeRegion) -> None:
+        assert call.recording is not None
+        self._retire(call.recording)
+        self._eager(call, f"{region.name}: what an eager operator made is not laid out as when it was captured")
+
+    def _warm_up(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> Sequence[Any]:
+        assert call.arena is not None
+        region.stats.eager_runs += 1
+        pool = call.arena.pool(region.device)
+        sources = self._sources(call, region, args)
+        produced = pool.warm_up(region.function, [self._take(call, region, args)])
+        outputs = Outputs(produced, sources, [slot.leaves for slot in region.slots])
+        results: list[Any] = [None] * len(produced)
+        outputs.deliver(results, args)
+        for i in outputs.fixed:
+            call.owned[region.slots[i].name] = produced[i]
+            results[i] = pool.alias(produced[i])
+        return results
+
+    def _sources(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> list[Source]:
+        """The arguments outside of the arena that results may be views of."""
+        boundary = region.boundary
+        return [
+            Source.of(i, arg)
+            for i, (name, arg) in enumerate(zip(boundary.inputs, args))
+            if name in boundary.shared and not call.owns(name, arg) and isinstance(arg, torch.Tensor)
+        ]
+
+    def _take(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> list[Any]:
+        """The region's arguments, each the only owner of its memory if nothing after the region needs it."""
+        boundary = region.boundary
+        taken = [call.owned[name] if call.owns(name, arg) else arg for name, arg in zip(boundary.inputs, args)]
+        for name in [n for n in call.owned if n not in boundary.alive]:
+            del call.owned[name]
+        return taken
+
+    def _capture(self, call: Call, index: int, args: Sequence[Any]) -> Sequence[Any]:
+        region = self.regions[index]
+        try:
+            return self._record(call, index, args)
+        except Exception as error:
+            if isinstance(error, _Executed):
+                raise error.__cause__ from None  # type: ignore[misc]
+            region.failure = _describe(error, region, self.ops.ops)
+        if self.options.strict:
+            raise CaptureError(region.name, region.failure, "deny the operator with deny=[...]")
+        region.stats.eager_runs += 1
+        self.fallbacks[f"{region.name} could not be captured: {region.failure}"] += 1
+        try:
+            return region.function(list(args))
+        except Exception:
+            region.failure = None  # the operator itself raises: it may do better next time
+            raise
+
+    def _record(self, call: Call, index: int, args: Sequence[Any]) -> Sequence[Any]:
+        region, recording = self.regions[index], call.recording
+        assert call.arena is not None and recording is not None and call.part is not None
+        pool = call.arena.pool(region.device)
+        names = region.boundary.inputs
+        inside = frozenset(i for i, name in enumerate(names) if call.owns(name, args[i]))
+        static = inside | frozenset(i for i, name in enumerate(names) if self._is_static(name, recording))
+        written = region.written
+        _check_inputs(names, args, static, written)
+
+        leaves = [slot.leaves for slot in region.slots]
+        captured = [arg if i in inside else arg.detach() for i, arg in enumerate(self._take(call, region, args))]
+        loads, kept = [], []
+        for i, arg in enumerate(args):
+            if i not in static:
+                captured[i] = static_buffer(pool, arg)
+                loads.append(Load(i, pool.alias(captured[i]), overlaps_itself(arg)))
+        sources = [
+            Source.of(i, t) for i, t in enumerate(captured) if names[i] in region.boundary.shared and i not in inside
+        ]
+        kept = [captured[source.arg] for source in sources]  # or a result could get their addresses
+        entry = RegionGraph(loads, written, sorted(written & static - inside))
+        entry.load(args)
+        entry.graph, produced = pool.capture(region.function, [captured])
+        entry.outputs = outputs = Outputs(produced, sources, leaves)
+        del kept
+        entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
+        entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
+        try:
+            entry.graph.replay()
+            results = entry.finish(args)
+        except Exception as error:
+            raise _Executed from error
+        outputs.forget_memory(pool.alias)
+        self._note(call, region, entry, produced, static)
+        call.part.graphs[index] = entry
+        return results
+
+    def _is_static(self, name: str, recording: Recording) -> bool:
+        position = self._position.get(name)
+        if name in recording.static:
+            return True
+        return position is not None and self._static[position] and self._moves[position] < _MAX_MOVES
+
+    def _late_guard(
+        self,
+        names: Sequence[str],
+        args: Sequence[Any],
+        inside: frozenset[int],
+        static: frozenset[int],
+        written: frozenset[int],
+    ) -> tuple[tuple[int, ...], Guard | None]:
+        """The check of what was not there when the call began, because an eager operator makes it."""
+        late = [i for i, name in enumerate(names) if name not in self._position and i not in inside]
+        if late and written:
+            late = [i for i in range(len(names)) if i not in inside]
+        if not late:
+            return (), None
+        place = {i: p for p, i in enumerate(late)}
+        guard = Guard(
+            [args[i] for i in late],
+            [place[i] for i in late if i in static],
+            frozenset(place[i] for i in written if i in place),
+        )
+        return tuple(late), guard
+
+    def _note(
+        self, call: Call, region: RuntimeRegion, entry: RegionGraph, produced: Sequence[Any], static: frozenset[int]
+    ) -> None:
+        """Writes down what the next regions of the recording, and the report, have to know of this one."""
+        recording = call.recording
+        assert recording is not None
+        for i in entry.outputs.fixed:
+            call.owned[region.slots[i].name] = produced[i]
+        for i, source in entry.outputs.view_sources().items():
+            if source in static:
+                recording.static.add(region.slots[i].name)
+        stats = region.stats
+        stats.captures += 1
+        stats.replays += 1
+        stats.bytes_in, stats.bytes_out = entry.nbytes_in, entry.outputs.nbytes
+
+    def arena_bytes(self) -> int:
+        """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""
+        return sum(arena.nbytes() for arena in self._pair._used)
+
+
+class _Executed(Exception):
+    """A graph failed after it may have run: running its ops again could do their effects twice."""
+
+
+def _check_inputs(names: Sequence[str], args: Sequence[Any], static: frozenset[int], written: frozenset[int]) -> None:
+    for i, (name, arg) in enumerate(zip(names, args)):
+        if type(arg) not in (torch.Tensor, torch.nn.Parameter):
+            raise TypeError(f"input {name!r} is a {type(arg).__name__}, not a plain tensor")
+        if i in written and i not in static and overlaps_itself(arg):
+            raise ValueError(f"input {name!r} is written in place and overlaps itself")
+    if written and not Sharing.of(args, set(static), written).admits(args):
+        raise ValueError("an input that is written in place shares memory with another")
+
+
+def _describe(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) -> str:
+    """The error, and the op of the region and the user's line that it came from."""
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if code is region.function.__code__:  # type: ignore[attr-defined]
+            line = linecache.getline(code.co_filename, traceback.tb_lineno)
+            made = line.split("=")[0].replace("(", " ").replace(")", " ").replace(",", " ").split()
+            for index in region.region.ops:
+                if made and ops[index].outputs and ops[index].outputs[0] == made[0]:
+                    return f"{ops[index].name} at {ops[index].line or 'an unknown line'}: {text}"
+        traceback = traceback.tb_next
+    return text
+
+
+def region_function(
+    name: str, symbols: Sequence[Any], inputs: Sequence[Proxy], results: Sequence[Proxy], backend: Backend
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """The Python function of a region, as Thunder writes it: its symbols, with each variable deleted after its last use.
+
+    It takes its inputs in a list, which it empties, so that their memory can be freed on the way.
+    """
+
+    def region_fn(inputs: Any) -> None:
+        """Stands for the signature alone."""
+
+    region_fn.__name__ = name
+    trace = TraceCtx(region_fn)
+    with tracectx(trace):
+        collection = CollectionProxy(list(inputs), name="inputs")
+        trace.args = (collection.collection(),)
+        prims.unpack_trivial(collection, name="inputs")
+        prims.unpack_sequence(collection, len(inputs))
+        trace.bound_symbols.append(clear_mutable_collection.bind(collection, output=None))
+        trace.bound_symbols += [_called_by(backend, symbol) for symbol in symbols]
+        prims.python_return(tuple(results))
+    return del_last_used(trace).python_callable(include_decorators=False)
+
+
+def _called_by(backend: Backend, symbol: Any) -> Any:
+    """The symbol, calling its compiled fusion the way the backend needs."""
+    if not (symbol.sym.is_fusion and symbol._call_ctx):
+        return symbol
+    fusion = symbol.from_bsym()
+    fusion._call_ctx = {name: backend.fusion(fn) for name, fn in symbol._call_ctx.items()}
+    return fusion

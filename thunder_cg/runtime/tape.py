@@ -1,0 +1,211 @@
+"""The ``tape`` backend: CUDA graphs' behaviour on a machine without a GPU.
+
+It records the ATen calls of a region and replays them into the same addresses. It refuses what CUDA refuses, skips
+Python on replay as CUDA does, and fills an arena with NaN when it is released, so that memory used too late fails a
+test on a CPU. It is slower than running the region: it is there to test, to teach and to plan.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime.backend import Function
+
+_aten = torch.ops.aten
+
+# Operators that copy a result to the host inside their CUDA kernels' launch code, or read host memory at capture.
+# Measured under torch.cuda.set_sync_debug_mode("error") on an H200, torch 2.11.
+_HOST_SYNC = {
+    _aten._linalg_svd,
+    _aten.linalg_cholesky_ex,
+    _aten._linalg_eigh,
+    _aten.histc,
+    _aten.repeat_interleave,
+    _aten.lift_fresh,
+}
+_MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put}
+
+_active = threading.local()
+
+
+class TapeBackend:
+    """Records and replays ATen calls on the CPU."""
+
+    name = "tape"
+    device_type = "cpu"
+    poisons = True
+
+    def pool(self, device: torch.device) -> TapePool:
+        return TapePool(device)
+
+    def busy(self) -> bool:
+        return getattr(_active, "tape", None) is not None
+
+    def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """A dispatch mode cannot see into a compiled fusion: on the tape it is one call."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            tape = getattr(_active, "tape", None)
+            return fn(*args, **kwargs) if tape is None else tape.record_fusion(fn, args, kwargs)
+
+        return call
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One recorded call, and where the new results of it go."""
+
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[tuple[int, torch.Tensor], ...]  # leaf of the output, the tensor whose memory it has
+
+
+class _Tape(TorchDispatchMode):
+    """Records calls while they run, and afterwards undoes what they did to memory that it did not allocate."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self.steps: list[_Step] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._refuse(func, args, kwargs)
+        mutable = func._schema.is_mutable
+        return self._record(func, args, kwargs, writes=mutable, may_skip=not mutable)
+
+    def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _disable_current_modes():
+            return self._record(fn, args, kwargs, writes=True, may_skip=False)
+
+    def _record(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool, may_skip: bool
+    ) -> Any:
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if writes:
+            self._keep_images(inputs)
+        output = fn(*args, **kwargs)
+        addresses = {t.untyped_storage().data_ptr() for t in inputs}
+        results = []
+        for leaf, tensor in enumerate(tree_leaves(output)):
+            if isinstance(tensor, torch.Tensor):
+                self._check_device(tensor)
+                if tensor.untyped_storage().data_ptr() not in addresses:
+                    self._own.add(tensor.untyped_storage().data_ptr())
+                    results.append((leaf, tensor))
+        if results or not may_skip:  # what neither writes nor makes anything is a view, and views stay
+            self.steps.append(_Step(fn, args, kwargs, tuple(results)))
+        return output
+
+    def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
+        packet = func.overloadpacket
+        if packet in _MASKED:
+            indices = args[1] if len(args) > 1 else kwargs["indices"]
+            bad = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices)
+        else:
+            data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
+            bad = packet in _HOST_SYNC or not data.isdisjoint(func.tags)
+        if bad:
+            raise CaptureRefused(f"{func} makes the host wait for data, which a graph cannot hold")
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                self._check_device(leaf)
+            elif isinstance(leaf, torch.Generator):
+                raise CaptureRefused(f"{func} draws from a generator that the graph does not know")
+
+    def _check_device(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type != self._device.type:
+            raise CaptureRefused(f"a tensor on {tensor.device} in a graph on {self._device}")
+
+    def _keep_images(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if address and address not in self._own and address not in self._before:
+                self._before[address] = (storage, storage.clone())
+
+    def undo(self) -> None:
+        """Capturing executes nothing: what the recorded calls wrote outside is put back."""
+        for storage, image in self._before.values():
+            storage.copy_(image)
+        self._before.clear()
+
+
+class TapeGraph:
+    """The recorded calls."""
+
+    def __init__(self, steps: Sequence[_Step]) -> None:
+        self._steps = steps
+
+    def replay(self) -> None:
+        with torch.no_grad(), _disable_current_modes():
+            for step in self._steps:
+                output = step.fn(*step.args, **step.kwargs)
+                if step.results:
+                    leaves = tree_leaves(output)
+                    for leaf, tensor in step.results:
+                        tensor.copy_(leaves[leaf])
+
+
+class TapePool:
+    """What the recordings of one arena allocated."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+
+    def enter(self) -> None:
+        """There are no streams on a CPU."""
+
+    def memory(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
+        return fn(*args)
+
+    def capture(self, fn: Function, args: Sequence[Any]) -> tuple[TapeGraph, Sequence[Any]]:
+        tape = _Tape(self._device)
+        generator = torch.get_rng_state()
+        _active.tape = tape
+        try:
+            with tape:
+                outputs = fn(*args)
+        finally:
+            _active.tape = None
+            tape.undo()
+            torch.set_rng_state(generator)
+        self._tensors.extend(weakref.ref(tensor) for step in tape.steps for _, tensor in step.results)
+        return TapeGraph(tape.steps), outputs
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the CPU nothing hands memory out twice, so what stands for it may own it."""
+        alias = tensor.detach()
+        self._tensors.append(weakref.ref(alias))
+        return alias
+
+    def _storages(self) -> dict[int, torch.UntypedStorage]:
+        self._tensors = [ref for ref in self._tensors if ref() is not None]
+        alive = (ref() for ref in self._tensors)
+        return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in alive if t is not None}
+
+    def poison(self) -> None:
+        for storage in self._storages().values():
+            storage.fill_(0xFF)
+
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages().values())
+
+    def close(self) -> None:
+        self._tensors.clear()

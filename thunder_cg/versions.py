@@ -1,0 +1,24 @@
+"""Refuses to start on torch or Thunder releases whose internals differ from those the package was tested with."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from looseversion import LooseVersion
+
+from thunder_cg.errors import VersionError
+
+# Half-open ranges. Thunder 0.2.6 cannot import with torch 2.13, and its thunderfx breaks with 2.12.
+SUPPORTED = {"torch": ("2.9", "2.12"), "lightning-thunder": ("0.2.6", "0.3")}
+
+
+def check_versions() -> None:
+    """Raises :class:`VersionError` for the first installed package outside its range."""
+    for package, (least, below) in SUPPORTED.items():
+        try:
+            found = version(package)
+        except PackageNotFoundError:
+            found = "not installed"
+        release = LooseVersion(found.split("+")[0])
+        if found == "not installed" or not LooseVersion(least) <= release < LooseVersion(below):
+            raise VersionError(package, found, f">={least},<{below}")
