@@ -33,11 +33,12 @@ LAYERS = (
     ("report",),
     ("executor", "transform"),
     ("__init__",),
-    ("demo",),
+    ("demo", "bench"),
     ("__main__",),
 )
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.
 KNOW_THUNDER = {"analysis/ops.py", "runtime/region.py", "executor.py", "transform.py"}
+PUBLIC = {"thunder.transforms.cudagraph.CUDAGraphTransform"}  # what users of Thunder import, too
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 
@@ -113,6 +114,7 @@ def test_package_is_typed() -> None:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_imports_go_one_way(path: Path) -> None:
     part = part_of(path)
+    assert part in RANK, f"{part!r} has no place in LAYERS; give it one"
     upward = {f"line {line}: {name}" for line, name in imports(path) if RANK[name] > RANK[part]}
     assert not upward, (
         f"{path.name} is in {part!r}, which may import only {sorted(RANK, key=RANK.get)[: RANK[part] + 1]}"
@@ -129,7 +131,7 @@ def test_few_modules_know_the_internals_of_thunder() -> None:
     knowing = {
         path.relative_to(PACKAGE).as_posix()
         for path in SOURCES
-        if any(module.startswith("thunder.") for _, module in imported(path))
+        if any(module.startswith("thunder.") and module not in PUBLIC for _, module in imported(path))
     }
     assert knowing == KNOW_THUNDER
 

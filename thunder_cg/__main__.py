@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from thunder_cg import demo
+from thunder_cg import bench, demo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,12 +28,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cudagraph_transform(), from one seed. Exits with 1 if a loss, a parameter or a character differs in one bit.",
     )
     command.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu")
+    measure = commands.add_parser(
+        "bench",
+        help="measure host time, end-to-end time and memory beside eager, Thunder and a hand-made graph",
+        description="Measures small models under eager PyTorch, Thunder, Thunder's own CUDAGraphTransform, thunder_cg and "
+        "a hand-made CUDA graph, in turns. On a CPU: eager, Thunder and the tape backend.",
+    )
+    measure.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu")
+    measure.add_argument("--calls", type=int, default=100, help="calls per turn (default: 100)")
+    measure.add_argument("--only", default="", help="measure only the cases whose name holds this")
+    measure.add_argument("--json", type=Path, help="write the numbers there, too")
     arguments = parser.parse_args(argv)
 
     try:
         device = demo.pick_device(arguments.device)
     except ValueError as error:
-        command.error(str(error))
+        parser.error(str(error))
+    if arguments.command == "bench":
+        return bench.run(device, arguments.calls, arguments.json, arguments.only)
     return demo.run(demo.settings_for(device))
 
 

@@ -23,7 +23,7 @@ def kinds(plan):
     return ["R" if isinstance(step, Region) else "e" for step in plan.steps]
 
 
-# ---------------------------------------------------------------------------------------------------------------- regions
+# -------------------------------------------------------------------------------------------------------------- regions
 
 
 def test_one_chain_is_one_region(trace):
@@ -113,13 +113,12 @@ def test_frame_stays_first_and_last(trace):
     assert order[:4] == [0, 1, 2, 3] and order[-1] == 7
 
 
-# ------------------------------------------------------------------------------------------------------------- dependencies
+# --------------------------------------------------------------------------------------------------------- dependencies
 
 
 def test_a_write_stays_after_earlier_reads_and_before_later_ones(trace):
-    """The read before the write is eager, so the write cannot join the first region; nor can the read after it."""
+    """The read before the write is eager and the one after it is captured."""
     t = trace().add("a", "b").add("b", "g").mine("x", "h").op("copy_", "g x", "i").add("x", "j").add("j h", "k")
-    assert t.regions() == [(0, 1, 3, 4, 5)] or t.regions()[-1][-1] == 5
     order = flat(t.plan())
     assert order.index(2) < order.index(3) < order.index(4)
 
@@ -132,7 +131,7 @@ def test_views_carry_writes(trace):
 
 def test_random_draws_opaque_operators_and_collectives_share_one_order(trace):
     t = trace().op("uniform", "", "a").mine("b", "g").op("torch_all_reduce_prim_impl", "h", "i").op("rand", "", "j")
-    assert [deps for deps in dependencies(t.done())] == [[], [0], [1], [2]]
+    assert dependencies(t.done()) == [[], [0], [1], [2]]
 
 
 def test_an_opaque_operator_keeps_its_place_among_writes_to_buffers(trace):
@@ -157,7 +156,7 @@ def test_a_future_and_its_wait_are_eager_and_in_order(trace):
     assert all(plan.verdicts[i].reason is Reason.COLLECTIVE for i in (2, 5))
 
 
-# ---------------------------------------------------------------------------------------------------------------- too small
+# ------------------------------------------------------------------------------------------------------------ too small
 
 
 @pytest.mark.parametrize("ids", [["add"], ["permute", "view"], ["permute", "add"], []])
@@ -179,11 +178,12 @@ def test_a_fusion_or_an_operator_that_the_user_allows_is_enough(trace):
     assert trace().mine("a", "b").regions(allow=("my_ex.my_op",)) == [(0,)]
 
 
-# ------------------------------------------------------------------------------------------------------------------- memory
+# --------------------------------------------------------------------------------------------------------------- memory
 
 
 def late_use(trace, nbytes):
-    """Eager reads of big tensors, each right after it is made: one region would make them all before the first is read."""
+    """Eager reads of big tensors, each right after it is made: one region would make them all before the first is
+    read."""
     t = trace(**{f"b{i}": nbytes for i in range(8)})
     for i in range(8):
         t.add("a", f"b{i}").add("a", f"g{i}").item(f"b{i}", f"n{i}")
@@ -209,7 +209,7 @@ def test_memory_of_the_cpu_does_not_count(trace):
     assert len(t.returns("a40").regions()) == 1
 
 
-# -------------------------------------------------------------------------------------------- properties, by brute force
+# ------------------------------------------------------------------------------------------- properties, by brute force
 
 
 def random_trace(trace, rng, length, devices="a"):
@@ -286,9 +286,13 @@ def groups_of(plan, verdicts):
     return sum(color is not None for color, _ in itertools.groupby(colors))
 
 
-@pytest.mark.parametrize("seed", range(300))
-def test_plans_are_legal_and_have_the_fewest_regions(trace, seed):
-    rng = random.Random(seed)
+@pytest.mark.parametrize("batch", range(3))
+def test_plans_are_legal_and_have_the_fewest_regions(trace, batch):
+    for seed in range(200 * batch, 200 * batch + 200):
+        check_fewest(trace, random.Random(seed))
+
+
+def check_fewest(trace, rng):
     t = random_trace(trace, rng, rng.randint(1, 7))
     ops, verdicts = t.done(), t.verdicts()
     plan = partition(ops, verdicts)
@@ -297,23 +301,16 @@ def test_plans_are_legal_and_have_the_fewest_regions(trace, seed):
     pairs = set(pairs_in_order(ops))
     at = {op: position for position, op in enumerate(order)}
     assert all(at[i] < at[j] for i, j in pairs)
-    if not any("kept in trace order" in s.split for s in plan.steps if isinstance(s, Region)):
-        colors = [v.device if v.capture else None for v in verdicts]
-        kept = partition_without_memory(ops, verdicts)
-        assert groups_of(kept, verdicts) == fewest_groups(colors, pairs)
+    colors = [v.device if v.capture else None for v in verdicts]
+    assert groups_of(plan, verdicts) == fewest_groups(colors, pairs)
 
 
-def partition_without_memory(ops, verdicts):
-    """The same trace with tensors of no size, so that memory never speaks against regrouping."""
-    from dataclasses import replace
-
-    free = {name: replace(value, nbytes=0) for name, value in ops.values.items()}
-    return partition(replace(ops, values=free), verdicts)
+def test_long_plans_on_two_devices_are_legal(trace):
+    for seed in range(150):
+        check_legal(trace, random.Random(seed))
 
 
-@pytest.mark.parametrize("seed", range(150))
-def test_long_plans_on_two_devices_are_legal(trace, seed):
-    rng = random.Random(seed)
+def check_legal(trace, rng):
     t = random_trace(trace, rng, rng.randint(20, 60), devices="ad")
     ops = t.done()
     plan = partition(ops, t.verdicts())
@@ -330,7 +327,7 @@ def test_long_plans_on_two_devices_are_legal(trace, seed):
             assert not plan.verdicts[step.op].capture
 
 
-# --------------------------------------------------------------------------------------------------------------------- time
+# ----------------------------------------------------------------------------------------------------------------- time
 
 MANY = 10_000
 
@@ -386,7 +383,7 @@ def test_ten_thousand_ops_take_less_than_two_seconds(trace, shape):
     assert time.perf_counter() - start < 2.0
 
 
-# -------------------------------------------------------------------------------------------------------------- real traces
+# ---------------------------------------------------------------------------------------------------------- real traces
 
 
 def test_an_mlp_is_one_region_forward_and_one_backward(traces_of, on_cpu):

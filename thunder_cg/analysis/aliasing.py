@@ -1,7 +1,7 @@
 """Who may share memory with whom, who writes it, and whose order counts.
 
-Everything here errs on the safe side: what may share does share, and an operator that no rule knows may write any tensor
-it is given and return a view of it.
+Everything here errs on the safe side: what may share does share, and an operator that no rule knows may write any
+tensor it is given and return a view of it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def writes(op: Op, roots: Mapping[str, str]) -> frozenset[str]:
 
 
 def is_opaque(op: Op) -> bool:
-    """Does no rule know what it does? Then it may write or return any tensor that it is given, and do anything besides."""
+    """Does no rule know what it does? Then it may write or return any tensor that it is given, and do anything."""
     if op.structure:
         return False
     if op.is_fusion:

@@ -1,9 +1,9 @@
 """Decide for every op whether it may be captured, and say why.
 
-The order of the questions: the trace's frame; the user's ``deny=``; devices; numbers and sizes known only at run time; the
-user's ``allow=`` or else the rule tables, for the op and for what it is made of. ``allow=`` vouches for an operator, so it
-lifts a row of the tables, but not a fact about this call: a number baked into a graph would be wrong at the next replay
-whoever allowed it.
+The order of the questions: the trace's frame; the user's ``deny=``; devices; numbers and sizes known only at run
+time; the user's ``allow=`` or else the rule tables, for the op and for what it is made of. ``allow=`` vouches for an
+operator, so it lifts a row of the tables, but not a fact about this call: a number baked into a graph would be wrong
+at the next replay whoever allowed it.
 """
 
 from __future__ import annotations

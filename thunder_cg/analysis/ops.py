@@ -230,19 +230,18 @@ def _line(bound: BoundSymbol) -> str | None:
 
 
 # Note [Traits]
-# Whether an indexing or a random operator can be captured depends on its arguments as well: ``x[mask]`` asks the GPU how
-# many elements are set, ``x[[0, 2]]`` copies the list to the GPU, and a seed makes a new generator on the host. Rules are
-# data and see no arguments, so what they need is read here, as words:
-#   bool_index   an index tensor is boolean or bytes, so the size of the result depends on its contents
-#   host_index   an index is a Python list of numbers
+# Whether an indexing or a random operator can be captured depends on its arguments as well: ``x[mask]`` asks the GPU
+# how many elements are set, ``x[[0, 2]]`` copies the list to the GPU, and a seed makes a new generator on the host.
+# Rules are data and see no arguments, so what they need is read here, as words:
+#   bool_index               an index tensor is boolean or bytes: the size of the result depends on its contents
+#   host_index               an index is a Python list of numbers
 #   number_at_tensor_index   a number is stored where a tensor of indices says
-#   tensor_value   the value to fill in is a tensor
-#   seeded       a seed or a generator is given
-#   dropout      a dropout probability other than zero
-#   renorm       max_norm is given, which rewrites the embedding's rows
+#   tensor_value             the value to fill in is a tensor
+#   seeded                   a seed or a generator is given
+#   dropout                  a dropout probability other than zero
+#   renorm                   max_norm is given, which rewrites the embedding's rows
 _INDEXING = frozenset({"__getitem__", "copy_with_setitem_impl", "index_put", "INDEX_PUT", "COPY_WITH_SETITEM"})
 _FILLS = frozenset({"index_fill", "index_fill_vjp", "masked_fill", "masked_fill_vjp"})
-_EMBEDDINGS = frozenset({"embedding", "embedding_bag", "EMBEDDING"})
 _BYTES = frozenset({"bool8", "uint8"})
 
 
@@ -254,12 +253,12 @@ def _traits(bound: BoundSymbol, id_: str | None) -> Iterator[str]:
         yield from _index_traits(bound.args)
     if name in _FILLS and any(isinstance(p, TensorProxy) for p in (*bound.args[-1:], bound.kwargs.get("value"))):
         yield "tensor_value"
-    named = _named_arguments(bound)
+    named = _named_arguments(bound, name)
     if named.get("seed") is not None or named.get("generator") is not None:
         yield "seeded"
     if _is_set(named.get("dropout_p")):
         yield "dropout"
-    if named.get("max_norm") is not None or (name in _EMBEDDINGS and len(bound.args) > 3 and bound.args[3] is not None):
+    if named.get("max_norm") is not None:
         yield "renorm"
 
 
@@ -290,8 +289,23 @@ def _has_number_list(key: Any) -> bool:
     )
 
 
-def _named_arguments(bound: BoundSymbol) -> dict[str, Any]:
-    return {**dict(zip(_parameter_names(bound.sym.meta), bound.args)), **bound.kwargs}
+# Thunder wraps most meta functions in a way that hides their signatures; then this is where an argument stands.
+_POSITIONS = {
+    "EMBEDDING": {"max_norm": 3},
+    "MULTINOMIAL": {"seed": 3},
+    "embedding": {"max_norm": 3},
+    "embedding_bag": {"max_norm": 3},
+    "multinomial": {"seed": 3},
+    "multinomial_helper": {"seed": 3},
+    "scaled_dot_product_attention": {"dropout_p": 4},
+}
+
+
+def _named_arguments(bound: BoundSymbol, name: str) -> dict[str, Any]:
+    named = dict(zip(_parameter_names(bound.sym.meta), bound.args))
+    at = _POSITIONS.get(name, {})
+    named.update((argument, bound.args[i]) for argument, i in at.items() if i < len(bound.args))
+    return {**named, **bound.kwargs}
 
 
 @functools.lru_cache(maxsize=4096)

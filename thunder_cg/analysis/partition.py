@@ -22,7 +22,7 @@ _PEAK_GROWTH = 1.10
 """Regrouping may raise the estimated peak memory by this factor over trace order, no further."""
 
 _PEAK_SLACK = 2 << 20
-"""Nor does this many bytes more matter: it is the smallest segment that torch's caching allocator asks the device for."""
+"""As many bytes more never matter: torch's caching allocator asks the device for no smaller segment."""
 
 _FEWEST_KERNELS = 2
 """A graph of one kernel launches no faster than the kernel."""
@@ -78,17 +78,18 @@ def partition(ops: Ops, verdicts: Sequence[Verdict]) -> Plan:
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Note [Overlapping arguments]
-# Thunder tells aliased arguments only by their first address, so two of them may overlap unnoticed. Where the trace writes
-# one argument that is not a parameter or buffer, all of those count as one memory for the order of reads and writes.
+# Thunder tells aliased arguments only by their first address, so two of them may overlap unnoticed. Where the trace
+# writes one argument that is not a parameter or buffer, all of those count as one memory for the order of reads and
+# writes.
 
 
 def dependencies(ops: Ops) -> list[list[int]]:
     """For each op, the ops before it that must stay before it.
 
-    Uses stay after definitions; reads and writes of memory that may be shared keep their order, reads among themselves
-    excepted; random draws, opaque operators, collectives and side effects keep theirs, all in one; an opaque operator also
-    keeps its place among writes to arguments, parameters and buffers, which it may see from outside. The trace's frame
-    keeps its order, and its last op, the return, comes last.
+    Uses stay after definitions; reads and writes of memory that may be shared keep their order, reads among
+    themselves excepted; random draws, opaque operators, collectives and side effects keep theirs, all in one; an
+    opaque operator also keeps its place among writes to arguments, parameters and buffers, which it may see from
+    outside. The trace's frame keeps its order, and its last op, the return, comes last.
     """
     return _dependencies(ops, roots(ops))
 
@@ -105,12 +106,12 @@ def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
     found = []
     for index, op in enumerate(ops.ops):
         before = {producer[name] for name in op.inputs if name in producer}
-        before.update(writer[name] for name in reads(op, root) if name in writer)
-        mine = writes(op, root)
+        touched, mine = reads(op, root), writes(op, root)
+        before.update(writer[name] for name in touched if name in writer)
         for name in mine:
             before.update(readers.pop(name, ()))
             writer[name] = index
-        for name in reads(op, root) & written - mine:
+        for name in (touched & written) - mine:
             readers[name].append(index)
         if op.structure:
             before.add(frame)
@@ -144,9 +145,9 @@ def _with_overlaps(ops: Ops, root: Mapping[str, str]) -> Mapping[str, str]:
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Note [Time]
-# A schedule is a sequence of groups, each on one device, with a slot for eager ops before, between and after them. Group g
-# (from 1) has time 2g, the slot after it 2g + 1, the first slot 1. An op's time is at least that of each op before it, and
-# ops of equal time run in trace order, so times are all that a schedule is.
+# A schedule is a sequence of groups, each on one device, with a slot for eager ops before, between and after them.
+# Group g (from 1) has time 2g, the slot after it 2g + 1, the first slot 1. An op's time is at least that of each op
+# before it, and ops of equal time run in trace order, so times are all that a schedule is.
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +181,8 @@ class _Graph:
         now = 0
         times = []
         for op, color in enumerate(self.colors):
-            # Not before what came earlier in the trace, unless a region would have to wait for it. Whatever depends on an op
-            # has no smaller latest time than it, so this never puts an op before one that it depends on.
+            # Not before what came earlier in the trace, unless a region would have to wait for it. Whatever depends
+            # on an op has no smaller latest time than it, so this never puts an op before one that it depends on.
             time = _not_before(max(earliest[op], min(now, latest[op])), color, at)
             now = max(now, time)
             times.append(time)
@@ -215,9 +216,9 @@ def _not_before(time: int, color: str | None, at: Mapping[str, list[int]]) -> in
 def _groups(graph: _Graph) -> list[str]:
     """The devices of the groups, in order.
 
-    Runs all eager ops that are ready, then all ops of one device that are, and so on. With one device nothing beats this:
-    whatever any other order has run before its k-th group ends, this has run too. With several, a device waits until
-    everything that can be in its group is ready, unless all of them wait.
+    Runs all eager ops that are ready, then all ops of one device that are, and so on. With one device nothing beats
+    this: whatever any other order has run before its k-th group ends, this has run too. With several, a device waits
+    until everything that can be in its group is ready, unless all of them wait.
     """
     waiting = [len(earlier) for earlier in graph.before]
     ready: dict[str | None, list[int]] = defaultdict(list)

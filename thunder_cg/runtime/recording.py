@@ -232,13 +232,16 @@ class Outputs:
 
     __slots__ = ("_makers", "_new", "_sources", "fixed", "nbytes")
 
-    def __init__(self, produced: Sequence[Any], sources: Sequence[Source], leaves: Sequence[bool]) -> None:
+    def __init__(
+        self, produced: Sequence[Any], sources: Sequence[Source], leaves: Sequence[bool], device: torch.device
+    ) -> None:
         """Looks at what a region produced.
 
         Args:
             produced: its results.
             sources: the inputs that results may be views of.
             leaves: of each result, whether it leaves the arena.
+            device: the region's.
         """
         by_address = {source.address: source for source in reversed(sources) if source.address}
         self.fixed: list[int] = []  # results that stay at their address in the arena
@@ -246,8 +249,9 @@ class Outputs:
         self._makers: list[tuple[int, Output]] = []
         groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for i, tensor in enumerate(produced):
-            if not isinstance(tensor, torch.Tensor):
-                self._makers.append((i, lambda args, constant=tensor: constant))
+            if not isinstance(tensor, torch.Tensor) or tensor.device != device:
+                # None, or the seed of an attention without dropout, which lives on the host: no replay changes these.
+                self._makers.append((i, _constant(tensor)))
             elif (source := by_address.get(address(tensor))) is not None:
                 self._sources[i] = source.arg
                 self._makers.append((i, _view_of_input(tensor, source)))
@@ -275,6 +279,10 @@ class Outputs:
             torch._foreach_copy_(targets, [copy.source for copy in self._new])
         for i, make in self._makers:
             results[i] = make(args)
+
+
+def _constant(value: Any) -> Output:
+    return lambda args: value
 
 
 def _view_of_input(tensor: torch.Tensor, source: Source) -> Output:

@@ -181,7 +181,8 @@ class Program:
         self._position = position
         self._static = [ops.values[name].static for name in self.inputs]
         self._written = frozenset(position[n] for r in regions for n in r.boundary.written if n in position)
-        self._keys: dict[int, Any] = {}
+        made = {s.name for r in forward.regions for s in r.slots if not s.leaves} if forward is not None else set()
+        self._keyed = [i for i, name in enumerate(self.inputs) if name not in made]  # the rest follows from the forward
 
     # How a call begins
 
@@ -289,7 +290,7 @@ class Program:
         return None
 
     def _key(self, inputs: Sequence[torch.Tensor]) -> Any:
-        return (settings(), tuple(map(layout, inputs)))
+        return (settings(), tuple(layout(inputs[i]) for i in self._keyed))
 
     def _count_moves(self, inputs: Sequence[torch.Tensor]) -> None:
         for recording in self._recordings[:1]:
@@ -373,7 +374,7 @@ class Program:
         pool = call.arena.pool(region.device)
         sources = self._sources(call, region, args)
         produced = pool.warm_up(region.function, [self._take(call, region, args)])
-        outputs = Outputs(produced, sources, [slot.leaves for slot in region.slots])
+        outputs = Outputs(produced, sources, [slot.leaves for slot in region.slots], region.device)
         results: list[Any] = [None] * len(produced)
         outputs.deliver(results, args)
         for i in outputs.fixed:
@@ -428,7 +429,7 @@ class Program:
 
         leaves = [slot.leaves for slot in region.slots]
         captured = [arg if i in inside else arg.detach() for i, arg in enumerate(self._take(call, region, args))]
-        loads, kept = [], []
+        loads = []
         for i, arg in enumerate(args):
             if i not in static:
                 captured[i] = static_buffer(pool, arg)
@@ -436,11 +437,13 @@ class Program:
         sources = [
             Source.of(i, t) for i, t in enumerate(captured) if names[i] in region.boundary.shared and i not in inside
         ]
-        kept = [captured[source.arg] for source in sources]  # or a result could get their addresses
+        # A result must not get the address of an input that it could be taken for a view of, and what is read back
+        # after a replay must not have been reused on the way.
+        kept = [captured[i] for i in (*(source.arg for source in sources), *written)]
         entry = RegionGraph(loads, written, sorted(written & static - inside))
         entry.load(args)
         entry.graph, produced = pool.capture(region.function, [captured])
-        entry.outputs = outputs = Outputs(produced, sources, leaves)
+        entry.outputs = outputs = Outputs(produced, sources, leaves, region.device)
         del kept
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]

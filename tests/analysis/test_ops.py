@@ -1,0 +1,199 @@
+"""ops.read: every bound symbol becomes one record, and nothing of the trace is lost or invented."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import thunder
+import torch
+
+from thunder_cg.analysis.ops import Op
+
+
+def only(ops, id_):
+    return [op for op in ops.ops if op.id == id_]
+
+
+def test_a_claimed_op_has_its_executor_and_string_id(traces_of):
+    (ops,) = traces_of(lambda x: torch.sin(x) + 1, torch.randn(3, 4))
+    (sin,) = only(ops, "sin")
+    assert (sin.executor, sin.name, len(sin.inputs), len(sin.outputs)) == ("torch", "torch.sin", 1, 1)
+    assert [sub.id for sub in sin.subs] == ["torch.sin"] and sin.subs[0].executor is None
+    assert [sub.id for sub in sin.subs[0].subs] == ["SIN"]
+    assert sin.line is not None and sin.line.startswith("test_ops.py:")
+    assert not sin.structure and not sin.is_fusion
+
+
+def test_a_prim_goes_by_its_enum_name_and_the_frame_is_structure(traces_of):
+    (ops,) = traces_of(lambda x: torch.sin(x), torch.randn(3))
+    assert [op.id for op in ops.ops if op.structure] == ["UNPACK_TRIVIAL", "RETURN"]
+    assert [op.index for op in ops.ops] == list(range(len(ops.ops)))
+
+
+def test_dels_are_dropped(traces_of):
+    (ops,) = traces_of(lambda x: torch.sin(torch.cos(x)) + 1, torch.randn(3))
+    assert not only(ops, "DEL") and not only(ops, "COMMENT")
+
+
+def test_values_have_devices_sizes_and_types(traces_of):
+    (ops,) = traces_of(lambda x: (x.to(torch.bfloat16), x > 0), torch.randn(3, 4))
+    (x,) = ops.args
+    assert (ops.values[x].kind, ops.values[x].device, ops.values[x].nbytes, ops.values[x].dtype) == (
+        "tensor",
+        "cpu",
+        48,
+        "float32",
+    )
+    half = ops.values[only(ops, "to")[0].outputs[0]]
+    mask = ops.values[only(ops, "gt")[0].outputs[0]]
+    assert (half.nbytes, half.dtype) == (24, "bfloat16") and (mask.nbytes, mask.dtype) == (12, "bool8")
+
+
+def test_names_appear_once_in_order(traces_of):
+    (ops,) = traces_of(lambda x, y: x * x + y, torch.randn(3), torch.randn(3))
+    (mul,) = only(ops, "mul")
+    assert mul.inputs == ("x",)
+    assert only(ops, "RETURN")[0].inputs.count("x") == 1
+
+
+def test_parameters_are_static_by_tag_or_by_name(traces_of):
+    (ops, _) = traces_of(torch.nn.Linear(3, 3), torch.randn(2, 3))
+    static = {name for name in ops.args if ops.values[name].static}
+    assert len(static) == 2 and "input" not in static
+
+    from thunder.core.transform_common import Transform
+
+    from thunder_cg.analysis.ops import read
+
+    class Named(Transform):
+        def transform_trace_post_optimization(self, trace, **kwargs):
+            self.ops = read(trace, frozenset({"x"}))
+            return trace
+
+    named = Named()
+    thunder.jit(lambda x: x + 1, transforms=[named])(torch.randn(3))
+    assert named.ops.values["x"].static
+
+
+def test_a_backward_reads_its_collections(traces_of):
+    _, ops = traces_of(lambda x: torch.sin(x) * x.sum().item(), torch.randn(3, requires_grad=True))
+    frame = [op.id for op in ops.ops if op.structure]
+    assert frame.count("clear_mutable_collection") == 4 and frame[-1] == "RETURN"
+    kinds = {name: ops.values[name].kind for name in ops.args}
+    assert kinds["C0"] == "collection" and kinds["C1"] == "collection"
+    assert "number" in kinds.values() and "tensor" in kinds.values()
+    produced = {name for op in ops.ops for name in op.outputs}
+    assert all(name in produced or name in ops.args for op in ops.ops for name in op.inputs)
+
+
+def test_lists_of_tensors_are_flattened(traces_of):
+    (ops,) = traces_of(lambda x, y: torch.cat([x, y, x]), torch.randn(3), torch.randn(3))
+    assert only(ops, "cat")[0].inputs == ("x", "y")
+
+
+def test_symbolic_sizes_show(traces_of):
+    (ops,) = traces_of(lambda x: x + 1, torch.randn(3, 4), cache="symbolic values")
+    tensors = [value for value in ops.values.values() if value.kind == "tensor"]
+    assert tensors and all(value.symbolic and value.nbytes == 0 for value in tensors)
+
+
+def test_fusions_show_what_is_inside(traces_of):
+    from thunder.executors.torch_compile import torch_compile_ex
+
+    (ops,) = traces_of(lambda x: torch.sin(x) + torch.cos(x), torch.randn(3), executors=[torch_compile_ex])
+    (fusion,) = (op for op in ops.ops if op.is_fusion)
+    assert (fusion.executor, fusion.id, fusion.name) == ("torchcompile", None, "TorchCompile0")
+    assert {"torch.sin", "torch.cos"} <= {sub.id for sub in fusion.subs}
+    assert all(name in ops.values for sub in fusion.subs for name in (*sub.inputs, *sub.outputs))
+
+
+@pytest.mark.parametrize(
+    ("index", "traits"),
+    [
+        (lambda x, i: x[i], set()),
+        (lambda x, i: x[1, :2], set()),
+        (lambda x, i: x[:, i], set()),
+        (lambda x, i: x[[0, 1]], {"host_index"}),
+        (lambda x, i: x[:, [0, 1]], {"host_index"}),
+    ],
+)
+def test_traits_of_indices(traces_of, index, traits):
+    (ops,) = traces_of(index, torch.randn(3, 4), torch.tensor([0, 2]))
+    assert set().union(*(op.traits for op in ops.ops)) == traits or any(op.id == "tensor" for op in ops.ops)
+
+
+def stored(key, value):
+    def model(x, i):
+        y = x + 1
+        y[key(i)] = value
+        return y
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("key", "traits"),
+    [(lambda i: 0, set()), (lambda i: slice(0, 2), set()), (lambda i: i, {"number_at_tensor_index"})],
+)
+def test_traits_of_stores(traces_of, key, traits):
+    (ops,) = traces_of(stored(key, 2.0), torch.randn(3, 4), torch.tensor([0, 2]))
+    (store,) = only(ops, "copy_with_setitem_impl")
+    assert set(store.traits) == traits
+
+
+def test_traits_of_masks_fills_and_dropout(traces_of):
+    def model(x, m, v):
+        y = x + 1
+        y[m] = v
+        attention = torch.nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+        return y, x.masked_fill(m, v), x.masked_fill(m, 0.0), attention
+
+    (ops,) = traces_of(model, torch.randn(3, 4), torch.ones(3, 4, dtype=torch.bool), torch.tensor(1.0))
+    traits = [sorted(op.traits) for op in ops.ops if op.traits]
+    assert ["bool_index"] in traits and ["tensor_value"] in traits
+    assert traits.count(["tensor_value"]) == 1
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.25])
+def test_trait_of_a_dropout_inside_of_attention(traces_of, probability):
+    from thunder.executors.torchex import ex
+
+    attention = ex.opmap["scaled_dot_product_attention"]
+
+    def model(q):
+        return torch.nn.functional.scaled_dot_product_attention(q, q, q, None, probability)
+
+    (ops,) = traces_of(model, torch.randn(2, 2, 4, 8), executors=[ex])
+    found = only(ops, attention.id)
+    assert found and all(("dropout" in op.traits) == bool(probability) for op in found)
+
+
+def test_trait_of_a_seed(traces_of):
+    from thunder import prims
+
+    def model(p):
+        return prims.multinomial(p, 1, True, 7), prims.multinomial(p, 1, True, None)
+
+    (ops,) = traces_of(model, torch.rand(2, 3))
+    assert [sorted(op.traits) for op in only(ops, "multinomial_helper")] == [["seeded"], []]
+
+
+def test_trait_of_a_renormalized_embedding(traces_of):
+    """Thunder refuses max_norm in ``embedding`` itself, but not in what it registers for torch by itself."""
+
+    def model(i, w, o):
+        bag = torch.nn.functional.embedding_bag
+        return bag(i, w, o, 1.0), bag(i, w, o, max_norm=1.0), bag(i, w, o)
+
+    (ops,) = traces_of(model, torch.tensor([0, 1]), torch.rand(2, 3), torch.tensor([0]))
+    assert [sorted(op.traits) for op in only(ops, "embedding_bag")] == [["renorm"], ["renorm"], []]
+
+
+def test_records_are_frozen_and_compare_without_the_symbol(traces_of):
+    (ops,) = traces_of(lambda x: torch.sin(x), torch.randn(3))
+    (sin,) = only(ops, "sin")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        sin.name = "other"
+    assert dataclasses.replace(sin, symbol=None) == sin
+    assert "symbol" not in repr(Op(0, "torch.sin", "torch", "sin"))

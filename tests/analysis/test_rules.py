@@ -1,0 +1,139 @@
+"""rules: every symbol of Thunder's torch executor has a row, and the rows agree with torch."""
+
+from __future__ import annotations
+
+import pytest
+import thunder
+import torch
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import TensorProxy  # noqa: F401  (Thunder must be whole before its executors are listed)
+from thunder.executors import pythonex, sdpaex, torchex
+
+from thunder_cg.analysis import rules
+from thunder_cg.analysis.ops import _is_structure
+from thunder_cg.analysis.rules import ALLOW, DENY, Reason
+
+
+def test_every_symbol_of_the_torch_executor_has_exactly_one_row():
+    missing = [name for name in torchex.ex.opmap if ("torch", name) not in ALLOW and ("torch", name) not in DENY]
+    assert not missing, f"no row for {missing}: see how each behaves in a capture, and add it to ALLOW or DENY"
+    assert not set(ALLOW) & set(DENY)
+
+
+@pytest.mark.parametrize("executor", [pythonex.ex, sdpaex.sdpa_ex])
+def test_every_symbol_of_the_other_default_executors_has_a_row(executor):
+    for name in executor.opmap:
+        key = (executor.name, name)
+        assert key in ALLOW or key in DENY or _is_structure(executor.name, name), key
+
+
+def test_every_prim_has_a_row_or_is_structure():
+    dropped = {"DEL", "COMMENT"}
+    missing = [
+        prim.name
+        for prim in PrimIDs
+        if (None, prim.name) not in ALLOW
+        and (None, prim.name) not in DENY
+        and not _is_structure(None, prim.name)
+        and prim.name not in dropped
+    ]
+    assert not missing
+
+
+def test_no_row_is_about_a_symbol_that_does_not_exist():
+    forward = [name for executor, name in (*ALLOW, *DENY) if executor == "torch" and not name.endswith("_vjp")]
+    assert [name for name in forward if name not in torchex.ex.opmap] == []
+    assert len(set(forward)) == len(forward)
+
+
+def test_every_row_says_why_and_who_says_so():
+    for rule in (*DENY.values(), *ALLOW.values()):
+        assert rule.detail and rule.source
+    for traits in rules.DENY_IF.values():
+        for rule in traits.values():
+            assert rule.detail and rule.source and rule.fix
+
+
+def test_a_derivative_is_allowed_only_if_its_operator_is():
+    for executor, name in ALLOW:
+        if executor == "torch" and name.endswith("_vjp"):
+            assert ("torch", name.removesuffix("_vjp")) in ALLOW
+
+
+UNSAFE_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+def test_what_torch_tags_as_unsafe_is_not_allowed_outright():
+    """Overloads share a symbol, so a row may be conditional; ``index.Tensor`` is one, and goes by ``__getitem__``."""
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if not hasattr(packet, "overloads"):
+            continue
+        if any(tag in getattr(packet, overload).tags for overload in packet.overloads() for tag in UNSAFE_TAGS):
+            assert ("torch", name) not in ALLOW or ("torch", name) in rules.DENY_IF, name
+
+
+def test_what_torch_calls_a_view_is_one():
+    """Read off the schemas: an alias that is not written."""
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if ("torch", name) not in ALLOW or not hasattr(packet, "overloads"):
+            continue
+        for overload in packet.overloads():
+            arguments = getattr(packet, overload)._schema.arguments
+            aliased = [a for a in arguments if a.alias_info is not None and a.type.str().startswith("Tensor")]
+            if aliased and not any(a.alias_info.is_write for a in aliased):
+                assert ("torch", name) in rules.VIEWS, f"aten::{name}.{overload}"
+
+
+def test_what_torch_seeds_is_random():
+    seeded = {"alpha_dropout", "dropout", "native_dropout", "poisson", "rand", "randint", "randint_like", "randn"}
+    for name in seeded:
+        assert ("torch", name) in rules.RANDOM, name
+
+
+def test_the_same_reason_holds_for_a_prim_and_for_what_claims_it():
+    for prim, name in [("ITEM", "item"), ("GET_AND_UPDATE_RNG_STATE", "get_and_update_rng_state_impl")]:
+        assert DENY[(None, prim)].reason is DENY[("torch", name)].reason
+
+
+def test_thunders_own_torch_symbols_are_looked_up_by_their_last_name():
+    assert rules.find(None, "torch.nn.functional.linear") == ("torch", "linear")
+    assert rules.find(None, "torch.ops.aten.embedding_backward") == ("torch", "torch.ops.aten.embedding_backward")
+    assert rules.find(None, "ADD") == (None, "ADD")
+    assert rules.find("my_ex", "torch.add") == ("my_ex", "torch.add")
+
+
+@pytest.mark.parametrize(
+    ("fn", "args"),
+    [
+        (lambda x: x.view(-1), (torch.randn(2, 3),)),
+        (lambda x: x.t(), (torch.randn(2, 3),)),
+        (lambda x: x[0], (torch.randn(2, 3),)),
+        (lambda x: x.expand(4, 3), (torch.randn(1, 3),)),
+        (lambda x: x.reshape(3, 2), (torch.randn(2, 3),)),
+        (lambda x: x.contiguous(), (torch.randn(2, 3),)),
+        (lambda x: x.unsqueeze(0), (torch.randn(2, 3),)),
+        (lambda x: x.chunk(2)[0], (torch.randn(2, 3),)),
+        (lambda x: x.flatten(), (torch.randn(2, 3),)),
+        (lambda x: x.detach(), (torch.randn(2, 3),)),
+        (lambda x: torch.einsum("ij->ji", x), (torch.randn(2, 3),)),
+        (lambda x: x.real, (torch.randn(2, 3),)),
+        (lambda x: torch.atleast_2d(x), (torch.randn(2, 3),)),
+        (lambda x: x + 1, (torch.randn(2, 3),)),
+    ],
+)
+def test_what_shares_memory_when_run_shares_a_root(traces_of, fn, args):
+    from thunder_cg.analysis.aliasing import roots
+
+    (ops,) = traces_of(fn, *args)
+    result = thunder.jit(fn)(*args)
+    shares = result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
+    root = roots(ops)
+    (returned,) = (op.inputs for op in ops.ops if op.id == "RETURN")
+    same = all(root[name] == root["x"] for name in returned if name in root)
+    assert same or not shares
+
+
+def test_reasons_are_sentences_of_their_own():
+    assert len({reason.value for reason in Reason}) == len(Reason)

@@ -1,0 +1,211 @@
+"""What only CUDA can show: streams, memory, broken captures."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import thunder
+import torch
+from models import GPT
+from support import regions, replays, same, same_state
+from torch import nn
+
+from thunder_cg import cudagraph_transform
+from thunder_cg.runtime.cuda import CudaBackend
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+MB = 2**20
+
+
+def big(width=1024):
+    return nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(width, width), nn.GELU())))
+
+
+def twin(model, **options):
+    model = model.cuda()
+    import copy
+
+    return thunder.jit(model), thunder.jit(copy.deepcopy(model), transforms=[cudagraph_transform(**options)])
+
+
+def reserved():
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def test_user_streams():
+    plain, graphed = twin(big(64), debug=True)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    for step in range(30):
+        x = torch.randn(64, 64, device="cuda")
+        expected = plain(x)
+        stream = streams[step % 3]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(200_000)
+            y = graphed(x)
+            y.square().sum().backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        same(expected.detach(), y.detach())
+        expected.square().sum().backward()
+    torch.cuda.synchronize()
+    same_state(plain, graphed)
+    assert replays(graphed) > 30
+
+
+def test_concurrent_streams_hold_different_memory():
+    """Two streams at once, each with a call in flight: the second must not start before the first released its arena."""
+    _, graphed = twin(big(256), debug=True)
+    model = graphed._model
+    x = [torch.randn(256, 256, device="cuda") for _ in range(2)]
+    with torch.no_grad():
+        for _ in range(3):
+            graphed(x[0])
+        expected = [graphed(t).clone() for t in x]
+        torch.cuda.synchronize()
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for _ in range(50):
+            results = []
+            for stream, t in zip(streams, x):
+                with torch.cuda.stream(stream):
+                    results.append(graphed(t))
+            torch.cuda.synchronize()
+            same(expected, results)
+    assert model is not None
+
+
+def test_memory_of_dropped_models_comes_back():
+    x = torch.randn(256, 1024, device="cuda")
+    big().cuda()(x).sum().backward()
+    before = reserved()
+    shared = cudagraph_transform()
+    for _ in range(3):
+        model = thunder.jit(big().cuda(), transforms=[shared])
+        for _ in range(4):
+            model(x).sum().backward()
+        assert replays(model) > 0
+        del model
+        assert reserved() <= before + 2 * MB
+
+
+def test_memory_of_old_recordings_comes_back():
+    model = thunder.jit(big().cuda(), transforms=[cudagraph_transform(max_recordings=2)])
+    x = torch.randn(256, 1024, device="cuda")
+    with torch.no_grad():
+        for _ in range(4):
+            model(x)
+        before = reserved()
+        base = torch.randn(8, 256 * 1024 + 64, device="cuda")
+        for i in range(8):
+            shifted = base[i, i * 2 : i * 2 + 256 * 1024].view(256, 1024)
+            for _ in range(3):
+                model(shifted)
+        del base, shifted
+        assert reserved() <= before + 24 * MB
+
+
+@pytest.mark.parametrize(
+    ("rows", "length", "limit"), [(8, 256, 1.15), (1, 32, 1.7)], ids=["activations", "gradients"]
+)
+def test_peak_memory_of_training(rows, length, limit):
+    """Everything that the process reserves over the model, warm-up and capture included."""
+    peaks = []
+    for transforms in ([], [cudagraph_transform()]):
+        base = reserved()
+        torch.manual_seed(0)
+        module = GPT(layers=6, width=512, heads=8, vocab=4096, block=256).cuda()
+        allocated = torch.cuda.memory_allocated()
+        model = thunder.jit(module, transforms=transforms)
+        x = torch.randint(0, 4096, (rows, length), device="cuda")
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(6):
+            module.zero_grad()
+            model(x, x).backward()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_reserved() - max(base, allocated))
+        del model, module
+    assert peaks[1] <= limit * peaks[0] + 8 * MB, [p / MB for p in peaks]
+
+
+def test_a_broken_capture_leaves_nothing_behind():
+    backend = CudaBackend()
+    pool = backend.pool(torch.device("cuda", 0))
+    x = torch.randn(1024, 1024, device="cuda")
+
+    def draws(args):
+        (t,) = args
+        return [torch.rand_like(t) + t]
+
+    graph, (before,) = pool.capture(draws, [[x]])
+    for broken in (lambda a: [a[0] * a[0].sum().item()], lambda a: [a[0].cpu()], lambda a: 1 / 0):
+        with pytest.raises((RuntimeError, ZeroDivisionError)):
+            pool.capture(broken, [[x]])
+        torch.manual_seed(3)
+        expected = torch.rand(1024, 1024, device="cuda")
+        torch.manual_seed(3)
+        graph.replay()
+        same(expected + x, before)  # a graph made before still draws from the default generator
+        follows = torch.rand(4, device="cuda")
+        torch.manual_seed(3)
+        torch.rand(1024, 1024, device="cuda")
+        same(torch.rand(4, device="cuda"), follows)
+        other, (y,) = pool.capture(draws, [[x]])
+        other.replay()
+        assert not torch.equal(y, before)
+        del other, y
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):  # memory that other streams used is still freed
+        block = torch.empty(64 * MB, dtype=torch.uint8, device="cuda")
+        block.record_stream(torch.cuda.current_stream())
+    del block, graph, before
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    free = torch.cuda.memory_reserved()
+    pool.close()
+    assert reserved() < free
+
+
+def test_poison_spares_what_is_owned():
+    pool = CudaBackend().pool(torch.device("cuda", 0))
+    owned = pool.memory(4096).fill_(1)
+    freed = pool.alias(pool.memory(4096).fill_(1))
+    pool.poison()
+    assert owned.eq(1).all() and freed.eq(255).all()
+    pool.close()
+
+
+def test_twenty_steps_of_a_gpt():
+    plain, graphed = twin(GPT(layers=12, width=128, heads=4, vocab=512, block=64, dropout=0.1))
+    _twenty_steps(plain, graphed, lambda: (torch.randint(0, 512, (4, 64), device="cuda"),) * 2)
+
+
+def test_twenty_steps_of_a_resnet18():
+    torchvision = pytest.importorskip("torchvision")
+    torch.backends.cudnn.deterministic = True
+    try:
+        plain, graphed = twin(torchvision.models.resnet18(num_classes=10))
+        _twenty_steps(plain, graphed, lambda: (torch.randn(8, 3, 64, 64, device="cuda"),))
+    finally:
+        torch.backends.cudnn.deterministic = False
+
+
+def _twenty_steps(plain, graphed, batch):
+    losses = []
+    batches = [batch() for _ in range(20)]
+    for model in (plain, graphed):
+        torch.manual_seed(5)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for inputs in batches:
+            optimizer.zero_grad()
+            loss = model(*inputs)
+            loss = loss if loss.dim() == 0 else loss.square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+    same(losses[:20], losses[20:])
+    same_state(plain, graphed)
+    assert [r["captures"] for r in regions(graphed)] == [1, 1]
+    assert [r["replays"] for r in regions(graphed)] == [19, 19]

@@ -1,0 +1,195 @@
+"""How Thunder's users reach the transform: thunder.jit, thunder.compile, thunderfx, executors, and what they see of it."""
+
+from __future__ import annotations
+
+import pytest
+import thunder
+import torch
+from models import GPT
+from support import regions, replays, same, same_state
+from thunder.dynamo import thunderfx
+from thunder.recipes import BaseRecipe
+from torch import nn
+
+from thunder_cg import BackendError, CUDAGraphPlugin, OptionError, VersionError, cudagraph_transform, explain, versions
+
+CALLS = 5
+
+
+def mlp(width=8):
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+
+
+class Breaks(nn.Module):
+    """Two graph breaks and a buffer that is written in each part."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = mlp(), mlp()
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        self.count.add_(1)
+        h = torch.relu(self.first(x)) * 2
+        torch._dynamo.graph_break()
+        self.count[0] = h.sum().detach()
+        h = self.second(h) + self.count.sum()
+        torch._dynamo.graph_break()
+        return torch.tanh(h).sum() + h.mean()
+
+
+def test_regions_show_in_the_trace(transform, device):
+    jfn = thunder.jit(mlp().to(device), transforms=[transform()])
+    jfn(torch.randn(2, 8, device=device))
+    trace = thunder.last_traces(jfn)[-1]
+    (region,) = [s for s in trace.bound_symbols if s.sym.name == "CUDAGraph1"]
+    assert region.sym.executor is thunder.extend.get_executor("cudagraph")
+    assert [s.sym.name for s in region.subsymbols] == ["linear", "tanh", "linear"]
+    assert "= CUDAGraph1(" in str(trace)
+    assert [s.sym.name for s in thunder.last_backward_traces(jfn)[-1].bound_symbols if s.sym.is_fusion] == [
+        "cudagraph_resume",
+        "CUDAGraph2",
+        "cudagraph_finish",
+    ]
+
+
+def test_the_executor_can_be_named(transform, device):
+    x = torch.randn(4, 4, device=device)
+    jfn = thunder.jit(lambda x: torch.tanh(x * 2) + 1, executors=["cudagraph", "torch"], transforms=[transform()])
+    for _ in range(3):
+        same(torch.tanh(x * 2) + 1, jfn(x))
+    assert replays(jfn) == 2
+    alone = thunder.jit(lambda x: torch.tanh(x * 2) + 1, executors=["cudagraph", "torch"])
+    with pytest.warns(UserWarning, match="captures nothing"):
+        alone(x)
+
+
+@pytest.mark.parametrize("plugins", ["name", "instance"])
+def test_plugin_of_thunder_compile(backend, device, plugins):
+    plugin = {"name": ["cudagraph"], "instance": [CUDAGraphPlugin(backend=backend, debug=True)]}[plugins]
+    if plugins == "name" and (backend == "cuda") != torch.cuda.is_available():
+        pytest.skip("by name, the plugin takes the machine's own backend")
+    model = mlp().to(device)
+    plain = thunder.jit(model)
+    recipe = BaseRecipe(fuser="torch.compile")
+    recipe.plugins = []
+    graphed = thunder.compile(model, recipe=recipe, plugins=[_resolved(p) for p in plugin])
+    for _ in range(CALLS):
+        x = torch.randn(4, 8, device=device)
+        torch.testing.assert_close(plain(x), graphed(x))
+    assert replays(graphed) == CALLS - 1
+
+
+def _resolved(plugin):
+    from thunder.plugins import get_plugin
+
+    return get_plugin(plugin)() if isinstance(plugin, str) else plugin
+
+
+def test_thunderfx_with_graph_breaks(transform, device):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    plain = Breaks().to(device)
+    torch.manual_seed(0)
+    module = Breaks().to(device)
+    reference = thunderfx(plain)
+    graphed = thunderfx(module, transforms=[transform()])
+    for step in range(CALLS + 2):
+        x = torch.randn(4, 8, device=device)
+        for model, owner in ((reference, plain), (graphed, module)):
+            owner.zero_grad()
+            loss = model(x)
+            if step != 3:
+                loss.backward()
+        same_state(plain, module)
+    assert module.count[1] == CALLS + 2
+    assert replays(graphed) > 0
+    torch._dynamo.reset()
+
+
+def test_symbolic_values(transform, device):
+    def fn(x, n):
+        return torch.tanh(x * 2) * n + 1
+
+    plain = thunder.jit(fn, cache="symbolic values")
+    graphed = thunder.jit(fn, cache="symbolic values", transforms=[transform()])
+    for n in range(1, 6):
+        x = torch.randn(n, 4, device=device)
+        same(plain(x, n), graphed(x, n))
+
+
+def test_train_and_eval_traces(transform, device):
+    torch.manual_seed(0)
+    plain = GPT(layers=1, dropout=0.3).to(device)
+    module = GPT(layers=1, dropout=0.3).to(device)
+    module.load_state_dict(plain.state_dict())
+    reference, graphed = thunder.jit(plain), thunder.jit(module, transforms=[transform()])
+    for step in range(8):
+        x = torch.randint(0, 64, (2, 8), device=device)
+        outputs = []
+        for model in (reference, graphed):
+            model.train(step % 2 == 0)
+            torch.manual_seed(step)
+            with torch.set_grad_enabled(step % 4 != 3):
+                outputs.append(model(x))
+        same(outputs[0].detach(), outputs[1].detach())
+    assert len({trace["entry"] for trace in explain(graphed).to_dict()["traces"]}) == 3
+
+
+def test_hooks_and_gradients_of_inputs(twins, device):
+    plain, graphed = twins(mlp())
+    seen = []
+    for model in (plain, graphed):
+        model.get_parameter("0.weight").register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    for _ in range(CALLS):
+        x = torch.randn(4, 8, device=device)
+        leaves = [x.clone().requires_grad_() for _ in range(2)]
+        for model, leaf in zip((plain, graphed), leaves):
+            model(leaf).square().sum().backward()
+        same(leaves[0].grad, leaves[1].grad)
+        same_state(plain, graphed)
+    same(seen[::2], seen[1::2])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"backend": "metal"}, ["backend='metal'", "'tape'", "choose"]),
+        ({"max_arenas": 0}, ["max_arenas=0", "at least 1"]),
+        ({"max_recordings": 2.5}, ["max_recordings=2.5", "whole number"]),
+        ({"allow": "my_op"}, ["allow='my_op'", 'pass a list such as ["my_op"]']),
+        ({"deny": [3]}, ["deny=[3]", "names"]),
+        ({"allow": ["a"], "deny": ["a"]}, ["'a'", "deny="]),
+        ({"strict": "yes"}, ["strict='yes'", "pass a bool"]),
+    ],
+)
+def test_wrong_options(options, words):
+    with pytest.raises(OptionError) as error:
+        cudagraph_transform(**{"backend": "tape", **options})
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu():
+    with pytest.raises(BackendError, match=r"torch.cuda.is_available\(\) is False.*backend=\"tape\""):
+        cudagraph_transform(backend="cuda")
+
+
+@pytest.mark.parametrize(
+    ("package", "found"), [("torch", "2.13.0+cpu"), ("torch", "2.8.1"), ("lightning-thunder", "0.3.0")]
+)
+def test_versions_outside_the_range(monkeypatch, package, found):
+    real = versions.version
+    monkeypatch.setattr(versions, "version", lambda name: found if name == package else real(name))
+    with pytest.raises(VersionError) as error:
+        versions.check_versions()
+    least, below = versions.SUPPORTED[package]
+    assert all(word in str(error.value) for word in (package, found, least, below, "pip install"))
+
+
+def test_nothing_to_capture(twins, device):
+    plain, graphed = twins(lambda x: (x + 1,))
+    for _ in range(3):
+        x = torch.randn(4, device=device)
+        same(plain(x), graphed(x))
+    assert regions(graphed) == []
