@@ -1,15 +1,14 @@
-"""The same tests run on ``tape`` everywhere and on ``cuda`` where there is a GPU, arenas poisoned at release on both."""
+"""The same tests run on ``tape`` everywhere and on ``cuda`` where there is a GPU; both poison arenas at release."""
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import thunder
 import torch
+from support import twice
 
 from thunder_cg import cudagraph_transform
 
@@ -45,9 +44,7 @@ def twins(transform: Callable[..., Any], device: str) -> Callable[..., tuple[Any
     """Compiles a module or a function twice, without and with the transform; modules get equal weights of their own."""
 
     def make(fn: Any, jit: dict[str, Any] | None = None, **options: Any) -> tuple[Any, Any]:
-        plain = fn.to(device) if isinstance(fn, torch.nn.Module) else fn
-        graphed = copy.deepcopy(plain) if isinstance(fn, torch.nn.Module) else fn
-        kwargs = jit or {}
-        return thunder.jit(plain, **kwargs), thunder.jit(graphed, transforms=[transform(**options)], **kwargs)
+        fn = fn.to(device) if isinstance(fn, torch.nn.Module) else fn
+        return twice(fn, transform(**options), **(jit or {}))
 
     return make

@@ -7,6 +7,10 @@ from torch import nn
 from torch.nn import functional as F
 
 
+def mlp(layers: int = 4, width: int = 16) -> nn.Sequential:
+    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())))
+
+
 class Block(nn.Module):
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import thunder
 import torch
+from thunder.core.transform_common import Transform
 
 from thunder_cg import explain
 
@@ -36,6 +40,42 @@ def same_state(a: torch.nn.Module, b: torch.nn.Module) -> None:
             same(p.grad, q.grad)
     for (_, p), (_, q) in zip(a.named_buffers(), b.named_buffers()):
         same(p, q)
+
+
+def twice(fn: Any, transform: Transform, **jit: Any) -> tuple[Any, Any]:
+    """A module or a function compiled without and with the transform; modules get equal weights of their own."""
+    other = copy.deepcopy(fn) if isinstance(fn, torch.nn.Module) else fn
+    return thunder.jit(fn, **jit), thunder.jit(other, transforms=[transform], **jit)
+
+
+Optimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+def sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def train(model: Any, batches: Sequence[Sequence[torch.Tensor]], optimizer: Optimizer = sgd) -> list[torch.Tensor]:
+    """The loss of each step, a batch a step, from one seed. What is no loss yet is squared and averaged."""
+    torch.manual_seed(7)
+    steps = optimizer(model.parameters())
+    losses = []
+    for batch in batches:
+        steps.zero_grad()
+        loss = model(*batch)
+        loss = loss if loss.dim() == 0 else loss.float().square().mean()
+        loss.backward()
+        steps.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def same_training(
+    plain: Any, graphed: Any, batches: Sequence[Sequence[torch.Tensor]], optimizer: Optimizer = sgd
+) -> None:
+    """Trains both on the same batches: equal losses, and equal models at the end."""
+    same(train(plain, batches, optimizer), train(graphed, batches, optimizer))
+    same_state(plain, graphed)
 
 
 def regions(jfn: Any) -> list[dict[str, Any]]:

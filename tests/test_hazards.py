@@ -1,4 +1,6 @@
-"""What makes a CUDA graph wrong in silence, one short test each. Every test compares with uncaptured Thunder, bit for bit.
+"""What makes a CUDA graph wrong in silence, one short test each.
+
+Every test compares with uncaptured Thunder, bit for bit.
 
 | hazard                                                        | test                                   |
 | ------------------------------------------------------------- | -------------------------------------- |
@@ -577,7 +579,7 @@ def test_failed_capture(twins, transform, device, operator):
     assert replays(drop[1]) > 0
     strict = thunder.jit(fn, transforms=[transform(allow=["sync"], strict=True)], **jit)
     strict(x := torch.randn(4, 4, device=device))
-    with pytest.raises(CaptureError, match="CUDAGraph1.*sync"):
+    with pytest.raises(CaptureError, match=r"CUDAGraph1.*sync"):
         strict(x)
 
 

@@ -5,16 +5,12 @@ from __future__ import annotations
 import pytest
 import thunder
 import torch
-from models import GPT, CachedAttention, ResNet
-from support import regions, replays, same, same_state
+from models import GPT, CachedAttention, ResNet, mlp
+from support import regions, replays, same, same_state, same_training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 STEPS = 6
-
-
-def mlp(layers=4, width=16):
-    return nn.Sequential(*(m for _ in range(layers) for m in (nn.Linear(width, width), nn.GELU())))
 
 
 def tokens(device, rows=2, length=8):
@@ -23,20 +19,6 @@ def tokens(device, rows=2, length=8):
 
 def images(device):
     return torch.randn(2, 3, 16, 16, device=device)
-
-
-def train(model, batches, optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9)):
-    torch.manual_seed(7)
-    optimizer = optimizer(model.parameters())
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss = model(*batch)
-        loss = loss if loss.dim() == 0 else loss.float().square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
 
 
 @pytest.fixture
@@ -61,8 +43,7 @@ def deterministic():
 def test_one_region_each_way(twins, device, deterministic, model, batch):
     plain, graphed = twins(model())
     batches = [batch(device) for _ in range(STEPS)]
-    same(train(plain, batches), train(graphed, batches))
-    same_state(plain, graphed)
+    same_training(plain, graphed, batches)
     assert [r["captures"] for r in regions(graphed)] == [1, 1]
     assert [r["replays"] for r in regions(graphed)] == [STEPS - 1] * 2
 
@@ -72,16 +53,14 @@ def test_optimizers(twins, device, name):
     plain, graphed = twins(GPT(layers=1))
     batches = [(tokens(device), tokens(device)) for _ in range(STEPS)]
     make = lambda p: getattr(torch.optim, name)(p, lr=0.01)  # noqa: E731
-    same(train(plain, batches, make), train(graphed, batches, make))
-    same_state(plain, graphed)
+    same_training(plain, graphed, batches, make)
     assert replays(graphed) == 2 * (STEPS - 1)
 
 
 def test_changing_shapes(twins, device):
     plain, graphed = twins(GPT(layers=1))
     batches = [(tokens(device, rows, n), tokens(device, rows, n)) for n in (4, 8, 6) for rows in (1, 2)] * 3
-    same(train(plain, batches), train(graphed, batches))
-    same_state(plain, graphed)
+    same_training(plain, graphed, batches)
     assert replays(graphed) > 0
 
 
@@ -110,8 +89,7 @@ def test_activation_checkpointing(twins, device):
 
     plain, graphed = twins(Checkpointed())
     batches = [(torch.randn(4, 16, device=device),) for _ in range(STEPS)]
-    same(train(plain, batches), train(graphed, batches))
-    same_state(plain, graphed)
+    same_training(plain, graphed, batches)
     assert replays(graphed) > 0
 
 
@@ -141,8 +119,7 @@ def test_item_in_the_middle(twins, device):
 
     plain, graphed = twins(Scaled())
     batches = [(torch.randn(4, 16, device=device),) for _ in range(STEPS)]
-    same(train(plain, batches), train(graphed, batches))
-    same_state(plain, graphed)
+    same_training(plain, graphed, batches)
     assert replays(graphed) > 0
 
 
@@ -163,8 +140,7 @@ def test_compiled_fusions(twins, device):
     jit = {"executors": [thunder.extend.get_executor("torchcompile"), *thunder.get_default_executors()]}
     plain, graphed = twins(mlp(), jit=jit)
     batches = [(torch.randn(4, 16, device=device),) for _ in range(4)]
-    same(train(plain, batches), train(graphed, batches))
-    same_state(plain, graphed)
+    same_training(plain, graphed, batches)
     assert replays(graphed) > 0
 
 

@@ -1,4 +1,4 @@
-"""How Thunder's users reach the transform: thunder.jit, thunder.compile, thunderfx, executors, and what they see of it."""
+"""How users reach the transform: thunder.jit, thunder.compile, thunderfx, executors, and what they see of it."""
 
 from __future__ import annotations
 
@@ -107,27 +107,22 @@ def test_thunderfx_with_graph_breaks(transform, device):
     torch._dynamo.reset()
 
 
-def test_symbolic_values(transform, device):
+def test_symbolic_values(twins, device):
     def fn(x, n):
         return torch.tanh(x * 2) * n + 1
 
-    plain = thunder.jit(fn, cache="symbolic values")
-    graphed = thunder.jit(fn, cache="symbolic values", transforms=[transform()])
+    plain, graphed = twins(fn, jit={"cache": "symbolic values"})
     for n in range(1, 6):
         x = torch.randn(n, 4, device=device)
         same(plain(x, n), graphed(x, n))
 
 
-def test_train_and_eval_traces(transform, device):
-    torch.manual_seed(0)
-    plain = GPT(layers=1, dropout=0.3).to(device)
-    module = GPT(layers=1, dropout=0.3).to(device)
-    module.load_state_dict(plain.state_dict())
-    reference, graphed = thunder.jit(plain), thunder.jit(module, transforms=[transform()])
+def test_train_and_eval_traces(twins, device):
+    plain, graphed = twins(GPT(layers=1, dropout=0.3))
     for step in range(8):
         x = torch.randint(0, 64, (2, 8), device=device)
         outputs = []
-        for model in (reference, graphed):
+        for model in (plain, graphed):
             model.train(step % 2 == 0)
             torch.manual_seed(step)
             with torch.set_grad_enabled(step % 4 != 3):

@@ -31,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure = commands.add_parser(
         "bench",
         help="measure host time, end-to-end time and memory beside eager, Thunder and a hand-made graph",
-        description="Measures small models under eager PyTorch, Thunder, Thunder's own CUDAGraphTransform, thunder_cg and "
-        "a hand-made CUDA graph, in turns. On a CPU: eager, Thunder and the tape backend.",
+        description="Measures small models under eager PyTorch, Thunder, Thunder's own CUDAGraphTransform, thunder_cg "
+        "and a hand-made CUDA graph, in turns. On a CPU: eager, Thunder and the tape backend.",
     )
     measure.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu")
     measure.add_argument("--calls", type=int, default=100, help="calls per turn (default: 100)")

@@ -1,7 +1,8 @@
 """The benchmark: one model under eager PyTorch, Thunder, Thunder's own CUDA graphs, this package, and the floor.
 
-The floor is the model's eager kernels in one hand-made CUDA graph with nothing around its replay. All variants of a model
-are measured in one process, in turns, so that what is compared saw the same machine: ratios count, not microseconds.
+The floor is the model's eager kernels in one hand-made CUDA graph with nothing around its replay. All variants of a
+model are measured in one process, in turns, so that what is compared saw the same machine: ratios count, not
+microseconds.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ CASES = (
     Case("GPT, width 128, 1 x 16 tokens", lambda: Gpt(128, 4, 512, 128), _tokens(1, 1, 16, 512), False),
     Case("GPT, width 768, 1 x 64 tokens", lambda: Gpt(768, 12, 50304, 512), _tokens(1, 1, 64, 50304), False),
     Case("GPT, width 768, training 2 x 128 tokens", lambda: Gpt(768, 12, 50304, 512), _tokens(2, 2, 128, 50304), True),
-    Case("GPT, width 768, training 16 x 512 tokens", lambda: Gpt(768, 12, 50304, 512), _tokens(2, 16, 512, 50304), True),
+    Case(
+        "GPT, width 768, training 16 x 512 tokens", lambda: Gpt(768, 12, 50304, 512), _tokens(2, 16, 512, 50304), True
+    ),
 )
 
 
@@ -260,7 +263,8 @@ def table(rows: Sequence[Row]) -> str:
     """The rows as Markdown, one table per case."""
     lines: list[str] = []
     for case in dict.fromkeys(row.case for row in rows):
-        lines += ["", f"**{case}**", "", "| variant | host p50 / p99 µs | end to end p50 / p99 µs | back to back µs | MB |"]
+        lines += ["", f"**{case}**", ""]
+        lines.append("| variant | host p50 / p99 µs | end to end p50 / p99 µs | back to back µs | MB |")
         lines.append("| --- | --- | --- | --- | --- |")
         for row in rows:
             if row.case == case and row.error:
@@ -268,7 +272,8 @@ def table(rows: Sequence[Row]) -> str:
             elif row.case == case:
                 lines.append(
                     f"| {row.variant} | {row.host_p50:.0f} / {row.host_p99:.0f} | "
-                    f"{row.end_to_end_p50:.0f} / {row.end_to_end_p99:.0f} | {row.back_to_back:.0f} | {row.reserved_mb:.0f} |"
+                    f"{row.end_to_end_p50:.0f} / {row.end_to_end_p99:.0f} | "
+                    f"{row.back_to_back:.0f} | {row.reserved_mb:.0f} |"
                 )
     return "\n".join(lines[1:])
 

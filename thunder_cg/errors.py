@@ -26,7 +26,8 @@ class VersionError(CudagraphError, ImportError):
 
     def __init__(self, package: str, found: str, supported: str) -> None:
         super().__init__(
-            f"thunder_cg needs {package} {supported}, but {package} {found} is installed; pip install '{package}{supported}'"
+            f"thunder_cg needs {package} {supported}, but {package} {found} is installed; "
+            f"pip install '{package}{supported}'"
         )
 
 

@@ -17,7 +17,8 @@ class Options:
     Attributes:
         allow: operators that may be captured although no rule knows them (``"my_op"``, ``"executor.my_op"``).
         deny: operators that stay eager although the rules would capture them.
-        backend: ``"cuda"``, ``"tape"`` (a recorder for machines without a GPU), or ``"auto"``: ``cuda`` where there is one.
+        backend: ``"cuda"``, ``"tape"`` (a recorder for machines without a GPU), or ``"auto"``: ``cuda`` where there is
+            a GPU, else ``tape``.
         strict: raise :class:`~thunder_cg.errors.CaptureError` where a call would otherwise run eagerly.
         debug: fill an arena with NaN when it is released, so that memory used too late shows. ``tape`` always does.
         max_recordings: recordings kept per trace pair and arena; past it the least recently used one goes.

@@ -1,4 +1,4 @@
-"""``cudagraph_transform()``: Thunder's hooks around the analysis and the run time. It orchestrates and decides nothing."""
+"""``cudagraph_transform()``: Thunder's hooks around analysis and run time. It orchestrates and decides nothing."""
 
 from __future__ import annotations
 

@@ -7,9 +7,8 @@ import gc
 import pytest
 import thunder
 import torch
-from models import GPT
-from support import regions, replays, same, same_state
-from torch import nn
+from models import GPT, mlp
+from support import regions, replays, same, same_state, same_training, twice
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.runtime.cuda import CudaBackend
@@ -19,14 +18,11 @@ MB = 2**20
 
 
 def big(width=1024):
-    return nn.Sequential(*(m for _ in range(6) for m in (nn.Linear(width, width), nn.GELU())))
+    return mlp(6, width)
 
 
 def twin(model, **options):
-    model = model.cuda()
-    import copy
-
-    return thunder.jit(model), thunder.jit(copy.deepcopy(model), transforms=[cudagraph_transform(**options)])
+    return twice(model.cuda(), cudagraph_transform(**options))
 
 
 def reserved():
@@ -57,7 +53,7 @@ def test_user_streams():
 
 
 def test_concurrent_streams_hold_different_memory():
-    """Two streams at once, each with a call in flight: the second must not start before the first released its arena."""
+    """Two streams at once, a call in flight on each: the second must not start before the first released its arena."""
     _, graphed = twin(big(256), debug=True)
     model = graphed._model
     x = [torch.randn(256, 256, device="cuda") for _ in range(2)]
@@ -107,9 +103,7 @@ def test_memory_of_old_recordings_comes_back():
         assert reserved() <= before + 24 * MB
 
 
-@pytest.mark.parametrize(
-    ("rows", "length", "limit"), [(8, 256, 1.15), (1, 32, 1.7)], ids=["activations", "gradients"]
-)
+@pytest.mark.parametrize(("rows", "length", "limit"), [(8, 256, 1.15), (1, 32, 1.7)], ids=["activations", "gradients"])
 def test_peak_memory_of_training(rows, length, limit):
     """Everything that the process reserves over the model, warm-up and capture included."""
     peaks = []
@@ -193,19 +187,7 @@ def test_twenty_steps_of_a_resnet18():
 
 
 def _twenty_steps(plain, graphed, batch):
-    losses = []
     batches = [batch() for _ in range(20)]
-    for model in (plain, graphed):
-        torch.manual_seed(5)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        for inputs in batches:
-            optimizer.zero_grad()
-            loss = model(*inputs)
-            loss = loss if loss.dim() == 0 else loss.square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-    same(losses[:20], losses[20:])
-    same_state(plain, graphed)
+    same_training(plain, graphed, batches, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     assert [r["captures"] for r in regions(graphed)] == [1, 1]
     assert [r["replays"] for r in regions(graphed)] == [19, 19]

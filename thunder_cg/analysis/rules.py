@@ -425,6 +425,7 @@ _PRIM_COMPUTE = _names("""
     LOG10 LOG1P LOG2 LT MATMUL MAXIMUM MINIMUM MUL NDTRI NE NEG NEXTAFTER POW PROD RECIPROCAL REMAINDER ROUND RSQRT
     SCATTER SCATTER_ADD SIGN SIGNBIT SIN SINH SORT SQRT STD SUB SUM TAKE TAKE_ALONG_AXIS TAN TANH TOPK TRUNC VAR
     VAR_MEAN WHERE ZETA
+    log_softmax_backward nll_loss_backward adaptive_avg_pool2d_backward
 """)
 
 _DECOMPOSED = "thunder/core/prims.py; the torch executor runs each as an operator of the table above"

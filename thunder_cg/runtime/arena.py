@@ -58,7 +58,10 @@ class Arena:
 
 
 class Arenas:
-    """The arenas of one transform. Programs keep an arena alive; when the last one that used it is gone, it goes too."""
+    """The arenas of one transform.
+
+    Programs keep an arena alive; when the last one that used it is gone, it goes too.
+    """
 
     def __init__(self, backend: Backend, limit: int, poison: bool) -> None:
         self._backend = backend
@@ -73,7 +76,7 @@ class Arenas:
             if arena.try_hold():
                 return arena
         with self._lock:
-            alive = [arena for ref in self._arenas if (arena := ref()) is not None]
+            alive = [arena for arena in (ref() for ref in self._arenas) if arena is not None]
             for arena in alive:
                 if arena.try_hold():
                     return arena

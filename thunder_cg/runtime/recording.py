@@ -15,6 +15,10 @@ from thunder_cg.runtime.backend import Graph, Pool
 # Kernels choose vector widths by the alignment of their operands, and with them the order of a sum.
 _ALIGNMENT = 16
 
+# Typed loosely, because torch's stubs are too narrow: one takes no tensors, the other no list[Tensor].
+_tensor_guards: Callable[..., TensorGuards] = TensorGuards
+_same_pointers: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
+
 
 def settings() -> tuple[Any, ...]:
     """The process-wide switches that kernels are chosen by. A graph has the choice baked in."""
@@ -77,7 +81,7 @@ class Guard:
         self._same = [(i, j) for i, t in enumerate(tensors) if (j := first.setdefault(id(t), i)) != i]
         self._unique = sorted(first.values()) if self._same else None
         unique = [tensors[i] for i in sorted(first.values())]
-        self._metadata = TensorGuards(
+        self._metadata = _tensor_guards(
             *unique,
             dynamic_dims_sizes=[list(t.size()) for t in unique],
             dynamic_dims_strides=[list(t.stride()) for t in unique],
@@ -93,7 +97,7 @@ class Guard:
         """Whether a graph captured with the guard's tensors may be replayed with these."""
         unique = tensors if self._unique is None else [tensors[i] for i in self._unique]
         return (
-            torch._C._tensors_data_ptrs_at_indices_equal(tensors, self._pointers, self._static)
+            _same_pointers(tensors, self._pointers, self._static)
             and all(tensors[i].data_ptr() % _ALIGNMENT == rest for i, rest in self._aligned)
             and (not unique or self._metadata.check(*unique))
             and all(tensors[i] is tensors[j] for i, j in self._same)
@@ -217,7 +221,7 @@ class Source:
 
     @classmethod
     def of(cls, arg: int, tensor: torch.Tensor) -> Source:
-        offset, conj = tensor.storage_offset(), tensor.is_conj()
+        offset, conj = int(tensor.storage_offset()), tensor.is_conj()
         return cls(arg, id(tensor), address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
 
 

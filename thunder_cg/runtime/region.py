@@ -526,7 +526,7 @@ def _describe(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) ->
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if code is region.function.__code__:  # type: ignore[attr-defined]
+        if code is region.function.__code__:
             line = linecache.getline(code.co_filename, traceback.tb_lineno)
             made = line.split("=")[0].replace("(", " ").replace(")", " ").replace(",", " ").split()
             for index in region.region.ops:
@@ -539,7 +539,7 @@ def _describe(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) ->
 def region_function(
     name: str, symbols: Sequence[Any], inputs: Sequence[Proxy], results: Sequence[Proxy], backend: Backend
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """The Python function of a region, as Thunder writes it: its symbols, with each variable deleted after its last use.
+    """A region's Python function, as Thunder writes it: its symbols, each variable deleted after its last use.
 
     It takes its inputs in a list, which it empties, so that their memory can be freed on the way.
     """

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -202,7 +202,7 @@ class TapePool:
 
     def poison(self) -> None:
         for storage in self._storages().values():
-            storage.fill_(0xFF)
+            cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
 
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())
