@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,8 @@ import torch
 from support import twice
 
 from thunder_cg import cudagraph_transform
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it before CUDA starts
 
 
 @pytest.fixture(
@@ -48,3 +51,11 @@ def twins(transform: Callable[..., Any], device: str) -> Callable[..., tuple[Any
         return twice(fn, transform(**options), **(jit or {}))
 
     return make
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Kernels that give the same bits twice, so that any difference is the package's."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

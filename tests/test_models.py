@@ -21,14 +21,6 @@ def images(device):
     return torch.randn(2, 3, 16, 16, device=device)
 
 
-@pytest.fixture
-def deterministic():
-    before = torch.backends.cudnn.deterministic
-    torch.backends.cudnn.deterministic = True
-    yield
-    torch.backends.cudnn.deterministic = before
-
-
 @pytest.mark.parametrize(
     ("model", "batch"),
     [
@@ -49,7 +41,7 @@ def test_one_region_each_way(twins, device, deterministic, model, batch):
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])
-def test_optimizers(twins, device, name):
+def test_optimizers(twins, device, deterministic, name):
     plain, graphed = twins(GPT(layers=1))
     batches = [(tokens(device), tokens(device)) for _ in range(STEPS)]
     make = lambda p: getattr(torch.optim, name)(p, lr=0.01)  # noqa: E731
@@ -57,7 +49,7 @@ def test_optimizers(twins, device, name):
     assert replays(graphed) == 2 * (STEPS - 1)
 
 
-def test_changing_shapes(twins, device):
+def test_changing_shapes(twins, device, deterministic):
     plain, graphed = twins(GPT(layers=1))
     batches = [(tokens(device, rows, n), tokens(device, rows, n)) for n in (4, 8, 6) for rows in (1, 2)] * 3
     same_training(plain, graphed, batches)

@@ -175,16 +175,16 @@ class _Emission:
         )
 
     def _outcome(self) -> tuple[set[str], set[str]]:
-        """Names that the trace returns to the caller, and names that it saves for its backward.
+        """Names that the trace returns to the caller, and names that it keeps for autograd.
 
-        ``flat_args`` are the arguments, or what in-place updates made of them. They are for autograd alone: Thunder
-        drops them again where no backward follows.
+        ``flat_args`` are the arguments, or what in-place updates made of them. Autograd ties the outputs to them, and
+        nobody reads them; Thunder drops them again where no backward follows.
         """
         first = self._return.args[0] if self._return.args else None
         if self._backward or not (isinstance(first, dict) and "output" in first):
             return _names(self._return.args), set()
-        returned = _names([v for k, v in first.items() if k != "flat_args" or self._trains])
-        return returned, _names(self._return.args[1:])
+        returned = _names([v for k, v in first.items() if k != "flat_args"])
+        return returned, _names([self._return.args[1:], first["flat_args"]]) if self._trains else set()
 
     def _symbols(self, trace: TraceCtx, program: Program) -> list[BoundSymbol]:
         structure = [op.symbol for op in self._ops.ops if op.structure and op.symbol is not self._return]

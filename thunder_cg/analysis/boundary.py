@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from thunder_cg.analysis.aliasing import roots, writes
-from thunder_cg.analysis.ops import Ops
+from thunder_cg.analysis import rules
+from thunder_cg.analysis.aliasing import is_opaque, roots, writes
+from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.analysis.rules import Reason
 
-# Eager operators about which nothing is known: they may keep what they get, return views of it, or write it.
+# An eager operator with one of these reasons may keep what it gets, return views of it, or write it.
 _OPAQUE = frozenset({Reason.UNKNOWN, Reason.USER_DENY, Reason.SIDE_EFFECT})
 
 
@@ -135,7 +136,7 @@ def _fresh_roots(
     opaque = {
         root[name]
         for op in ops.ops
-        if not op.structure and not plan.verdicts[op.index].capture and plan.verdicts[op.index].reason in _OPAQUE
+        if not op.structure and not plan.verdicts[op.index].capture and _may_keep(op, plan.verdicts[op.index].reason)
         for name in op.inputs
         if name in root
     }
@@ -146,3 +147,9 @@ def _fresh_roots(
     leaving = {root[name] for name in returned if name in root}
     together = {r for r in leaving if len(makers.get(r, set()) | written_in.get(r, set())) > 1}
     return opaque | together
+
+
+def _may_keep(op: Op, reason: Reason) -> bool:
+    """May the eager op keep its inputs? Its verdict names only the first reason that was found, so the op counts too."""
+    denied = rules.DENY.get(rules.find(op.executor, op.id))
+    return reason in _OPAQUE or is_opaque(op) or (denied is not None and denied.reason in _OPAQUE)

@@ -5,18 +5,21 @@ Note [Warm-up inside the pool]
     therefore run on the same side stream, and the memory that the warm-up used is the memory that the capture gets.
 
 Note [cuBLAS workspaces]
-    PyTorch keeps one cuBLAS workspace per handle and stream, for good. One that was allocated during a warm-up or a
-    capture would pin 32 MiB of the pool, and graphs that share one would race when they are replayed on two streams.
-    So workspaces are dropped before and after: every graph has its own, inside its arena, where only its holder writes.
+    PyTorch keeps one cuBLAS workspace per thread and stream, for good, and a graph has its address baked in. Three
+    things follow. Graphs that share a workspace race when they are replayed on two streams, so no two arenas and no
+    user share a side stream. Whoever calls ``_cuda_clearCublasWorkspaces`` (Inductor does) frees workspaces that graphs
+    still use, so ours are in a pool that nothing else allocates from, where their memory stays unused. And for the same
+    reason this module calls it only when no CUDA graph is alive in the process, to give the memory back.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,6 +27,89 @@ from thunder_cg.errors import BackendError
 from thunder_cg.runtime.backend import Function
 
 _one_capture = threading.Lock()
+
+
+class _Side:
+    """A stream of our own to warm up and capture on, with its workspaces. See Note [cuBLAS workspaces]."""
+
+    _idle: ClassVar[list[_Side]] = []
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.stream = _new_stream(index)
+        self.spare = _new_stream(index)  # for what must not wait for the other one
+        self._pool: Any = None
+        self._prepared: set[int] = set()  # threads
+
+    @classmethod
+    def take(cls, index: int) -> _Side:
+        """One that nobody uses; they are kept for the life of the process, as PyTorch keeps the workspaces."""
+        for side in list(cls._idle):
+            if side.index == index:
+                try:
+                    cls._idle.remove(side)
+                except ValueError:  # another thread was faster
+                    continue
+                return side
+        return cls(index)
+
+    def give_back(self) -> None:
+        self._idle.append(self)
+        if not sys.is_finalizing() and not any(isinstance(o, torch.cuda.CUDAGraph) for o in gc.get_objects()):
+            torch._C._cuda_clearCublasWorkspaces()
+            for side in self._idle:
+                side._close()
+
+    def _close(self) -> None:
+        if self._pool is not None:
+            torch._C._cuda_releasePool(self.index, self._pool)
+        self._pool = None
+        self._prepared.clear()
+
+    def prepare(self) -> None:
+        """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
+        if threading.get_ident() in self._prepared:
+            return
+        if self._pool is None:
+            self._pool = _open_pool(self.index)
+        with torch.cuda.device(self.index), torch.cuda.stream(self.stream), _routed(self.index, self._pool):
+            torch.cuda.current_blas_handle()
+            operand = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
+            torch.addmm(operand[0], operand, operand)  # by cuBLASLt
+        self._prepared.add(threading.get_ident())
+
+
+def _new_stream(index: int) -> torch.cuda.Stream:
+    """A stream that PyTorch does not hand to anybody else: its own streams are 32 in turn."""
+    with torch.cuda.device(index):
+        try:
+            from cuda.bindings import driver
+        except ImportError:  # torch before 2.11 does not bring it
+            return torch.cuda.Stream()
+        torch.cuda.init()
+        error, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            return torch.cuda.Stream()
+        return torch.cuda.ExternalStream(int(stream))
+
+
+def _open_pool(index: int) -> Any:
+    """The id of a new private pool, which exists until it is released once."""
+    pool = torch.cuda.graph_pool_handle()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+    torch._C._cuda_endAllocateToPool(index, pool)
+    return pool
+
+
+@contextmanager
+def _routed(index: int, pool: Any) -> Iterator[None]:
+    """Inside, what this thread allocates on the device lives in the pool."""
+    torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
 
 
 class CudaBackend:
@@ -55,14 +141,11 @@ class CudaPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
-        self._id = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(self._index):
-            self._side = torch.cuda.Stream()
+        self._side = _Side.take(self._index)
+        self._id = _open_pool(self._index)
         self._last: torch.cuda.Stream | None = None  # the caller's stream that used the pool last
         self._last_raw = 0
-        # The pool exists from its first use on; this one keeps it until close().
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, self._id)
-        torch._C._cuda_endAllocateToPool(self._index, self._id)
+        self._spoilt: list[Any] = []  # pools of captures that broke
         self._open = True
 
     def enter(self) -> None:
@@ -78,70 +161,56 @@ class CudaPool:
         """The side stream after the caller's, and the caller's after it."""
         with torch.cuda.device(self._index):
             current = torch.cuda.current_stream()
-            self._side.wait_stream(current)
+            self._side.prepare()
+            self._side.stream.wait_stream(current)
             try:
-                with torch.cuda.stream(self._side):
+                with torch.cuda.stream(self._side.stream):
                     yield
             finally:
-                current.wait_stream(self._side)
-
-    @contextmanager
-    def _allocating(self) -> Iterator[None]:
-        """Inside, what this thread allocates on the device lives in the pool."""
-        with self._on_side_stream():
-            torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, self._id)
-            try:
-                yield
-            finally:
-                torch._C._cuda_endAllocateToPool(self._index, self._id)
-                torch._C._cuda_releasePool(self._index, self._id)
+                current.wait_stream(self._side.stream)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        with self._allocating():
+        with self._on_side_stream(), _routed(self._index, self._id):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
-        try:
-            with self._allocating():  # Note [Warm-up inside the pool]
-                return fn(*args)
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()  # Note [cuBLAS workspaces]
+        with self._on_side_stream(), _routed(self._index, self._id):  # Note [Warm-up inside the pool]
+            return fn(*args)
 
     def capture(self, fn: Function, args: Sequence[Any]) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         graph = torch.cuda.CUDAGraph()
         with _one_capture, _no_garbage_collection(), self._on_side_stream():
-            torch._C._cuda_clearCublasWorkspaces()
+            graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
             try:
-                graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
-                try:
-                    outputs = fn(*args)
-                except BaseException:
-                    with suppress(RuntimeError):  # the error that broke the capture is the one to report
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
+                outputs = fn(*args)
             except BaseException:
+                try:
+                    graph.capture_end()
+                except RuntimeError:  # the error that broke the capture is the one to report
+                    self._mend()
+                raise
+            try:
+                graph.capture_end()
+            except RuntimeError:
                 self._mend()
                 raise
-            finally:
-                torch._C._cuda_clearCublasWorkspaces()
         return graph, outputs
 
     def _mend(self) -> None:
         """Undoes what a capture that CUDA broke off leaves behind in the process (torch 2.9 to 2.11).
 
-        The allocator still counts a capture as under way, and the default generator refuses to draw until some
-        capture has succeeded. A generator with a fresh state would draw too, but graphs recorded before are tied to
-        the old state, so what mends it is a capture that succeeds.
+        The allocator still counts a capture into the pool as under way and refuses the next, so there is a new pool.
+        The default generator refuses to draw until some capture has succeeded. A generator with a fresh state would
+        draw too, but graphs recorded before are tied to the old state, so what mends it is a capture that succeeds.
         """
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._index, self._id)
-        with suppress(RuntimeError):
-            stream = torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                graph = torch.cuda.CUDAGraph()
-                graph.capture_begin(capture_error_mode="thread_local")
-                graph.capture_end()
+        self._spoilt.append(self._id)
+        self._id = _open_pool(self._index)
+        with suppress(RuntimeError), torch.cuda.stream(self._side.spare):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_end()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         whole = tensor.untyped_storage()
@@ -156,7 +225,8 @@ class CudaPool:
         return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
     def _segments(self) -> list[dict[str, Any]]:
-        return torch.cuda.memory_snapshot(self._id) if self._open else []
+        pools = (self._id, *self._spoilt) if self._open else ()
+        return [segment for pool in pools for segment in torch.cuda.memory_snapshot(pool)]
 
     def poison(self) -> None:
         for segment in self._segments():
@@ -173,7 +243,10 @@ class CudaPool:
     def close(self) -> None:
         if self._open:
             self._open = False
-            torch._C._cuda_releasePool(self._index, self._id)
+            for pool in (self._id, *self._spoilt, *self._spoilt):  # a capture that broke still counts as a user
+                with suppress(RuntimeError):
+                    torch._C._cuda_releasePool(self._index, pool)
+            self._side.give_back()
 
 
 @contextmanager

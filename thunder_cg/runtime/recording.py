@@ -45,13 +45,15 @@ def settings() -> tuple[Any, ...]:
     )
 
 
-def address(tensor: torch.Tensor) -> int:
+def address(tensor: torch.Tensor | None) -> int:
     """Where the tensor's storage begins; 0 if it has no memory."""
-    return tensor.untyped_storage().data_ptr()
+    return 0 if tensor is None else tensor.untyped_storage().data_ptr()
 
 
-def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+def layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     """What kernels can see of a tensor besides its address and its values."""
+    if tensor is None:
+        return ()
     return (
         tuple(tensor.size()),
         tensor.stride(),
@@ -68,46 +70,52 @@ class Guard:
     """The check, in few C++ calls, that a call's tensors are what was captured.
 
     Args:
-        tensors: the tensors at capture.
+        tensors: the tensors at capture; None where an operator made none, though Thunder says that it does.
         static: positions whose address is baked in.
         written: positions that the regions write. Memory that a written input shares with another is only seen by
             graphs if both are static, so no other sharing is admitted.
     """
 
-    __slots__ = ("_aligned", "_metadata", "_pointers", "_same", "_settings", "_shared", "_static", "_unique")
+    __slots__ = ("_absent", "_aligned", "_metadata", "_pointers", "_same", "_settings", "_shared", "_static", "_unique")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], static: Sequence[int], written: frozenset[int]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor | None], static: Sequence[int], written: frozenset[int]) -> None:
+        present = [(i, t) for i, t in enumerate(tensors) if t is not None]
+        self._absent = [i for i, t in enumerate(tensors) if t is None]
         first: dict[int, int] = {}
-        self._same = [(i, j) for i, t in enumerate(tensors) if (j := first.setdefault(id(t), i)) != i]
-        self._unique = sorted(first.values()) if self._same else None
-        unique = [tensors[i] for i in sorted(first.values())]
+        self._same = [(i, j) for i, t in present if (j := first.setdefault(id(t), i)) != i]
+        self._unique = list(first.values()) if len(first) < len(tensors) else None
+        unique = [t for i, t in present if first[id(t)] == i]
         self._metadata = _tensor_guards(
             *unique,
             dynamic_dims_sizes=[list(t.size()) for t in unique],
             dynamic_dims_strides=[list(t.stride()) for t in unique],
         )
-        self._static = list(static)
         fixed = set(static)
-        self._pointers = [t.data_ptr() if i in fixed else None for i, t in enumerate(tensors)]
-        self._aligned = [(i, t.data_ptr() % _ALIGNMENT) for i, t in enumerate(tensors) if i not in fixed]
+        self._static = list(static)
+        self._pointers = [t.data_ptr() if t is not None and i in fixed else None for i, t in enumerate(tensors)]
+        self._aligned = [(i, t.data_ptr() % _ALIGNMENT) for i, t in present if i not in fixed]
         self._shared = Sharing.of(tensors, fixed, written) if written else None
         self._settings = settings()
 
-    def holds(self, tensors: list[torch.Tensor]) -> bool:
+    def holds(self, tensors: list[Any]) -> bool:
         """Whether a graph captured with the guard's tensors may be replayed with these."""
-        unique = tensors if self._unique is None else [tensors[i] for i in self._unique]
-        return (
-            _same_pointers(tensors, self._pointers, self._static)
-            and all(tensors[i].data_ptr() % _ALIGNMENT == rest for i, rest in self._aligned)
-            and (not unique or self._metadata.check(*unique))
-            and all(tensors[i] is tensors[j] for i, j in self._same)
-            and (self._shared is None or self._shared.admits(tensors))
-            and settings() == self._settings
-        )
+        try:
+            unique = tensors if self._unique is None else [tensors[i] for i in self._unique]
+            return (
+                _same_pointers(tensors, self._pointers, self._static)
+                and (not unique or self._metadata.check(*unique))  # before a sparse tensor is asked for its address
+                and all(tensors[i].data_ptr() % _ALIGNMENT == rest for i, rest in self._aligned)
+                and all(tensors[i] is tensors[j] for i, j in self._same)
+                and all(tensors[i] is None for i in self._absent)
+                and (self._shared is None or self._shared.admits(tensors))
+                and settings() == self._settings
+            )
+        except (AttributeError, TypeError):  # no tensor where there was one
+            return False
 
-    def moved(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+    def moved(self, tensors: Sequence[Any]) -> list[int]:
         """Positions of the static tensors that are at another address now."""
-        return [i for i in self._static if tensors[i].data_ptr() != self._pointers[i]]
+        return [i for i in self._static if tensors[i] is None or tensors[i].data_ptr() != self._pointers[i]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,7 @@ class Sharing:
     static_written: frozenset[int]
 
     @classmethod
-    def of(cls, tensors: Sequence[torch.Tensor], static: set[int], written: frozenset[int]) -> Sharing:
+    def of(cls, tensors: Sequence[torch.Tensor | None], static: set[int], written: frozenset[int]) -> Sharing:
         return cls(
             tuple(i for i in range(len(tensors)) if i not in static),
             written,
@@ -128,7 +136,7 @@ class Sharing:
             frozenset(address(tensors[i]) for i in static & written) - {0},
         )
 
-    def admits(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def admits(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         read: set[int] = set()
         wrote: set[int] = set()
         for i in self.copied:
@@ -173,6 +181,17 @@ def _view(
 ) -> torch.Tensor:
     """A tensor of any type on the storage of ``memory``; ``offset`` in elements of ``dtype``."""
     return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
+
+
+def _tracked_view(
+    tensor: torch.Tensor, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Like `_view`, but autograd knows it for a view of ``tensor``: a write to one shows in the version of both."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    tensor = tensor._neg_view() if tensor.is_neg() else tensor
+    items = tensor.untyped_storage().nbytes() // tensor.element_size()
+    items -= items % max(1, dtype.itemsize // tensor.element_size())
+    return tensor.as_strided((items,), (1,), 0).view(dtype).as_strided(size, stride, offset)
 
 
 def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
@@ -302,7 +321,7 @@ def _view_of_input(tensor: torch.Tensor, source: Source) -> Output:
 
     def make(args: Sequence[Any]) -> torch.Tensor:
         at = args[arg].data_ptr() - address(args[arg]) + shift_bytes
-        view = _view(args[arg], dtype, at // dtype.itemsize, size, stride)
+        view = _tracked_view(args[arg], dtype, at // dtype.itemsize, size, stride)
         view = view.conj() if conj else view
         return view._neg_view() if neg else view
 
@@ -315,7 +334,7 @@ class _Copy:
 
     source: torch.Tensor
     parts: tuple[
-        tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool, bool], ...
+        tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool, bool, bool], ...
     ]  # empty: source is the result
     result: int
     nbytes: int
@@ -330,7 +349,16 @@ class _Copy:
         start -= (start - address(tensor)) % _ALIGNMENT
         stop = max(t.data_ptr() + _span(t) * t.element_size() for _, t in group)
         parts = tuple(
-            (j, t.dtype, (t.data_ptr() - start) // t.element_size(), t.size(), t.stride(), t.is_conj(), t.is_neg())
+            (
+                j,
+                t.dtype,
+                (t.data_ptr() - start) // t.element_size(),
+                t.size(),
+                t.stride(),
+                t.is_conj(),
+                t.is_neg(),
+                t._is_view(),
+            )
             for j, t in group
         )
         whole = _view(tensor, torch.uint8, start - address(tensor), (max(stop - start, 0),), (1,))
@@ -344,10 +372,11 @@ class _Copy:
         targets.append(target)
         if not self.parts:
             results[self.result] = target
-        for i, dtype, offset, size, stride, conj, neg in self.parts:
-            view = _view(target, dtype, offset, size, stride)
+        for i, dtype, offset, size, stride, conj, neg, is_view in self.parts:
+            view = _tracked_view(target, dtype, offset, size, stride)
             view = view.conj() if conj else view
-            results[i] = view._neg_view() if neg else view
+            view = view._neg_view() if neg else view
+            results[i] = view if is_view else view.detach()  # shares the version, but is no view to autograd
 
 
 class RegionGraph:

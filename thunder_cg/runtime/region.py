@@ -55,6 +55,10 @@ from thunder_cg.runtime.recording import (
 
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 
+_HOOKED = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
+_WATCHED = "a TorchDispatchMode is active, which has to see every operator and would not see those of a replay"
+_RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
+
 
 class Mode(enum.Enum):
     """See Note [Four ways through a call]."""
@@ -193,6 +197,10 @@ class Program:
         inputs = list(tensors)
         if self._backend.busy():
             return self._eager(call, "inside another capture", strict=False)
+        if _is_watched():
+            return self._eager(call, _WATCHED, strict=False)
+        if self._saved and _saved_tensors_are_hooked():
+            return self._eager(call, _HOOKED, strict=False)
         for recording in self._recordings:
             part = recording.parts[self.kind]
             if part.guard.holds(inputs) and recording.arena.try_hold():
@@ -228,7 +236,7 @@ class Program:
         static = [
             i
             for i, (name, tensor) in enumerate(zip(self.inputs, inputs))
-            if self._is_static(name, call.recording) or call.owns(name, tensor)
+            if tensor is not None and (self._is_static(name, call.recording) or call.owns(name, tensor))
         ]
         call.part = Part(Guard(inputs, static, self._written), [None] * len(self.regions))
         call.mode = Mode.CAPTURE
@@ -245,24 +253,29 @@ class Program:
         if call.arena is None:
             return self._eager(Call(), "its forward ran eagerly", strict=False)
         call.arena.enter()
-        inputs = list(tensors)
-        recording = call.recording
+        if _graph_is_retained():
+            return self._eager(Call(), _RETAINED, strict=False)
         if call.mode is Mode.EAGER:
             return self._eager(call, "its forward ran eagerly", strict=False)
+        if _is_watched():
+            return self._eager(call, _WATCHED, strict=False)
+        inputs = list(tensors)
+        recording = call.recording
+        part = recording.parts.get(self.kind) if recording is not None else None
+        if part is not None and part.guard.holds(inputs):
+            call.part, call.mode = part, Mode.REPLAY
+            return call
+        problem = self._unfit(inputs)
+        if problem:
+            return self._eager(call, problem)
         if recording is None:
             call.key = self._key(inputs)
             self.eager_calls += 1
             return call
-        part = recording.parts.get(self.kind)
         if part is not None:
-            if part.guard.holds(inputs):
-                call.part, call.mode = part, Mode.REPLAY
-                return call
-            self._retire(recording)
-            return self._eager(call, "the backward's inputs are not laid out as when it was captured")
-        problem = self._unfit(inputs)
-        if problem:
-            return self._eager(call, problem)
+            retired = self._retire(recording)
+            reason = "the backward's inputs are not laid out as when it was captured"
+            return self._eager(call, reason, strict=not retired)
         call.owned = recording.owned
         self._warm_up_or_capture(call, inputs)
         if call.mode is Mode.WARMUP:  # the recording still waits for its backward
@@ -280,8 +293,10 @@ class Program:
     def _unfit(self, inputs: Sequence[Any]) -> str | None:
         """Why no graph can ever be right for these inputs."""
         for name, tensor in zip(self.inputs, inputs):
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            if not _is_plain(tensor):
                 return f"input {name!r} is a {type(tensor).__name__}, not a plain tensor"
+            if tensor is not None and (tensor.layout is not torch.strided or tensor._is_zerotensor()):
+                return f"input {name!r} is a {tensor.layout} tensor without memory of its own"
         if self._written:
             static = {i for i, is_static in enumerate(self._static) if is_static}
             if not Sharing.of(inputs, static, self._written).admits(inputs):
@@ -329,12 +344,17 @@ class Program:
         gone = same_arena[self.options.max_recordings - 1 :]
         self._recordings = [recording, *(r for r in self._recordings if r not in gone)]
 
-    def _retire(self, recording: Recording) -> None:
-        """Drops a recording that did not fit to the end of a call, so that the next call makes one that does."""
+    def _retire(self, recording: Recording) -> bool:
+        """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.
+
+        Not for ever: returns whether it did.
+        """
         pair = self._pair
-        if pair._retired < self.options.max_recordings:
-            pair._retired += 1
-            pair._recordings = [r for r in pair._recordings if r is not recording]
+        if pair._retired >= self.options.max_recordings:
+            return False
+        pair._retired += 1
+        pair._recordings = [r for r in pair._recordings if r is not recording]
+        return True
 
     # A region's turn
 
@@ -365,8 +385,9 @@ class Program:
 
     def _miss(self, call: Call, region: RuntimeRegion) -> None:
         assert call.recording is not None
-        self._retire(call.recording)
-        self._eager(call, f"{region.name}: what an eager operator made is not laid out as when it was captured")
+        retired = self._retire(call.recording)
+        reason = f"{region.name}: what an eager operator made is not laid out as when it was captured"
+        self._eager(call, reason, strict=not retired)
 
     def _warm_up(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> Sequence[Any]:
         assert call.arena is not None
@@ -423,19 +444,25 @@ class Program:
         pool = call.arena.pool(region.device)
         names = region.boundary.inputs
         inside = frozenset(i for i, name in enumerate(names) if call.owns(name, args[i]))
-        static = inside | frozenset(i for i, name in enumerate(names) if self._is_static(name, recording))
+        static = inside | frozenset(
+            i for i, name in enumerate(names) if args[i] is not None and self._is_static(name, recording)
+        )
         written = region.written
         _check_inputs(names, args, static, written)
 
         leaves = [slot.leaves for slot in region.slots]
-        captured = [arg if i in inside else arg.detach() for i, arg in enumerate(self._take(call, region, args))]
+        captured = [
+            arg if i in inside or arg is None else arg.detach() for i, arg in enumerate(self._take(call, region, args))
+        ]
         loads = []
         for i, arg in enumerate(args):
-            if i not in static:
+            if i not in static and arg is not None:
                 captured[i] = static_buffer(pool, arg)
                 loads.append(Load(i, pool.alias(captured[i]), overlaps_itself(arg)))
         sources = [
-            Source.of(i, t) for i, t in enumerate(captured) if names[i] in region.boundary.shared and i not in inside
+            Source.of(i, t)
+            for i, t in enumerate(captured)
+            if t is not None and names[i] in region.boundary.shared and i not in inside
         ]
         # A result must not get the address of an input that it could be taken for a view of, and what is read back
         # after a replay must not have been reused on the way.
@@ -510,9 +537,14 @@ class _Executed(Exception):
     """A graph failed after it may have run: running its ops again could do their effects twice."""
 
 
+def _is_plain(tensor: Any) -> bool:
+    """Whether a graph can have this as an input; operators return None for a tensor that they do without."""
+    return tensor is None or type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
 def _check_inputs(names: Sequence[str], args: Sequence[Any], static: frozenset[int], written: frozenset[int]) -> None:
     for i, (name, arg) in enumerate(zip(names, args)):
-        if type(arg) not in (torch.Tensor, torch.nn.Parameter):
+        if not _is_plain(arg):
             raise TypeError(f"input {name!r} is a {type(arg).__name__}, not a plain tensor")
         if i in written and i not in static and overlaps_itself(arg):
             raise ValueError(f"input {name!r} is written in place and overlaps itself")
@@ -534,6 +566,21 @@ def _describe(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) ->
                     return f"{ops[index].name} at {ops[index].line or 'an unknown line'}: {text}"
         traceback = traceback.tb_next
     return text
+
+
+def _is_watched() -> bool:
+    """Whether a dispatch mode of the user's, such as a counter of operations, is active."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def _saved_tensors_are_hooked() -> bool:
+    """Whether tensors saved now go to hooks, which may keep them for longer than the graph that saved them lives."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _graph_is_retained() -> bool:
+    """Whether the backward under way leaves its graph, and what that saved, for another one."""
+    return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
 def region_function(
