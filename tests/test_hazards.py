@@ -28,12 +28,19 @@ Every test compares with uncaptured Thunder, bit for bit.
 | torch.autograd.grad                                           | test_autograd_grad                     |
 | the incoming gradient's layout changes                        | test_gradient_layouts                  |
 | saved tensors travel through hooks                            | test_saved_tensor_hooks                |
+| hooks keep saved tensors for longer than their graph lives    | test_checkpointed_from_outside         |
+| a graph is retained and run again                             | test_retained_graph                    |
+| a gradient without memory of its own                          | test_sparse_gradients                  |
+| a write to an output is not noticed through another           | test_versions_of_outputs               |
+| a dispatch mode does not see what runs                        | test_dispatch_modes                    |
 | random numbers freeze, or the generator stands still          | test_random_numbers                    |
 | a number read from a tensor freezes                           | test_item                              |
 | an operator keeps, writes or returns its input                | test_opaque_operators                  |
+| so does one that is eager for another reason as well          | test_opaque_operators_with_numbers     |
 | a side effect of an operator happens at capture only          | test_side_effects                      |
 | an operator raises and later does not                         | test_operator_that_raises              |
 | a capture fails                                               | test_failed_capture                    |
+| strict=True raises where nothing failed                       | test_strict_training                   |
 | two threads share memory                                      | test_threads                           |
 | more calls in flight than arenas                              | test_too_many_in_flight                |
 | another capture is under way                                  | test_outer_capture                     |
@@ -48,12 +55,15 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import thunder
 import torch
 from support import regions, replays, same, same_state
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import CaptureError, explain
 
@@ -444,6 +454,91 @@ def test_saved_tensor_hooks(twins, device):
         same_state(plain, graphed)
 
 
+def test_checkpointed_from_outside(twins, device):
+    plain, graphed = twins(MLP(p=0.3))
+    for reentrant in (False, True):
+        for step in range(CALLS):
+            leaves = [torch.ones(3, 8, device=device, requires_grad=True) for _ in range(2)]
+            for model, leaf in zip((plain, graphed), leaves):
+                torch.manual_seed(step)
+                y = checkpoint(model, leaf, use_reentrant=reentrant)
+                checkpoint(model, y, use_reentrant=reentrant).square().sum().backward()
+            same(leaves[0].grad, leaves[1].grad)
+            same_state(plain, graphed)
+
+
+def test_retained_graph(twins, device):
+    plain, graphed = twins(lambda x: (work(x), work(x) * 3))
+    for step in range(2 * CALLS):
+        x = torch.randn(4, 4, device=device)
+        grads = []
+        for f in (plain, graphed):
+            leaf = x.clone().requires_grad_()
+            a, b = f(leaf)
+            for output in (a, b, a)[: 1 + step % 3]:
+                output.square().sum().backward(retain_graph=True)
+            (a.sum() + b.sum()).backward()
+            grads.append(leaf.grad)
+        same(*grads)
+    assert replays(graphed) > 2 * CALLS
+
+
+def test_sparse_gradients(twins, device):
+    plain, graphed = twins(lambda w: work(w) * 2)
+    rows = torch.tensor([0, 2], device=device)
+    for sparse in (True, False, True, False, False, True):
+        w = torch.randn(4, 4, device=device)
+        grads = []
+        for f in (plain, graphed):
+            leaf = w.clone().requires_grad_()
+            nn.functional.embedding(rows, f(leaf), sparse=sparse).sum().backward()
+            grads.append(leaf.grad.to_dense())
+        same(*grads)
+
+
+def test_versions_of_outputs(twins, device):
+    def fn(x, z):
+        y = work(x)
+        return y, y.t(), torch.view_as_real(z)
+
+    z = torch.randn(4, dtype=torch.complex64, device=device)
+    for f in twins(fn):
+        for _ in range(CALLS):
+            x = torch.randn(4, 4, device=device, requires_grad=True)
+            y, t, real = f(x, z)
+            version = z._version
+            losses = (t.square().sum(), (z * x[0]).abs().sum())
+            with torch.no_grad():
+                y.mul_(2)
+                real.mul_(2)
+            assert z._version > version
+            for loss in losses:
+                with pytest.raises(RuntimeError, match=r"modified.*inplace"):
+                    loss.backward()
+
+
+def test_dispatch_modes(twins, device):
+    class Halves(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            return result * 0.5 if "tanh" in str(func) else result
+
+    plain, graphed = twins(MLP())
+    plain_fn, graphed_fn = twins(lambda x: work(x) + 1)
+    for step in range(3 * CALLS):
+        x = torch.randn(4, 8, device=device)
+        for f in (plain_fn, graphed_fn, plain, graphed):
+            f(x)  # Thunder cannot compile under a dispatch mode
+        with Halves() if step % 3 == 1 else nullcontext():
+            same(plain_fn(x), graphed_fn(x))
+        losses = [model(x).square().sum() for model in (plain, graphed)]
+        with Halves() if step % 3 == 2 else nullcontext():
+            for loss in losses:
+                loss.backward()
+        same_state(plain, graphed)
+    assert replays(graphed_fn) > 0
+
+
 def test_random_numbers(twins, device):
     plain, graphed = twins(MLP(p=0.5))
     states = []
@@ -516,6 +611,22 @@ def test_opaque_operators(twins, device, operator):
         same(held[i], held[i + 1])
 
 
+def test_opaque_operators_with_numbers(twins, device, operator):
+    """What is eager for another reason may still keep its input."""
+    kept = []
+    ex, keep = operator("keep_scaled", lambda x, n: kept.append(x) or x * n, lambda x, n: like(x))
+
+    def fn(x):
+        y = work(x)
+        return work(keep(work(y) * 2, y.sum().item()))
+
+    plain, graphed = twins(fn, jit={"executors": [ex, *thunder.get_default_executors()]})
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        same(plain(x), graphed(x))
+    same(kept[::2], kept[1::2])
+
+
 def test_side_effects(twins, device, operator):
     log = []
     ex, note = operator("note", lambda x: log.append(1) or x + 1, like)
@@ -581,6 +692,20 @@ def test_failed_capture(twins, transform, device, operator):
     strict(x := torch.randn(4, 4, device=device))
     with pytest.raises(CaptureError, match=r"CUDAGraph1.*sync"):
         strict(x)
+
+
+def test_strict_training(twins, device):
+    plain, graphed = twins(lambda x: (work(x), work(x) * 3, x.sum() * 2), strict=True)
+    ways = [lambda o: o[0].sum(), lambda o: o[1].mean(), lambda o: o[2]]
+    for step in range(2 * CALLS):
+        x = torch.randn(4, 4, device=device)
+        grads = []
+        for f in (plain, graphed):
+            leaf = x.clone().requires_grad_()
+            ways[step % 5 % 3](f(leaf)).backward(retain_graph=step == 3)
+            grads.append(leaf.grad)
+        same(*grads)
+    assert replays(graphed) > CALLS
 
 
 def test_threads(twins, device):

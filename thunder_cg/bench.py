@@ -165,7 +165,12 @@ def _hand_made(case: Case, model: nn.Module, inputs: tuple[Tensor, ...]) -> Step
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         step()
-    return graph.replay
+
+    def replay(alive: Any = (model, inputs)) -> None:
+        """A graph does not keep alive what it reads."""
+        graph.replay()
+
+    return replay
 
 
 @contextmanager
@@ -178,7 +183,7 @@ def _quiet_collector() -> Iterator[None]:
         gc.enable()
 
 
-class _Variant:
+class Variant:
     """One variant, prepared, with all its samples."""
 
     def __init__(self, case: Case, name: str, device: torch.device) -> None:
@@ -250,7 +255,7 @@ def measure_case(case: Case, device: torch.device, calls: int) -> list[Row]:
     variants, rows = [], []
     for name in names:
         try:
-            variants.append(_Variant(case, name, device))
+            variants.append(Variant(case, name, device))
         except Exception as error:
             rows.append(Row(case.name, name, error=f"{type(error).__name__}: {error}".splitlines()[0]))
     for _ in range(ROUNDS):

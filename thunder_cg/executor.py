@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from thunder.core.compile_data import get_compile_data
+from thunder.core.prims import OpTags
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 from thunder.extend import FusionExecutor, register_executor
@@ -40,9 +41,11 @@ class CudagraphExecutor(FusionExecutor):
         output: Any,
         *,
         subsymbols: Sequence[BoundSymbol] = (),
+        has_effect: bool = False,
     ) -> BoundSymbol:
-        """A bound symbol ``output = name(*args)`` that runs ``fn``."""
-        symbol = Symbol(name, meta=None, is_fusion=True, executor=self)
+        """A bound symbol ``output = name(*args)`` that runs ``fn``; with ``has_effect`` it stays without an output."""
+        tags = [OpTags.DONT_DCE] if has_effect else None
+        symbol = Symbol(name, meta=None, is_fusion=True, executor=self, tags=tags)
         return BoundSymbol(symbol, tuple(args), {}, output, tuple(subsymbols), _call_ctx={name: fn})
 
 

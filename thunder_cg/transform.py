@@ -25,6 +25,7 @@ from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.executor import executor
 from thunder_cg.options import Options
+from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import resolve
 from thunder_cg.runtime.region import Program, RuntimeRegion, region_function
@@ -75,12 +76,12 @@ class CudagraphTransform(Transform):
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Notes which tensors are parameters and buffers: later passes lose the mark."""
+        """Notes which tensors are parameters and buffers: later passes lose the mark. Checks them all at once."""
         unpacks = (PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
         self._compiling.forward = None
-        return prologue_trace, computation_trace, epilogue_trace
+        return with_one_check(prologue_trace, self._compiling.static), computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Partitions a forward trace, or the backward trace that follows it."""

@@ -10,7 +10,7 @@ import torch
 from models import GPT, mlp
 from support import regions, replays, same, same_state, same_training, twice
 
-from thunder_cg import cudagraph_transform
+from thunder_cg import bench, cudagraph_transform
 from thunder_cg.runtime.cuda import CudaBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -105,26 +105,16 @@ def test_memory_of_old_recordings_comes_back():
         assert reserved() <= before + 48 * MB
 
 
-@pytest.mark.parametrize(("rows", "length", "limit"), [(8, 256, 1.15), (1, 32, 1.7)], ids=["activations", "gradients"])
-def test_peak_memory_of_training(rows, length, limit):
-    """Everything that the process reserves over the model, warm-up and capture included."""
-    peaks = []
-    thunder.jit(GPT().cuda())(torch.zeros(1, 8, dtype=torch.int64, device="cuda")).sum().backward()  # cuBLAS, Triton
-    for transforms in ([], [cudagraph_transform()]):
-        base = reserved()
-        torch.manual_seed(0)
-        module = GPT(layers=6, width=512, heads=8, vocab=4096, block=256).cuda()
-        allocated = torch.cuda.memory_allocated()
-        model = thunder.jit(module, transforms=transforms)
-        x = torch.randint(0, 4096, (rows, length), device="cuda")
-        torch.cuda.reset_peak_memory_stats()
-        for _ in range(6):
-            module.zero_grad()
-            model(x, x).backward()
-        torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_reserved() - max(base, allocated))
-        del model, module
-    assert peaks[1] <= limit * peaks[0] + 8 * MB, [p / MB for p in peaks]
+@pytest.mark.parametrize(
+    ("case", "limit"),
+    [("training 16 x 512 tokens", 1.15), ("training 2 x 128 tokens", 1.7)],
+    ids=["activations", "gradients"],
+)
+def test_peak_memory_of_training(case, limit):
+    """Everything that the process reserves over the model, warm-up and capture included, against plain Thunder."""
+    (case,) = [c for c in bench.CASES if case in c.name]
+    rows = [bench.Variant(case, name, torch.device("cuda")).row for name in ("thunder", "thunder_cg")]
+    assert rows[1].reserved_mb <= limit * rows[0].reserved_mb, rows
 
 
 def test_a_broken_capture_leaves_nothing_behind():

@@ -150,6 +150,6 @@ def _fresh_roots(
 
 
 def _may_keep(op: Op, reason: Reason) -> bool:
-    """May the eager op keep its inputs? Its verdict names only the first reason that was found, so the op counts too."""
+    """May the eager op keep its inputs? Its verdict names only the first reason found, so the op counts too."""
     denied = rules.DENY.get(rules.find(op.executor, op.id))
     return reason in _OPAQUE or is_opaque(op) or (denied is not None and denied.reason in _OPAQUE)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
@@ -180,18 +181,16 @@ class CudaPool:
     def capture(self, fn: Function, args: Sequence[Any]) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
         graph = torch.cuda.CUDAGraph()
         with _one_capture, _no_garbage_collection(), self._on_side_stream():
-            graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
             try:
-                outputs = fn(*args)
-            except BaseException:
+                graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
                 try:
-                    graph.capture_end()
-                except RuntimeError:  # the error that broke the capture is the one to report
-                    self._mend()
-                raise
-            try:
+                    outputs = fn(*args)
+                except BaseException:
+                    with suppress(RuntimeError):  # the error that broke the capture is the one to report
+                        graph.capture_end()
+                    raise
                 graph.capture_end()
-            except RuntimeError:
+            except BaseException:
                 self._mend()
                 raise
         return graph, outputs
@@ -203,11 +202,12 @@ class CudaPool:
         The default generator refuses to draw until some capture has succeeded. A generator with a fresh state would
         draw too, but graphs recorded before are tied to the old state, so what mends it is a capture that succeeds.
         """
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # a capture that ended in good order is not under way
             torch._C._cuda_endAllocateToPool(self._index, self._id)
-        self._spoilt.append(self._id)
-        self._id = _open_pool(self._index)
-        with suppress(RuntimeError), torch.cuda.stream(self._side.spare):
+            self._spoilt.append(self._id)
+            self._id = _open_pool(self._index)
+        with warnings.catch_warnings(), torch.cuda.stream(self._side.spare):
+            warnings.simplefilter("ignore")  # it says that the graph is empty
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(capture_error_mode="thread_local")
             graph.capture_end()

@@ -295,10 +295,12 @@ class Outputs:
 
     def deliver(self, results: list[Any], args: Sequence[Any]) -> None:
         """Puts all results but the fixed ones into ``results``; ``args`` are the call's."""
-        if self._new:
-            targets: list[torch.Tensor] = []
-            for copy in self._new:
-                copy.deliver(results, targets)
+        targets: list[torch.Tensor] = []
+        for copy in self._new:
+            copy.deliver(results, targets)
+        if len(targets) == 1:
+            targets[0].copy_(self._new[0].source)
+        elif targets:
             torch._foreach_copy_(targets, [copy.source for copy in self._new])
         for i, make in self._makers:
             results[i] = make(args)
@@ -317,13 +319,14 @@ def _view_of_input(tensor: torch.Tensor, source: Source) -> Output:
         shift = tensor.storage_offset() - source.offset
         return lambda args: args[arg].as_strided(size, stride, args[arg].storage_offset() + shift)
     shift_bytes = tensor.data_ptr() - source.pointer
-    conj, neg = tensor.is_conj(), tensor.is_neg()
+    conj, neg, is_view = tensor.is_conj(), tensor.is_neg(), tensor._is_view()
 
     def make(args: Sequence[Any]) -> torch.Tensor:
         at = args[arg].data_ptr() - address(args[arg]) + shift_bytes
         view = _tracked_view(args[arg], dtype, at // dtype.itemsize, size, stride)
         view = view.conj() if conj else view
-        return view._neg_view() if neg else view
+        view = view._neg_view() if neg else view
+        return view if is_view else view.detach()
 
     return make
 

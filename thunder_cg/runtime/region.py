@@ -53,6 +53,7 @@ from thunder_cg.runtime.recording import (
     static_buffer,
 )
 
+_MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 
 _HOOKED = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
@@ -328,6 +329,8 @@ class Program:
     def _seal(self, call: Call) -> None:
         """What was warmed up or recorded is complete from here on."""
         if call.mode is Mode.WARMUP:
+            if len(self._warm) >= _MAX_LAYOUTS:
+                self._warm.clear()
             self._warm.add(call.key)
         elif call.mode is Mode.CAPTURE:
             recording, part = call.recording, call.part

@@ -117,6 +117,8 @@ class _Tape(TorchDispatchMode):
         else:
             data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
             bad = packet in _HOST_SYNC or not data.isdisjoint(func.tags)
+            # ``x[0] = 1.0`` lifts the number; on a GPU that is a fill, while a list of numbers is a copy from the host.
+            bad = bad and not (packet is _aten.lift_fresh and args[0].dim() == 0)
         if bad:
             raise CaptureRefused(f"{func} makes the host wait for data, which a graph cannot hold")
         for leaf in tree_leaves((args, kwargs)):
