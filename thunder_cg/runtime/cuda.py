@@ -144,6 +144,8 @@ class CudaPool:
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         self._side = _Side.take(self._index)
         self._id = _open_pool(self._index)
+        with _one_capture, _no_garbage_collection():
+            self._anchor: torch.cuda.CUDAGraph | None = self._empty_graph()
         self._last: torch.cuda.Stream | None = None  # the caller's stream that used the pool last
         self._last_raw = 0
         self._spoilt: list[Any] = []  # pools of captures that broke
@@ -206,11 +208,20 @@ class CudaPool:
             torch._C._cuda_endAllocateToPool(self._index, self._id)
             self._spoilt.append(self._id)
             self._id = _open_pool(self._index)
-        with warnings.catch_warnings(), torch.cuda.stream(self._side.spare):
+        self._anchor = self._empty_graph()
+
+    def _empty_graph(self) -> torch.cuda.CUDAGraph:
+        """A graph of nothing in the pool, which keeps the pool in use.
+
+        PyTorch's allocator of pinned memory has a pool of the same id, which cannot be taken up again once no graph
+        uses it any more.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with warnings.catch_warnings(), torch.cuda.device(self._index), torch.cuda.stream(self._side.spare):
             warnings.simplefilter("ignore")  # it says that the graph is empty
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
             graph.capture_end()
+        return graph
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         whole = tensor.untyped_storage()
@@ -243,6 +254,7 @@ class CudaPool:
     def close(self) -> None:
         if self._open:
             self._open = False
+            self._anchor = None
             for pool in (self._id, *self._spoilt, *self._spoilt):  # a capture that broke still counts as a user
                 with suppress(RuntimeError):
                     torch._C._cuda_releasePool(self._index, pool)
