@@ -92,7 +92,7 @@ def pick_device(name: str | None) -> torch.device:
 def settings_for(device: torch.device) -> Settings:
     """A model that two CPU cores train in seconds, or one that keeps a GPU waiting for the host."""
     if device.type == "cuda":
-        return Settings(device, layers=8, width=384, heads=6, context=256, batch=8, steps=200)
+        return Settings(device, layers=4, width=384, heads=6, context=256, batch=8, steps=100)
     return Settings(device, layers=2, width=64, heads=4, context=64, batch=8, steps=60)
 
 
