@@ -253,18 +253,25 @@ class Outputs:
     Results that leave are copied, and those that share memory keep sharing it: one copy per storage.
     """
 
-    __slots__ = ("_makers", "_new", "_sources", "fixed", "nbytes")
+    __slots__ = ("_makers", "_new", "_owned", "_sources", "fixed", "nbytes")
 
     def __init__(
-        self, produced: Sequence[Any], sources: Sequence[Source], leaves: Sequence[bool], device: torch.device
+        self,
+        produced: list[Any],
+        sources: Sequence[Source],
+        leaves: Sequence[bool],
+        device: torch.device,
+        alias: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Looks at what a region produced.
 
         Args:
-            produced: its results.
+            produced: its results. Those that leave are taken out of the list: their memory is given up one by one, as
+                they are delivered for the first time, so that all gradients never exist twice.
             sources: the inputs that results may be views of.
             leaves: of each result, whether it leaves the arena.
             device: the region's.
+            alias: makes of a tensor one that does not own its memory.
         """
         by_address = {source.address: source for source in reversed(sources) if source.address}
         self.fixed: list[int] = []  # results that stay at their address in the arena
@@ -282,26 +289,24 @@ class Outputs:
                 groups.setdefault(address(tensor) or -1 - i, []).append((i, tensor))
             else:
                 self.fixed.append(i)
-        self._new = [_Copy.of(group) for group in groups.values()]
+        self._new = [_Copy.of(group, alias) for group in groups.values()]
+        self._owned = [[tensor for _, tensor in group] for group in groups.values()]
+        for i in (i for group in groups.values() for i, _ in group):
+            produced[i] = None
         self.nbytes = sum(copy.nbytes for copy in self._new)
 
     def view_sources(self) -> dict[int, int]:
         """Results that are views of inputs, and of which."""
         return self._sources
 
-    def forget_memory(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """From now on the copies' sources are addresses that the pool may hand out again."""
-        self._new = [copy.aliased(alias) for copy in self._new]
-
     def deliver(self, results: list[Any], args: Sequence[Any]) -> None:
         """Puts all results but the fixed ones into ``results``; ``args`` are the call's."""
-        targets: list[torch.Tensor] = []
-        for copy in self._new:
-            copy.deliver(results, targets)
-        if len(targets) == 1:
-            targets[0].copy_(self._new[0].source)
-        elif targets:
-            torch._foreach_copy_(targets, [copy.source for copy in self._new])
+        if self._owned or len(self._new) == 1:
+            for copy in self._new:
+                copy.deliver(results).copy_(copy.source)
+                self._owned[:1] = []
+        elif self._new:
+            torch._foreach_copy_([copy.deliver(results) for copy in self._new], [copy.source for copy in self._new])
         for i, make in self._makers:
             results[i] = make(args)
 
@@ -343,11 +348,11 @@ class _Copy:
     nbytes: int
 
     @classmethod
-    def of(cls, group: Sequence[tuple[int, torch.Tensor]]) -> _Copy:
+    def of(cls, group: Sequence[tuple[int, torch.Tensor]], alias: Callable[[torch.Tensor], torch.Tensor]) -> _Copy:
         (i, tensor), *others = group
         plain = not tensor.is_conj() and not tensor.is_neg()
         if not others and plain and (tensor.numel() == 0 or _dense(tensor)):
-            return cls(tensor, (), i, tensor.numel() * tensor.element_size())
+            return cls(alias(tensor), (), i, tensor.numel() * tensor.element_size())
         start = min(t.data_ptr() for _, t in group)
         start -= (start - address(tensor)) % _ALIGNMENT
         stop = max(t.data_ptr() + _span(t) * t.element_size() for _, t in group)
@@ -365,14 +370,11 @@ class _Copy:
             for j, t in group
         )
         whole = _view(tensor, torch.uint8, start - address(tensor), (max(stop - start, 0),), (1,))
-        return cls(whole, parts, i, stop - start)
+        return cls(alias(whole), parts, i, stop - start)
 
-    def aliased(self, alias: Callable[[torch.Tensor], torch.Tensor]) -> _Copy:
-        return _Copy(alias(self.source), self.parts, self.result, self.nbytes)
-
-    def deliver(self, results: list[Any], targets: list[torch.Tensor]) -> None:
+    def deliver(self, results: list[Any]) -> torch.Tensor:
+        """Puts the results on new memory, which is returned, and is still to be filled from ``source``."""
         target = torch.empty_like(self.source)
-        targets.append(target)
         if not self.parts:
             results[self.result] = target
         for i, dtype, offset, size, stride, conj, neg, is_view in self.parts:
@@ -380,6 +382,7 @@ class _Copy:
             view = view.conj() if conj else view
             view = view._neg_view() if neg else view
             results[i] = view if is_view else view.detach()  # shares the version, but is no view to autograd
+        return target
 
 
 class RegionGraph:

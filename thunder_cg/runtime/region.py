@@ -397,8 +397,8 @@ class Program:
         region.stats.eager_runs += 1
         pool = call.arena.pool(region.device)
         sources = self._sources(call, region, args)
-        produced = pool.warm_up(region.function, [self._take(call, region, args)])
-        outputs = Outputs(produced, sources, [slot.leaves for slot in region.slots], region.device)
+        produced = list(pool.warm_up(region.function, [self._take(call, region, args)]))
+        outputs = Outputs(produced, sources, [slot.leaves for slot in region.slots], region.device, pool.alias)
         results: list[Any] = [None] * len(produced)
         outputs.deliver(results, args)
         for i in outputs.fixed:
@@ -472,8 +472,10 @@ class Program:
         kept = [captured[i] for i in (*(source.arg for source in sources), *written)]
         entry = RegionGraph(loads, written, sorted(written & static - inside))
         entry.load(args)
-        entry.graph, produced = pool.capture(region.function, [captured])
-        entry.outputs = outputs = Outputs(produced, sources, leaves, region.device)
+        entry.graph, made = pool.capture(region.function, [captured])
+        produced = list(made)
+        del made
+        entry.outputs = outputs = Outputs(produced, sources, leaves, region.device, pool.alias)
         del kept
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
@@ -482,7 +484,6 @@ class Program:
             results = entry.finish(args)
         except Exception as error:
             raise _Executed from error
-        outputs.forget_memory(pool.alias)
         self._note(call, region, entry, produced, static)
         call.part.graphs[index] = entry
         return results
