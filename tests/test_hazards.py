@@ -41,6 +41,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | an operator raises and later does not                         | test_operator_that_raises              |
 | a capture fails                                               | test_failed_capture                    |
 | strict=True raises where nothing failed                       | test_strict_training                   |
+| a capture is interrupted half way                             | test_interrupted_capture               |
 | two threads share memory                                      | test_threads                           |
 | more calls in flight than arenas                              | test_too_many_in_flight                |
 | another capture is under way                                  | test_outer_capture                     |
@@ -66,6 +67,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import CaptureError, explain
+from thunder_cg.runtime.region import Program
 
 CALLS = 5
 
@@ -705,6 +707,34 @@ def test_strict_training(twins, device):
             ways[step % 5 % 3](f(leaf)).backward(retain_graph=step == 3)
             grads.append(leaf.grad)
         same(*grads)
+    assert replays(graphed) > CALLS
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_interrupted_capture(twins, device, monkeypatch, kind):
+    record = Program._record
+    pending = [kind]
+
+    def interrupted(self, call, index, args):
+        results = record(self, call, index, args)
+        if self.kind in pending:
+            pending.clear()
+            raise KeyboardInterrupt
+        return results
+
+    monkeypatch.setattr(Program, "_record", interrupted)
+    plain, graphed = twins(MLP())
+    for _ in range(CALLS + 2):
+        x = torch.randn(4, 8, device=device)
+        for model in (plain, graphed):
+            model.zero_grad()
+            try:
+                model(x).square().sum().backward()
+            except KeyboardInterrupt:
+                model.zero_grad()
+                model(x).square().sum().backward()
+        same_state(plain, graphed)
+    assert not pending
     assert replays(graphed) > CALLS
 
 

@@ -442,7 +442,7 @@ class RegionGraph:
         return results
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Part:
     """What a recording captured of one of the two traces."""
 
@@ -451,7 +451,7 @@ class Part:
     sealed: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Recording:
     """All graphs of one trace pair for one guard, captured together in one call, in order, in one arena."""
 

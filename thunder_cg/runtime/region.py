@@ -281,6 +281,8 @@ class Program:
         self._warm_up_or_capture(call, inputs)
         if call.mode is Mode.WARMUP:  # the recording still waits for its backward
             call.owned = dict(recording.owned)
+        else:  # it gives its memory up from here on, and is of use again only when it is complete
+            self._pair.drop(recording)
         return call
 
     def _eager(self, call: Call, reason: str, *, strict: bool = True) -> Call:
@@ -288,7 +290,7 @@ class Program:
         self.fallbacks[reason] += 1
         call.mode = Mode.EAGER
         if strict and self.options.strict:
-            raise CaptureError(f"{self.kind} call {self.calls}", reason, "see the reason")
+            raise CaptureError(f"{self.kind} call {self.calls}", reason, "mend that (print(explain(fn)) has the plan)")
         return call
 
     def _unfit(self, inputs: Sequence[Any]) -> str | None:
@@ -336,16 +338,21 @@ class Program:
             recording, part = call.recording, call.part
             assert recording is not None and part is not None
             recording.parts[self.kind] = part
+            self._pair.admit(recording)
             if self._pair is self:
-                self._admit(recording)
                 recording.owned = {name: t for name, t in call.owned.items() if name in self._saved}
             else:
                 recording.owned.clear()
 
-    def _admit(self, recording: Recording) -> None:
+    def admit(self, recording: Recording) -> None:
+        """Keeps a recording for later calls; past the bound, the arena's oldest goes."""
         same_arena = [r for r in self._recordings if r.arena is recording.arena]
         gone = same_arena[self.options.max_recordings - 1 :]
         self._recordings = [recording, *(r for r in self._recordings if r not in gone)]
+
+    def drop(self, recording: Recording) -> None:
+        """No later call replays the recording."""
+        self._recordings = [r for r in self._recordings if r is not recording]
 
     def _retire(self, recording: Recording) -> bool:
         """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.
