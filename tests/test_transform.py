@@ -64,26 +64,18 @@ def test_the_executor_can_be_named(transform, device):
         alone(x)
 
 
-@pytest.mark.parametrize("plugins", ["name", "instance"])
-def test_plugin_of_thunder_compile(backend, device, plugins):
-    plugin = {"name": ["cudagraph"], "instance": [CUDAGraphPlugin(backend=backend, debug=True)]}[plugins]
-    if plugins == "name" and (backend == "cuda") != torch.cuda.is_available():
+@pytest.mark.parametrize("by", ["name", "instance"])
+def test_plugin_of_thunder_compile(backend, device, by):
+    if by == "name" and (backend == "cuda") != torch.cuda.is_available():
         pytest.skip("by name, the plugin takes the machine's own backend")
     model = mlp().to(device)
     plain = thunder.jit(model)
-    recipe = BaseRecipe(fuser="torch.compile")
-    recipe.plugins = []
-    graphed = thunder.compile(model, recipe=recipe, plugins=[_resolved(p) for p in plugin])
+    plugin = "cudagraph" if by == "name" else CUDAGraphPlugin(backend=backend, debug=True)
+    graphed = thunder.compile(model, recipe=BaseRecipe(fuser="torch.compile"), plugins=[plugin])
     for _ in range(CALLS):
         x = torch.randn(4, 8, device=device)
         torch.testing.assert_close(plain(x), graphed(x))
     assert replays(graphed) == CALLS - 1
-
-
-def _resolved(plugin):
-    from thunder.plugins import get_plugin
-
-    return get_plugin(plugin)() if isinstance(plugin, str) else plugin
 
 
 def test_thunderfx_with_graph_breaks(transform, device):
