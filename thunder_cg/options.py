@@ -21,7 +21,7 @@ class Options:
             a GPU, else ``tape``.
         strict: raise :class:`~thunder_cg.errors.CaptureError` where a call would otherwise run eagerly.
         debug: fill an arena with NaN when it is released, so that memory used too late shows. ``tape`` always does.
-        max_recordings: recordings kept per trace pair and arena; past it the least recently used one goes.
+        max_recordings: recordings kept per trace pair and arena; past it the oldest goes.
         max_arenas: memory pools of this transform; a call that finds all of them taken runs eagerly.
     """
 

@@ -271,7 +271,7 @@ def cudagraph_transform(
         backend: ``"cuda"``, ``"tape"`` (records and replays on the CPU), ``"auto"``: CUDA graphs where there is a GPU.
         strict: raise :class:`~thunder_cg.errors.CaptureError` instead of running eagerly what could not be captured.
         debug: fill memory with NaN when nobody may read it any more.
-        max_recordings: recordings kept for one compiled function and arena; the least recently made goes first.
+        max_recordings: recordings kept for one compiled function and arena; the oldest goes first.
         max_arenas: memory pools; a call that finds all of them held by calls in flight runs eagerly.
 
     Returns:

@@ -34,6 +34,9 @@ class _Side:
     """A stream of our own to warm up and capture on, with its workspaces. See Note [cuBLAS workspaces]."""
 
     _idle: ClassVar[list[_Side]] = []
+    _lock: ClassVar[threading.RLock] = (
+        threading.RLock()
+    )  # a destructor may give a side back while this thread takes one
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -45,21 +48,19 @@ class _Side:
     @classmethod
     def take(cls, index: int) -> _Side:
         """One that nobody uses; they are kept for the life of the process, as PyTorch keeps the workspaces."""
-        for side in list(cls._idle):
-            if side.index == index:
-                try:
-                    cls._idle.remove(side)
-                except ValueError:  # another thread was faster
-                    continue
-                return side
-        return cls(index)
+        with cls._lock:
+            side = next((side for side in cls._idle if side.index == index), None)
+            if side is not None:
+                cls._idle.remove(side)
+        return side or cls(index)
 
     def give_back(self) -> None:
-        self._idle.append(self)
-        if not sys.is_finalizing() and not any(isinstance(o, torch.cuda.CUDAGraph) for o in gc.get_objects()):
-            torch._C._cuda_clearCublasWorkspaces()
-            for side in self._idle:
-                side._close()
+        with self._lock:
+            self._idle.append(self)
+            if not sys.is_finalizing() and not any(isinstance(o, torch.cuda.CUDAGraph) for o in gc.get_objects()):
+                torch._C._cuda_clearCublasWorkspaces()
+                for side in self._idle:
+                    side._close()
 
     def _close(self) -> None:
         if self._pool is not None:
