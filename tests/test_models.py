@@ -136,6 +136,16 @@ def test_compiled_fusions(twins, device):
     assert replays(graphed) > 0
 
 
+def test_fusions_are_not_compiled_in_a_capture(twins, device):
+    """What torch.compile guards of a fusion's inputs must be the same in the warm-up and in the capture."""
+    jit = {"executors": [thunder.extend.get_executor("torchcompile"), *thunder.get_default_executors()]}
+    _, graphed = twins(mlp(2), jit=jit)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(4):
+            graphed(torch.randn(4, 16, device=device)).square().mean().backward()
+    assert [(r["captures"], r["replays"], r["failure"]) for r in regions(graphed)] == [(1, 3, None)] * 2
+
+
 def test_two_devices_on_the_host_side(twins, device):
     """Numbers and tensors of the CPU beside tensors of the device."""
 

@@ -403,8 +403,10 @@ class Program:
         assert call.arena is not None
         region.stats.eager_runs += 1
         pool = call.arena.pool(region.device)
-        sources = self._sources(call, region, args)
-        produced = list(pool.warm_up(region.function, [self._take(call, region, args)]))
+        inside = self._inside(call, region, args)
+        taken = self._take(call, region, args)
+        sources = _sources(region, taken, inside)
+        produced = list(pool.warm_up(region.function, [taken]))
         outputs = Outputs(produced, sources, [slot.leaves for slot in region.slots], region.device, pool.alias)
         results: list[Any] = [None] * len(produced)
         outputs.deliver(results, args)
@@ -413,19 +415,21 @@ class Program:
             results[i] = pool.alias(produced[i])
         return results
 
-    def _sources(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> list[Source]:
-        """The arguments outside of the arena that results may be views of."""
-        boundary = region.boundary
-        return [
-            Source.of(i, arg)
-            for i, (name, arg) in enumerate(zip(boundary.inputs, args))
-            if name in boundary.shared and not call.owns(name, arg) and isinstance(arg, torch.Tensor)
-        ]
+    def _inside(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> frozenset[int]:
+        """The arguments that are in the arena."""
+        return frozenset(i for i, name in enumerate(region.boundary.inputs) if call.owns(name, args[i]))
 
     def _take(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> list[Any]:
-        """The region's arguments, each the only owner of its memory if nothing after the region needs it."""
+        """The region's arguments, each the only owner of its memory if nothing after the region needs it.
+
+        Warm-ups and captures see plain tensors where calls have parameters: a fusion that torch.compile guards by the
+        type of its inputs would otherwise be compiled again in the middle of a capture.
+        """
         boundary = region.boundary
-        taken = [call.owned[name] if call.owns(name, arg) else arg for name, arg in zip(boundary.inputs, args)]
+        taken = [
+            call.owned[name] if call.owns(name, arg) else arg.detach() if isinstance(arg, torch.Tensor) else arg
+            for name, arg in zip(boundary.inputs, args)
+        ]
         for name in [n for n in call.owned if n not in boundary.alive]:
             del call.owned[name]
         return taken
@@ -453,7 +457,7 @@ class Program:
         assert call.arena is not None and recording is not None and call.part is not None
         pool = call.arena.pool(region.device)
         names = region.boundary.inputs
-        inside = frozenset(i for i, name in enumerate(names) if call.owns(name, args[i]))
+        inside = self._inside(call, region, args)
         static = inside | frozenset(
             i for i, name in enumerate(names) if args[i] is not None and self._is_static(name, recording)
         )
@@ -461,19 +465,13 @@ class Program:
         _check_inputs(names, args, static, written)
 
         leaves = [slot.leaves for slot in region.slots]
-        captured = [
-            arg if i in inside or arg is None else arg.detach() for i, arg in enumerate(self._take(call, region, args))
-        ]
+        captured = self._take(call, region, args)
         loads = []
         for i, arg in enumerate(args):
             if i not in static and arg is not None:
                 captured[i] = static_buffer(pool, arg)
                 loads.append(Load(i, pool.alias(captured[i]), overlaps_itself(arg)))
-        sources = [
-            Source.of(i, t)
-            for i, t in enumerate(captured)
-            if t is not None and names[i] in region.boundary.shared and i not in inside
-        ]
+        sources = _sources(region, captured, inside)
         # A result must not get the address of an input that it could be taken for a view of, and what is read back
         # after a replay must not have been reused on the way.
         kept = [captured[i] for i in (*(source.arg for source in sources), *written)]
@@ -542,6 +540,16 @@ class Program:
     def arena_bytes(self) -> int:
         """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""
         return sum(arena.nbytes() for arena in self._pair._used)
+
+
+def _sources(region: RuntimeRegion, taken: Sequence[Any], inside: frozenset[int]) -> list[Source]:
+    """The arguments outside of the arena that results may be views of."""
+    names, shared = region.boundary.inputs, region.boundary.shared
+    return [
+        Source.of(i, tensor)
+        for i, tensor in enumerate(taken)
+        if isinstance(tensor, torch.Tensor) and names[i] in shared and i not in inside
+    ]
 
 
 class _Executed(Exception):
