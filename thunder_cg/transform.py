@@ -112,6 +112,13 @@ class _Compilation(threading.local):
     forward: tuple[set[str], weakref.ref[Program]] | None = None
 
 
+class _Handle(AnyProxy):
+    """Stands in a trace for an object of the run time, which the trace only hands on."""
+
+    def type_string(self) -> str:
+        return f"CUDA graph {self._o}"
+
+
 class _Emission:
     """Writes one planned trace."""
 
@@ -188,22 +195,29 @@ class _Emission:
         return returned, _names([self._return.args[1:], first["flat_args"]]) if self._trains else set()
 
     def _symbols(self, trace: TraceCtx, program: Program) -> list[BoundSymbol]:
-        structure = [op.symbol for op in self._ops.ops if op.structure and op.symbol is not self._return]
-        clears = [s for s in structure if s.sym.id == "clear_mutable_collection"]
-        symbols = [s for s in structure if s not in clears]
-        call = AnyProxy(None, name=_unused("call0", trace.names), prefix="call")
+        outside = set(self._ops.args)
+        frame = [
+            op
+            for op in self._ops.ops
+            if op.structure and op.symbol is not self._return and outside.issuperset(op.inputs)
+        ]
+        clears = [op for op in frame if op.id == "clear_mutable_collection"]
+        first = [op for op in frame if op.id != "clear_mutable_collection"]
+        placed = {op.index for op in (*first, *clears)} | {self._ops.ops[-1].index}
+        symbols = [op.symbol for op in first]
+        call = _Handle("call", name=_unused("call0", trace.names))
         inputs = [self._proxies[n] for n in program.inputs]
         if self._forward is not None:
             symbols.append(executor.bind("cudagraph_resume", program.resume, [self._others(), *inputs], call))
         else:
             symbols.append(executor.bind("cudagraph_begin", program.begin, inputs, call))
-        symbols += clears
+        symbols += [op.symbol for op in clears]
         index = 0
         for step in self._plan.steps:
             if isinstance(step, Region):
                 symbols.append(self._region(program, index, call))
                 index += 1
-            elif not self._ops.ops[step.op].structure:
+            elif step.op not in placed:
                 symbols.append(self._ops.ops[step.op].symbol)
         return symbols + self._ending(trace, program, call)
 
@@ -234,7 +248,7 @@ class _Emission:
             return [executor.bind("cudagraph_finish", program.finish, [call], None), self._return.from_bsym(args=args)]
         outcome = tree_map(self._leaving, args[0])
         tensors, others = args[1]
-        kept = AnyProxy(None, name=_unused("others0", trace.names), prefix="others")
+        kept = _Handle("saved", name=_unused("others0", trace.names))
         end = executor.bind("cudagraph_end", program.end, [call, *others], kept)
         return [end, self._return.from_bsym(args=(outcome, (tensors, kept)))]
 
