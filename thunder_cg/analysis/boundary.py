@@ -67,9 +67,10 @@ def boundaries(ops: Ops, plan: Plan, returned: Set[str], saved: Set[str]) -> tup
         at = step_of[op.index]
         for name in op.outputs:
             made_in.setdefault(name, at)
-        if not op.structure:
+        if op.id != "RETURN":  # what it uses is ``returned`` and ``saved``; Thunder may drop the rest again
             for name in op.inputs:
                 used_in.setdefault(name, set()).add(at)
+        if not op.structure:
             for written in writes(op, root):
                 written_in.setdefault(written, set()).add(at)
     kept = _fresh_roots(ops, plan, root, made_in, written_in, returned)

@@ -1,0 +1,98 @@
+"""The tape behaves as a CUDA graph does: fixed addresses, no Python, no syncs, nothing executed at capture."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime.tape import TapeBackend
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def pool():
+    return TapeBackend().pool(CPU)
+
+
+def test_replay_reads_and_writes_the_captured_addresses(pool):
+    x = nn.Parameter(torch.arange(4.0), requires_grad=False)
+    graph, (y,) = pool.capture(lambda t: [torch.sin(t) * 2], [x.detach()])
+    x.copy_(torch.ones(4))
+    graph.replay()
+    expected = torch.sin(torch.ones(4)) * 2
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    x.data = torch.zeros(4)  # another address, which the graph knows nothing of
+    graph.replay()
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+def test_capture_executes_nothing(pool):
+    x = torch.zeros(4)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    graph, (y,) = pool.capture(lambda t: [t.add_(1).mul_(torch.rand(4))], [x])
+    assert torch.equal(x, torch.zeros(4)) and torch.equal(torch.get_rng_state(), before)
+    graph.replay()
+    torch.manual_seed(0)
+    torch.testing.assert_close(x, torch.rand(4), rtol=0, atol=0)
+    assert y.data_ptr() == x.data_ptr()
+
+
+def test_replay_skips_python(pool):
+    calls = []
+    graph, _ = pool.capture(lambda t: [calls.append(1) or t + 1], [torch.zeros(2)])
+    graph.replay()
+    assert calls == [1]
+
+
+def test_a_fusion_is_one_call(pool):
+    seen = []
+
+    def fusion(t):
+        seen.append(torch.utils._python_dispatch._get_current_dispatch_mode())
+        return t * 3
+
+    x = torch.ones(2)
+    call = TapeBackend().fusion(fusion)
+    graph, (y,) = pool.capture(lambda t: [call(t) + 1], [x])
+    x.fill_(2)
+    graph.replay()
+    assert y.tolist() == [7, 7] and seen == [None, None]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda t: t.sum().item(),
+        lambda t: torch.nonzero(t),
+        lambda t: t[t > 0],
+        lambda t: t.index_put_((t > 0,), torch.tensor(1.0)),
+        lambda t: t.to("meta"),
+        lambda t: torch.unique(t),
+        lambda t: torch.equal(t, t),
+        lambda t: t + torch.tensor([1.0, 2.0]),
+        lambda t: torch.linalg.svd(t.view(1, 2)),
+        lambda t: torch.rand(2, generator=torch.Generator()),
+    ],
+)
+def test_it_refuses_what_cuda_refuses(pool, fn):
+    x = torch.ones(2)
+    with pytest.raises(CaptureRefused):
+        pool.capture(fn, [x])
+    assert torch.equal(x, torch.ones(2))
+    graph, (y,) = pool.capture(lambda t: [t + 1], [x])  # and nothing is left behind
+    graph.replay()
+    assert y.tolist() == [2, 2]
+
+
+def test_poison_fills_what_was_captured(pool):
+    x = torch.ones(2)
+    graph, (y,) = pool.capture(lambda t: [t + 1], [x])
+    pool.poison()
+    assert y.isnan().all() and torch.equal(x, torch.ones(2))
+    graph.replay()
+    assert y.tolist() == [2, 2]
+    assert pool.nbytes() == y.untyped_storage().nbytes()
