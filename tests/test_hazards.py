@@ -15,6 +15,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | buffers are updated more than once a call                     | test_batchnorm_statistics              |
 | a reassigned buffer                                           | test_reassigned_buffer                 |
 | the layout of an input changes                                | test_layouts                           |
+| a conjugate that is taken only when it is read                 | test_lazy_conjugates                   |
 | no inputs at all                                              | test_no_inputs                         |
 | a parameter moves                                             | test_swapped_parameters                |
 | a parameter keeps its address and changes its strides         | test_transposed_parameter              |
@@ -247,6 +248,21 @@ def test_layouts(twins, device):
     for x in inputs * 4:
         same(plain(x), graphed(x))
     assert replays(graphed) > 0
+
+
+def test_lazy_conjugates(twins, device):
+    def fn(x):
+        y = (x * 2 + 1) * x
+        z = y.conj()
+        return z * x + y, z, x.view(-1)
+
+    plain, graphed = twins(fn)
+    for step in range(2 * CALLS):
+        x = torch.randn(4, 4, dtype=torch.complex64, device=device)
+        x = x.conj() if step % 2 else x
+        a, b = plain(x), graphed(x)
+        assert [t.is_conj() for t in a] == [t.is_conj() for t in b]
+        same([t.resolve_conj() for t in a], [t.resolve_conj() for t in b])
 
 
 def test_no_inputs(twins, device):

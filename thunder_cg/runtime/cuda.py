@@ -234,7 +234,10 @@ class CudaPool:
             "device": tensor.device,
             "storage_offset": tensor.storage_offset(),
         }
-        return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+        alias = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+        # The metadata have no place for what PyTorch conjugates or negates only when it is read.
+        alias = alias.conj() if tensor.is_conj() else alias
+        return alias._neg_view() if tensor.is_neg() else alias
 
     def _segments(self) -> list[dict[str, Any]]:
         pools = (self._id, *self._spoilt) if self._open else ()
