@@ -6,8 +6,8 @@ They are still made, one by one, wherever the C++ check does not hold, which adm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from typing import Any, NamedTuple, cast
+from collections.abc import Set
+from typing import Any, NamedTuple
 
 import torch
 from thunder.core.prims import PrimIDs
@@ -16,8 +16,7 @@ from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from torch._C._dynamo.guards import TensorGuards
 
 from thunder_cg.executor import executor
-
-_tensor_guards = cast(Callable[..., TensorGuards], TensorGuards)  # torch's stub wants lists of SymInt
+from thunder_cg.runtime.recording import metadata_guard
 
 
 class Metadata(NamedTuple):
@@ -51,11 +50,7 @@ class ParameterCheck:
             metadata.check(tensor)
         # Strides are Thunder's to ignore. Tied weights occur twice, which TensorGuards never admits.
         if len(set(map(id, tensors))) == len(tensors):
-            self._fast[inference] = _tensor_guards(
-                *tensors,
-                dynamic_dims_sizes=[list(t.shape) for t in tensors],
-                dynamic_dims_strides=[[None] * t.dim() for t in tensors],
-            )
+            self._fast[inference] = metadata_guard(tensors, strides=False)
 
 
 def with_one_check(prologue: TraceCtx, names: Set[str]) -> TraceCtx:

@@ -15,9 +15,18 @@ from thunder_cg.runtime.backend import Graph, Pool
 # Kernels choose vector widths by the alignment of their operands, and with them the order of a sum.
 _ALIGNMENT = 16
 
-# Typed loosely, because torch's stubs are too narrow: one takes no tensors, the other no list[Tensor].
+# Typed loosely, because torch's stubs are too narrow: one takes no lists of int, the other no list[Tensor].
 _tensor_guards: Callable[..., TensorGuards] = TensorGuards
 _same_pointers: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
+
+
+def metadata_guard(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> TensorGuards:
+    """PyTorch's C++ check of all that tensors are besides addresses and values; no tensor may occur twice."""
+    return _tensor_guards(
+        *tensors,
+        dynamic_dims_sizes=[list(t.size()) for t in tensors],
+        dynamic_dims_strides=[list(t.stride()) if strides else [None] * t.dim() for t in tensors],
+    )
 
 
 def settings() -> tuple[Any, ...]:
@@ -85,11 +94,7 @@ class Guard:
         self._same = [(i, j) for i, t in present if (j := first.setdefault(id(t), i)) != i]
         self._unique = list(first.values()) if len(first) < len(tensors) else None
         unique = [t for i, t in present if first[id(t)] == i]
-        self._metadata = _tensor_guards(
-            *unique,
-            dynamic_dims_sizes=[list(t.size()) for t in unique],
-            dynamic_dims_strides=[list(t.stride()) for t in unique],
-        )
+        self._metadata = metadata_guard(unique)
         fixed = set(static)
         self._static = list(static)
         self._pointers = [t.data_ptr() if t is not None and i in fixed else None for i, t in enumerate(tensors)]

@@ -363,7 +363,7 @@ class Program:
         if pair._retired >= self.options.max_recordings:
             return False
         pair._retired += 1
-        pair._recordings = [r for r in pair._recordings if r is not recording]
+        pair.drop(recording)
         return True
 
     # A region's turn
@@ -404,7 +404,7 @@ class Program:
         region.stats.eager_runs += 1
         pool = call.arena.pool(region.device)
         inside = self._inside(call, region, args)
-        taken = self._take(call, region, args)
+        taken = self._take(call, region, args, inside)
         sources = _sources(region, taken, inside)
         produced = list(pool.warm_up(region.function, [taken]))
         outputs = Outputs(produced, sources, [slot.leaves for slot in region.slots], region.device, pool.alias)
@@ -419,18 +419,17 @@ class Program:
         """The arguments that are in the arena."""
         return frozenset(i for i, name in enumerate(region.boundary.inputs) if call.owns(name, args[i]))
 
-    def _take(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> list[Any]:
+    def _take(self, call: Call, region: RuntimeRegion, args: Sequence[Any], inside: frozenset[int]) -> list[Any]:
         """The region's arguments, each the only owner of its memory if nothing after the region needs it.
 
         Warm-ups and captures see plain tensors where calls have parameters: a fusion that torch.compile guards by the
         type of its inputs would otherwise be compiled again in the middle of a capture.
         """
-        boundary = region.boundary
-        taken = [
-            call.owned[name] if call.owns(name, arg) else arg.detach() if isinstance(arg, torch.Tensor) else arg
-            for name, arg in zip(boundary.inputs, args)
-        ]
-        for name in [n for n in call.owned if n not in boundary.alive]:
+        names, alive = region.boundary.inputs, region.boundary.alive
+        taken = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        for i in inside:
+            taken[i] = call.owned[names[i]]
+        for name in [n for n in call.owned if n not in alive]:
             del call.owned[name]
         return taken
 
@@ -465,7 +464,7 @@ class Program:
         _check_inputs(names, args, static, written)
 
         leaves = [slot.leaves for slot in region.slots]
-        captured = self._take(call, region, args)
+        captured = self._take(call, region, args, inside)
         loads = []
         for i, arg in enumerate(args):
             if i not in static and arg is not None:
