@@ -109,10 +109,13 @@ def test_outputs_are_copies_views_or_stay():
     )
     assert outputs.fixed == [3] and outputs.view_sources() == {0: 0} and outputs.nbytes == 24
     other, results = torch.zeros(4), [None] * 5
-    outputs.deliver(results, [other])
+    outputs.deliver_owned(results, [other])
     assert results[0].untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     assert results[1].untyped_storage().data_ptr() == results[2].untyped_storage().data_ptr() != y.data_ptr()
     y.fill_(7)
     assert results[1].tolist() == list(range(6)) and results[3] is None
-    outputs.deliver(again := [None] * 5, [other])
+    (target,) = outputs.allocate(again := [None] * 5)
+    target.copy_(outputs.sources()[0])
+    outputs.derive(again, [other])
+    assert again[0].untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     assert again[1].tolist() == [7] * 6

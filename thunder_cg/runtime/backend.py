@@ -8,13 +8,27 @@ from typing import Any, Protocol
 import torch
 
 Function = Callable[..., Sequence[Any]]
+Leaving = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source to its target, in as few calls as PyTorch can."""
+    if len(targets) == 1:
+        targets[0].copy_(sources[0])
+    elif targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 class Graph(Protocol):
     """A recorded sequence of work."""
 
-    def replay(self) -> None:
-        """Runs the work again, on the caller's current stream, reading and writing the recorded addresses."""
+    def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
+        """Runs the work again, on the caller's current stream, reading and writing the recorded addresses.
+
+        Args:
+            sources: are copied to the capture's ``buffers`` first.
+            targets: get the tensors that the capture found to be ``leaving``. Both are laid out as those.
+        """
 
 
 class Pool(Protocol):
@@ -29,10 +43,17 @@ class Pool(Protocol):
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         """Runs ``fn`` for real, with its memory in the pool, so that a capture after it can have the same memory."""
 
-    def capture(self, fn: Function, args: Sequence[Any]) -> tuple[Graph, Sequence[Any]]:
+    def capture(
+        self,
+        fn: Function,
+        args: Sequence[Any],
+        buffers: Sequence[torch.Tensor] = (),
+        leaving: Leaving = lambda outputs: (),
+    ) -> tuple[Graph, Sequence[Any]]:
         """Records ``fn`` without executing it. Returns the graph and the tensors that its replays write.
 
-        Whatever ``fn`` raises passes through, with the process left as if nothing had been tried.
+        ``leaving`` says of the outputs what a replay copies out. Whatever ``fn`` raises passes through, with the
+        process left as if nothing had been tried.
         """
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:

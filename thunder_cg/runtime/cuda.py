@@ -20,12 +20,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 
 from thunder_cg.errors import BackendError
-from thunder_cg.runtime.backend import Function
+from thunder_cg.runtime import copies
+from thunder_cg.runtime.backend import Function, Leaving, copy_all
 
 _one_capture = threading.Lock()
 
@@ -137,6 +139,76 @@ class CudaBackend:
         return fn
 
 
+class CudaGraph:
+    """A ``torch.cuda.CUDAGraph`` with its copies in and out, which are part of the graph where that is possible.
+
+    Args:
+        index: of the device.
+        buffers: what each replay fills from the tensors it is given.
+    """
+
+    def __init__(self, index: int, buffers: Sequence[torch.Tensor]) -> None:
+        self._index = index
+        self._buffers = buffers
+        self._leaving: Sequence[torch.Tensor] = ()
+        self._nodes = copies.available(index)
+        self._graph = torch.cuda.CUDAGraph(keep_graph=self._nodes)
+        self._in = self._nodes_for(buffers, into=True)
+        self._out: copies.Copies | None = None
+        self._launch: Callable[[], Any] = self._first_launch
+
+    def _nodes_for(self, tensors: Sequence[torch.Tensor], *, into: bool) -> copies.Copies | None:
+        if not (self._nodes and tensors and all(copies.is_compact(tensor) for tensor in tensors)):
+            return None
+        return copies.Copies(self._index, tensors, into=into)
+
+    def begin(self, pool: Any) -> None:
+        """Begins the capture on the current stream, the copies in first."""
+        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        if self._in is not None:
+            self._in.record(torch._C._cuda_getCurrentRawStream(self._index))
+
+    def leave(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Captures copies of ``tensors`` to what each replay says."""
+        self._leaving = tensors
+        self._out = self._nodes_for(tensors, into=False)
+        if self._out is not None:
+            self._out.record(torch._C._cuda_getCurrentRawStream(self._index))
+
+    def end(self) -> None:
+        """Ends the capture, whatever came of it."""
+        self._graph.capture_end()
+        if self._nodes:
+            self._graph.instantiate()
+            executable = copies.executable(self._graph)
+            for part in (self._in, self._out):
+                if part is not None:
+                    part.bind(executable)
+
+    def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
+        """See :class:`thunder_cg.runtime.backend.Graph`."""
+        if self._in is not None:
+            self._in.point(sources)
+        elif sources:
+            copy_all(self._buffers, sources)
+        if self._out is not None:
+            self._out.point(targets)
+        self._launch()
+        if self._out is None and targets:
+            copy_all(targets, self._leaving)
+
+    def _first_launch(self) -> None:
+        """PyTorch's replay puts the generator's state in place; a graph that draws nothing needs only the driver."""
+        generator = torch.cuda.default_generators[self._index]
+        before = generator.get_offset()
+        self._graph.replay()
+        draws = generator.get_offset() != before
+        if draws or not self._nodes:
+            self._launch = self._graph.replay
+        else:
+            self._launch = partial(copies.launch, copies.executable(self._graph), self._index)
+
+
 class CudaPool:
     """A private pool of PyTorch's caching allocator and the side stream that fills it."""
 
@@ -181,18 +253,25 @@ class CudaPool:
         with self._on_side_stream(), _routed(self._index, self._id):  # Note [Warm-up inside the pool]
             return fn(*args)
 
-    def capture(self, fn: Function, args: Sequence[Any]) -> tuple[torch.cuda.CUDAGraph, Sequence[Any]]:
-        graph = torch.cuda.CUDAGraph()
+    def capture(
+        self,
+        fn: Function,
+        args: Sequence[Any],
+        buffers: Sequence[torch.Tensor] = (),
+        leaving: Leaving = lambda outputs: (),
+    ) -> tuple[CudaGraph, Sequence[Any]]:
         with _one_capture, _no_garbage_collection(), self._on_side_stream():
+            graph = CudaGraph(self._index, buffers)
             try:
-                graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
+                graph.begin(self._id)
                 try:
                     outputs = fn(*args)
+                    graph.leave(leaving(outputs))
                 except BaseException:
                     with suppress(RuntimeError):  # the error that broke the capture is the one to report
-                        graph.capture_end()
+                        graph.end()
                     raise
-                graph.capture_end()
+                graph.end()
             except BaseException:
                 self._mend()
                 raise

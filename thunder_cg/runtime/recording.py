@@ -10,7 +10,8 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from thunder_cg.runtime.arena import Arena
-from thunder_cg.runtime.backend import Graph, Pool
+from thunder_cg.runtime.backend import Graph, Pool, copy_all
+from thunder_cg.runtime.copies import span
 
 # Kernels choose vector widths by the alignment of their operands, and with them the order of a sum.
 _ALIGNMENT = 16
@@ -106,15 +107,20 @@ class Guard:
         """Whether a graph captured with the guard's tensors may be replayed with these."""
         try:
             unique = tensors if self._unique is None else [tensors[i] for i in self._unique]
-            return (
-                _same_pointers(tensors, self._pointers, self._static)
-                and (not unique or self._metadata.check(*unique))  # before a sparse tensor is asked for its address
-                and all(tensors[i].data_ptr() % _ALIGNMENT == rest for i, rest in self._aligned)
-                and all(tensors[i] is tensors[j] for i, j in self._same)
-                and all(tensors[i] is None for i in self._absent)
-                and (self._shared is None or self._shared.admits(tensors))
-                and settings() == self._settings
-            )
+            if not _same_pointers(tensors, self._pointers, self._static) or (
+                unique and not self._metadata.check(*unique)  # before a sparse tensor is asked for its address
+            ):
+                return False
+            for i, rest in self._aligned:
+                if tensors[i].data_ptr() % _ALIGNMENT != rest:
+                    return False
+            for i, j in self._same:
+                if tensors[i] is not tensors[j]:
+                    return False
+            for i in self._absent:
+                if tensors[i] is not None:
+                    return False
+            return (self._shared is None or self._shared.admits(tensors)) and settings() == self._settings
         except (AttributeError, TypeError):  # no tensor where there was one
             return False
 
@@ -174,13 +180,6 @@ def _dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _span(tensor: torch.Tensor) -> int:
-    """Elements between the tensor's first and its last, both included."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
-
-
 def _view(
     memory: torch.Tensor, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
@@ -203,7 +202,7 @@ def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
     """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place."""
     item = like.element_size()
     shift = like.data_ptr() % _ALIGNMENT // item
-    memory = pool.memory(max(1, (shift + _span(like)) * item))
+    memory = pool.memory(max(1, (shift + span(like)) * item))
     buffer = _view(memory, like.dtype, shift, like.size(), like.stride())
     if like.is_conj():
         buffer = buffer.conj()
@@ -212,7 +211,7 @@ def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The stretch of memory below a tensor that overlaps itself, which ``copy_`` can write to."""
-    return tensor.as_strided((_span(tensor),), (1,))
+    return tensor.as_strided((span(tensor),), (1,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,14 +303,27 @@ class Outputs:
         """Results that are views of inputs, and of which."""
         return self._sources
 
-    def deliver(self, results: list[Any], args: Sequence[Any]) -> None:
-        """Puts all results but the fixed ones into ``results``; ``args`` are the call's."""
-        if self._owned or len(self._new) == 1:
-            for copy in self._new:
-                copy.deliver(results).copy_(copy.source)
-                self._owned[:1] = []
-        elif self._new:
-            torch._foreach_copy_([copy.deliver(results) for copy in self._new], [copy.source for copy in self._new])
+    def sources(self) -> list[torch.Tensor]:
+        """What leaves: the memory to copy, one tensor for each storage."""
+        return [copy.source for copy in self._new]
+
+    def disown(self) -> None:
+        """Gives up the memory of what leaves, without a first delivery."""
+        self._owned.clear()
+
+    def deliver_owned(self, results: list[Any], args: Sequence[Any]) -> None:
+        """The first delivery: like the others, but gives up the memory of what leaves piece by piece."""
+        for copy in self._new:
+            copy.allocate(results).copy_(copy.source)
+            del self._owned[0]
+        self.derive(results, args)
+
+    def allocate(self, results: list[Any]) -> list[torch.Tensor]:
+        """Puts what leaves into ``results``, on new memory, which is returned, and is still to be filled."""
+        return [copy.allocate(results) for copy in self._new]
+
+    def derive(self, results: list[Any], args: Sequence[Any]) -> None:
+        """Puts the views of arguments, and what never changes, into ``results``; ``args`` are the call's."""
         for i, make in self._makers:
             results[i] = make(args)
 
@@ -360,7 +372,7 @@ class _Copy:
             return cls(alias(tensor), (), i, tensor.numel() * tensor.element_size())
         start = min(t.data_ptr() for _, t in group)
         start -= (start - address(tensor)) % _ALIGNMENT
-        stop = max(t.data_ptr() + _span(t) * t.element_size() for _, t in group)
+        stop = max(t.data_ptr() + span(t) * t.element_size() for _, t in group)
         parts = tuple(
             (
                 j,
@@ -377,7 +389,7 @@ class _Copy:
         whole = _view(tensor, torch.uint8, start - address(tensor), (max(stop - start, 0),), (1,))
         return cls(alias(whole), parts, i, stop - start)
 
-    def deliver(self, results: list[Any]) -> torch.Tensor:
+    def allocate(self, results: list[Any]) -> torch.Tensor:
         """Puts the results on new memory, which is returned, and is still to be filled from ``source``."""
         target = torch.empty_like(self.source)
         if not self.parts:
@@ -402,7 +414,6 @@ class RegionGraph:
     __slots__ = (
         "_loads",
         "_stores",
-        "_targets",
         "_touched",
         "fixed",
         "graph",
@@ -410,6 +421,7 @@ class RegionGraph:
         "guarded",
         "nbytes_in",
         "outputs",
+        "targets",
     )
 
     graph: Graph
@@ -422,28 +434,27 @@ class RegionGraph:
         self._loads = tuple(loads)
         self._stores = tuple(load for load in loads if load.arg in written)
         self._touched = tuple(touched)
-        self._targets = [load.target for load in loads]
-        self.nbytes_in = sum(t.numel() * t.element_size() for t in self._targets)
+        self.targets = [load.target for load in loads]
+        self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
 
     def admits(self, args: Sequence[Any]) -> bool:
         """Whether the arguments that eager operators made are what was captured."""
         return self.guard is None or self.guard.holds([args[i] for i in self.guarded])
 
     def load(self, args: Sequence[Any]) -> None:
-        """Copies what has to be copied to where the graph reads it."""
-        if len(self._loads) == 1:
-            self._targets[0].copy_(self._loads[0].source(args))
-        elif self._loads:
-            torch._foreach_copy_(self._targets, [load.source(args) for load in self._loads])
+        """Copies what has to be copied to where the graph reads it, for a capture."""
+        copy_all(self.targets, [load.source(args) for load in self._loads])
 
-    def finish(self, args: Sequence[Any]) -> list[Any]:
-        """After a replay: writes back what the region wrote and hands out the results."""
+    def replay(self, args: Sequence[Any]) -> list[Any]:
+        """Copies in, runs, copies out, writes back what the region wrote, and hands out the results."""
+        results = self.fixed.copy()
+        targets = self.outputs.allocate(results)
+        self.graph.replay([load.source(args) for load in self._loads], targets)
         for store in self._stores:
             args[store.arg].copy_(store.buffer)
         if self._touched:
             torch.autograd.graph.increment_version([t for i in self._touched if not (t := args[i]).is_inference()])
-        results = self.fixed.copy()
-        self.outputs.deliver(results, args)
+        self.outputs.derive(results, args)
         return results
 
 

@@ -377,10 +377,8 @@ class Program:
                 graph = call.part.graphs[index]  # type: ignore[union-attr]
                 if graph is not None:
                     if graph.admits(args):
-                        graph.load(args)
-                        graph.graph.replay()
                         region.stats.replays += 1
-                        return graph.finish(args)
+                        return graph.replay(args)
                     self._miss(call, region)
             elif call.mode is Mode.CAPTURE:
                 if region.failure is None:
@@ -409,7 +407,7 @@ class Program:
         produced = list(pool.warm_up(region.function, [taken]))
         outputs = Outputs(produced, sources, [slot.leaves for slot in region.slots], region.device, pool.alias)
         results: list[Any] = [None] * len(produced)
-        outputs.deliver(results, args)
+        outputs.deliver_owned(results, args)
         for i in outputs.fixed:
             call.owned[region.slots[i].name] = produced[i]
             results[i] = pool.alias(produced[i])
@@ -476,16 +474,22 @@ class Program:
         kept = [captured[i] for i in (*(source.arg for source in sources), *written)]
         entry = RegionGraph(loads, written, sorted(written & static - inside))
         entry.load(args)
-        entry.graph, made = pool.capture(region.function, [captured])
-        produced = list(made)
-        del made
-        entry.outputs = outputs = Outputs(produced, sources, leaves, region.device, pool.alias)
+        produced: list[Any] = []
+
+        def leaving(made: Sequence[Any]) -> list[torch.Tensor]:
+            produced.extend(made)
+            entry.outputs = Outputs(produced, sources, leaves, region.device, pool.alias)
+            return entry.outputs.sources()
+
+        entry.graph, _ = pool.capture(region.function, [captured], entry.targets, leaving)
+        del _
+        outputs = entry.outputs
+        outputs.disown()
         del kept
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
         try:
-            entry.graph.replay()
-            results = entry.finish(args)
+            results = entry.replay(args)
         except Exception as error:
             raise _Executed from error
         self._note(call, region, entry, produced, static)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.runtime.backend import Function
+from thunder_cg.runtime.backend import Function, Leaving, copy_all
 
 _aten = torch.ops.aten
 
@@ -148,17 +148,23 @@ class _Tape(TorchDispatchMode):
 class TapeGraph:
     """The recorded calls."""
 
-    def __init__(self, steps: Sequence[_Step]) -> None:
+    def __init__(
+        self, steps: Sequence[_Step], buffers: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
+    ) -> None:
         self._steps = steps
+        self._buffers = buffers
+        self._leaving = leaving
 
-    def replay(self) -> None:
+    def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
         with torch.no_grad(), _disable_current_modes():
+            copy_all(self._buffers, sources)
             for step in self._steps:
                 output = step.fn(*step.args, **step.kwargs)
                 if step.results:
                     leaves = tree_leaves(output)
                     for leaf, tensor in step.results:
                         tensor.copy_(leaves[leaf])
+            copy_all(targets, self._leaving)
 
 
 class TapePool:
@@ -177,7 +183,13 @@ class TapePool:
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         return fn(*args)
 
-    def capture(self, fn: Function, args: Sequence[Any]) -> tuple[TapeGraph, Sequence[Any]]:
+    def capture(
+        self,
+        fn: Function,
+        args: Sequence[Any],
+        buffers: Sequence[torch.Tensor] = (),
+        leaving: Leaving = lambda outputs: (),
+    ) -> tuple[TapeGraph, Sequence[Any]]:
         tape = _Tape(self._device)
         generator = torch.get_rng_state()
         _active.tape = tape
@@ -189,7 +201,7 @@ class TapePool:
             tape.undo()
             torch.set_rng_state(generator)
         self._tensors.extend(weakref.ref(tensor) for step in tape.steps for _, tensor in step.results)
-        return TapeGraph(tape.steps), outputs
+        return TapeGraph(tape.steps, buffers, leaving(outputs)), outputs
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the CPU nothing hands memory out twice, so what stands for it may own it."""
