@@ -31,13 +31,24 @@ LAYERS = (
     ("analysis",),
     ("runtime",),
     ("report",),
-    ("executor", "prologue", "transform"),
+    ("executor", "prologue"),
+    ("shortcut",),
+    ("transform",),
     ("__init__",),
     ("demo", "bench"),
     ("__main__",),
 )
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.
-KNOW_THUNDER = {"analysis/ops.py", "runtime/region.py", "executor.py", "prologue.py", "transform.py"}
+KNOW_THUNDER = {
+    "analysis/ops.py",
+    "runtime/region.py",
+    "shortcut/calls.py",
+    "shortcut/dispatch.py",
+    "shortcut/guards.py",
+    "executor.py",
+    "prologue.py",
+    "transform.py",
+}
 PUBLIC = {"thunder.transforms.cudagraph.CUDAGraphTransform"}  # what users of Thunder import, too
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 SOURCES = sorted(PACKAGE.rglob("*.py"))

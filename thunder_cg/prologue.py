@@ -38,7 +38,7 @@ class ParameterCheck:
     """Checks all parameters and buffers of a call."""
 
     def __init__(self, expected: tuple[Metadata, ...]) -> None:
-        self._expected = expected
+        self.expected = expected
         self._fast: dict[bool, TensorGuards] = {}  # by inference mode, in which PyTorch dispatches differently
 
     def __call__(self, *tensors: Any) -> None:
@@ -46,7 +46,7 @@ class ParameterCheck:
         fast = self._fast.get(inference)
         if fast is not None and fast.check(*tensors):
             return
-        for tensor, metadata in zip(tensors, self._expected):
+        for tensor, metadata in zip(tensors, self.expected):
             metadata.check(tensor)
         # Strides are Thunder's to ignore. Tied weights occur twice, which TensorGuards never admits.
         if len(set(map(id, tensors))) == len(tensors):

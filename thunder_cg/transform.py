@@ -9,6 +9,7 @@ from collections.abc import Collection
 from itertools import count
 from typing import Any
 
+from thunder.core.module import ThunderModule
 from thunder.core.prims import PrimIDs
 from thunder.core.proxies import AnyProxy, Proxy
 from thunder.core.pytree import tree_flatten_with_dataclass, tree_map
@@ -29,6 +30,7 @@ from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import resolve
 from thunder_cg.runtime.region import Program, RuntimeRegion, region_function
+from thunder_cg.shortcut.dispatch import install
 
 
 class PartitionProvenance(TraceProvenance):
@@ -72,6 +74,10 @@ class CudagraphTransform(Transform):
         self._arenas = Arenas(self._backend, options.max_arenas, options.debug or self._backend.poisons)
         self._numbers = count(1)
         self._compiling = _Compilation()
+
+    def transform_module(self, model: ThunderModule) -> None:
+        """Gives the compiled module its short way to the graphs."""
+        install(model)
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any

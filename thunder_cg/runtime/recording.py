@@ -257,7 +257,7 @@ class Outputs:
     Results that leave are copied, and those that share memory keep sharing it: one copy per storage.
     """
 
-    __slots__ = ("_makers", "_new", "_owned", "_sources", "fixed", "nbytes")
+    __slots__ = ("_constants", "_makers", "_new", "_owned", "_sources", "fixed", "nbytes")
 
     def __init__(
         self,
@@ -279,12 +279,14 @@ class Outputs:
         """
         by_address = {source.address: source for source in reversed(sources) if source.address}
         self.fixed: list[int] = []  # results that stay at their address in the arena
+        self._constants: dict[int, Any] = {}
         self._sources: dict[int, int] = {}  # result that is a view of an input -> that input
         self._makers: list[tuple[int, Output]] = []
         groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for i, tensor in enumerate(produced):
             if not isinstance(tensor, torch.Tensor) or tensor.device != device:
                 # None, or the seed of an attention without dropout, which lives on the host: no replay changes these.
+                self._constants[i] = tensor
                 self._makers.append((i, _constant(tensor)))
             elif (source := by_address.get(address(tensor))) is not None:
                 self._sources[i] = source.arg
@@ -298,6 +300,10 @@ class Outputs:
         for i in (i for group in groups.values() for i, _ in group):
             produced[i] = None
         self.nbytes = sum(copy.nbytes for copy in self._new)
+
+    def constants(self) -> dict[int, Any]:
+        """Results that no replay changes, and what they are."""
+        return self._constants
 
     def view_sources(self) -> dict[int, int]:
         """Results that are views of inputs, and of which."""
@@ -475,3 +481,4 @@ class Recording:
     parts: dict[str, Part] = field(default_factory=dict)  # by the trace's kind
     static: set[str] = field(default_factory=set)  # values that are views of static inputs
     owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved for a backward that is not captured yet
+    dropped: bool = True  # whether no later call may replay it

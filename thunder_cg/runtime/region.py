@@ -77,11 +77,19 @@ class Call:
 
     def __init__(self) -> None:
         self.mode = Mode.EAGER
-        self.arena: Arena | None = None
+        self.arena: Arena | None = None  # that it holds
         self.recording: Recording | None = None
         self.part: Part | None = None
         self.key: Any = None  # the layout that a warm-up is for
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
+
+    @classmethod
+    def replaying(cls, recording: Recording, kind: str) -> Call:
+        """A call that replays ``recording``, whose arena the caller has taken."""
+        call = cls()
+        call.arena, call.recording, call.part = recording.arena, recording, recording.parts[kind]
+        call.mode = Mode.REPLAY
+        return call
 
     def release(self) -> None:
         """Gives the arena back. Nothing in its memory may be used any more."""
@@ -196,19 +204,40 @@ class Program:
         call = Call()
         self.calls += 1
         inputs = list(tensors)
-        if self._backend.busy():
-            return self._eager(call, "inside another capture", strict=False)
-        if _is_watched():
-            return self._eager(call, _WATCHED, strict=False)
-        if self._saved and _saved_tensors_are_hooked():
-            return self._eager(call, _HOOKED, strict=False)
+        obstacle = self.obstacle()
+        if obstacle is not None:
+            return self._eager(call, obstacle, strict=False)
         for recording in self._recordings:
-            part = recording.parts[self.kind]
-            if part.guard.holds(inputs) and recording.arena.try_hold():
-                call.arena, call.recording, call.part, call.mode = recording.arena, recording, part, Mode.REPLAY
+            if recording.parts[self.kind].guard.holds(inputs) and recording.arena.try_hold():
                 recording.arena.enter()
-                return call
+                return Call.replaying(recording, self.kind)
         return self._begin_without_recording(call, inputs)
+
+    def obstacle(self) -> str | None:
+        """Why no call on this thread can replay a graph now."""
+        if self._backend.busy():
+            return "inside another capture"
+        if _is_watched():
+            return _WATCHED
+        if self._saved and _saved_tensors_are_hooked():
+            return _HOOKED
+        return None
+
+    def may_replay_backward(self) -> bool:
+        """Whether the backward under way may replay a graph, and need not leave what its forward saved."""
+        return not (_graph_is_retained() or _is_watched())
+
+    @property
+    def recordings(self) -> list[Recording]:
+        """What later calls may replay, newest first."""
+        return self._recordings
+
+    @property
+    def is_one_region(self) -> bool:
+        """Whether the whole trace is one region."""
+        return len(self.regions) == 1 and all(
+            isinstance(step, Region) or self.ops.ops[step.op].structure for step in self.plan.steps
+        )
 
     def _begin_without_recording(self, call: Call, inputs: list[torch.Tensor]) -> Call:
         problem = self._unfit(inputs)
@@ -347,11 +376,14 @@ class Program:
     def admit(self, recording: Recording) -> None:
         """Keeps a recording for later calls; past the bound, the arena's oldest goes."""
         same_arena = [r for r in self._recordings if r.arena is recording.arena]
-        gone = same_arena[self.options.max_recordings - 1 :]
-        self._recordings = [recording, *(r for r in self._recordings if r not in gone)]
+        for old in same_arena[self.options.max_recordings - 1 :]:
+            self.drop(old)
+        recording.dropped = False
+        self._recordings = [recording, *self._recordings]
 
     def drop(self, recording: Recording) -> None:
         """No later call replays the recording."""
+        recording.dropped = True
         self._recordings = [r for r in self._recordings if r is not recording]
 
     def _retire(self, recording: Recording) -> bool:

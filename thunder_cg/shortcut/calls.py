@@ -1,0 +1,409 @@
+"""What runs once a prologue's guard holds: a graph and nothing else where the whole trace is one region.
+
+Each way takes the values that the guard looked up and returns the call's result, or `REFUSED`, and then
+it has done nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from thunder import CacheEntry
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx
+from thunder.executors.torch_autograd import connect_to_autograd
+
+from thunder_cg.executor import executor
+from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
+from thunder_cg.runtime.region import Call, Others, Program
+from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
+
+REFUSED = object()
+
+
+class Way(Protocol):
+    """How calls of one layout are run."""
+
+    def __call__(self, values: list[Any]) -> Any:
+        """The call's result, or `REFUSED`."""
+
+    def rest(self) -> None:
+        """Thunder's way is being taken: lets go of what is only kept to be fast."""
+
+
+class Compiled(NamedTuple):
+    """What Thunder made of one cache entry, and what the transform made of that."""
+
+    entry: CacheEntry
+    forward: Program
+    backward: Program | None
+    options: dict[str, Any]  # thunder.jit's
+
+
+def straight(compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> Way:
+    """The way that only replays ``recording``.
+
+    Raises:
+        Unsuited: the trace holds more than one region, or its results are not all the region's.
+    """
+    if compiled.backward is None:
+        return _Inference(compiled, guard, recording, values)
+    return _Training(compiled, guard, recording, values)
+
+
+class ThroughTrace:
+    """The way that runs the computation as Thunder would, for any trace."""
+
+    def __init__(self, compiled: Compiled, guard: PrologueGuard, values: list[Any]) -> None:
+        self._entry = compiled.entry
+        self._options = compiled.options
+        self._pick_inputs, self._pick_passed_on = guard.picker(guard.inputs), guard.picker(guard.passed_on)
+        self._tensors = Tensors(guard, list(guard.metadata), values)
+
+    def __call__(self, values: list[Any]) -> Any:
+        if not self._tensors.hold(values):
+            return REFUSED
+        entry = self._entry
+        result = entry.computation_fn(*self._pick_inputs(values))
+        if entry.backward_fn:
+            data, (saved_tensors, saved_other) = result
+            connect_to_autograd(
+                backward_fn=entry.backward_fn,
+                flat_args=data["flat_args"],
+                flat_output=data["flat_output"],
+                saved_tensors=saved_tensors,
+                saved_other=saved_other,
+                return_none_instead_of_grads=entry.return_none_instead_of_grads,
+                disable_split_autograd=self._options.get("thunderfx_disable_split_autograd", False),
+                is_differentiable_outputs=self._options.get("is_differentiable_outputs"),
+            )
+            result = data["output"]
+        return entry.epilogue_fn(*self._pick_passed_on(values), *result)
+
+    def rest(self) -> None:
+        """Keeps nothing that a later call could do without."""
+
+
+class Tensors:
+    """The check that tensors are what they were, which is what the prologue wants of them."""
+
+    def __init__(self, guard: PrologueGuard, names: Sequence[str], values: list[Any]) -> None:
+        names = [name for name in names if name in guard.place]
+        self._pick = guard.picker(names)
+        tensors = list(self._pick(values))
+        for name, tensor in zip(names, tensors):
+            try:
+                guard.metadata[name].check(tensor)
+            except AssertionError as error:
+                raise NotNow(f"{name}: {error}") from None
+        self._guard = Guard(tensors, (), frozenset()) if names else None
+
+    def hold(self, values: list[Any]) -> bool:
+        return self._guard is None or self._guard.holds(list(self._pick(values)))
+
+
+class _Result:
+    """How the results of a region become what the caller gets."""
+
+    def __init__(self, entry: CacheEntry, guard: PrologueGuard, output: Sequence[Any], made: dict[str, int]) -> None:
+        self._pick_passed_on = guard.picker(guard.passed_on)
+        self._order = [made.get(name, -1) for name in _names_of(output)]
+        if -1 in self._order:
+            raise Unsuited("something is returned that the region does not make")
+        trace = entry.epilogue_traces[-1]
+        plain = all(s.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN) for s in trace.bound_symbols)
+        self._epilogue = trace.python_callable(include_decorators=False) if plain else entry.epilogue_fn
+
+    def of(self, values: list[Any], results: Sequence[Any]) -> Any:
+        return self._epilogue(*self._pick_passed_on(values), *[results[i] for i in self._order])
+
+
+class _Straight:
+    """The region of a program that is one region, in one recording."""
+
+    def __init__(self, program: Program, recording: Recording) -> None:
+        part = recording.parts.get(program.kind)
+        if part is None or not program.is_one_region or part.graphs[0] is None or part.graphs[0].guard is not None:
+            raise Unsuited("the trace is not one region")
+        self.guard: Guard = part.guard
+        self.graph: RegionGraph = part.graphs[0]
+        self.inputs = program.regions[0].boundary.inputs
+        if self.inputs != program.inputs:
+            raise Unsuited("the region's inputs are not the trace's")
+        self.stats = program.regions[0].stats
+
+
+class _Inference:
+    def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
+        program, trace = compiled.forward, compiled.entry.computation_traces[-1]
+        self._region = _Straight(program, recording)
+        self._program = program
+        self._recording = recording
+        self._arena = recording.arena
+        self._pick = guard.picker(self._region.inputs)
+        others = [name for name in guard.metadata if name not in self._region.inputs]
+        self._others = Tensors(guard, others, values)
+        self._result = _Result(compiled.entry, guard, trace.bound_symbols[-1].args[0], _made(trace))
+
+    def rest(self) -> None:
+        """Keeps nothing that a later call could do without."""
+
+    def __call__(self, values: list[Any]) -> Any:
+        region, program, arena = self._region, self._program, self._arena
+        tensors = list(self._pick(values))
+        if (
+            self._recording.dropped
+            or program.obstacle() is not None
+            or not region.guard.holds(tensors)
+            or not self._others.hold(values)
+            or not arena.try_hold()
+        ):
+            return REFUSED
+        try:
+            arena.enter()
+            program.calls += 1
+            region.stats.replays += 1
+            results = region.graph.replay(tensors)
+        finally:
+            arena.release()
+        return self._result.of(values, results)
+
+
+class _Training:
+    """A forward that one replay makes, and a node of autograd whose backward is one replay, too.
+
+    What the forward saves in the arena does not travel through autograd: the node holds the call, and the call the
+    arena. What it saves of the call's arguments does, so that a change before the backward raises.
+    """
+
+    def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
+        program, trace = compiled.forward, compiled.entry.computation_traces[-1]
+        self._region = region = _Straight(program, recording)
+        self._program = program
+        self._recording = recording
+        self._arena = recording.arena
+        self._pick = guard.picker(region.inputs)
+        self._others = Tensors(guard, [n for n in guard.metadata if n not in region.inputs], values)
+        inputs = region.inputs or ("",)
+        data, (saved, kept) = trace.bound_symbols[-1].args
+        made = _made(trace)
+        self._result = _Result(compiled.entry, guard, data["output"], made)
+        self._outputs = [made.get(name, -1) for name in _names_of(data["flat_output"])]
+        views = region.graph.outputs.view_sources()
+        if any(i < 0 or i in views for i in self._outputs):
+            raise Unsuited("an input, or a view of one, is returned")
+        end = next(s for s in trace.bound_symbols if s.flat_proxy_outs and s.output is kept)
+        if len(end.args) > 1:
+            raise Unsuited("something else than tensors is saved")
+        differentiable = compiled.options.get("is_differentiable_outputs")
+        self._constant = [i for i, yes in enumerate(differentiable or ()) if not yes]
+        # Autograd ties the outputs to the arguments, or to what an update in place made of them.
+        arguments = _names_of(data["flat_args"])
+        self._updated = [(position, made[name]) for position, name in enumerate(arguments) if name in made]
+        self._pick_arguments = guard.picker([inputs[0] if name in made else name for name in arguments])
+        self._saved = _Saved(_names_of(saved), made, guard, region.graph, views)
+        assert compiled.backward is not None
+        self._backward = _Backward(compiled, recording)
+        self._accumulators = _Accumulators(program.regions[0].device)
+
+    def __call__(self, values: list[Any]) -> Any:
+        region, program = self._region, self._program
+        tensors = list(self._pick(values))
+        if (
+            self._recording.dropped
+            or program.obstacle() is not None
+            or not region.guard.holds(tensors)
+            or not self._others.hold(values)
+            or not self._arena.try_hold()
+        ):
+            return REFUSED
+        call = Call.replaying(self._recording, program.kind)
+        self._arena.enter()
+        program.calls += 1
+        region.stats.replays += 1
+        results = region.graph.replay(tensors)
+        step = _Step(self._backward, call, self._saved, self._saved.passing(values, results))
+        arguments = self._pick_arguments(values)
+        if self._updated:
+            arguments = list(arguments)
+            for position, i in self._updated:
+                arguments[position] = results[i]
+        self._accumulators.keep(arguments)
+        outputs = _Node.apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
+        for i, output in zip(self._outputs, outputs):
+            results[i] = output
+        return self._result.of(values, results)
+
+    def rest(self) -> None:
+        """Lets go of what is only kept to be fast."""
+        self._accumulators.drop()
+
+
+class _Saved:
+    """The tensors that a forward saves: at their addresses in the arena, or passed through autograd."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        made: dict[str, int],
+        guard: PrologueGuard,
+        graph: RegionGraph,
+        views: dict[int, int],
+    ) -> None:
+        self.template: list[Any] = []
+        self.passed: list[int] = []  # positions of what autograd has
+        self._from_values: list[int] = []
+        self._from_results: list[int] = []
+        late: list[int] = []
+        constant = graph.outputs.constants()
+        for position, name in enumerate(names):
+            slot = made.get(name)
+            fixed = graph.fixed[slot] if slot is not None else None
+            self.template.append(constant.get(slot) if fixed is None and slot is not None else fixed)
+            if slot is None:
+                self.passed.append(position)
+                self._from_values.append(guard.place[name])
+            elif fixed is None and slot not in constant:
+                late.append(position)
+                self._from_results.append(slot)
+        self.passed += late
+
+    def passing(self, values: Sequence[Any], results: Sequence[Any]) -> list[Any]:
+        """What autograd is to save, in the order of ``passed``."""
+        return [*[values[i] for i in self._from_values], *[results[i] for i in self._from_results]]
+
+    def all(self, passed: Sequence[Any]) -> list[Any]:
+        """All saved tensors, in the order of the trace."""
+        tensors = self.template.copy()
+        for position, tensor in zip(self.passed, passed):
+            tensors[position] = tensor
+        return tensors
+
+
+class _Backward:
+    """The backward of one recording: one replay where it is one region, Thunder's function elsewhere."""
+
+    def __init__(self, compiled: Compiled, recording: Recording) -> None:
+        self._entry = compiled.entry
+        self._program = compiled.backward
+        self._recording = recording
+        self._region: _Straight | None = None
+        self._is_known = False
+
+    def _look(self) -> None:
+        """Once the backward has been captured, too, finds out whether a replay is all of it."""
+        assert self._program is not None
+        trace = self._entry.backward_traces[-1]
+        self._is_known = self._program.kind in self._recording.parts
+        try:
+            region = _Straight(self._program, self._recording)
+            self._sources = _sources(trace, region.inputs)
+            made = _made(trace)
+            gradients = trace.bound_symbols[-1].args[0]
+            self._gradients = [None if gradient is None else made[gradient.name] for gradient in gradients]
+            self._region = region
+        except (Unsuited, KeyError):  # more than one region, or a gradient that the region does not make
+            pass
+
+    def run(self, call: Call, saved: list[Any], gradients: list[Any]) -> Sequence[Any]:
+        if not self._is_known:
+            self._look()
+        region, program, arena = self._region, self._program, call.arena
+        assert program is not None
+        if region is not None and arena is not None and not self._entry.return_none_instead_of_grads:
+            found = (saved, gradients)
+            tensors = [found[kind][i] for kind, i in self._sources]
+            if program.may_replay_backward() and region.guard.holds(tensors):
+                program.calls += 1
+                region.stats.replays += 1
+                arena.enter()
+                results = region.graph.replay(tensors)
+                call.release()
+                return [None if i is None else results[i] for i in self._gradients]
+        others = Others(())
+        others.call = call
+        result: Sequence[Any] = self._entry.backward_fn([saved, others], gradients)
+        return [None] * len(result) if self._entry.return_none_instead_of_grads else result
+
+
+class _Accumulators:
+    """Keeps alive the nodes that accumulate parameters' gradients.
+
+    Otherwise they live from forward to backward, and autograd's thread has to take the interpreter's lock to free each
+    of them, which costs more than the accumulation. They are made for a stream, and made anew for another.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = device.index if device.type == "cuda" else None
+        self._stream = -1
+        self._nodes: list[Any] = []
+
+    def keep(self, arguments: Sequence[Any]) -> None:
+        stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
+        if not self._nodes or stream != self._stream:
+            self._stream = stream
+            leaves = [t for t in arguments if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]
+            self._nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
+
+    def drop(self) -> None:
+        self._nodes = []
+
+
+class _Step(NamedTuple):
+    """One call, for its node in the autograd graph."""
+
+    backward: _Backward
+    call: Call
+    saved: _Saved
+    passed: list[Any]
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, step: _Step, outputs: list[Any], constant: list[int], *arguments: Any) -> Any:
+        # As Thunder does it: a saved view of an output would keep itself alive.
+        ctx.save_for_backward(*[t.detach() if t is not None and t._base is not None else t for t in step.passed])
+        ctx.step = step._replace(passed=[])
+        if constant:
+            ctx.mark_non_differentiable(*[outputs[i] for i in constant])
+        return tuple(outputs)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        backward, call, saved, _ = ctx.step
+        with torch.no_grad():
+            return (None, None, None, *backward.run(call, saved.all(ctx.saved_tensors), list(gradients)))
+
+
+def _sources(trace: TraceCtx, names: Sequence[str]) -> list[tuple[int, int]]:
+    """Of each tensor: 0 or 1, for saved or gradient, and its position there."""
+    found: dict[str, tuple[int, int]] = {}
+    kinds = {"C0": 0, "cotangents": 1}
+    for symbol in trace.bound_symbols:
+        if symbol.sym.id is PrimIDs.UNPACK_SEQUENCE and (kind := kinds.get(symbol.args[0].name)) is not None:
+            for i, proxy in enumerate(symbol.output):
+                if isinstance(proxy, Proxy):
+                    found[proxy.name] = kind, i
+    return [found[name] for name in names]
+
+
+def _made(trace: TraceCtx) -> dict[str, int]:
+    """The results of a trace's only region, and their positions."""
+    regions = [s for s in trace.bound_symbols if _is_region(s)]
+    if len(regions) != 1:
+        raise Unsuited("the trace is not one region")
+    return {proxy.name: i for i, proxy in enumerate(regions[0].flat_proxy_outs)}
+
+
+def _is_region(symbol: BoundSymbol) -> bool:
+    return symbol.sym.executor is executor and bool(symbol.subsymbols)
+
+
+def _names_of(tree: Any) -> list[str]:
+    return [leaf.name if isinstance(leaf, Proxy) else "" for leaf in tree_flatten(tree)[0]]

@@ -1,0 +1,140 @@
+"""Which calls of a compiled module go the short way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thunder import CacheEntry
+from thunder.core.module import ThunderModule
+from thunder.core.options import CACHE_OPTIONS
+from thunder.core.trace import TraceCtx, is_tracing
+
+from thunder_cg.runtime.recording import Recording
+from thunder_cg.runtime.region import Program
+from thunder_cg.shortcut.calls import REFUSED, Compiled, ThroughTrace, Way, straight
+from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
+
+_MAX_WAYS = 8  # per cache entry, for traces of several regions: one for each layout of inputs
+
+
+class Entry:
+    """One cache entry of Thunder's, and the short ways that it has."""
+
+    def __init__(self, module: ThunderModule, compiled: Compiled) -> None:
+        self.compiled = compiled
+        self._stats = module._lc_cs
+        self._guard = PrologueGuard(module, compiled.entry.prologue_traces[-1], compiled.forward.inputs)
+        self._straight: list[tuple[Recording, Way]] = []
+        self._through: list[Way] = []
+        self._is_straight = True
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        values = self._guard.values(args, kwargs)
+        if values is None:
+            return REFUSED
+        for _, way in self._straight:
+            result = way(values)
+            if result is not REFUSED:
+                return self._counted(result)
+        for way in self._through:
+            result = way(values)
+            if result is not REFUSED:
+                return self._counted(result)
+        return REFUSED
+
+    def _counted(self, result: Any) -> Any:
+        """Keeps Thunder's statistics, which its own way would have kept."""
+        stats, entry = self._stats, self.compiled.entry
+        stats.calls += 1
+        stats.cache_hits += 1
+        if stats.last_prologue is not entry.prologue_fn:
+            stats.last_prologue = entry.prologue_fn
+            stats.last_traces = entry.computation_traces
+            stats.last_prologue_traces = entry.prologue_traces
+        return result
+
+    def rest(self) -> None:
+        """Thunder's way is being taken."""
+        for _, way in self._straight:
+            way.rest()
+
+    def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Finds the short ways for what has been recorded, after a call that had to go Thunder's way."""
+        recordings = self.compiled.forward.recordings
+        known = [(recording, way) for recording, way in self._straight if not recording.dropped]
+        new = [r for r in recordings if all(r is not recording for recording, _ in known)]
+        if self._is_straight and new and (values := self._guard.values(args, kwargs)) is not None:
+            for recording in new:
+                try:
+                    known.insert(0, (recording, straight(self.compiled, self._guard, recording, values)))
+                except Unsuited:
+                    self._is_straight = False
+        self._straight = known
+        if not self._is_straight and recordings and (values := self._guard.values(args, kwargs)) is not None:
+            way = ThroughTrace(self.compiled, self._guard, values)
+            self._through = [way, *self._through][:_MAX_WAYS]
+
+
+class Dispatch:
+    """Stands in for a compiled module's forward: tries the short ways, then Thunder's."""
+
+    def __init__(self, module: ThunderModule) -> None:
+        self._module = module
+        self._thunders = module._forward_fn
+        self._entries: list[Entry] = []
+        self._unsuited: list[CacheEntry] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not is_tracing():
+            for entry in self._entries:
+                result = entry(args, kwargs)
+                if result is not REFUSED:
+                    return result
+            for entry in self._entries:
+                entry.rest()
+        result = self._thunders(*args, **kwargs)
+        if not is_tracing():
+            self._learn(args, kwargs)
+        return result
+
+    def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stats = self._module._lc_cs
+        used = next((e for e in reversed(stats.interpreter_cache) if e.prologue_fn is stats.last_prologue), None)
+        if used is None or any(used is entry for entry in self._unsuited):
+            return
+        entry = next((e for e in self._entries if e.compiled.entry is used), None)
+        try:
+            if entry is None:
+                compiled = self._compiled(used)
+                if not compiled.forward.recordings:
+                    return
+                entry = Entry(self._module, compiled)
+                self._entries = [entry, *self._entries]
+            entry.learn(args, kwargs)
+        except Unsuited:
+            self._unsuited.append(used)
+        except NotNow:
+            pass
+
+    def _compiled(self, entry: CacheEntry) -> Compiled:
+        if self._module._lc_cd.cache_option is not CACHE_OPTIONS.CONSTANT_VALUES:
+            raise Unsuited("another kind of cache")
+        forward = _program(entry.computation_traces)
+        if forward is None:
+            raise Unsuited("nothing was partitioned")
+        backward = _program(entry.backward_traces) if entry.backward_fn else None
+        if entry.backward_fn and backward is None:
+            raise Unsuited("the backward was not partitioned")
+        return Compiled(entry, forward, backward, self._module._lc_cd.compile_options)
+
+
+def _program(traces: list[TraceCtx]) -> Program | None:
+    """The program of the last partition: computation traces end with one, or with what Thunder made of it."""
+    found = (getattr(trace.get_provenance(), "program", None) for trace in reversed(traces))
+    return next((program for program in found if program is not None), None)
+
+
+def install(module: ThunderModule) -> None:
+    """Gives a module that Thunder has compiled the short way, if it has not got it."""
+    if not isinstance(module._forward_fn, Dispatch):
+        module._forward_fn = Dispatch(module)

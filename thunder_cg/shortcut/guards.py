@@ -1,0 +1,379 @@
+"""The checks of a Thunder prologue, made once over and cheaper: what may a call's arguments and surroundings be?
+
+Note [Cheaper, not fewer]
+    - Parameters and buffers are looked up all at once; what they are is checked in C++ with a recording's guard.
+    - Attributes of modules are checked again only when the module's dictionary has changed since they were.
+    - Thunder's cache info (grad mode, autocast, default dtype and device, aliases of arguments) is compared directly.
+    - Every other check is made as Thunder makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from thunder.core import dtypes, prims
+from thunder.core.module import ThunderModule
+from thunder.core.prims import PrimIDs
+from thunder.core.proxies import Proxy
+from thunder.core.pytree import tree_flatten
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace import TraceCtx, from_trace, tracectx
+from torch._C._dynamo import guards as _c_guards
+from torch._dynamo.guards import GuardManagerType
+
+from thunder_cg.executor import executor
+from thunder_cg.prologue import Metadata, ParameterCheck
+
+_MAX_CHANGES = 64  # of modules' attributes; past it they are checked at every call
+_LITERALS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_SCALARS = (*_LITERALS, torch.nn.Parameter)
+_STRUCTURE = frozenset({"alias_tensor_indices", "no_grad_sync"})
+_AUTOCAST = (
+    "autocast_config_torch_enabled",
+    "autocast_config_torch_cpu_enabled",
+    "autocast_gpu_dtype",
+    "autocast_cpu_dtype",
+    "autocast_thunder_dtype",
+)
+
+
+class Unsuited(Exception):
+    """The prologue holds something that has no cheaper form: such calls keep to Thunder's way."""
+
+
+class NotNow(Exception):
+    """The call that was to be learnt from is not what the cache entry is for: another one may be."""
+
+
+class Surroundings:
+    """What Thunder's cache info holds of the thread's state."""
+
+    def __init__(self, expected: Mapping[str, Any]) -> None:
+        unknown = set(expected) - {"default_dtype", "default_device", "is_autocast_enabled", "is_grad_enabled"}
+        if unknown - _STRUCTURE - set(_AUTOCAST):
+            raise Unsuited(f"cache info {sorted(unknown)}")
+        if expected.get("no_grad_sync") or expected.get("alias_tensor_indices"):
+            raise Unsuited("gradient synchronization, or arguments that share memory")
+        if {key: value for key, value in self._now().items() if key in expected} != {
+            key: value for key, value in expected.items() if key not in _STRUCTURE
+        }:
+            raise NotNow("they have changed since the call")
+        self._device = expected.get("default_device", torch.get_default_device())
+        self._state = self._read()
+
+    @staticmethod
+    def _now() -> dict[str, Any]:
+        gpu, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+        found: dict[str, Any] = {
+            "default_dtype": torch.get_default_dtype(),
+            "default_device": torch.get_default_device(),
+            "is_autocast_enabled": gpu or cpu,
+            "is_grad_enabled": torch.is_grad_enabled(),
+        }
+        if gpu or cpu:
+            names = [str(dtypes.to_dtype(torch.get_autocast_dtype(kind))) for kind in ("cuda", "cpu")]
+            found.update(zip(_AUTOCAST, (gpu, cpu, *names, names[1] if cpu else names[0])))
+        return found
+
+    @staticmethod
+    def _read() -> tuple[Any, ...]:
+        return (
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        )
+
+    def hold(self) -> bool:
+        """Whether they are as expected."""
+        if self._read() != self._state:
+            return False
+        if torch._C._len_torch_function_stack() or hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+            return bool(torch.get_default_device() == self._device)
+        return self._device == _CPU
+
+
+_CPU = torch.device("cpu")
+
+
+class _Unchanged:
+    """One C++ check that dictionaries were not written to."""
+
+    def __init__(self, dictionaries: Sequence[dict[str, Any]]) -> None:
+        self._scope = dict(enumerate(dictionaries))
+        self._manager = _c_guards.RootGuardManager()
+        for i, dictionary in self._scope.items():
+            child: Any = self._manager.dict_getitem_manager(
+                key=i, source=str(i), example_value=dictionary, guard_manager_enum=GuardManagerType.GUARD_MANAGER
+            )
+            try:
+                child.add_dict_version_guard(dictionary, [], None)
+            except TypeError:  # torch before 2.11
+                child.add_dict_version_guard(dictionary, [])
+
+    def __call__(self) -> bool:
+        return bool(self._manager.check(self._scope))
+
+
+class _Attributes:
+    """The checks of modules' attributes, skipped while no module's dictionary changes."""
+
+    def __init__(self, check: Callable[..., Any], dictionaries: Sequence[dict[str, Any]]) -> None:
+        self._check = check
+        self._dictionaries = dictionaries
+        self._unchanged: Callable[[], bool] | None = None
+        self._changes = 0
+
+    def hold(self) -> bool:
+        if self._unchanged is not None and self._unchanged():
+            return True
+        self._changes += 1
+        # The versions are read first: a change during the check shows at the next call.
+        unchanged = _Unchanged(self._dictionaries) if self._changes <= _MAX_CHANGES else None
+        try:
+            self._check()
+        except Exception:  # as Thunder: the prologue of another cache entry may pass
+            return False
+        self._unchanged = unchanged
+        return True
+
+
+class PrologueGuard:
+    """All checks of one prologue but those of tensors' metadata, and the look-up of what it returns.
+
+    Args:
+        module: whose calls it guards.
+        prologue: its last trace.
+        order: names of tensors, in the order that the caller would like best.
+
+    Raises:
+        Unsuited: it cannot be guarded this way.
+    """
+
+    def __init__(self, module: ThunderModule, prologue: TraceCtx, order: Sequence[str]) -> None:
+        reader = _Reader(module, prologue)
+        self.metadata = reader.metadata
+        inputs, passed_on = prologue.bound_symbols[-1].args[0]
+        self.inputs = _names(inputs)
+        self.passed_on = _names(passed_on)
+        wanted = [*order, *self.inputs, *self.passed_on]
+        tensors = [name for name in dict.fromkeys(wanted) if name in reader.sources]
+        arguments = [name for name in dict.fromkeys(wanted) if name not in reader.sources]
+        if missing := [name for name in arguments if name not in reader.proxies]:
+            raise Unsuited(f"values {missing} that the prologue does not make")
+        parameters, buffers, others = (
+            [name for name in tensors if reader.home(name) is home]
+            for home in (module._overrides_parameters, module._overrides_buffers, None)
+        )
+        names = [*arguments, *parameters, *buffers, *others]
+        self.place = {name: i for i, name in enumerate(names)}
+        self._arguments = reader.arguments(arguments)
+        self._parameters = _getter([reader.sources[name] for name in parameters])
+        self._buffers = _getter([reader.sources[name] for name in buffers])
+        self._others = [reader.sources[name] for name in others]
+        self._buffer_names = frozenset(reader.sources[name] for name in others if reader.is_buffer[name])
+        self._module = module
+        self._surroundings = Surroundings(reader.cache_info)
+        self._attributes = reader.attributes()
+
+    def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The values that the prologue would return, at their ``place``; None if a check fails."""
+        if not (self._surroundings.hold() and self._attributes.hold() and _nothing_is_shared(args, kwargs)):
+            return None
+        module = self._module
+        try:
+            found = [
+                *self._arguments(*args, **kwargs),
+                *self._parameters(module._overrides_parameters),
+                *self._buffers(module._overrides_buffers),
+            ]
+            for name in self._others:
+                found.append(module.get_buffer(name) if name in self._buffer_names else module.get_parameter(name))
+        except Exception:  # as Thunder: the prologue of another cache entry may pass
+            return None
+        return found
+
+    def picker(self, names: Sequence[str]) -> Callable[[list[Any]], Sequence[Any]]:
+        """What picks the values called ``names`` out of ``values()``."""
+        if missing := [name for name in names if name not in self.place]:
+            raise Unsuited(f"values {missing} that the prologue does not make")
+        places = [self.place[name] for name in names]
+        if places == list(range(len(self.place))):
+            return _all
+        return _getter(places)
+
+
+def _all(values: list[Any]) -> list[Any]:
+    return values
+
+
+def _nothing(values: Any) -> tuple[()]:
+    return ()
+
+
+def _getter(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
+    """What gets all ``keys`` of a mapping or sequence as a tuple."""
+    if not keys:
+        return _nothing
+    if len(keys) == 1:
+        (key,) = keys
+        return lambda values: (values[key],)
+    return itemgetter(*keys)
+
+
+def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether no two tensors among the arguments share memory."""
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+        return True
+    leaves: Iterable[Any] = (*args, *kwargs.values())
+    if not all(type(leaf) is torch.Tensor or isinstance(leaf, _SCALARS) for leaf in leaves):
+        leaves = tree_flatten((args, kwargs))[0]
+    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
+    return len({tensor.untyped_storage().data_ptr() for tensor in plain}) == len(plain)
+
+
+def _names(tree: Any) -> list[str]:
+    return [leaf.name if isinstance(leaf, Proxy) else "" for leaf in tree]
+
+
+class _Reader:
+    """Sorts the symbols of a prologue by what they check."""
+
+    def __init__(self, module: ThunderModule, prologue: TraceCtx) -> None:
+        self._module = module
+        self._trace = prologue
+        self.proxies: dict[str, Proxy] = {}
+        self.sources: dict[str, str] = {}  # tensor -> the parameter's or buffer's name in the module
+        self.is_buffer: dict[str, bool] = {}
+        self.metadata: dict[str, Metadata] = {}
+        self.cache_info: dict[str, Any] = {}
+        self._producers: dict[str, BoundSymbol] = {}
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._dictionaries: dict[int, dict[str, Any]] = {}
+        self._literals: set[str] = set()  # attributes that change only together with a dictionary
+        self._of_cache_info: dict[str, str] = {}
+        self._rest: list[BoundSymbol] = []
+        self._of_attributes: list[BoundSymbol] = []
+        for symbol in prologue.bound_symbols[:-1]:
+            self._read(symbol)
+
+    def home(self, name: str) -> dict[str, Any] | None:
+        """The dictionary that the tensor is looked up in; None if the module has to search for it."""
+        key = self.sources[name]
+        home = self._module._overrides_buffers if self.is_buffer[name] else self._module._overrides_parameters
+        return home if key in home else None
+
+    def arguments(self, names: Sequence[str]) -> Callable[..., Sequence[Any]]:
+        """The function that makes all remaining checks and returns the values called ``names``."""
+        return self._function(self._rest, tuple(self.proxies[name] for name in names))
+
+    def attributes(self) -> _Attributes:
+        """The checks of modules' attributes. The compiled module's own dictionary is always watched."""
+        model = self._module._model
+        self._watch(vars(model))
+        check = self._function(self._of_attributes, ())
+
+        def check_all() -> None:
+            if getattr(model, "use_ddp", False) or getattr(model, "use_fsdp", False):
+                raise Unsuited("its gradients are synchronized")
+            check()
+
+        return _Attributes(check_all, list(self._dictionaries.values()))
+
+    def _watch(self, dictionary: dict[str, Any]) -> None:
+        self._dictionaries[id(dictionary)] = dictionary
+
+    def _read(self, symbol: BoundSymbol) -> None:
+        for proxy in symbol.flat_proxy_outs:
+            self._producers[proxy.name] = symbol
+            self.proxies[proxy.name] = proxy
+        prim = symbol.sym.id
+        inputs = [proxy.name for proxy in symbol.flat_proxy_args]
+        if prim in (PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_BUFFER):
+            self._tensor(symbol, prim is PrimIDs.UNPACK_BUFFER)
+        elif prim == "check_tensor_metadata":
+            self._check_of_tensor(symbol)
+        elif isinstance(check := (symbol._call_ctx or {}).get(symbol.sym.name), ParameterCheck):
+            self.metadata.update(zip(inputs, check.expected))
+        elif prim is PrimIDs.UNPACK_CACHE_INFO:
+            self._of_cache_info[symbol.output.name] = ""
+        elif inputs and inputs[0] in self._of_cache_info:
+            self._check_of_cache_info(symbol, inputs[0])
+        elif symbol.flat_proxy_outs:
+            self._value(symbol, inputs)
+        elif inputs and self._literals.issuperset(inputs):
+            self._of_attributes.append(symbol)
+        else:
+            self._rest.append(symbol)
+
+    def _tensor(self, symbol: BoundSymbol, is_buffer: bool) -> None:
+        owner, key = symbol.args
+        if self._modules.get(owner.name) is not self._module:
+            raise Unsuited("parameters of a module that is not the compiled one")
+        self.sources[symbol.output.name] = key
+        self.is_buffer[symbol.output.name] = is_buffer
+
+    def _check_of_tensor(self, symbol: BoundSymbol) -> None:
+        tensor, shape, *rest = symbol.args
+        if not all(type(size) is int for size in shape):
+            raise Unsuited("sizes known only at run time")
+        self.metadata[tensor.name] = Metadata(tuple(shape), *rest)
+
+    def _check_of_cache_info(self, symbol: BoundSymbol, name: str) -> None:
+        key = self._of_cache_info[name]
+        if symbol.sym.id is PrimIDs.UNPACK_GETITEM and not key:
+            self._of_cache_info[symbol.output.name] = symbol.args[1]
+        elif key and not symbol.flat_proxy_outs:
+            self.cache_info[key] = symbol.args[1]
+        else:
+            raise Unsuited("cache info in a form that is not known")
+
+    def _value(self, symbol: BoundSymbol, inputs: Sequence[str]) -> None:
+        prim = symbol.sym.id
+        (output, *_) = symbol.flat_proxy_outs
+        if prim is PrimIDs.UNPACK_THUNDER_MODULE:
+            self._modules[output.name] = self._module
+        elif prim is PrimIDs.UNPACK_SUBMODULE and inputs[0] in self._modules:
+            self._modules[output.name] = self._module.get_submodule(symbol.args[1])
+        elif (
+            prim is PrimIDs.UNPACK_ATTR
+            and inputs[0] in self._modules
+            and self._is_in_dictionary(self._modules[inputs[0]], symbol.args[1])
+        ):
+            self._literals.add(output.name)
+
+    def _is_in_dictionary(self, module: Any, key: str) -> bool:
+        """Whether the attribute is a literal that can change only by a write to a dictionary, which is watched then."""
+        if isinstance(module, ThunderModule):
+            self._watch(vars(module))
+            if key in vars(module) or hasattr(ThunderModule, key):
+                return False
+            module = module._model
+        kind: Any = type(module)
+        if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
+            return False
+        for dictionary in (vars(module), module._parameters, module._buffers):
+            self._watch(dictionary)
+            if key in dictionary:
+                return isinstance(dictionary[key], _LITERALS)
+        return False
+
+    def _function(self, checks: Sequence[BoundSymbol], results: Sequence[Proxy]) -> Callable[..., Any]:
+        """The prologue with only ``checks``, what they need, and what makes ``results``."""
+        needed = {proxy.name for symbol in checks for proxy in symbol.flat_proxy_args} | {p.name for p in results}
+        kept = {id(symbol) for symbol in checks}
+        symbols: list[BoundSymbol] = []
+        for symbol in reversed(self._trace.bound_symbols[:-1]):
+            if id(symbol) in kept or any(proxy.name in needed for proxy in symbol.flat_proxy_outs):
+                if symbol.sym.id is PrimIDs.UNPACK_THUNDER_MODULE:  # which Thunder looks up in a context of its own
+                    symbol = executor.bind("thunder_module", lambda: self._module, [], symbol.output)
+                needed.update(proxy.name for proxy in symbol.flat_proxy_args)
+                symbols.append(symbol)
+        trace = from_trace(self._trace)
+        with tracectx(trace):
+            trace.bound_symbols = symbols[::-1]
+            prims.python_return(tuple(results))
+        return trace.python_callable(include_decorators=False)
