@@ -235,6 +235,11 @@ def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return len({tensor.untyped_storage().data_ptr() for tensor in plain}) == len(plain)
 
 
+def _is_literal(value: Any) -> bool:
+    """Whether the value, and all in it, can only be replaced, never changed."""
+    return isinstance(value, _LITERALS) or (isinstance(value, tuple) and all(map(_is_literal, value)))
+
+
 def _names(tree: Any) -> list[str]:
     return [leaf.name if isinstance(leaf, Proxy) else "" for leaf in tree]
 
@@ -344,6 +349,8 @@ class _Reader:
             and self._is_in_dictionary(self._modules[inputs[0]], symbol.args[1])
         ):
             self._literals.add(output.name)
+        elif prim is PrimIDs.UNPACK_GETITEM and self._literals.issuperset(inputs):
+            self._literals.add(output.name)
 
     def _is_in_dictionary(self, module: Any, key: str) -> bool:
         """Whether the attribute is a literal that can change only by a write to a dictionary, which is watched then."""
@@ -358,7 +365,7 @@ class _Reader:
         for dictionary in (vars(module), module._parameters, module._buffers):
             self._watch(dictionary)
             if key in dictionary:
-                return isinstance(dictionary[key], _LITERALS)
+                return _is_literal(dictionary[key])
         return False
 
     def _function(self, checks: Sequence[BoundSymbol], results: Sequence[Proxy]) -> Callable[..., Any]:
