@@ -38,7 +38,10 @@ LAYERS = (
 )
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.
 KNOW_THUNDER = {"analysis/ops.py", "runtime/region.py", "executor.py", "prologue.py", "transform.py"}
-PUBLIC = {"thunder.transforms.cudagraph.CUDAGraphTransform"}  # what users of Thunder import, too
+PUBLIC = {
+    "thunder.dynamo.thunderfx",
+    "thunder.transforms.cudagraph.CUDAGraphTransform",
+}  # what users of Thunder import, too
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

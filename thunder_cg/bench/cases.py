@@ -75,7 +75,7 @@ def cases(device: torch.device, quick: bool) -> tuple[Case, ...]:
     return _large() if device.type == "cuda" else _small()
 
 
-QUICK = ("MLP, 4 layers", "MLP with .item(), 4 layers", "GPT decode, 2 layers", "GPT, 2 layers, training")
+QUICK = ("MLP, 4 layers", "MLP with .item(), 4 layers", "DLRM, training")
 
 
 def _large() -> tuple[Case, ...]:

@@ -164,12 +164,12 @@ def measure_case(
         progress: moves on by `ticks(names)`.
         compare: fill in `error` and `bits`.
     """
-    torch._dynamo.reset()
     try:
         # One code object serves all variants that go through Dynamo, which would drop to eager past eight of them.
         with torch._dynamo.config.patch(recompile_limit=64):
             return _measure(case, device, names, calls, progress, compare)
     finally:
+        torch._dynamo.reset()  # with the next case, nothing of this one is left, compiled or in memory
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
