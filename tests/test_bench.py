@@ -18,14 +18,29 @@ from thunder_cg.bench.accuracy import Outcome
 from thunder_cg.bench.cases import MLP, SMALL_GPT, SWEEPS, Case, cases
 from thunder_cg.bench.goals import Goal, goals, growth
 from thunder_cg.bench.measure import EVERY_VARIANT, ROUNDS, Row, measure_case, ticks
-from thunder_cg.bench.models import Mlp, optional
+from thunder_cg.bench.models import Mlp, MlpWithItem, optional
 from thunder_cg.bench.plots import write_plots
 from thunder_cg.bench.progress import Progress
 from thunder_cg.bench.report import goals_table, sweeps, table
 from thunder_cg.bench.results import Point, Results, environment, results_for
-from thunder_cg.bench.variants import EAGER, FLOOR, ON_CPU, OURS, THUNDER, VARIANTS, Prepared, Subject, variants
+from thunder_cg.bench.variants import (
+    EAGER,
+    FLOOR,
+    GRAPHED_CALLABLES,
+    ON_CPU,
+    OURS,
+    THUNDER,
+    VARIANTS,
+    Prepared,
+    Subject,
+    variants,
+)
 
 CPU = torch.device("cpu")
+
+
+def on_gpu(test: Any) -> Any:
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")(test))
 
 
 class Loss(nn.Module):
@@ -42,9 +57,9 @@ def tiny(name: str = "tiny", trains: bool = False, model: Any = None, **more: An
     return Case(name, model, lambda: (torch.ones(2, 4),), trains, torch.float32, **more)
 
 
-def measured(case: Case, names: Any = ON_CPU) -> dict[str, Row]:
+def measured(case: Case, names: Any = ON_CPU, device: torch.device = CPU) -> dict[str, Row]:
     progress = Progress(ticks(names), io.StringIO())
-    return {row.variant: row for row in measure_case(case, CPU, names, calls=2, progress=progress)}
+    return {row.variant: row for row in measure_case(case, device, names, calls=2, progress=progress)}
 
 
 @pytest.fixture
@@ -112,6 +127,26 @@ def test_a_model_that_cannot_be_made_is_one_row() -> None:
     assert row.variant == EVERY_VARIANT
     assert "no_such_package is not installed; pip install no_such_package, or" in row.failure
     assert row.failure in table([row])
+
+
+@on_gpu
+@pytest.mark.parametrize("trains", [False, True], ids=["inference", "training"])
+def test_every_variant_runs_on_a_gpu(trains: bool) -> None:
+    rows = measured(tiny(trains=trains), [*VARIANTS], torch.device("cuda"))
+    assert [row for row in rows.values() if row.failure or row.error is None or row.error > 1e-3] == []
+    assert rows[OURS].bits == "same"
+    assert rows[FLOOR].host_p50 < rows[THUNDER].host_p50
+
+
+@on_gpu
+def test_a_capture_that_fails_leaves_the_process_as_it_was() -> None:
+    names, cuda = [GRAPHED_CALLABLES, FLOOR], torch.device("cuda")
+    stream = torch.cuda.current_stream()
+    for row in measured(tiny(model=lambda: MlpWithItem(2, 4)), names, cuda).values():
+        assert "captur" in row.failure
+    assert torch.cuda.current_stream() == stream
+    torch.rand(1, device="cuda")
+    assert not any(row.failure for row in measured(tiny(), names, cuda).values())
 
 
 def test_slow_calls_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:

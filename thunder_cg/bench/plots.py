@@ -49,7 +49,9 @@ def _bars(results: Results, figure: Any) -> Any:
     axes.set_yticks([place + 0.4 for place in range(len(cases))], cases)
     axes.invert_yaxis()
     axes.set_xlabel("time of a synchronised call, end to end (p50), over the hand-made graph")
-    axes.legend(fontsize="small")
+    for formatter in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+        formatter("{x:g}")
+    fig.legend(loc="outside upper center", ncols=4, fontsize="small")
     return fig
 
 
