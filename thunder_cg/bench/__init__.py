@@ -18,7 +18,7 @@ import torch
 
 from thunder_cg.bench.cases import SWEEPS, Case, Sweep, cases
 from thunder_cg.bench.goals import goals
-from thunder_cg.bench.measure import EVERY_VARIANT, measure_case, ticks
+from thunder_cg.bench.measure import measure_case, ticks
 from thunder_cg.bench.models import optional
 from thunder_cg.bench.plots import write_plots
 from thunder_cg.bench.progress import Progress
@@ -137,4 +137,4 @@ def _measure(settings: Settings, each: Case | Sweep, results: Results, progress:
     return sweeps(Results(results.environment, points=points))
 
 
-__all__ = ["EVERY_VARIANT", "Settings", "run"]
+__all__ = ["Settings", "run"]
