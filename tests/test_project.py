@@ -49,7 +49,10 @@ KNOW_THUNDER = {
     "prologue.py",
     "transform.py",
 }
-PUBLIC = {"thunder.transforms.cudagraph.CUDAGraphTransform"}  # what users of Thunder import, too
+PUBLIC = {
+    "thunder.dynamo.thunderfx",
+    "thunder.transforms.cudagraph.CUDAGraphTransform",
+}  # what users of Thunder import, too
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 

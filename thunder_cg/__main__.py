@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from thunder_cg import bench, demo
 
 
@@ -34,12 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bench",
         parents=[where],
         help="measure host time, end-to-end time and memory beside eager, Thunder and a hand-made graph",
-        description="Measures small models under eager PyTorch, Thunder, Thunder's own CUDAGraphTransform, thunder_cg "
-        "and a hand-made CUDA graph, in turns. On a CPU: eager, Thunder and the tape backend.",
+        description="Measures models under eager PyTorch, Thunder, Thunder's own CUDAGraphTransform, thunder_cg, "
+        "torch.compile, make_graphed_callables and a hand-made CUDA graph, in turns, and how host time grows with "
+        "layers, parameters and inputs. On a CPU: small models under eager, Thunder and the tape backend.",
     )
-    measure.add_argument("--calls", type=int, default=100, help="calls per turn (default: 100)")
-    measure.add_argument("--only", default="", help="measure only the cases whose name holds this")
-    measure.add_argument("--json", type=Path, help="write the numbers there, too")
+    measure.add_argument("--quick", action="store_true", help="a few small cases and calls: less than a minute")
+    measure.add_argument("--only", default="", metavar="TEXT", help="measure what has this in its name")
+    measure.add_argument("--list", action="store_true", help="print the names of all cases and sweeps, and stop")
+    measure.add_argument("--calls", type=_positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")
+    measure.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there; those of other cases stay")
+    measure.add_argument(
+        "--plots", type=Path, metavar="DIR", help="draw all that FILE holds, as SVG (needs matplotlib)"
+    )
     arguments = parser.parse_args(argv)
 
     try:
@@ -47,8 +55,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if arguments.command == "bench":
-        return bench.run(device, arguments.calls, arguments.json, arguments.only)
+        return _bench(arguments, device, measure)
     return demo.run(demo.settings_for(device))
+
+
+def _bench(arguments: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> int:
+    settings = bench.Settings(
+        device, arguments.quick, arguments.only, arguments.calls, json=arguments.json, plots=arguments.plots
+    )
+    if arguments.list:
+        print(*(each.name for each in settings.chosen), sep="\n")
+        return 0
+    try:
+        return bench.run(settings)
+    except (ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
+    return number
 
 
 if __name__ == "__main__":

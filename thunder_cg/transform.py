@@ -108,7 +108,9 @@ class CudagraphTransform(Transform):
             return None
         names, reference = self._compiling.forward
         program = reference()
-        return program if program is not None and names is trace.names and program.regions else None
+        if program is None or names is not trace.names or not program.regions or not _takes_what_was_saved(trace):
+            return None
+        return program
 
 
 class _Compilation(threading.local):
@@ -260,6 +262,11 @@ class _Emission:
 
     def _leaving(self, value: Any) -> Any:
         return self._copies.get(value.name, value) if isinstance(value, Proxy) else value
+
+
+def _takes_what_was_saved(trace: TraceCtx) -> bool:
+    """Where nothing was saved, Thunder may write the two empty collections down as a literal."""
+    return any("saved_for_backward" in {p.name for p in s.flat_proxy_outs} for s in trace.bound_symbols)
 
 
 def _names(tree: Any) -> set[str]:

@@ -10,7 +10,9 @@ import torch
 from models import GPT, mlp
 from support import regions, replays, same, same_state, same_training, twice
 
-from thunder_cg import bench, cudagraph_transform
+from thunder_cg import cudagraph_transform
+from thunder_cg.bench.cases import cases
+from thunder_cg.bench.measure import Contender, subject
 from thunder_cg.runtime.cuda import CudaBackend
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -112,8 +114,10 @@ def test_memory_of_old_recordings_comes_back():
 )
 def test_peak_memory_of_training(case, limit):
     """Everything that the process reserves over the model, warm-up and capture included, against plain Thunder."""
-    (case,) = [c for c in bench.CASES if case in c.name]
-    rows = [bench.Variant(case, name, torch.device("cuda")).row for name in ("thunder", "thunder_cg")]
+    device = torch.device("cuda")
+    (case,) = [c for c in cases(device, quick=False) if case in c.name]
+    template = subject(case, device)
+    rows = [Contender(name, template).row for name in ("thunder", "thunder_cg")]
     assert rows[1].reserved_mb <= limit * rows[0].reserved_mb, rows
 
 

@@ -75,6 +75,7 @@ class TraceReport:
         function: what it was traced from; entry: the number of the cache entry, from 0; kind: "forward" or "backward".
         ops: in the order in which the plan runs them.
         calls: how often it ran, `eager_calls` of them without graphs: warm-ups, and fallbacks with their reasons.
+        shortcuts: calls that went around Thunder's dispatch; `no_shortcut` says why not all that could replay did.
         arena_bytes: size of the arenas with its recordings. A backward shares its forward's, and several programs may
             share one, so they don't add up.
     """
@@ -86,6 +87,8 @@ class TraceReport:
     regions: tuple[RegionReport, ...]
     calls: int
     eager_calls: int
+    shortcuts: int
+    no_shortcut: str | None
     fallbacks: Mapping[str, int]
     arena_bytes: int
 
@@ -155,6 +158,8 @@ def _trace(located: Located) -> TraceReport:
         regions=tuple(map(_region, program.regions)),
         calls=program.calls,
         eager_calls=program.eager_calls,
+        shortcuts=program.shortcuts,
+        no_shortcut=program.no_shortcut,
         fallbacks=dict(program.fallbacks),
         arena_bytes=program.arena_bytes(),
     )

@@ -40,8 +40,12 @@ def calls(trace: TraceReport) -> str:
     said = f"{count(trace.calls, 'call')}, {trace.eager_calls} of them without graphs"
     if trace.fallbacks:
         said += f" ({', '.join(f'{reason}: {times}' for reason, times in trace.fallbacks.items())})"
-    memory = "" if trace.kind == "backward" else f"; its arenas hold {size(trace.arena_bytes)}"
-    return said + memory
+    if trace.kind == "backward":
+        return said
+    said += f"; {trace.shortcuts} around Thunder's dispatch"
+    if trace.no_shortcut:
+        said += f" (straight to the graph is not possible: {trace.no_shortcut})"
+    return f"{said}; its arenas hold {size(trace.arena_bytes)}"
 
 
 def region_counts(region: RegionReport) -> str:

@@ -178,6 +178,8 @@ class Program:
         self.options = options
         self.calls = 0
         self.eager_calls = 0
+        self.shortcuts = 0  # calls that went around Thunder's dispatch
+        self.no_shortcut: str | None = None  # why none can
         self.fallbacks: Counter[str] = Counter()
         self._saved = saved
         self._backend = backend

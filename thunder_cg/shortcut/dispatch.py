@@ -47,6 +47,7 @@ class Entry:
         stats, entry = self._stats, self.compiled.entry
         stats.calls += 1
         stats.cache_hits += 1
+        self.compiled.forward.shortcuts += 1
         if stats.last_prologue is not entry.prologue_fn:
             stats.last_prologue = entry.prologue_fn
             stats.last_traces = entry.computation_traces
@@ -67,8 +68,9 @@ class Entry:
             for recording in new:
                 try:
                     known.insert(0, (recording, straight(self.compiled, self._guard, recording, values)))
-                except Unsuited:
+                except Unsuited as error:
                     self._is_straight = False
+                    self.compiled.forward.no_shortcut = str(error)
         self._straight = known
         if not self._is_straight and recordings and (values := self._guard.values(args, kwargs)) is not None:
             way = ThroughTrace(self.compiled, self._guard, values)
@@ -103,25 +105,24 @@ class Dispatch:
         if used is None or any(used is entry for entry in self._unsuited):
             return
         entry = next((e for e in self._entries if e.compiled.entry is used), None)
+        forward = _program(used.computation_traces)
         try:
             if entry is None:
-                compiled = self._compiled(used)
-                if not compiled.forward.recordings:
+                if forward is None or not forward.recordings:
                     return
-                entry = Entry(self._module, compiled)
+                entry = Entry(self._module, self._compiled(used, forward))
                 self._entries = [entry, *self._entries]
             entry.learn(args, kwargs)
-        except Unsuited:
+        except Unsuited as error:
             self._unsuited.append(used)
+            if forward is not None:
+                forward.no_shortcut = str(error)
         except NotNow:
             pass
 
-    def _compiled(self, entry: CacheEntry) -> Compiled:
+    def _compiled(self, entry: CacheEntry, forward: Program) -> Compiled:
         if self._module._lc_cd.cache_option is not CACHE_OPTIONS.CONSTANT_VALUES:
-            raise Unsuited("another kind of cache")
-        forward = _program(entry.computation_traces)
-        if forward is None:
-            raise Unsuited("nothing was partitioned")
+            raise Unsuited("Thunder's cache is not the one for constant values")
         backward = _program(entry.backward_traces) if entry.backward_fn else None
         if entry.backward_fn and backward is None:
             raise Unsuited("the backward was not partitioned")

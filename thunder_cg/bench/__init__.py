@@ -1,0 +1,140 @@
+"""The benchmark: each model under eager PyTorch, Thunder, its own CUDA graphs, this package, torch.compile, and more.
+
+The floor is the model's eager kernels in one hand-made CUDA graph with nothing around its replay. All variants of a
+model are measured in one process, in turns, so that what is compared saw the same machine: ratios count, not
+microseconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from io import StringIO
+from pathlib import Path
+
+import torch
+
+from thunder_cg.bench.cases import SWEEPS, Case, Sweep, cases
+from thunder_cg.bench.goals import goals
+from thunder_cg.bench.measure import measure_case, ticks
+from thunder_cg.bench.models import optional
+from thunder_cg.bench.plots import write_plots
+from thunder_cg.bench.progress import Progress
+from thunder_cg.bench.report import goals_table, sweeps, table
+from thunder_cg.bench.results import Point, Results, results_for
+from thunder_cg.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, variants
+
+SWEPT = (THUNDER, THUNDER_OWN, OURS, FLOOR)
+LARGEST = 100  # past it, a sweep leaves out what only serves to compare: Thunder compiles for a minute and more
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What to measure, and where the numbers go.
+
+    Attributes:
+        quick: a few small cases and calls.
+        only: measure the cases and sweeps whose names hold this.
+        calls: of a turn, at most; None for 100, or 10 if `quick`.
+        json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
+        plots: a folder for plots of all that is in `json`.
+    """
+
+    device: torch.device
+    quick: bool = False
+    only: str = ""
+    calls: int | None = None
+    json: Path | None = None
+    plots: Path | None = None
+
+    @property
+    def chosen(self) -> list[Case | Sweep]:
+        everything: tuple[Case | Sweep, ...] = (*cases(self.device, self.quick), *SWEEPS)
+        return [each for each in everything if self.only in each.name]
+
+    def sizes(self, sweep: Sweep) -> tuple[int, ...]:
+        return sweep.small if self.quick or self.device.type != "cuda" else sweep.sizes
+
+    def names(self, size: int = 0) -> list[str]:
+        """The variants of a case, or of a sweep at some size."""
+        names = [*variants(self.device)]
+        if size:
+            names = [name for name in names if name in SWEPT]
+        return [name for name in names if name in (OURS, FLOOR)] if size > LARGEST else names
+
+
+def run(settings: Settings) -> int:
+    """Measures, and prints tables and goals; the numbers are written after each case. Returns 0.
+
+    Raises:
+        ValueError: the settings do not fit: nothing is chosen, or `json` has numbers from elsewhere.
+        ModuleNotFoundError: plots are wanted and matplotlib is not installed.
+    """
+    if not settings.chosen:
+        raise ValueError(f"--only {settings.only}: no case has that in its name; --list shows all")
+    if settings.plots is not None:
+        optional("matplotlib")
+    results = results_for(settings.json, settings.device)
+    with _one_thread(settings.device):
+        _measure_all(settings, results)
+    if goals(results):
+        print(goals_table(goals(results)))
+    if settings.plots is not None:
+        for path in write_plots(results, settings.plots):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _measure_all(settings: Settings, results: Results) -> None:
+    _warm_up(settings)
+    progress = Progress(sum(_ticks(settings, each) for each in settings.chosen))
+    for each in settings.chosen:
+        text = _measure(settings, each, results, progress)
+        progress.clear()
+        print(text, flush=True)
+        if settings.json is not None:
+            results.write(settings.json, [asdict(goal) | {"met": goal.met} for goal in goals(results)])
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU, PyTorch gets one thread: such small models are no slower, and a busy machine disturbs them less."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _warm_up(settings: Settings) -> None:
+    """What a process pays once, such as loading kernels and the compiler, is not to count for the first case."""
+    names = settings.names(1)
+    measure_case(SWEEPS[0].case(1), settings.device, names, 1, Progress(ticks(names), StringIO()), compare=False)
+
+
+def _ticks(settings: Settings, each: Case | Sweep) -> int:
+    if isinstance(each, Case):
+        return ticks(settings.names())
+    return sum(ticks(settings.names(size)) for size in settings.sizes(each))
+
+
+def _measure(settings: Settings, each: Case | Sweep, results: Results, progress: Progress) -> str:
+    """Measures a case or a sweep, adds it to the results, and returns its table."""
+    calls = settings.calls or (10 if settings.quick else 100)
+    if isinstance(each, Case):
+        rows = measure_case(each, settings.device, settings.names(), calls, progress)
+        results.add(rows)
+        return table(rows)
+    points = []
+    for size in settings.sizes(each):
+        for row in measure_case(each.case(size), settings.device, settings.names(size), calls, progress, compare=False):
+            points.append(Point(each.unit, size, row.variant, row.host_p50, row.failure))
+    results.add_points(points)
+    return sweeps(Results(results.environment, points=points))
+
+
+__all__ = ["Settings", "run"]
