@@ -87,10 +87,10 @@ class TraceReport:
     regions: tuple[RegionReport, ...]
     calls: int
     eager_calls: int
-    shortcuts: int
-    no_shortcut: str | None
     fallbacks: Mapping[str, int]
     arena_bytes: int
+    shortcuts: int = 0
+    no_shortcut: str | None = None
 
     @property
     def counts(self) -> Counter[str]:

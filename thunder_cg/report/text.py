@@ -42,9 +42,10 @@ def calls(trace: TraceReport) -> str:
         said += f" ({', '.join(f'{reason}: {times}' for reason, times in trace.fallbacks.items())})"
     if trace.kind == "backward":
         return said
-    said += f"; {trace.shortcuts} around Thunder's dispatch"
+    if trace.shortcuts:
+        said += f"; {trace.shortcuts} around Thunder's dispatch"
     if trace.no_shortcut:
-        said += f" (straight to the graph is not possible: {trace.no_shortcut})"
+        said += f"; none straight to the graph: {trace.no_shortcut}"
     return f"{said}; its arenas hold {size(trace.arena_bytes)}"
 
 

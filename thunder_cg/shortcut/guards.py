@@ -307,7 +307,7 @@ class _Reader:
             self._of_cache_info[symbol.output.name] = ""
         elif inputs and inputs[0] in self._of_cache_info:
             self._check_of_cache_info(symbol, inputs[0])
-        elif symbol.flat_proxy_outs:
+        elif symbol.flat_proxy_outs and inputs:
             self._value(symbol, inputs)
         elif inputs and self._literals.issuperset(inputs):
             self._of_attributes.append(symbol)
@@ -343,17 +343,18 @@ class _Reader:
             self._modules[output.name] = self._module
         elif prim is PrimIDs.UNPACK_SUBMODULE and inputs[0] in self._modules:
             self._modules[output.name] = self._module.get_submodule(symbol.args[1])
-        elif (
-            prim is PrimIDs.UNPACK_ATTR
-            and inputs[0] in self._modules
-            and self._is_in_dictionary(self._modules[inputs[0]], symbol.args[1])
-        ):
-            self._literals.add(output.name)
-        elif prim is PrimIDs.UNPACK_GETITEM and self._literals.issuperset(inputs):
+        elif self._is_literal(symbol, inputs):
             self._literals.add(output.name)
 
+    def _is_literal(self, symbol: BoundSymbol, inputs: Sequence[str]) -> bool:
+        """Whether the value can change only by a write to a dictionary, which is watched then."""
+        if symbol.sym.id is PrimIDs.UNPACK_GETITEM:
+            return self._literals.issuperset(inputs)
+        module = self._modules.get(inputs[0]) if symbol.sym.id is PrimIDs.UNPACK_ATTR else None
+        return module is not None and self._is_in_dictionary(module, symbol.args[1])
+
     def _is_in_dictionary(self, module: Any, key: str) -> bool:
-        """Whether the attribute is a literal that can change only by a write to a dictionary, which is watched then."""
+        """Whether the attribute is a literal in one of the module's dictionaries."""
         if isinstance(module, ThunderModule):
             self._watch(vars(module))
             if key in vars(module) or hasattr(ThunderModule, key):
