@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from thunder_cg.runtime.code import Code
+
 try:
     from cuda.bindings import driver, nvrtc
 except ImportError:  # torch before 2.11 does not bring it
@@ -97,7 +99,21 @@ def launch(executable: Any, index: int) -> None:
     """Launches on the current stream of device ``index``."""
     (error,) = driver.cuGraphLaunch(executable, torch._C._cuda_getCurrentRawStream(index))
     if error:
-        raise RuntimeError(f"the CUDA driver refused to launch a graph: {error!r}")
+        _refused("to launch a graph", error)
+
+
+def write_launch(code: Code, executable: Any, index: int, depth: int) -> None:
+    """Writes what `launch` does."""
+    stream = f"{code.name(torch._C._cuda_getCurrentRawStream, 'stream')}({index})"
+    code.add(
+        f"(error,) = {code.name(driver.cuGraphLaunch, 'launch')}({code.name(executable, 'graph')}, {stream})", depth
+    )
+    code.add("if error:", depth)
+    code.add(f"{code.name(_refused, 'driver_refused')}('to launch a graph', error)", depth + 1)
+
+
+def _refused(what: str, error: Any) -> None:
+    raise RuntimeError(f"the CUDA driver refused {what}: {error!r}")
 
 
 class _Node:
@@ -147,7 +163,20 @@ class _Node:
             self._words[self._varying] = array("Q", addresses)
         (error,) = driver.cuGraphExecKernelNodeSetParams(self._executable, self._node, self._parameters)
         if error:
-            raise RuntimeError(f"the CUDA driver refused new addresses for the copies of a graph: {error!r}")
+            _refused("new addresses for the copies of a graph", error)
+
+    def write_point(self, code: Code, tensor: str, depth: int) -> None:
+        """Writes what `point` does for one tensor."""
+        code.add(f"{code.name(self._words, 'words')}[{self._one}] = {tensor}.data_ptr()", depth)
+        arguments = [
+            code.name(self._executable, "graph"),
+            code.name(self._node, "node"),
+            code.name(self._parameters, "parameters"),
+        ]
+        set_parameters = code.name(driver.cuGraphExecKernelNodeSetParams, "set_parameters")
+        code.add(f"(error,) = {set_parameters}({', '.join(arguments)})", depth)
+        code.add("if error:", depth)
+        code.add(f"{code.name(_refused, 'driver_refused')}('new addresses for a copy', error)", depth + 1)
 
 
 class Copies:
@@ -175,6 +204,13 @@ class Copies:
         """Tells which executable graph they are part of."""
         for node in self._nodes:
             node.bind(executable)
+
+    def write_point(self, code: Code, tensors: Sequence[str], depth: int) -> None:
+        """Writes what `point` does with the tensors that these expressions stand for."""
+        if self._all and len(tensors) == 1:
+            self._nodes[0].write_point(code, tensors[0], depth)
+        else:
+            code.add(f"{code.name(self.point, 'point')}([{', '.join(tensors)}])", depth)
 
     def point(self, tensors: Sequence[torch.Tensor]) -> None:
         """Has the next launches copy from, or to, these, laid out as the fixed ones."""

@@ -28,6 +28,7 @@ import torch
 from thunder_cg.errors import BackendError
 from thunder_cg.runtime import copies
 from thunder_cg.runtime.backend import Function, Leaving, copy_all
+from thunder_cg.runtime.code import Code
 
 _one_capture = threading.Lock()
 
@@ -132,8 +133,7 @@ class CudaBackend:
     def pool(self, device: torch.device) -> CudaPool:
         return CudaPool(device)
 
-    def busy(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    busy = staticmethod(torch._C._cuda_isCurrentStreamCapturing)
 
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
@@ -156,6 +156,7 @@ class CudaGraph:
         self._in = self._nodes_for(buffers, into=True)
         self._out: copies.Copies | None = None
         self._launch: Callable[[], Any] = self._first_launch
+        self._executable: Any = None  # what the driver can launch alone
 
     def _nodes_for(self, tensors: Sequence[torch.Tensor], *, into: bool) -> copies.Copies | None:
         if not (self._nodes and tensors and all(copies.is_compact(tensor) for tensor in tensors)):
@@ -197,6 +198,22 @@ class CudaGraph:
         if self._out is None and targets:
             copy_all(targets, self._leaving)
 
+    def write_replay(self, code: Code, sources: Sequence[str], targets: Sequence[str], depth: int) -> None:
+        """Writes what `replay` does with the tensors that these expressions stand for, once it has been launched."""
+        copy = code.name(copy_all, "copy_all")
+        if self._in is not None:
+            self._in.write_point(code, sources, depth)
+        elif sources:
+            code.add(f"{copy}({code.name(self._buffers, 'buffers')}, [{', '.join(sources)}])", depth)
+        if self._out is not None:
+            self._out.write_point(code, targets, depth)
+        if self._executable is not None:
+            copies.write_launch(code, self._executable, self._index, depth)
+        else:
+            code.add(f"{code.name(self._graph.replay, 'launch')}()", depth)
+        if self._out is None and targets:
+            code.add(f"{copy}([{', '.join(targets)}], {code.name(self._leaving, 'leaving')})", depth)
+
     def _first_launch(self) -> None:
         """PyTorch's replay puts the generator's state in place; a graph that draws nothing needs only the driver."""
         generator = torch.cuda.default_generators[self._index]
@@ -206,7 +223,8 @@ class CudaGraph:
         if draws or not self._nodes:
             self._launch = self._graph.replay
         else:
-            self._launch = partial(copies.launch, copies.executable(self._graph), self._index)
+            self._executable = copies.executable(self._graph)
+            self._launch = partial(copies.launch, self._executable, self._index)
 
 
 class CudaPool:

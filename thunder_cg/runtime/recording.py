@@ -14,11 +14,11 @@ from thunder_cg.runtime.backend import Graph, Pool, copy_all
 from thunder_cg.runtime.copies import span
 
 # Kernels choose vector widths by the alignment of their operands, and with them the order of a sum.
-_ALIGNMENT = 16
+ALIGNMENT = 16
 
 # Typed loosely, because torch's stubs are too narrow: one takes no lists of int, the other no list[Tensor].
 _tensor_guards: Callable[..., TensorGuards] = TensorGuards
-_same_pointers: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
+same_pointers: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
 
 
 def metadata_guard(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> TensorGuards:
@@ -30,29 +30,33 @@ def metadata_guard(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> 
     )
 
 
+_precision = torch._C._get_fp32_precision_getter
+
+# The process-wide switches that kernels are chosen by, as functions that read them. A graph has the choice baked in.
+SETTINGS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
+    (torch.is_inference_mode_enabled, ()),
+    (torch._C._get_deterministic_algorithms, ()),
+    (torch._C._get_cudnn_enabled, ()),
+    (torch._C._get_cudnn_benchmark, ()),
+    (torch._C._get_cudnn_deterministic, ()),
+    (_precision, ("generic", "all")),
+    (_precision, ("cuda", "matmul")),
+    (_precision, ("cuda", "conv")),
+    (_precision, ("cuda", "rnn")),
+    (_precision, ("mkldnn", "matmul")),
+    (torch._C._get_cublas_allow_fp16_reduced_precision_reduction, ()),
+    (torch._C._get_cublas_allow_bf16_reduced_precision_reduction, ()),
+    (torch._C._get_cublas_allow_fp16_accumulation, ()),
+    (torch._C._get_flash_sdp_enabled, ()),
+    (torch._C._get_mem_efficient_sdp_enabled, ()),
+    (torch._C._get_math_sdp_enabled, ()),
+    (torch._C._get_cudnn_sdp_enabled, ()),
+)
+
+
 def settings() -> tuple[Any, ...]:
-    """The process-wide switches that kernels are chosen by. A graph has the choice baked in."""
-    c = torch._C
-    precision = c._get_fp32_precision_getter
-    return (
-        torch.is_inference_mode_enabled(),
-        c._get_deterministic_algorithms(),
-        c._get_cudnn_enabled(),
-        c._get_cudnn_benchmark(),
-        c._get_cudnn_deterministic(),
-        precision("generic", "all"),
-        precision("cuda", "matmul"),
-        precision("cuda", "conv"),
-        precision("cuda", "rnn"),
-        precision("mkldnn", "matmul"),
-        c._get_cublas_allow_fp16_reduced_precision_reduction(),
-        c._get_cublas_allow_bf16_reduced_precision_reduction(),
-        c._get_cublas_allow_fp16_accumulation(),
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-    )
+    """What the switches are set to."""
+    return tuple([read(*args) for read, args in SETTINGS])
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -69,7 +73,7 @@ def layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
         tensor.stride(),
         tensor.dtype,
         tensor.device,
-        tensor.data_ptr() % _ALIGNMENT,
+        tensor.data_ptr() % ALIGNMENT,
         tensor.is_conj(),
         tensor.is_neg(),
         tensor.is_inference(),
@@ -86,7 +90,7 @@ class Guard:
             graphs if both are static, so no other sharing is admitted.
     """
 
-    __slots__ = ("_absent", "_aligned", "_metadata", "_pointers", "_same", "_settings", "_shared", "_static", "_unique")
+    __slots__ = ("_absent", "_same", "_shared", "_unique", "aligned", "metadata", "pointers", "settings", "static")
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], static: Sequence[int], written: frozenset[int]) -> None:
         present = [(i, t) for i, t in enumerate(tensors) if t is not None]
@@ -95,24 +99,24 @@ class Guard:
         self._same = [(i, j) for i, t in present if (j := first.setdefault(id(t), i)) != i]
         self._unique = list(first.values()) if len(first) < len(tensors) else None
         unique = [t for i, t in present if first[id(t)] == i]
-        self._metadata = metadata_guard(unique)
+        self.metadata = metadata_guard(unique)
         fixed = set(static)
-        self._static = list(static)
-        self._pointers = [t.data_ptr() if t is not None and i in fixed else None for i, t in enumerate(tensors)]
-        self._aligned = [(i, t.data_ptr() % _ALIGNMENT) for i, t in present if i not in fixed]
+        self.static = list(static)
+        self.pointers = [t.data_ptr() if t is not None and i in fixed else None for i, t in enumerate(tensors)]
+        self.aligned = [(i, t.data_ptr() % ALIGNMENT) for i, t in present if i not in fixed]
         self._shared = Sharing.of(tensors, fixed, written) if written else None
-        self._settings = settings()
+        self.settings = settings()
 
     def holds(self, tensors: list[Any]) -> bool:
         """Whether a graph captured with the guard's tensors may be replayed with these."""
         try:
             unique = tensors if self._unique is None else [tensors[i] for i in self._unique]
-            if not _same_pointers(tensors, self._pointers, self._static) or (
-                unique and not self._metadata.check(*unique)  # before a sparse tensor is asked for its address
+            if not same_pointers(tensors, self.pointers, self.static) or (
+                unique and not self.metadata.check(*unique)  # before a sparse tensor is asked for its address
             ):
                 return False
-            for i, rest in self._aligned:
-                if tensors[i].data_ptr() % _ALIGNMENT != rest:
+            for i, rest in self.aligned:
+                if tensors[i].data_ptr() % ALIGNMENT != rest:
                     return False
             for i, j in self._same:
                 if tensors[i] is not tensors[j]:
@@ -120,13 +124,18 @@ class Guard:
             for i in self._absent:
                 if tensors[i] is not None:
                     return False
-            return (self._shared is None or self._shared.admits(tensors)) and settings() == self._settings
+            return (self._shared is None or self._shared.admits(tensors)) and settings() == self.settings
         except (AttributeError, TypeError):  # no tensor where there was one
             return False
 
+    @property
+    def is_simple(self) -> bool:
+        """Whether addresses, metadata, alignment and settings are all there is to check."""
+        return self._unique is None and not self._same and not self._absent and self._shared is None
+
     def moved(self, tensors: Sequence[Any]) -> list[int]:
         """Positions of the static tensors that are at another address now."""
-        return [i for i in self._static if tensors[i] is None or tensors[i].data_ptr() != self._pointers[i]]
+        return [i for i in self.static if tensors[i] is None or tensors[i].data_ptr() != self.pointers[i]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +210,7 @@ def _tracked_view(
 def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
     """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place."""
     item = like.element_size()
-    shift = like.data_ptr() % _ALIGNMENT // item
+    shift = like.data_ptr() % ALIGNMENT // item
     memory = pool.memory(max(1, (shift + span(like)) * item))
     buffer = _view(memory, like.dtype, shift, like.size(), like.stride())
     if like.is_conj():
@@ -313,6 +322,15 @@ class Outputs:
         """What leaves: the memory to copy, one tensor for each storage."""
         return [copy.source for copy in self._new]
 
+    def plain_copies(self) -> dict[int, torch.Tensor]:
+        """Results that are copies of one tensor each, and of which; see `is_plain`."""
+        return {copy.result: copy.source for copy in self._new}
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every result is a copy of one tensor, or stays where it is."""
+        return not self._makers and not any(copy.parts for copy in self._new)
+
     def disown(self) -> None:
         """Gives up the memory of what leaves, without a first delivery."""
         self._owned.clear()
@@ -377,7 +395,7 @@ class _Copy:
         if not others and plain and (tensor.numel() == 0 or _dense(tensor)):
             return cls(alias(tensor), (), i, tensor.numel() * tensor.element_size())
         start = min(t.data_ptr() for _, t in group)
-        start -= (start - address(tensor)) % _ALIGNMENT
+        start -= (start - address(tensor)) % ALIGNMENT
         stop = max(t.data_ptr() + span(t) * t.element_size() for _, t in group)
         parts = tuple(
             (
@@ -442,6 +460,16 @@ class RegionGraph:
         self._touched = tuple(touched)
         self.targets = [load.target for load in loads]
         self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether a replay copies arguments in, runs, and copies results out, and nothing else."""
+        return self.outputs.is_plain and not (self._stores or self._touched or any(load.flat for load in self._loads))
+
+    @property
+    def loaded(self) -> list[int]:
+        """The arguments that are copied in."""
+        return [load.arg for load in self._loads]
 
     def admits(self, args: Sequence[Any]) -> bool:
         """Whether the arguments that eager operators made are what was captured."""

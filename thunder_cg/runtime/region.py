@@ -38,6 +38,7 @@ from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
+from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import (
     Guard,
     Load,
@@ -55,6 +56,9 @@ from thunder_cg.runtime.recording import (
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _HOOKED = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
 _WATCHED = "a TorchDispatchMode is active, which has to see every operator and would not see those of a replay"
@@ -224,6 +228,16 @@ class Program:
         if self._saved and _saved_tensors_are_hooked():
             return _HOOKED
         return None
+
+    def conditions(self, code: Code) -> list[str]:
+        """That there is no `obstacle`, as expressions."""
+        found = [
+            f"not {code.name(self._backend.busy, 'busy')}()",
+            f"{code.name(_dispatch_modes, 'dispatch_modes')}() == 0",
+        ]
+        if self._saved:
+            found.append(f"{code.name(_saved_tensors_hooks, 'saved_tensors_hooks')}(False) is None")
+        return found
 
     def may_replay_backward(self) -> bool:
         """Whether the backward under way may replay a graph, and need not leave what its forward saved."""
@@ -626,12 +640,12 @@ def _describe(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) ->
 
 def _is_watched() -> bool:
     """Whether a dispatch mode of the user's, such as a counter of operations, is active."""
-    return torch._C._len_torch_dispatch_stack() > 0
+    return _dispatch_modes() > 0
 
 
 def _saved_tensors_are_hooked() -> bool:
     """Whether tensors saved now go to hooks, which may keep them for longer than the graph that saved them lives."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+    return _saved_tensors_hooks(False) is not None
 
 
 def _graph_is_retained() -> bool:

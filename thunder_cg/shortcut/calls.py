@@ -6,8 +6,8 @@ it has done nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from thunder import CacheEntry
@@ -19,21 +19,12 @@ from thunder.core.trace import TraceCtx
 from thunder.executors.torch_autograd import connect_to_autograd
 
 from thunder_cg.executor import executor
+from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
 from thunder_cg.runtime.region import Call, Others, Program
 from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
 
 REFUSED = object()
-
-
-class Way(Protocol):
-    """How calls of one layout are run."""
-
-    def __call__(self, values: list[Any]) -> Any:
-        """The call's result, or `REFUSED`."""
-
-    def rest(self) -> None:
-        """Thunder's way is being taken: lets go of what is only kept to be fast."""
 
 
 class Compiled(NamedTuple):
@@ -43,17 +34,6 @@ class Compiled(NamedTuple):
     forward: Program
     backward: Program | None
     options: dict[str, Any]  # thunder.jit's
-
-
-def straight(compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> Way:
-    """The way that only replays ``recording``.
-
-    Raises:
-        Unsuited: the trace holds more than one region, or its results are not all the region's.
-    """
-    if compiled.backward is None:
-        return _Inference(compiled, guard, recording, values)
-    return _Training(compiled, guard, recording, values)
 
 
 class ThroughTrace:
@@ -85,9 +65,6 @@ class ThroughTrace:
             result = data["output"]
         return entry.epilogue_fn(*self._pick_passed_on(values), *result)
 
-    def rest(self) -> None:
-        """Keeps nothing that a later call could do without."""
-
 
 class Tensors:
     """The check that tensors are what they were, which is what the prologue wants of them."""
@@ -101,13 +78,14 @@ class Tensors:
                 guard.metadata[name].check(tensor)
             except AssertionError as error:
                 raise NotNow(f"{name}: {error}") from None
+        self.is_empty = not names
         self._guard = Guard(tensors, (), frozenset()) if names else None
 
     def hold(self, values: list[Any]) -> bool:
         return self._guard is None or self._guard.holds(list(self._pick(values)))
 
 
-class _Result:
+class Result:
     """How the results of a region become what the caller gets."""
 
     def __init__(self, entry: CacheEntry, guard: PrologueGuard, output: Sequence[Any], made: dict[str, int]) -> None:
@@ -118,12 +96,24 @@ class _Result:
         trace = entry.epilogue_traces[-1]
         plain = all(s.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN) for s in trace.bound_symbols)
         self._epilogue = trace.python_callable(include_decorators=False) if plain else entry.epilogue_fn
+        names = [s.output.name for s in trace.bound_symbols if s.sym.id is PrimIDs.UNPACK_TRIVIAL]
+        returned = trace.bound_symbols[-1].args[0] if plain else None
+        at = names.index(returned.name) if isinstance(returned, Proxy) else -1
+        self._single = at - len(guard.passed_on) if at >= len(guard.passed_on) else None  # all that is returned
+
+    def expression(self, code: Code, found: Callable[[int], str]) -> str:
+        """What `of` returns, given the expressions for the region's results."""
+        results = [found(i) for i in self._order]
+        if self._single is not None:
+            return results[self._single]
+        passed_on = f"*{code.name(self._pick_passed_on, 'passed_on')}(values)"
+        return f"{code.name(self._epilogue, 'epilogue')}({', '.join([passed_on, *results])})"
 
     def of(self, values: list[Any], results: Sequence[Any]) -> Any:
         return self._epilogue(*self._pick_passed_on(values), *[results[i] for i in self._order])
 
 
-class _Straight:
+class Region:
     """The region of a program that is one region, in one recording."""
 
     def __init__(self, program: Program, recording: Recording) -> None:
@@ -138,43 +128,7 @@ class _Straight:
         self.stats = program.regions[0].stats
 
 
-class _Inference:
-    def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
-        program, trace = compiled.forward, compiled.entry.computation_traces[-1]
-        self._region = _Straight(program, recording)
-        self._program = program
-        self._recording = recording
-        self._arena = recording.arena
-        self._pick = guard.picker(self._region.inputs)
-        others = [name for name in guard.metadata if name not in self._region.inputs]
-        self._others = Tensors(guard, others, values)
-        self._result = _Result(compiled.entry, guard, trace.bound_symbols[-1].args[0], _made(trace))
-
-    def rest(self) -> None:
-        """Keeps nothing that a later call could do without."""
-
-    def __call__(self, values: list[Any]) -> Any:
-        region, program, arena = self._region, self._program, self._arena
-        tensors = list(self._pick(values))
-        if (
-            self._recording.dropped
-            or program.obstacle() is not None
-            or not region.guard.holds(tensors)
-            or not self._others.hold(values)
-            or not arena.try_hold()
-        ):
-            return REFUSED
-        try:
-            arena.enter()
-            program.calls += 1
-            region.stats.replays += 1
-            results = region.graph.replay(tensors)
-        finally:
-            arena.release()
-        return self._result.of(values, results)
-
-
-class _Training:
+class Training:
     """A forward that one replay makes, and a node of autograd whose backward is one replay, too.
 
     What the forward saves in the arena does not travel through autograd: the node holds the call, and the call the
@@ -183,7 +137,7 @@ class _Training:
 
     def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
         program, trace = compiled.forward, compiled.entry.computation_traces[-1]
-        self._region = region = _Straight(program, recording)
+        self._region = region = Region(program, recording)
         self._program = program
         self._recording = recording
         self._arena = recording.arena
@@ -191,8 +145,8 @@ class _Training:
         self._others = Tensors(guard, [n for n in guard.metadata if n not in region.inputs], values)
         inputs = region.inputs or ("",)
         data, (saved, kept) = trace.bound_symbols[-1].args
-        made = _made(trace)
-        self._result = _Result(compiled.entry, guard, data["output"], made)
+        made = made_by_region(trace)
+        self._result = Result(compiled.entry, guard, data["output"], made)
         self._outputs = [made.get(name, -1) for name in _names_of(data["flat_output"])]
         views = region.graph.outputs.view_sources()
         if any(i < 0 or i in views for i in self._outputs):
@@ -292,7 +246,7 @@ class _Backward:
         self._entry = compiled.entry
         self._program = compiled.backward
         self._recording = recording
-        self._region: _Straight | None = None
+        self._region: Region | None = None
         self._is_known = False
 
     def _look(self) -> None:
@@ -301,9 +255,9 @@ class _Backward:
         trace = self._entry.backward_traces[-1]
         self._is_known = self._program.kind in self._recording.parts
         try:
-            region = _Straight(self._program, self._recording)
+            region = Region(self._program, self._recording)
             self._sources = _sources(trace, region.inputs)
-            made = _made(trace)
+            made = made_by_region(trace)
             gradients = trace.bound_symbols[-1].args[0]
             self._gradients = [None if gradient is None else made[gradient.name] for gradient in gradients]
             self._region = region
@@ -393,7 +347,7 @@ def _sources(trace: TraceCtx, names: Sequence[str]) -> list[tuple[int, int]]:
     return [found[name] for name in names]
 
 
-def _made(trace: TraceCtx) -> dict[str, int]:
+def made_by_region(trace: TraceCtx) -> dict[str, int]:
     """The results of a trace's only region, and their positions."""
     regions = [s for s in trace.bound_symbols if _is_region(s)]
     if len(regions) != 1:

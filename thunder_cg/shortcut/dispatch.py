@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from thunder import CacheEntry
@@ -11,9 +12,11 @@ from thunder.core.trace import TraceCtx, is_tracing
 
 from thunder_cg.runtime.recording import Recording
 from thunder_cg.runtime.region import Program
-from thunder_cg.shortcut.calls import REFUSED, Compiled, ThroughTrace, Way, straight
+from thunder_cg.shortcut.calls import REFUSED, Compiled, ThroughTrace, Training
 from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
+from thunder_cg.shortcut.straight import inference
 
+Call = Callable[..., Any]  # with a call's arguments; returns the call's result or REFUSED
 _MAX_WAYS = 8  # per cache entry, for traces of several regions: one for each layout of inputs
 
 
@@ -24,57 +27,70 @@ class Entry:
         self.compiled = compiled
         self._stats = module._lc_cs
         self._guard = PrologueGuard(module, compiled.entry.prologue_traces[-1], compiled.forward.inputs)
-        self._straight: list[tuple[Recording, Way]] = []
-        self._through: list[Way] = []
+        self._replays: list[tuple[Recording, Call]] = []  # of inference
+        self._straight: list[tuple[Recording, Training]] = []
+        self._through: list[ThroughTrace] = []
         self._is_straight = True
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @property
+    def calls(self) -> list[Call]:
+        """What to call, in this order, until one does not refuse."""
+        return [*(call for _, call in self._replays), *([self._look_up] if self._straight or self._through else [])]
+
+    def _look_up(self, *args: Any, **kwargs: Any) -> Any:
+        """Tries the ways that start from the values which the prologue's guard looks up."""
         values = self._guard.values(args, kwargs)
         if values is None:
             return REFUSED
-        for _, way in self._straight:
+        ways: list[Training | ThroughTrace] = [*(way for _, way in self._straight), *self._through]
+        for way in ways:
             result = way(values)
             if result is not REFUSED:
-                return self._counted(result)
-        for way in self._through:
-            result = way(values)
-            if result is not REFUSED:
-                return self._counted(result)
+                self.compiled.forward.shortcuts += 1
+                self._count()
+                return result
         return REFUSED
 
-    def _counted(self, result: Any) -> Any:
+    def _count(self) -> None:
         """Keeps Thunder's statistics, which its own way would have kept."""
         stats, entry = self._stats, self.compiled.entry
         stats.calls += 1
         stats.cache_hits += 1
-        self.compiled.forward.shortcuts += 1
         if stats.last_prologue is not entry.prologue_fn:
             stats.last_prologue = entry.prologue_fn
             stats.last_traces = entry.computation_traces
             stats.last_prologue_traces = entry.prologue_traces
-        return result
 
     def rest(self) -> None:
-        """Thunder's way is being taken."""
+        """Thunder's way is being taken: lets go of what is only kept to be fast."""
         for _, way in self._straight:
             way.rest()
 
     def learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Finds the short ways for what has been recorded, after a call that had to go Thunder's way."""
         recordings = self.compiled.forward.recordings
-        known = [(recording, way) for recording, way in self._straight if not recording.dropped]
-        new = [r for r in recordings if all(r is not recording for recording, _ in known)]
-        if self._is_straight and new and (values := self._guard.values(args, kwargs)) is not None:
-            for recording in new:
-                try:
-                    known.insert(0, (recording, straight(self.compiled, self._guard, recording, values)))
-                except Unsuited as error:
-                    self._is_straight = False
-                    self.compiled.forward.no_shortcut = str(error)
-        self._straight = known
-        if not self._is_straight and recordings and (values := self._guard.values(args, kwargs)) is not None:
+        self._replays = [known for known in self._replays if not known[0].dropped]
+        self._straight = [known for known in self._straight if not known[0].dropped]
+        known = [recording for recording, _ in (*self._replays, *self._straight)]
+        new = [r for r in recordings if all(r is not recording for recording in known)]
+        if not recordings or (values := self._guard.values(args, kwargs)) is None:
+            return
+        try:
+            for recording in new if self._is_straight else ():
+                self._add(recording, values)
+        except Unsuited as error:
+            self._is_straight = False
+            self.compiled.forward.no_shortcut = str(error)
+        if not self._is_straight:
             way = ThroughTrace(self.compiled, self._guard, values)
             self._through = [way, *self._through][:_MAX_WAYS]
+
+    def _add(self, recording: Recording, values: list[Any]) -> None:
+        if self.compiled.backward is None:
+            call = inference(self.compiled, self._guard, recording, values, self._count)
+            self._replays.insert(0, (recording, call))
+        else:
+            self._straight.insert(0, (recording, Training(self.compiled, self._guard, recording, values)))
 
 
 class Dispatch:
@@ -84,12 +100,13 @@ class Dispatch:
         self._module = module
         self._thunders = module._forward_fn
         self._entries: list[Entry] = []
+        self._calls: list[Call] = []  # of all entries
         self._unsuited: list[CacheEntry] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not is_tracing():
-            for entry in self._entries:
-                result = entry(args, kwargs)
+            for call in self._calls:
+                result = call(*args, **kwargs)
                 if result is not REFUSED:
                     return result
             for entry in self._entries:
@@ -97,6 +114,7 @@ class Dispatch:
         result = self._thunders(*args, **kwargs)
         if not is_tracing():
             self._learn(args, kwargs)
+            self._calls = [call for entry in self._entries for call in entry.calls]
         return result
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ Note [Cheaper, not fewer]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch._dynamo.guards import GuardManagerType
 
 from thunder_cg.executor import executor
 from thunder_cg.prologue import Metadata, ParameterCheck
+from thunder_cg.runtime.code import Code
 
 _MAX_CHANGES = 64  # of modules' attributes; past it they are checked at every call
 _LITERALS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
@@ -87,35 +89,54 @@ class Surroundings:
             torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         )
 
+    def conditions(self, code: Code) -> list[str]:
+        """That they `hold`, as expressions."""
+        name = code.name
+        dtype, grad, gpu, cpu = self._state
+        found = [
+            f"{name(torch.get_default_dtype, 'default_dtype')}() is {name(dtype, 'dtype')}",
+            f"{name(torch.is_grad_enabled, 'grad_enabled')}() is {grad}",
+        ]
+        if gpu or cpu:
+            found.append(f"{name(self._read, 'surroundings')}() == {name(self._state, 'expected')}")
+        else:
+            found += [f"not {name(torch.is_autocast_enabled, 'autocast')}('{kind}')" for kind in ("cuda", "cpu")]
+        plain = f"not {name(_function_modes, 'function_modes')}() and not {name(hasattr, 'hasattr')}"
+        plain += f"({name(torch._GLOBAL_DEVICE_CONTEXT, 'devices')}, 'device_context')"
+        if self._device != _CPU:
+            return [*found, f"{name(self.hold, 'surroundings_hold')}()"]
+        return [*found, f"({plain} or {name(self.hold, 'surroundings_hold')}())"]
+
     def hold(self) -> bool:
         """Whether they are as expected."""
         if self._read() != self._state:
             return False
-        if torch._C._len_torch_function_stack() or hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+        if _function_modes() or hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
             return bool(torch.get_default_device() == self._device)
         return self._device == _CPU
 
 
 _CPU = torch.device("cpu")
+_function_modes = torch._C._len_torch_function_stack
 
 
-class _Unchanged:
+def _unchanged(dictionaries: Sequence[dict[str, Any]]) -> Callable[[], bool]:
     """One C++ check that dictionaries were not written to."""
+    scope = dict(enumerate(dictionaries))
+    manager = _c_guards.RootGuardManager()
+    for i, dictionary in scope.items():
+        child: Any = manager.dict_getitem_manager(
+            key=i, source=str(i), example_value=dictionary, guard_manager_enum=GuardManagerType.GUARD_MANAGER
+        )
+        try:
+            child.add_dict_version_guard(dictionary, [], None)
+        except TypeError:  # torch before 2.11
+            child.add_dict_version_guard(dictionary, [])
+    return partial(manager.check, scope)
 
-    def __init__(self, dictionaries: Sequence[dict[str, Any]]) -> None:
-        self._scope = dict(enumerate(dictionaries))
-        self._manager = _c_guards.RootGuardManager()
-        for i, dictionary in self._scope.items():
-            child: Any = self._manager.dict_getitem_manager(
-                key=i, source=str(i), example_value=dictionary, guard_manager_enum=GuardManagerType.GUARD_MANAGER
-            )
-            try:
-                child.add_dict_version_guard(dictionary, [], None)
-            except TypeError:  # torch before 2.11
-                child.add_dict_version_guard(dictionary, [])
 
-    def __call__(self) -> bool:
-        return bool(self._manager.check(self._scope))
+def _never() -> bool:
+    return False
 
 
 class _Attributes:
@@ -124,20 +145,20 @@ class _Attributes:
     def __init__(self, check: Callable[..., Any], dictionaries: Sequence[dict[str, Any]]) -> None:
         self._check = check
         self._dictionaries = dictionaries
-        self._unchanged: Callable[[], bool] | None = None
+        self.unchanged: Callable[[], bool] = _never
         self._changes = 0
 
     def hold(self) -> bool:
-        if self._unchanged is not None and self._unchanged():
+        if self.unchanged():
             return True
         self._changes += 1
         # The versions are read first: a change during the check shows at the next call.
-        unchanged = _Unchanged(self._dictionaries) if self._changes <= _MAX_CHANGES else None
+        unchanged = _unchanged(self._dictionaries) if self._changes <= _MAX_CHANGES else _never
         try:
             self._check()
         except Exception:  # as Thunder: the prologue of another cache entry may pass
             return False
-        self._unchanged = unchanged
+        self.unchanged = unchanged
         return True
 
 
@@ -171,39 +192,67 @@ class PrologueGuard:
         names = [*arguments, *parameters, *buffers, *others]
         self.place = {name: i for i, name in enumerate(names)}
         self._arguments = reader.arguments(arguments)
+        self._arity = reader.arity()
+        self._plain_arguments = reader.plain_arguments(arguments)
         self._parameters = _getter([reader.sources[name] for name in parameters])
         self._buffers = _getter([reader.sources[name] for name in buffers])
         self._others = [reader.sources[name] for name in others]
         self._buffer_names = frozenset(reader.sources[name] for name in others if reader.is_buffer[name])
         self._module = module
-        self._surroundings = Surroundings(reader.cache_info)
+        self.surroundings = Surroundings(reader.cache_info)
         self._attributes = reader.attributes()
 
     def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The values that the prologue would return, at their ``place``; None if a check fails."""
-        if not (self._surroundings.hold() and self._attributes.hold() and _nothing_is_shared(args, kwargs)):
+        if not (self.surroundings.hold() and self._attributes.hold() and _nothing_is_shared(args, kwargs)):
             return None
-        module = self._module
         try:
-            found = [
-                *self._arguments(*args, **kwargs),
-                *self._parameters(module._overrides_parameters),
-                *self._buffers(module._overrides_buffers),
-            ]
-            for name in self._others:
-                found.append(module.get_buffer(name) if name in self._buffer_names else module.get_parameter(name))
+            return self._look_up(args, kwargs)
         except Exception:  # as Thunder: the prologue of another cache entry may pass
             return None
+
+    def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Makes the remaining checks, which raise, and gets the values."""
+        module = self._module
+        found = [
+            *self._arguments(*args, **kwargs),
+            *self._parameters(module._overrides_parameters),
+            *self._buffers(module._overrides_buffers),
+        ]
+        for name in self._others:
+            found.append(module.get_buffer(name) if name in self._buffer_names else module.get_parameter(name))
         return found
+
+    def conditions(self, code: Code) -> list[str]:
+        """What `values` checks besides the surroundings before it looks up, as expressions."""
+        attributes = code.name(self._attributes, "attributes")
+        found = [f"({attributes}.unchanged() or {attributes}.hold())"]
+        if self._plain_arguments is not None:
+            found += [f"len({name}) == {length}" for name, length in self._arity.items()]
+        if self._plain_arguments is None or len(self._plain_arguments) != 1 or sum(self._arity.values()) != 1:
+            found.append(f"{code.name(_nothing_is_shared, 'nothing_is_shared')}(args, kwargs)")
+        return found
+
+    def look_up(self, code: Code) -> str:
+        """What `values` returns, as an expression, which may raise."""
+        if self._plain_arguments is None or self._others:
+            return f"{code.name(self._look_up, 'look_up')}(args, kwargs)"
+        parts = [*self._plain_arguments]
+        module = code.name(self._module, "module")
+        for getter, home in ((self._parameters, "_overrides_parameters"), (self._buffers, "_overrides_buffers")):
+            if getter is not _nothing:
+                parts.append(f"*{code.name(getter, 'get')}({module}.{home})")
+        return f"[{', '.join(parts)}]"
+
+    def are_all(self, names: Sequence[str]) -> bool:
+        """Whether these are all the values, in their order."""
+        return list(names) == list(self.place)
 
     def picker(self, names: Sequence[str]) -> Callable[[list[Any]], Sequence[Any]]:
         """What picks the values called ``names`` out of ``values()``."""
         if missing := [name for name in names if name not in self.place]:
             raise Unsuited(f"values {missing} that the prologue does not make")
-        places = [self.place[name] for name in names]
-        if places == list(range(len(self.place))):
-            return _all
-        return _getter(places)
+        return _all if self.are_all(names) else _getter([self.place[name] for name in names])
 
 
 def _all(values: list[Any]) -> list[Any]:
@@ -233,6 +282,11 @@ def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         leaves = tree_flatten((args, kwargs))[0]
     plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
     return len({tensor.untyped_storage().data_ptr() for tensor in plain}) == len(plain)
+
+
+def _is_arity(symbol: BoundSymbol) -> bool:
+    """Whether it checks how many arguments a call has."""
+    return symbol.sym.id == "check_len" and getattr(symbol.args[0], "name", None) in ("args", "kwargs")
 
 
 def _is_literal(value: Any) -> bool:
@@ -275,6 +329,22 @@ class _Reader:
         """The function that makes all remaining checks and returns the values called ``names``."""
         return self._function(self._rest, tuple(self.proxies[name] for name in names))
 
+    def arity(self) -> dict[str, int]:
+        """The lengths that ``args`` and ``kwargs`` must have."""
+        return {symbol.args[0].name: symbol.args[1] for symbol in self._rest if _is_arity(symbol)}
+
+    def plain_arguments(self, names: Sequence[str]) -> list[str] | None:
+        """Expressions for the values called ``names``, if nothing but the arity is left to check."""
+        if not all(map(_is_arity, self._rest)) or len(self.arity()) != 2:
+            return None
+        found = []
+        for name in names:
+            symbol = self._producers[name]
+            if symbol.sym.id is not PrimIDs.UNPACK_GETITEM or symbol.args[0].name not in ("args", "kwargs"):
+                return None
+            found.append(f"{symbol.args[0].name}[{symbol.args[1]!r}]")
+        return found
+
     def attributes(self) -> _Attributes:
         """The checks of modules' attributes. The compiled module's own dictionary is always watched."""
         model = self._module._model
@@ -307,8 +377,9 @@ class _Reader:
             self._of_cache_info[symbol.output.name] = ""
         elif inputs and inputs[0] in self._of_cache_info:
             self._check_of_cache_info(symbol, inputs[0])
-        elif symbol.flat_proxy_outs and inputs:
-            self._value(symbol, inputs)
+        elif symbol.flat_proxy_outs:
+            if inputs:
+                self._value(symbol, inputs)
         elif inputs and self._literals.issuperset(inputs):
             self._of_attributes.append(symbol)
         else:

@@ -1,0 +1,113 @@
+"""Writes a call that is nothing but a replay as one Python function: straight-line code with everything bound.
+
+Once the kernels are a graph, a call's host time is what Python does around the launch: calls of small functions,
+look-ups, loops. The function written here makes the same checks and copies as the methods that it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from thunder_cg.runtime import recording as recordings
+from thunder_cg.runtime.code import Code
+from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
+from thunder_cg.shortcut.calls import REFUSED, Compiled, Region, Result, Tensors, made_by_region
+from thunder_cg.shortcut.guards import PrologueGuard
+
+
+def inference(
+    compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any], counted: Callable[[], None]
+) -> Callable[..., Any]:
+    """The function that only replays ``recording``: it takes a call's arguments, and returns its result or `REFUSED`.
+
+    Raises:
+        Unsuited: the trace holds more than one region, or its results are not all the region's.
+    """
+    program, entry = compiled.forward, compiled.entry
+    trace = entry.computation_traces[-1]
+    region = Region(program, recording)
+    others = Tensors(guard, [name for name in guard.metadata if name not in region.inputs], values)
+    result = Result(entry, guard, trace.bound_symbols[-1].args[0], made_by_region(trace))
+
+    code = Code()
+    refuse = f"return {code.name(REFUSED, 'refused')}"
+    recorded, ran = code.name(recording, "recording"), code.name(program, "program")
+    code.add("try:")
+    conditions = [
+        f"not {recorded}.dropped",
+        *program.conditions(code),
+        *guard.surroundings.conditions(code),
+        *_settings_conditions(code, region.guard.settings),
+        *guard.conditions(code),
+    ]
+    code.add(f"if not ({' and '.join(conditions)}):", 2)
+    code.add(refuse, 3)
+    code.add(f"values = {guard.look_up(code)}", 2)
+    pick = guard.picker(region.inputs)
+    code.add(
+        "tensors = values" if guard.are_all(region.inputs) else f"tensors = list({code.name(pick, 'pick')}(values))", 2
+    )
+    conditions = _guard_conditions(code, region.guard, "tensors")
+    if not others.is_empty:
+        conditions.append(f"{code.name(others.hold, 'others_hold')}(values)")
+    code.add(f"if not ({' and '.join(conditions)}):", 2)
+    code.add(refuse, 3)
+    code.add("except Exception:  # as Thunder: the prologue of another cache entry may pass")
+    code.add(refuse, 2)
+    arena = recording.arena
+    code.add(f"if not {code.name(arena.try_hold, 'hold')}():")
+    code.add(refuse, 2)
+    code.add("try:")
+    code.add(f"{code.name(arena.enter, 'enter')}()", 2)
+    found = _write_replay(code, region.graph, "tensors", 2)
+    code.add("finally:")
+    code.add(f"{code.name(arena.release, 'release')}()", 2)
+    code.add(f"{ran}.calls += 1")
+    code.add(f"{ran}.shortcuts += 1")
+    code.add(f"{code.name(region.stats, 'stats')}.replays += 1")
+    code.add(f"{code.name(counted, 'counted')}()")
+    code.add(f"return {result.expression(code, found)}")
+    return code.function("call(*args, **kwargs)")
+
+
+def _settings_conditions(code: Code, expected: Sequence[Any]) -> list[str]:
+    """That the process-wide settings are what they were."""
+    return [
+        f"{code.name(read, 'setting')}({', '.join(map(repr, args))}) == {value!r}"
+        for (read, args), value in zip(recordings.SETTINGS, expected)
+    ]
+
+
+def _guard_conditions(code: Code, guard: Guard, tensors: str) -> list[str]:
+    """What `Guard.holds` checks of the list called ``tensors``, but for the settings."""
+    if not guard.is_simple:
+        return [f"{code.name(guard, 'guard')}.holds({tensors})"]
+    pointers, static = code.name(guard.pointers, "pointers"), code.name(guard.static, "static")
+    found = [f"{code.name(recordings.same_pointers, 'same_pointers')}({tensors}, {pointers}, {static})"]
+    if guard.pointers:
+        found.append(f"{code.name(guard.metadata.check, 'same_metadata')}(*{tensors})")
+    return found + [f"{tensors}[{i}].data_ptr() % {recordings.ALIGNMENT} == {rest}" for i, rest in guard.aligned]
+
+
+def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int) -> Callable[[int], str]:
+    """Writes what `RegionGraph.replay` does. Returns the expression for each result."""
+    if not graph.is_simple:
+        code.add(f"results = {code.name(graph.replay, 'replay')}({tensors})", depth)
+        return lambda i: f"results[{i}]"
+    sources = [f"{tensors}[{arg}]" for arg in graph.loaded]
+    targets = {}
+    for n, (i, source) in enumerate(graph.outputs.plain_copies().items()):
+        targets[i] = f"result{n}"
+        make = code.name(torch.empty_like, "empty_like")
+        code.add(f"result{n} = {make}({code.name(source, 'like')})", depth)
+    write = getattr(graph.graph, "write_replay", None)
+    if write is not None:
+        write(code, sources, list(targets.values()), depth)
+    else:
+        launch = code.name(graph.graph.replay, "launch")
+        code.add(f"{launch}([{', '.join(sources)}], [{', '.join(targets.values())}])", depth)
+    fixed = code.name(graph.fixed, "fixed")
+    return lambda i: targets.get(i, f"{fixed}[{i}]")
