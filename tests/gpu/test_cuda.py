@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import threading
 
 import pytest
 import thunder
 import torch
 from models import GPT, mlp
 from support import regions, replays, same, same_state, same_training, twice
+from torch import nn
 
-from thunder_cg import cudagraph_transform
+from thunder_cg import cudagraph_transform, explain
 from thunder_cg.bench.cases import cases
 from thunder_cg.bench.measure import Contender, subject
 from thunder_cg.runtime.cuda import CudaBackend
@@ -184,3 +186,31 @@ def _twenty_steps(plain, graphed, batch):
     same_training(plain, graphed, batches, lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
     assert [r["captures"] for r in regions(graphed)] == [1, 1]
     assert [r["replays"] for r in regions(graphed)] == [19, 19]
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_threads_that_never_used_the_device(trains):
+    """The driver crashes the process where a thread has no context: autograd's own thread, or one of the user's."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).cuda()
+    jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="cuda")])
+    inputs = (torch.randn(4, 8, device="cuda"),)
+
+    def call():
+        with torch.set_grad_enabled(trains):
+            result = jmodel(*inputs)
+        if trains:
+            result.backward(torch.ones(4, 1, device="cuda"))
+        found.append(result.detach())
+
+    found: list[torch.Tensor] = []
+    for _ in range(3):
+        call()
+    for _ in range(2):
+        worker = threading.Thread(target=call)
+        worker.start()
+        worker.join()
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        expected = model(*inputs)
+    assert len(found) == 5 and all(torch.allclose(y, expected, atol=1e-5) for y in found)
+    assert explain(jmodel).traces[0].shortcuts >= 1

@@ -8,6 +8,7 @@ those copies cost more host time than launching the graph. Here they are nodes o
 from __future__ import annotations
 
 import ctypes
+import threading
 from array import array
 from collections.abc import Sequence
 from functools import cache
@@ -88,6 +89,28 @@ def _kernels(index: int) -> dict[int, Any] | None:
 def available(index: int) -> bool:
     """Whether graphs on device ``index`` can have copies as nodes."""
     return _kernels(index) is not None
+
+
+class _Thread(threading.local):
+    """The device whose context the thread is known to have. One without any crashes the driver."""
+
+    index = -1
+
+
+thread = _Thread()
+get_device = torch._C._cuda_getDevice if driver is not None else torch.cuda.current_device
+
+
+def context() -> Any:
+    """The driver's context of the current device."""
+    return check(driver.cuCtxGetCurrent())
+
+
+def enter(index: int, context: Any) -> None:
+    """Gives the thread the context of device ``index``, which has to be the current one."""
+    if thread.index != index:
+        check(driver.cuCtxSetCurrent(context))
+        thread.index = index
 
 
 def executable(graph: torch.cuda.CUDAGraph) -> Any:

@@ -166,6 +166,7 @@ class CudaGraph:
     def begin(self, pool: Any) -> None:
         """Begins the capture on the current stream, the copies in first."""
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        self._context = copies.context() if self._nodes else None
         if self._in is not None:
             self._in.record(torch._C._cuda_getCurrentRawStream(self._index))
 
@@ -188,6 +189,14 @@ class CudaGraph:
 
     def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
         """See :class:`thunder_cg.runtime.backend.Graph`."""
+        if self._nodes and (copies.thread.index != self._index or copies.get_device() != self._index):
+            with torch.cuda.device(self._index):
+                copies.enter(self._index, self._context)
+                self._replay(sources, targets)
+        else:
+            self._replay(sources, targets)
+
+    def _replay(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         if self._in is not None:
             self._in.point(sources)
         elif sources:
@@ -198,8 +207,13 @@ class CudaGraph:
         if self._out is None and targets:
             copy_all(targets, self._leaving)
 
+    def conditions(self, code: Code) -> list[str]:
+        if not self._nodes:
+            return []
+        thread, get_device = code.name(copies.thread, "thread"), code.name(copies.get_device, "device")
+        return [f"{thread}.index == {self._index}", f"{get_device}() == {self._index}"]
+
     def write_replay(self, code: Code, sources: Sequence[str], targets: Sequence[str], depth: int) -> None:
-        """Writes what `replay` does with the tensors that these expressions stand for, once it has been launched."""
         copy = code.name(copy_all, "copy_all")
         if self._in is not None:
             self._in.write_point(code, sources, depth)

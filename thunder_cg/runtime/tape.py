@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Function, Leaving, copy_all
+from thunder_cg.runtime.code import Code
 
 _aten = torch.ops.aten
 
@@ -165,6 +166,12 @@ class TapeGraph:
                     for leaf, tensor in step.results:
                         tensor.copy_(leaves[leaf])
             copy_all(targets, self._leaving)
+
+    def conditions(self, code: Code) -> list[str]:
+        return []
+
+    def write_replay(self, code: Code, sources: Sequence[str], targets: Sequence[str], depth: int) -> None:
+        code.add(f"{code.name(self.replay, 'replay')}([{', '.join(sources)}], [{', '.join(targets)}])", depth)
 
 
 class TapePool:

@@ -39,6 +39,7 @@ def inference(
     conditions = [
         f"not {recorded}.dropped",
         *program.conditions(code),
+        *region.graph.graph.conditions(code),
         *guard.surroundings.conditions(code),
         *_settings_conditions(code, region.guard.settings),
         *guard.conditions(code),
@@ -103,11 +104,6 @@ def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int) -> C
         targets[i] = f"result{n}"
         make = code.name(torch.empty_like, "empty_like")
         code.add(f"result{n} = {make}({code.name(source, 'like')})", depth)
-    write = getattr(graph.graph, "write_replay", None)
-    if write is not None:
-        write(code, sources, list(targets.values()), depth)
-    else:
-        launch = code.name(graph.graph.replay, "launch")
-        code.add(f"{launch}([{', '.join(sources)}], [{', '.join(targets.values())}])", depth)
+    graph.graph.write_replay(code, sources, list(targets.values()), depth)
     fixed = code.name(graph.fixed, "fixed")
     return lambda i: targets.get(i, f"{fixed}[{i}]")
