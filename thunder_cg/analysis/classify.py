@@ -172,7 +172,7 @@ class _Judge:
             return _unknown(op, f"{op.executor or 'an unknown executor'} is not a fusion executor that the rules know")
         allowed = key in rules.ALLOW
         for sub in op.subs:
-            inner = self.objection(sub)
+            inner = None if self.is_constant(sub) else self.objection(sub)
             # What an allowed symbol is made of documents it; an unknown name in there proves nothing.
             if inner is not None and not (allowed and inner.reason is Reason.UNKNOWN):
                 return Rule(
@@ -183,6 +183,17 @@ class _Judge:
                 op, "no rule knows this operator, so it may do anything: wait, draw, communicate, keep state"
             )
         return None
+
+    def is_constant(self, op: Op) -> bool:
+        """Did it only compute numbers that were known when the trace was made, such as the shape of a tensor?"""
+        denied = _denied(op)
+        return (
+            denied is not None
+            and denied.reason is Reason.RUNTIME_NUMBER
+            and not any(
+                self.values[name].kind == "number" or self.values[name].symbolic for name in (*op.inputs, *op.outputs)
+            )
+        )
 
     def returns_known(self, op: Op) -> Rule | None:
         numbers = [name for name in op.outputs if self.values[name].kind == "number"]
