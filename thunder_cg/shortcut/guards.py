@@ -180,7 +180,7 @@ class PrologueGuard:
         inputs, passed_on = prologue.bound_symbols[-1].args[0]
         self.inputs = _names(inputs)
         self.passed_on = _names(passed_on)
-        wanted = [*order, *self.inputs, *self.passed_on]
+        wanted = [*order, *self.inputs, *self.passed_on, *self.metadata]
         tensors = [name for name in dict.fromkeys(wanted) if name in reader.sources]
         arguments = [name for name in dict.fromkeys(wanted) if name not in reader.sources]
         if missing := [name for name in arguments if name not in reader.proxies]:
