@@ -413,7 +413,9 @@ class _Reader:
         if prim is PrimIDs.UNPACK_THUNDER_MODULE:
             self._modules[output.name] = self._module
         elif prim is PrimIDs.UNPACK_SUBMODULE and inputs[0] in self._modules:
-            self._modules[output.name] = self._module.get_submodule(symbol.args[1])
+            module = self._module._module_cache.get(symbol.args[1])
+            if module is not None:  # otherwise it is looked up at each call, and may be another one then
+                self._modules[output.name] = module
         elif self._is_literal(symbol, inputs):
             self._literals.add(output.name)
 
