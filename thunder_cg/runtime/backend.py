@@ -14,11 +14,12 @@ Leaving = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copies each source to its target, in as few calls as PyTorch can."""
-    if len(targets) == 1:
-        targets[0].copy_(sources[0])
-    elif targets:
-        torch._foreach_copy_(list(targets), list(sources))
+    """Copies each source to its target, in as few calls as PyTorch can; autograd does not see it."""
+    with torch.no_grad():
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        elif targets:
+            torch._foreach_copy_(list(targets), list(sources))
 
 
 class Graph(Protocol):

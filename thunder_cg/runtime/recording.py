@@ -125,7 +125,7 @@ class Guard:
                 if tensors[i] is not None:
                     return False
             return (self._shared is None or self._shared.admits(tensors)) and settings() == self.settings
-        except (AttributeError, TypeError):  # no tensor where there was one
+        except (AttributeError, TypeError, RuntimeError):  # no tensor where there was one, or one without memory
             return False
 
     @property

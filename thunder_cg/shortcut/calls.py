@@ -163,7 +163,9 @@ class Training:
         self._saved = _Saved(_names_of(saved), made, guard, region.graph, views)
         assert compiled.backward is not None
         self._backward = _Backward(compiled, recording)
-        self._accumulators = _Accumulators(program.regions[0].device)
+        static = {region.inputs[i] for i in region.guard.static}
+        parameters = [position for position, name in enumerate(arguments) if name in static]
+        self._accumulators = _Accumulators(program.regions[0].device, parameters)
 
     def __call__(self, values: list[Any]) -> Any:
         region, program = self._region, self._program
@@ -292,20 +294,22 @@ class _Accumulators:
     of them, which costs more than the accumulation. They are made for a stream, and made anew for another.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, parameters: Sequence[int]) -> None:
         self._index = device.index if device.type == "cuda" else None
+        self._parameters = parameters  # positions among the arguments; the others are let go of after each call
         self._stream = -1
         self._nodes: list[Any] = []
 
     def keep(self, arguments: Sequence[Any]) -> None:
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
-        if not self._nodes or stream != self._stream:
+        if stream != self._stream:
             self._stream = stream
-            leaves = [t for t in arguments if isinstance(t, torch.Tensor) and t.is_leaf and t.requires_grad]
+            leaves = [t for i in self._parameters if (t := arguments[i]).is_leaf and t.requires_grad]
             self._nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
 
     def drop(self) -> None:
         self._nodes = []
+        self._stream = -1
 
 
 class _Step(NamedTuple):

@@ -2,13 +2,14 @@
 
 Note [Cheaper, not fewer]
     - Parameters and buffers are looked up all at once; what they are is checked in C++ with a recording's guard.
-    - Attributes of modules are checked again only when the module's dictionary has changed since they were.
+    - Attributes of modules are checked again only when the module, or its class, has changed since they were.
     - Thunder's cache info (grad mode, autocast, default dtype and device, aliases of arguments) is compared directly.
     - Every other check is made as Thunder makes it.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
@@ -120,18 +121,17 @@ _CPU = torch.device("cpu")
 _function_modes = torch._C._len_torch_function_stack
 
 
-def _unchanged(dictionaries: Sequence[dict[str, Any]]) -> Callable[[], bool]:
-    """One C++ check that dictionaries were not written to."""
-    scope = dict(enumerate(dictionaries))
+def _unchanged(watched: Sequence[Any]) -> Callable[[], bool]:
+    """One C++ check that objects have their types and dictionaries, and that no dictionary was written to."""
+    scope = dict(enumerate(watched))
     manager = _c_guards.RootGuardManager()
-    for i, dictionary in scope.items():
-        child: Any = manager.dict_getitem_manager(
-            key=i, source=str(i), example_value=dictionary, guard_manager_enum=GuardManagerType.GUARD_MANAGER
-        )
-        try:
-            child.add_dict_version_guard(dictionary, [], None)
-        except TypeError:  # torch before 2.11
-            child.add_dict_version_guard(dictionary, [])
+    kind = GuardManagerType.GUARD_MANAGER
+    for i, item in scope.items():
+        guard: Any = manager.dict_getitem_manager(i, str(i), item, kind)
+        if not isinstance(item, dict):
+            _add(guard.add_type_match_guard, id(type(item)))
+            guard, item = guard.get_generic_dict_manager(f"{i}.__dict__", vars(item), kind), vars(item)
+        _add(guard.add_dict_version_guard, item)
     return partial(manager.check, scope)
 
 
@@ -139,12 +139,19 @@ def _never() -> bool:
     return False
 
 
-class _Attributes:
-    """The checks of modules' attributes, skipped while no module's dictionary changes."""
+def _add(guard: Callable[..., None], value: Any) -> None:
+    try:
+        guard(value, [], None)
+    except TypeError:  # torch before 2.11
+        guard(value, [])
 
-    def __init__(self, check: Callable[..., Any], dictionaries: Sequence[dict[str, Any]]) -> None:
+
+class _Attributes:
+    """The checks of modules' attributes, skipped while neither modules nor their classes change."""
+
+    def __init__(self, check: Callable[..., Any], watched: Sequence[Any]) -> None:
         self._check = check
-        self._dictionaries = dictionaries
+        self._watched = watched
         self.unchanged: Callable[[], bool] = _never
         self._changes = 0
 
@@ -153,7 +160,7 @@ class _Attributes:
             return True
         self._changes += 1
         # The versions are read first: a change during the check shows at the next call.
-        unchanged = _unchanged(self._dictionaries) if self._changes <= _MAX_CHANGES else _never
+        unchanged = _unchanged(self._watched) if self._changes <= _MAX_CHANGES else _never
         try:
             self._check()
         except Exception:  # as Thunder: the prologue of another cache entry may pass
@@ -180,7 +187,7 @@ class PrologueGuard:
         inputs, passed_on = prologue.bound_symbols[-1].args[0]
         self.inputs = _names(inputs)
         self.passed_on = _names(passed_on)
-        wanted = [*order, *self.inputs, *self.passed_on]
+        wanted = [*order, *self.inputs, *self.passed_on, *self.metadata]
         tensors = [name for name in dict.fromkeys(wanted) if name in reader.sources]
         arguments = [name for name in dict.fromkeys(wanted) if name not in reader.sources]
         if missing := [name for name in arguments if name not in reader.proxies]:
@@ -311,8 +318,8 @@ class _Reader:
         self.cache_info: dict[str, Any] = {}
         self._producers: dict[str, BoundSymbol] = {}
         self._modules: dict[str, torch.nn.Module] = {}
-        self._dictionaries: dict[int, dict[str, Any]] = {}
-        self._literals: set[str] = set()  # attributes that change only together with a dictionary
+        self._watched: dict[int, Any] = {}
+        self._literals: set[str] = set()  # attributes that change only together with what is watched
         self._of_cache_info: dict[str, str] = {}
         self._rest: list[BoundSymbol] = []
         self._of_attributes: list[BoundSymbol] = []
@@ -346,9 +353,9 @@ class _Reader:
         return found
 
     def attributes(self) -> _Attributes:
-        """The checks of modules' attributes. The compiled module's own dictionary is always watched."""
+        """The checks of modules' attributes. The compiled module itself is always watched."""
         model = self._module._model
-        self._watch(vars(model))
+        self._watch(model)
         check = self._function(self._of_attributes, ())
 
         def check_all() -> None:
@@ -356,10 +363,14 @@ class _Reader:
                 raise Unsuited("its gradients are synchronized")
             check()
 
-        return _Attributes(check_all, list(self._dictionaries.values()))
+        return _Attributes(check_all, list(self._watched.values()))
 
-    def _watch(self, dictionary: dict[str, Any]) -> None:
-        self._dictionaries[id(dictionary)] = dictionary
+    def _watch(self, item: Any) -> None:
+        """Has a dictionary, or an object and its classes, watched for changes."""
+        self._watched[id(item)] = item
+        for kind in type(item).__mro__[:-1] if not isinstance(item, dict) else ():
+            (dictionary,) = gc.get_referents(vars(kind))  # that its mapping proxy stands for
+            self._watched[id(dictionary)] = dictionary
 
     def _read(self, symbol: BoundSymbol) -> None:
         for proxy in symbol.flat_proxy_outs:
@@ -413,7 +424,9 @@ class _Reader:
         if prim is PrimIDs.UNPACK_THUNDER_MODULE:
             self._modules[output.name] = self._module
         elif prim is PrimIDs.UNPACK_SUBMODULE and inputs[0] in self._modules:
-            self._modules[output.name] = self._module.get_submodule(symbol.args[1])
+            module = self._module._module_cache.get(symbol.args[1])
+            if module is not None:  # otherwise it is looked up at each call, and may be another one then
+                self._modules[output.name] = module
         elif self._is_literal(symbol, inputs):
             self._literals.add(output.name)
 
@@ -427,15 +440,17 @@ class _Reader:
     def _is_in_dictionary(self, module: Any, key: str) -> bool:
         """Whether the attribute is a literal in one of the module's dictionaries."""
         if isinstance(module, ThunderModule):
-            self._watch(vars(module))
+            self._watch(module)
             if key in vars(module) or hasattr(ThunderModule, key):
                 return False
             module = module._model
         kind: Any = type(module)
         if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
             return False
+        self._watch(module)
         for dictionary in (vars(module), module._parameters, module._buffers):
-            self._watch(dictionary)
+            if dictionary is not vars(module):
+                self._watch(dictionary)
             if key in dictionary:
                 return _is_literal(dictionary[key])
         return False
