@@ -29,6 +29,9 @@ class Arena:
         """Takes the arena for the caller if nobody has it."""
         return self._held.acquire(blocking=False)
 
+    def is_held(self) -> bool:
+        return self._held.locked()
+
     def release(self) -> None:
         """Ends the life of everything in the arena's memory."""
         if self._poison:

@@ -266,7 +266,7 @@ class Outputs:
     Results that leave are copied, and those that share memory keep sharing it: one copy per storage.
     """
 
-    __slots__ = ("_constants", "_makers", "_new", "_owned", "_sources", "fixed", "nbytes")
+    __slots__ = ("_are_plain", "_constants", "_makers", "_new", "_owned", "_sources", "fixed", "nbytes")
 
     def __init__(
         self,
@@ -309,6 +309,7 @@ class Outputs:
         for i in (i for group in groups.values() for i, _ in group):
             produced[i] = None
         self.nbytes = sum(copy.nbytes for copy in self._new)
+        self._are_plain = not any(copy.parts for copy in self._new)
 
     def constants(self) -> dict[int, Any]:
         """Results that no replay changes, and what they are."""
@@ -329,7 +330,7 @@ class Outputs:
     @property
     def is_plain(self) -> bool:
         """Whether every result is a copy of one tensor, or stays where it is."""
-        return not self._makers and not any(copy.parts for copy in self._new)
+        return not self._makers and self._are_plain
 
     def disown(self) -> None:
         """Gives up the memory of what leaves, without a first delivery."""
@@ -344,6 +345,11 @@ class Outputs:
 
     def allocate(self, results: list[Any]) -> list[torch.Tensor]:
         """Puts what leaves into ``results``, on new memory, which is returned, and is still to be filled."""
+        if self._are_plain:
+            targets = [torch.empty_like(copy.source) for copy in self._new]
+            for copy, target in zip(self._new, targets):
+                results[copy.result] = target
+            return targets
         return [copy.allocate(results) for copy in self._new]
 
     def derive(self, results: list[Any], args: Sequence[Any]) -> None:

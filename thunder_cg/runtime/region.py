@@ -243,6 +243,10 @@ class Program:
         """Whether the backward under way may replay a graph, and need not leave what its forward saved."""
         return not (_graph_is_retained() or _is_watched())
 
+    def is_alone(self, arena: Arena) -> bool:
+        """Whether no call holds an arena that the program has used, but for ``arena``."""
+        return not any(other is not arena and other.is_held() for other in self._pair._used)
+
     @property
     def recordings(self) -> list[Recording]:
         """What later calls may replay, newest first."""

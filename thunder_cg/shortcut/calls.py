@@ -22,6 +22,7 @@ from thunder_cg.executor import executor
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
 from thunder_cg.runtime.region import Call, Others, Program
+from thunder_cg.shortcut.accumulate import Accumulators, Keeper
 from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
 
 REFUSED = object()
@@ -162,10 +163,10 @@ class Training:
         self._pick_arguments = guard.picker([inputs[0] if name in made else name for name in arguments])
         self._saved = _Saved(_names_of(saved), made, guard, region.graph, views)
         assert compiled.backward is not None
-        self._backward = _Backward(compiled, recording)
+        self._backward = _Backward(compiled, recording, frozenset(self._saved.passed))
         static = {region.inputs[i] for i in region.guard.static}
         parameters = [position for position, name in enumerate(arguments) if name in static]
-        self._accumulators = _Accumulators(program.regions[0].device, parameters)
+        self._keeper = Keeper(program.regions[0].device, parameters)
 
     def __call__(self, values: list[Any]) -> Any:
         region, program = self._region, self._program
@@ -173,6 +174,7 @@ class Training:
         if (
             self._recording.dropped
             or program.obstacle() is not None
+            or torch._C._are_functorch_transforms_active()
             or not region.guard.holds(tensors)
             or not self._others.hold(values)
             or not self._arena.try_hold()
@@ -183,21 +185,21 @@ class Training:
         program.calls += 1
         region.stats.replays += 1
         results = region.graph.replay(tensors)
-        step = _Step(self._backward, call, self._saved, self._saved.passing(values, results))
+        step = _Step(self._backward, call, self._saved, self._saved.passing(values, results), None)
         arguments = self._pick_arguments(values)
         if self._updated:
             arguments = list(arguments)
             for position, i in self._updated:
                 arguments[position] = results[i]
-        self._accumulators.keep(arguments)
-        outputs = _Node.apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
+        step = step._replace(accumulators=self._keeper.keep(arguments))
+        outputs = _apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
         for i, output in zip(self._outputs, outputs):
             results[i] = output
         return self._result.of(values, results)
 
     def rest(self) -> None:
         """Lets go of what is only kept to be fast."""
-        self._accumulators.drop()
+        self._keeper.drop()
 
 
 class _Saved:
@@ -244,7 +246,9 @@ class _Saved:
 class _Backward:
     """The backward of one recording: one replay where it is one region, Thunder's function elsewhere."""
 
-    def __init__(self, compiled: Compiled, recording: Recording) -> None:
+    def __init__(self, compiled: Compiled, recording: Recording, passed: frozenset[int]) -> None:
+        self._passed = passed  # positions of the saved tensors that come from autograd
+        self._varying: tuple[list[int], Guard] | None = None
         self._entry = compiled.entry
         self._program = compiled.backward
         self._recording = recording
@@ -266,7 +270,28 @@ class _Backward:
         except (Unsuited, KeyError):  # more than one region, or a gradient that the region does not make
             pass
 
+    def _holds(self, tensors: list[Any]) -> bool:
+        """The region's guard. What the forward left in the arena is checked once: it is at the same place each time."""
+        if self._varying is not None:
+            positions, guard = self._varying
+            return guard.holds([tensors[i] for i in positions])
+        assert self._region is not None
+        whole = self._region.guard
+        if not whole.holds(tensors):
+            return False
+        fixed = {i for i, (kind, position) in enumerate(self._sources) if kind == 0 and position not in self._passed}
+        if whole.is_simple:
+            positions = [i for i in range(len(tensors)) if i not in fixed]
+            static = [n for n, i in enumerate(positions) if i in whole.static]
+            self._varying = positions, Guard([tensors[i] for i in positions], static, frozenset())
+        return True
+
+    def is_alone(self) -> bool:
+        """Whether no other call of the program is between its forward and the end of its backward."""
+        return self._program is not None and self._program.is_alone(self._recording.arena)
+
     def run(self, call: Call, saved: list[Any], gradients: list[Any]) -> Sequence[Any]:
+        """The gradients of all arguments."""
         if not self._is_known:
             self._look()
         region, program, arena = self._region, self._program, call.arena
@@ -274,7 +299,7 @@ class _Backward:
         if region is not None and arena is not None and not self._entry.return_none_instead_of_grads:
             found = (saved, gradients)
             tensors = [found[kind][i] for kind, i in self._sources]
-            if program.may_replay_backward() and region.guard.holds(tensors):
+            if program.may_replay_backward() and self._holds(tensors):
                 program.calls += 1
                 region.stats.replays += 1
                 arena.enter()
@@ -287,31 +312,6 @@ class _Backward:
         return [None] * len(result) if self._entry.return_none_instead_of_grads else result
 
 
-class _Accumulators:
-    """Keeps alive the nodes that accumulate parameters' gradients.
-
-    Otherwise they live from forward to backward, and autograd's thread has to take the interpreter's lock to free each
-    of them, which costs more than the accumulation. They are made for a stream, and made anew for another.
-    """
-
-    def __init__(self, device: torch.device, parameters: Sequence[int]) -> None:
-        self._index = device.index if device.type == "cuda" else None
-        self._parameters = parameters  # positions among the arguments; the others are let go of after each call
-        self._stream = -1
-        self._nodes: list[Any] = []
-
-    def keep(self, arguments: Sequence[Any]) -> None:
-        stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
-        if stream != self._stream:
-            self._stream = stream
-            leaves = [t for i in self._parameters if (t := arguments[i]).is_leaf and t.requires_grad]
-            self._nodes = [torch.autograd.graph.get_gradient_edge(leaf).node for leaf in leaves]
-
-    def drop(self) -> None:
-        self._nodes = []
-        self._stream = -1
-
-
 class _Step(NamedTuple):
     """One call, for its node in the autograd graph."""
 
@@ -319,6 +319,7 @@ class _Step(NamedTuple):
     call: Call
     saved: _Saved
     passed: list[Any]
+    accumulators: Accumulators | None
 
 
 class _Node(torch.autograd.Function):
@@ -332,11 +333,24 @@ class _Node(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
-        backward, call, saved, _ = ctx.step
-        with torch.no_grad():
-            return (None, None, None, *backward.run(call, saved.all(ctx.saved_tensors), list(gradients)))
+        if torch.is_grad_enabled():
+            return _Node.backward_once(ctx, *gradients)
+        backward, call, saved, _, accumulators = ctx.step
+        found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+        if accumulators is not None and not torch.is_anomaly_enabled() and backward.is_alone():
+            found = accumulators.deliver(found)
+        return (None, None, None, *found)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward_once(ctx: Any, *gradients: Any) -> Any:
+        """Under ``create_graph=True``, where a second derivative has to raise."""
+        backward, call, saved, *_ = ctx.step
+        return (None, None, None, *backward.run(call, saved.all(ctx.saved_tensors), list(gradients)))
+
+
+_apply = super(torch.autograd.Function, _Node).apply  # what `apply` calls where no functorch transform is active
 
 
 def _sources(trace: TraceCtx, names: Sequence[str]) -> list[tuple[int, int]]:
