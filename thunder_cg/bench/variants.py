@@ -1,4 +1,4 @@
-"""The variants: eight ways to run the same step of the same model."""
+"""The variants: ten ways to run the same step of the same model."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ OURS = "thunder_cg"
 COMPILE = "torch.compile"
 REDUCE_OVERHEAD = "torch.compile, reduce-overhead"
 GRAPHED_CALLABLES = "make_graphed_callables"
+OURS_FUSED = "thunder_cg, torch.compile fusions"
+FLOOR_OF_THUNDER = "hand-made graph of Thunder's kernels"
 FLOOR = "hand-made graph"
 
 
@@ -126,14 +128,20 @@ def _ours(subject: Subject) -> Prepared:
     return Prepared(step_of(subject, compiled), compiled, transform)
 
 
-def _jit(subject: Subject, transforms: list[Any]) -> Any:
+def _ours_fused(subject: Subject) -> Prepared:
+    """With Thunder's executor that hands as much as it can to Inductor: other kernels, and fewer."""
+    transform = cudagraph_transform(backend="cuda" if subject.device.type == "cuda" else "tape")
+    return Prepared(step_of(subject, _jit(subject, [transform], executors=["torchcompile"])))
+
+
+def _jit(subject: Subject, transforms: list[Any], **options: Any) -> Any:
     if not subject.case.dynamo:
-        return thunder.jit(subject.model, transforms=transforms)
+        return thunder.jit(subject.model, transforms=transforms, **options)
     from thunder.dynamo import thunderfx  # it is slow to import, and few cases need it
 
     if isinstance(subject.model, MaskRcnn):
         subject.model.hide_from_dynamo()
-    return thunderfx(subject.model, transforms=transforms)
+    return thunderfx(subject.model, transforms=transforms, **options)
 
 
 def _compile(subject: Subject) -> Prepared:
@@ -157,9 +165,18 @@ def _graphed_callables(subject: Subject) -> Prepared:
     return Prepared(step_of(subject, graphed))
 
 
+def _hand_made_of_thunder(subject: Subject) -> Prepared:
+    """The kernels that plain Thunder runs in a step, in one graph: what capturing them can reach."""
+    return _graph_of(subject, _jit(subject, []))
+
+
 def _hand_made(subject: Subject) -> Prepared:
     """The eager kernels of a step in one graph, its gradients in the graph's memory: nothing around the replay."""
-    step = step_of(subject, subject.model)
+    return _graph_of(subject, subject.model)
+
+
+def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
+    step = step_of(subject, model)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -207,6 +224,8 @@ VARIANTS: dict[str, Callable[[Subject], Prepared]] = {
     COMPILE: _compile,
     REDUCE_OVERHEAD: _reduce_overhead,
     GRAPHED_CALLABLES: _graphed_callables,
+    OURS_FUSED: _ours_fused,
+    FLOOR_OF_THUNDER: _hand_made_of_thunder,
     FLOOR: _hand_made,
 }
 ON_CPU = (EAGER, THUNDER, OURS)

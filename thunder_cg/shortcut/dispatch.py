@@ -126,7 +126,7 @@ class Dispatch:
         forward = _program(used.computation_traces)
         try:
             if entry is None:
-                if forward is None or not forward.recordings:
+                if forward is None or not forward.regions:
                     return
                 entry = Entry(self._module, self._compiled(used, forward))
                 self._entries = [entry, *self._entries]
