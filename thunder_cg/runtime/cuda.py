@@ -247,6 +247,7 @@ class CudaPool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
+        copies.available(self._index)  # compiles its kernels, which would be slow in a capture
         self._side = _Side.take(self._index)
         self._id = _open_pool(self._index)
         with _one_capture, _no_garbage_collection():

@@ -10,7 +10,7 @@ Note [Cheaper, not fewer]
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -58,8 +58,8 @@ class Surroundings:
         unknown = set(expected) - {"default_dtype", "default_device", "is_autocast_enabled", "is_grad_enabled"}
         if unknown - _STRUCTURE - set(_AUTOCAST):
             raise Unsuited(f"cache info {sorted(unknown)}")
-        if expected.get("no_grad_sync") or expected.get("alias_tensor_indices"):
-            raise Unsuited("gradient synchronization, or arguments that share memory")
+        if expected.get("no_grad_sync"):
+            raise Unsuited("its gradients are synchronized")
         if {key: value for key, value in self._now().items() if key in expected} != {
             key: value for key, value in expected.items() if key not in _STRUCTURE
         }:
@@ -199,6 +199,8 @@ class PrologueGuard:
         names = [*arguments, *parameters, *buffers, *others]
         self.place = {name: i for i, name in enumerate(names)}
         self._arguments = reader.arguments(arguments)
+        shared = reader.cache_info.get("alias_tensor_indices")
+        self._sharing = partial(_shares, shared) if shared else _nothing_is_shared
         self._arity = reader.arity()
         self._plain_arguments = reader.plain_arguments(arguments)
         self._parameters = _getter([reader.sources[name] for name in parameters])
@@ -211,7 +213,7 @@ class PrologueGuard:
 
     def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The values that the prologue would return, at their ``place``; None if a check fails."""
-        if not (self.surroundings.hold() and self._attributes.hold() and _nothing_is_shared(args, kwargs)):
+        if not (self.surroundings.hold() and self._attributes.hold() and self._sharing(args, kwargs)):
             return None
         try:
             return self._look_up(args, kwargs)
@@ -237,7 +239,7 @@ class PrologueGuard:
         if self._plain_arguments is not None:
             found += [f"len({name}) == {length}" for name, length in self._arity.items()]
         if self._plain_arguments is None or len(self._plain_arguments) != 1 or sum(self._arity.values()) != 1:
-            found.append(f"{code.name(_nothing_is_shared, 'nothing_is_shared')}(args, kwargs)")
+            found.append(f"{code.name(self._sharing, 'sharing')}(args, kwargs)")
         return found
 
     def look_up(self, code: Code) -> str:
@@ -284,11 +286,28 @@ def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no two tensors among the arguments share memory."""
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
         return True
-    leaves: Iterable[Any] = (*args, *kwargs.values())
-    if not all(type(leaf) is torch.Tensor or isinstance(leaf, _SCALARS) for leaf in leaves):
+    addresses = [address for _, address in _addresses((*args, *kwargs.values()), {})]  # in whatever order
+    return len(set(addresses)) == len(addresses)
+
+
+def _shares(expected: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether exactly these arguments share memory: positions by commas, groups by hyphens, as Thunder writes them."""
+    groups: dict[int, list[str]] = {}
+    for position, address in _addresses(args, kwargs):
+        groups.setdefault(address, []).append(str(position))
+    return "-".join(",".join(group) for group in groups.values() if len(group) > 1) == expected
+
+
+def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+    """Of each plain tensor among the flattened arguments: its position, and where its memory begins."""
+    leaves: Sequence[Any] = args
+    if kwargs or not all(type(leaf) is torch.Tensor or isinstance(leaf, _SCALARS) for leaf in args):
         leaves = tree_flatten((args, kwargs))[0]
-    plain = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
-    return len({tensor.untyped_storage().data_ptr() for tensor in plain}) == len(plain)
+    return [
+        (i, leaf.untyped_storage().data_ptr())
+        for i, leaf in enumerate(leaves)
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided
+    ]
 
 
 def _is_arity(symbol: BoundSymbol) -> bool:
