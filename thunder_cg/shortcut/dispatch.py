@@ -8,7 +8,7 @@ from typing import Any
 from thunder import CacheEntry
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
-from thunder.core.trace import TraceCtx, is_tracing
+from thunder.core.trace import TraceCtx, _tracectx
 
 from thunder_cg.runtime.recording import Recording
 from thunder_cg.runtime.region import Program
@@ -17,6 +17,7 @@ from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
 from thunder_cg.shortcut.straight import inference
 
 Call = Callable[..., Any]  # with a call's arguments; returns the call's result or REFUSED
+_tracing = _tracectx.get  # with None as its argument: the trace that is being made on this thread, if any
 _MAX_WAYS = 8  # per cache entry, for traces of several regions: one for each layout of inputs
 
 
@@ -104,7 +105,7 @@ class Dispatch:
         self._unsuited: list[CacheEntry] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not is_tracing():
+        if _tracing(None) is None:
             for call in self._calls:
                 result = call(*args, **kwargs)
                 if result is not REFUSED:
@@ -112,7 +113,7 @@ class Dispatch:
             for entry in self._entries:
                 entry.rest()
         result = self._thunders(*args, **kwargs)
-        if not is_tracing():
+        if _tracing(None) is None:
             self._learn(args, kwargs)
             self._calls = [call for entry in self._entries for call in entry.calls]
         return result
