@@ -332,10 +332,9 @@ class _Node(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         backward, call, saved, _ = ctx.step
-        with torch.no_grad():
+        with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
             return (None, None, None, *backward.run(call, saved.all(ctx.saved_tensors), list(gradients)))
 
 
