@@ -30,6 +30,8 @@ from thunder.core.proxies import CollectionProxy, Proxy
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.passes import del_last_used
 from thunder.executors.pythonex import clear_mutable_collection
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from thunder_cg.analysis.boundary import Boundary
 from thunder_cg.analysis.ops import Op, Ops
@@ -58,10 +60,11 @@ _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up agai
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _HOOKED = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
-_WATCHED = "a TorchDispatchMode is active, which has to see every operator and would not see those of a replay"
+_WATCHED = "a torch dispatch or function mode is active, which has to see every operator, and would see none in a replay"
 _RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
 
 
@@ -234,6 +237,7 @@ class Program:
         found = [
             f"not {code.name(self._backend.busy, 'busy')}()",
             f"{code.name(_dispatch_modes, 'dispatch_modes')}() == 0",
+            f"({code.name(_function_modes, 'function_modes')}() == 0 or not {code.name(_is_watched, 'is_watched')}())",
         ]
         if self._saved:
             found.append(f"{code.name(_saved_tensors_hooks, 'saved_tensors_hooks')}(False) is None")
@@ -643,8 +647,11 @@ def _describe(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) ->
 
 
 def _is_watched() -> bool:
-    """Whether a dispatch mode of the user's, such as a counter of operations, is active."""
-    return _dispatch_modes() > 0
+    """Whether a mode of the user's, such as a counter of operations, is active. A default device is none of them."""
+    return _dispatch_modes() > 0 or (
+        _function_modes() > 0
+        and not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    )
 
 
 def _saved_tensors_are_hooked() -> bool:
