@@ -30,6 +30,7 @@ from thunder.core.proxies import CollectionProxy, Proxy
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.passes import del_last_used
 from thunder.executors.pythonex import clear_mutable_collection
+from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -64,7 +65,10 @@ _function_modes = torch._C._len_torch_function_stack
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _HOOKED = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
-_WATCHED = "a torch dispatch or function mode is active, which has to see every operator, and would see none in a replay"
+_WATCHED = (
+    "a torch dispatch or function mode is active, which has to see every operator, and would see none in a replay"
+)
+_DUAL = "forward-mode AD is active, and a graph computes no tangents"
 _RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
 
 
@@ -230,6 +234,8 @@ class Program:
             return _WATCHED
         if self._saved and _saved_tensors_are_hooked():
             return _HOOKED
+        if forward_ad._current_level >= 0:
+            return _DUAL
         return None
 
     def conditions(self, code: Code) -> list[str]:
@@ -237,6 +243,7 @@ class Program:
         found = [
             f"not {code.name(self._backend.busy, 'busy')}()",
             f"{code.name(_dispatch_modes, 'dispatch_modes')}() == 0",
+            f"{code.name(forward_ad, 'forward_ad')}._current_level < 0",
             f"({code.name(_function_modes, 'function_modes')}() == 0 or not {code.name(_is_watched, 'is_watched')}())",
         ]
         if self._saved:

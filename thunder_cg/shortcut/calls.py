@@ -334,20 +334,14 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():
-            return _Node.backward_once(ctx, *gradients)
+        if torch.is_grad_enabled():  # with create_graph=True; what is made of the gradients takes them for constants
+            with torch.no_grad():  # as Thunder's are
+                return _Node.backward(ctx, *gradients)
         backward, call, saved, _, accumulators = ctx.step
         found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
         if accumulators is not None and not torch.is_anomaly_enabled() and backward.is_alone():
             found = accumulators.deliver(found)
         return (None, None, None, *found)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward_once(ctx: Any, *gradients: Any) -> Any:
-        """Under ``create_graph=True``, where a second derivative has to raise."""
-        backward, call, saved, *_ = ctx.step
-        return (None, None, None, *backward.run(call, saved.all(ctx.saved_tensors), list(gradients)))
 
 
 _apply = super(torch.autograd.Function, _Node).apply  # what `apply` calls where no functorch transform is active
