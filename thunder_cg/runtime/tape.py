@@ -35,6 +35,9 @@ _HOST_SYNC = {
 }
 _MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put}
 
+# Write to their arguments and do not say so in their schemas: running statistics.
+_WRITERS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
+
 _active = threading.local()
 
 
@@ -84,7 +87,7 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._refuse(func, args, kwargs)
-        mutable = func._schema.is_mutable
+        mutable = func._schema.is_mutable or func.overloadpacket in _WRITERS
         return self._record(func, args, kwargs, writes=mutable, may_skip=not mutable)
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
