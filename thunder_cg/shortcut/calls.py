@@ -334,12 +334,11 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if torch.is_grad_enabled():  # with create_graph=True; what is made of the gradients takes them for constants
-            with torch.no_grad():  # as Thunder's are
-                return _Node.backward(ctx, *gradients)
         backward, call, saved, _, accumulators = ctx.step
-        found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
-        if accumulators is not None and not torch.is_anomaly_enabled() and backward.is_alone():
+        in_bulk = accumulators is not None and not torch.is_grad_enabled() and not torch.is_anomaly_enabled()
+        with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
+            found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+        if in_bulk and backward.is_alone():
             found = accumulators.deliver(found)
         return (None, None, None, *found)
 
