@@ -490,11 +490,13 @@ class RegionGraph:
         results = self.fixed.copy()
         targets = self.outputs.allocate(results)
         self.graph.replay([load.source(args) for load in self._loads], targets)
-        for store in self._stores:
-            args[store.arg].copy_(store.buffer)
+        if self._stores or not self.outputs.is_plain:
+            with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
+                for store in self._stores:
+                    args[store.arg].copy_(store.buffer)
+                self.outputs.derive(results, args)
         if self._touched:
             torch.autograd.graph.increment_version([t for i in self._touched if not (t := args[i]).is_inference()])
-        self.outputs.derive(results, args)
         return results
 
 
