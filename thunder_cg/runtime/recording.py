@@ -90,7 +90,18 @@ class Guard:
             graphs if both are static, so no other sharing is admitted.
     """
 
-    __slots__ = ("_absent", "_same", "_shared", "_unique", "aligned", "metadata", "pointers", "settings", "static")
+    __slots__ = (
+        "_absent",
+        "_leaves",
+        "_same",
+        "_shared",
+        "_unique",
+        "aligned",
+        "metadata",
+        "pointers",
+        "settings",
+        "static",
+    )
 
     def __init__(self, tensors: Sequence[torch.Tensor | None], static: Sequence[int], written: frozenset[int]) -> None:
         present = [(i, t) for i, t in enumerate(tensors) if t is not None]
@@ -105,6 +116,7 @@ class Guard:
         self.pointers = [t.data_ptr() if t is not None and i in fixed else None for i, t in enumerate(tensors)]
         self.aligned = [(i, t.data_ptr() % ALIGNMENT) for i, t in present if i not in fixed]
         self._shared = Sharing.of(tensors, fixed, written) if written else None
+        self._leaves = [(i, t.is_leaf) for i, t in present if i in written and t.requires_grad]
         self.settings = settings()
 
     def holds(self, tensors: list[Any]) -> bool:
@@ -123,6 +135,9 @@ class Guard:
                     return False
             for i in self._absent:
                 if tensors[i] is not None:
+                    return False
+            for i, is_leaf in self._leaves:
+                if tensors[i].is_leaf != is_leaf:
                     return False
             return (self._shared is None or self._shared.admits(tensors)) and settings() == self.settings
         except (AttributeError, TypeError, RuntimeError):  # no tensor where there was one, or one without memory
@@ -490,11 +505,13 @@ class RegionGraph:
         results = self.fixed.copy()
         targets = self.outputs.allocate(results)
         self.graph.replay([load.source(args) for load in self._loads], targets)
-        for store in self._stores:
-            args[store.arg].copy_(store.buffer)
+        if self._stores or not self.outputs.is_plain:
+            with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
+                for store in self._stores:
+                    args[store.arg].copy_(store.buffer)
+                self.outputs.derive(results, args)
         if self._touched:
             torch.autograd.graph.increment_version([t for i in self._touched if not (t := args[i]).is_inference()])
-        self.outputs.derive(results, args)
         return results
 
 

@@ -208,6 +208,7 @@ class Program:
         self._static = [ops.values[name].static for name in self.inputs]
         self._written = frozenset(position[n] for r in regions for n in r.boundary.written if n in position)
         made = {s.name for r in forward.regions for s in r.slots if not s.leaves} if forward is not None else set()
+        self._no_leaves = any(map(_writes_with_grad, ops.ops))
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in made]  # the rest follows from the forward
 
     # How a call begins
@@ -365,6 +366,8 @@ class Program:
             if not Sharing.of(inputs, static, self._written).admits(inputs):
                 names = ", ".join(repr(self.inputs[i]) for i in sorted(self._written)[:3])
                 return f"an input that is written in place ({names}) shares memory with another; pass separate tensors"
+            if self._no_leaves and any(map(_is_graded_leaf, map(inputs.__getitem__, self._written))):
+                return "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
         return None
 
     def _key(self, inputs: Sequence[torch.Tensor]) -> Any:
@@ -659,6 +662,16 @@ def _is_watched() -> bool:
         _function_modes() > 0
         and not all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
     )
+
+
+def _is_graded_leaf(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_leaf and tensor.requires_grad
+
+
+def _writes_with_grad(op: Op) -> bool:
+    """Whether it writes in place while gradients are recorded, which a leaf that requires grad does not admit."""
+    copies = op.id == "copy_" and bool(op.symbol.kwargs.get("grad_enabled"))
+    return copies or any(map(_writes_with_grad, op.subs))
 
 
 def _saved_tensors_are_hooked() -> bool:

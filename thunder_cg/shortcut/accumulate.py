@@ -52,7 +52,10 @@ class Accumulators:
             if gradient is None or id(gradient) in given:  # autograd makes copies of one that is given twice
                 continue
             if gradient.stride() == leaf.stride() and gradient.dtype == leaf.dtype:
-                leaf.grad = gradient
+                try:
+                    leaf.grad = gradient
+                except RuntimeError:  # the user wants it in another dtype, which the leaf's node knows how to make
+                    continue
                 rest[position] = None
                 given.add(id(gradient))
         return rest
