@@ -1,0 +1,139 @@
+"""Which way a call goes, and what Thunder says of it afterwards."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+
+import pytest
+import thunder
+import torch
+from support import no_shortcut, same, same_state, shortcuts
+from torch import nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def test_statistics(twins, device):
+    plain, graphed = twins(mlp())
+    for step in range(16):
+        x = torch.randn(2 + step // 2 % 2, 4, device=device)
+        with torch.set_grad_enabled(step % 2 == 0):
+            for model in (plain, graphed):
+                model(x)
+        for count in (thunder.cache_hits, thunder.cache_misses, lambda model: model._lc_cs.calls):
+            assert count(plain) == count(graphed)
+        for traces in (thunder.last_traces, thunder.last_prologue_traces):
+            assert str(traces(plain)[0]) == str(traces(graphed)[0])
+    assert shortcuts(graphed) == 8
+
+
+def test_no_shortcut_has_a_reason(twins, device):
+    class Work(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x * 2) * torch.cos(x)
+
+    plain, graphed = twins(Work(), jit={"cache": "symbolic values"})
+    for _ in range(4):
+        x = torch.randn(2, 4, device=device)
+        same(plain(x), graphed(x))
+    assert shortcuts(graphed) == 0
+    assert no_shortcut(graphed) == ["Thunder's cache is not the one for constant values"]
+
+
+class Halving(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if func is torch.tanh else result
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 0.5 if "tanh" in str(func) else result
+
+
+@pytest.mark.parametrize("mode", [Halving, Watching])
+@pytest.mark.parametrize("grad", [True, False])
+def test_modes_see_every_operator(twins, device, mode, grad):
+    plain, graphed = twins(mlp())
+    with torch.set_grad_enabled(grad):
+        for step in range(8):
+            x = torch.randn(2, 4, device=device)
+            before = shortcuts(graphed)
+            with mode() if step % 3 == 2 else nullcontext():
+                same(plain(x).detach(), graphed(x).detach())
+            assert step % 3 != 2 or shortcuts(graphed) == before
+    assert shortcuts(graphed) > 0
+
+
+def test_forward_mode_derivatives(twins, device):
+    plain, graphed = twins(mlp().requires_grad_(False))
+    for step in range(8):
+        x, tangent = torch.randn(2, 2, 4, device=device)
+        with forward_ad.dual_level() if step % 2 else nullcontext():
+            inputs = forward_ad.make_dual(x, tangent) if step % 2 else x
+            a, b = plain(inputs), graphed(inputs)
+            if step % 2:
+                a, b = (tuple(forward_ad.unpack_dual(y)) for y in (a, b))
+                assert b[1] is not None
+            same(a, b)
+    assert shortcuts(graphed) > 0
+
+
+def test_inside_another_compiled_function(twins, device):
+    plain, graphed = twins(mlp())
+    x = torch.randn(2, 4, device=device)
+    for _ in range(4):
+        graphed(x)
+
+    def doubled(model):
+        return thunder.jit(lambda x: model(x) * 2)
+
+    same(doubled(plain)(x).detach(), doubled(graphed)(x).detach())
+
+
+def test_gradients_that_are_synchronized(twins, device):
+    _, graphed = twins(mlp())
+    for _ in range(4):
+        graphed(torch.randn(2, 4, device=device))
+    before = shortcuts(graphed)
+    graphed._model.use_ddp = True
+    graphed(torch.randn(2, 4, device=device))
+    assert shortcuts(graphed) == before
+    del graphed._model.use_ddp
+    graphed(torch.randn(2, 4, device=device))
+    assert shortcuts(graphed) == before + 1
+
+
+def test_threads(twins, device):
+    plain, graphed = twins(mlp())
+    errors = []
+
+    def run(seed: int) -> None:
+        try:
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(device)
+            expected = torch.autograd.grad(plain._model(x).square().sum(), list(plain._model.parameters()))
+            for _ in range(10):
+                found = torch.autograd.grad(graphed(x).square().sum(), list(graphed.parameters()))
+                torch.testing.assert_close(found, expected)
+        except Exception as error:
+            errors.append(error)
+
+    for model in (plain, graphed):
+        model(torch.randn(3, 4, device=device)).sum().backward()
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+    assert shortcuts(graphed) > 0
+    for model in (plain, graphed):
+        model.zero_grad()
+    same_state(plain, graphed)
