@@ -7,9 +7,10 @@ microseconds.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from io import StringIO
 from pathlib import Path
@@ -77,6 +78,8 @@ def run(settings: Settings) -> int:
     if settings.plots is not None:
         optional("matplotlib")
     results = results_for(settings.json, settings.device)
+    with suppress(OSError, AttributeError):  # where standard error is no file
+        faulthandler.enable()  # a crash says in which variant
     with _one_thread(settings.device):
         _measure_all(settings, results)
     if goals(results):
@@ -94,8 +97,12 @@ def _measure_all(settings: Settings, results: Results) -> None:
         text = _measure(settings, each, results, progress)
         progress.clear()
         print(text, flush=True)
-        if settings.json is not None:
-            results.write(settings.json, [asdict(goal) | {"met": goal.met} for goal in goals(results)])
+        _save(settings, results)
+
+
+def _save(settings: Settings, results: Results) -> None:
+    if settings.json is not None:
+        results.write(settings.json, [asdict(goal) | {"met": goal.met} for goal in goals(results)])
 
 
 @contextmanager
@@ -133,7 +140,8 @@ def _measure(settings: Settings, each: Case | Sweep, results: Results, progress:
     for size in settings.sizes(each):
         for row in measure_case(each.case(size), settings.device, settings.names(size), calls, progress, compare=False):
             points.append(Point(each.unit, size, row.variant, row.host_p50, row.failure))
-    results.add_points(points)
+        results.add_points(points)
+        _save(settings, results)
     return sweeps(Results(results.environment, points=points))
 
 

@@ -132,12 +132,12 @@ class Dispatch:
                 entry = Entry(self._module, self._compiled(used, forward))
                 self._entries = [entry, *self._entries]
             entry.learn(args, kwargs)
-        except Unsuited as error:
-            self._unsuited.append(used)
-            if forward is not None:
-                forward.no_shortcut = str(error)
         except NotNow:
             pass
+        except Exception as error:  # whatever it is, Thunder's way is there
+            self._unsuited.append(used)
+            if forward is not None:
+                forward.no_shortcut = str(error) if isinstance(error, Unsuited) else repr(error)
 
     def _compiled(self, entry: CacheEntry, forward: Program) -> Compiled:
         if self._module._lc_cd.cache_option is not CACHE_OPTIONS.CONSTANT_VALUES:
