@@ -36,14 +36,40 @@ def test_statistics(twins, device):
 def test_no_shortcut_has_a_reason(twins, device):
     class Work(nn.Module):
         def forward(self, x):
-            return torch.tanh(x * 2) * torch.cos(x)
+            return torch.tanh(x * 2) * torch.cos(x), x
 
-    plain, graphed = twins(Work(), jit={"cache": "symbolic values"})
+    plain, graphed = twins(Work())
     for _ in range(4):
         x = torch.randn(2, 4, device=device)
         same(plain(x), graphed(x))
-    assert shortcuts(graphed) == 0
-    assert no_shortcut(graphed) == ["Thunder's cache is not the one for constant values"]
+    assert no_shortcut(graphed) == ["something is returned that the region does not make"]
+
+
+def test_a_call_that_fails_after_it_was_compiled(twins, device):
+    """Thunder keeps what it compiled, and tries it first from then on, though it is not as the older entry."""
+
+    class Shifted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.register_buffer("shift", torch.ones(4))
+
+        def forward(self, x):
+            return torch.tanh(self.first(x)) * 2 + self.shift
+
+    plain, graphed = twins(Shifted())
+    for step in range(16):
+        x = torch.randn(2, 4, device=device)
+        with torch.autocast(device, torch.bfloat16) if step == 4 else nullcontext():
+            same(plain(x).detach(), graphed(x).detach())
+        if step == 8:
+            for model in (plain, graphed):
+                shift = model._overrides_buffers["shift"]
+                model._overrides_buffers["shift"] = shift.half()
+                with pytest.raises(AssertionError, match="expected"):
+                    model(x)
+                model._overrides_buffers["shift"] = shift
+    assert shortcuts(graphed) > 8
 
 
 class Halving(TorchFunctionMode):

@@ -112,11 +112,21 @@ class Dispatch:
                     return result
             for entry in self._entries:
                 entry.rest()
-        result = self._thunders(*args, **kwargs)
+        compiled = len(self._module._lc_cs.interpreter_cache)
+        try:
+            result = self._thunders(*args, **kwargs)
+        except Exception:
+            if len(self._module._lc_cs.interpreter_cache) > compiled:
+                self._forget()
+            raise
         if _tracing(None) is None:
             self._learn(args, kwargs)
             self._calls = [call for entry in self._entries for call in entry.calls]
         return result
+
+    def _forget(self) -> None:
+        """Starts anew: the call has failed, and left an entry in Thunder's cache that is tried before all others."""
+        self._entries, self._calls = [], []
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stats = self._module._lc_cs
@@ -130,7 +140,8 @@ class Dispatch:
                 if forward is None or not forward.regions:
                     return
                 entry = Entry(self._module, self._compiled(used, forward))
-                self._entries = [entry, *self._entries]
+                cache = stats.interpreter_cache  # the newest is tried first, as Thunder does it
+                self._entries = [e for c in reversed(cache) for e in (*self._entries, entry) if e.compiled.entry is c]
             entry.learn(args, kwargs)
         except NotNow:
             pass
