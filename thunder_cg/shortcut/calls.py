@@ -174,6 +174,7 @@ class Training:
         tensors = list(self._pick(values))
         if (
             self._recording.dropped
+            or not program.is_steady  # Thunder's nodes run on another thread: the two would sum in another order
             or program.obstacle() is not None
             or torch._C._are_functorch_transforms_active()
             or not region.guard.holds(tensors)
