@@ -253,7 +253,7 @@ def test_what_fails_after_the_launch_is_checked_before_it_from_then_on(twins, de
         assert recording.may_launch_early
         graphed._model.scale = 3.0
         x = torch.randn(2, 4, device=device)
-        graphed(x, x.clone())
+        graphed(x, x.clone(), k=1.0)
         graphed._model.scale = 2.0
         assert not recording.may_launch_early and call() == 1
 

@@ -85,7 +85,7 @@ class Mode(enum.Enum):
 class Call:
     """One call of a trace pair: the arena that it holds and how its regions run."""
 
-    __slots__ = ("__weakref__", "arena", "key", "mode", "owned", "part", "recording")
+    __slots__ = ("__weakref__", "arena", "key", "mode", "number", "owned", "part", "recording")
 
     def __init__(self) -> None:
         self.mode = Mode.EAGER
@@ -93,6 +93,7 @@ class Call:
         self.recording: Recording | None = None
         self.part: Part | None = None
         self.key: Any = None  # the layout that a warm-up is for
+        self.number = 0  # among the program's calls
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
 
     @classmethod
@@ -266,7 +267,10 @@ class Program:
     @property
     def is_steady(self) -> bool:
         """Whether calls that are in flight together are all replays by now, as far as the last calls tell."""
-        return len(self._used) <= 1 or self._steady >= len(self._used)
+        most = len(self._used)
+        return most <= 1 or (
+            self._steady >= most and not any(self.calls - call.number < most for call in self._waiting)
+        )
 
     @property
     def recordings(self) -> list[Recording]:
@@ -393,6 +397,7 @@ class Program:
         """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
         self._seal(call)
         self._steady = self._steady + 1 if call.mode in (Mode.CAPTURE, Mode.REPLAY) else 0
+        call.number = self.calls
         self._waiting.add(call)
         result = Others(others)
         result.call = call
