@@ -59,7 +59,7 @@ def is_opaque(op: Op) -> bool:
 
 def has_effect(op: Op) -> bool:
     """Does the op belong to the one order of random draws, opaque operators, collectives and side effects?"""
-    if op.structure or _does_nothing(op):
+    if op.structure:
         return False
     key = rules.find(op.executor, op.id)
     if key in rules.RANDOM or key in rules.COLLECTIVES or rules.RANDOM_IF.get(key) in op.traits:
@@ -68,12 +68,6 @@ def has_effect(op: Op) -> bool:
     if denied is not None and denied.reason in (rules.Reason.SIDE_EFFECT, rules.Reason.RANDOM_STATE):
         return True
     return is_opaque(op) or any(has_effect(sub) for sub in op.subs if key not in rules.RANDOM_IF)
-
-
-def _does_nothing(op: Op) -> bool:
-    """Whether Thunder found nothing to do for one of its own symbols, such as dropout in evaluation."""
-    own = op.executor is None and op.id is not None and op.id.startswith("torch.")
-    return own and not op.subs and bool(op.outputs) and set(op.outputs) <= set(op.inputs)
 
 
 class _Classes:
