@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median, quantiles
+from unittest.mock import patch
 
 import torch
 
@@ -173,7 +174,7 @@ def measure_case(
     """
     try:
         # One code object serves all variants that go through Dynamo, which would drop to eager past eight of them.
-        with torch._dynamo.config.patch(recompile_limit=64):
+        with torch._dynamo.config.patch(recompile_limit=64), _workspaces_stay():
             return _measure(case, device, names, calls, progress, compare, ready)
     finally:
         torch._dynamo.reset()  # with the next case, nothing of this one is left, compiled or in memory
@@ -267,6 +268,13 @@ class _Judge:
             else:
                 row.bits = "different" if accuracy.same(*self._thunder) else "thunder varies"
             self._thunder = []
+
+
+@contextmanager
+def _workspaces_stay() -> Iterator[None]:
+    """Keeps Inductor from freeing all cuBLAS workspaces when it records: other variants' graphs write to theirs."""
+    with patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True):
+        yield
 
 
 @contextmanager
