@@ -193,7 +193,8 @@ class Training:
             for position, i in self._updated:
                 arguments[position] = results[i]
         step = step._replace(accumulators=self._keeper.keep(arguments))
-        outputs = _apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
+        with torch.enable_grad():  # as Thunder, which has a backward even of some calls under no_grad
+            outputs = _apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
         for i, output in zip(self._outputs, outputs):
             results[i] = output
         return self._result.of(values, results)
