@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import thunder
 import torch
 from language import (
-    ROWS,
     WIDTH,
     Backward,
     Call,
@@ -23,7 +22,6 @@ from language import (
     Move,
     Optimize,
     Pattern,
-    Program,
     Step,
     Threads,
     Variant,
@@ -31,12 +29,17 @@ from language import (
 )
 from operators import Effects, Flaky, Operators, current
 from thunder.core.transform_common import Transform
+from torch import nn
 
 _MAX_COMPILED = 10  # cache entries of Thunder's for one program: past it, nothing new is compiled
 
 
 class Mismatch(AssertionError):
     """The two worlds differ."""
+
+
+class ThunderIsWrong(Exception):
+    """Uncaptured Thunder does what no program can have asked for, so there is nothing to compare with."""
 
 
 class Made:
@@ -55,7 +58,7 @@ class Made:
 class World:
     """A compiled module, and all that its user holds."""
 
-    def __init__(self, module: torch.nn.Module, example: Example, device: str, executors: Any, transforms: Any) -> None:
+    def __init__(self, module: nn.Module, example: Example, device: str, executors: Any, transforms: Any) -> None:
         self.module = thunder.jit(module, executors=executors, transforms=transforms)
         self.original = module
         self.example = example
@@ -75,7 +78,7 @@ class World:
         return len(self.module._lc_cs.interpreter_cache)
 
     @property
-    def parameters(self) -> list[torch.nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         return [p for _, p in self.module.named_parameters()]
 
     @property
@@ -84,11 +87,16 @@ class World:
 
     def reachable(self) -> list[torch.Tensor]:
         """Every tensor that the user can reach, in the same order in both worlds."""
+        found = self.not_gradients()
+        found += [t.grad for t in found if _autograd(t)[1] is True and t.grad is not None]
+        return [*found, *self.held, *self.effects.kept]
+
+    def not_gradients(self) -> list[torch.Tensor]:
+        """The first of them: what no backward may write."""
         found = [*self.parameters, *self.buffers]
         for made in self.made:
             found += [*made.inputs, *made.tensors]
-        found += [t.grad for t in found if _autograd(t)[1] is True and t.grad is not None]
-        return [*found, *self.held, *self.effects.kept]
+        return found
 
     def take(self, step: Step) -> str:
         """Takes a step. Returns the name of what it raises, or nothing."""
@@ -110,8 +118,7 @@ class World:
         self.original.train(variant.training)
         self.made.append(made)
         torch.manual_seed(step.seed)
-        with torch.random.fork_rng(devices=()) if False else nullcontext():
-            made.outputs = self._in_thread(step.thread, lambda: self._run(variant, made.inputs))
+        made.outputs = self._in_thread(step.thread, lambda: self._run(variant, made.inputs))
 
     def _run(self, variant: Variant, inputs: Sequence[torch.Tensor]) -> Any:
         with ExitStack() as stack:
@@ -256,7 +263,7 @@ class World:
                 parameter.data = data.t()
             elif step.how == "replace":
                 names = [name for name, _ in self.module.named_parameters()]
-                new = torch.nn.Parameter(data.clone() * 0.5, parameter.requires_grad)
+                new = nn.Parameter(data.clone() * 0.5, parameter.requires_grad)
                 self.module._overrides_parameters[names[step.index % len(names)]] = new
 
     def _optimize(self, step: Optimize) -> None:
@@ -345,20 +352,19 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.device,
         *_autograd(tensor),
         tensor.is_inference(),
-        tensor._is_view(),
         type(tensor),
     )
 
 
 def _autograd(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Whether it requires grad, and is a leaf; PyTorch forbids to ask of views that came before a write to their base."""
+    """Whether it requires grad, and is a leaf. Of a view that a write to its base came after, PyTorch may not say."""
     try:
         return tensor.requires_grad, tensor.grad_fn is None
     except RuntimeError as error:
         return tensor.requires_grad, str(error)
 
 
-_KIND = "shape stride dtype device requires_grad grad_fn is_inference is_view type".split()
+_KIND = ["shape", "stride", "dtype", "device", "requires_grad", "grad_fn", "is_inference", "type"]
 
 
 def compare_tensors(where: str, plain: Sequence[torch.Tensor], graphed: Sequence[torch.Tensor]) -> None:
@@ -382,14 +388,21 @@ def _objects(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [first.setdefault(id(t), i) for i, t in enumerate(tensors)]
 
 
-def _memory(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """Of each tensor, the first that shares its storage, and how far from that it begins."""
+def _memory(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, bool]]:
+    """Of each tensor, the first that shares its storage, how far from that it begins, and whether it is a view.
+
+    A view of what nobody can reach is as good as none.
+    """
+    addresses = [t.untyped_storage().data_ptr() if t.numel() else 0 for t in tensors]
+    sharing = Counter(addresses)
     first: dict[int, int] = {}
     found = []
-    for i, t in enumerate(tensors):
-        at = t.untyped_storage().data_ptr()
-        j = first.setdefault(at, i) if at and t.numel() else i
-        found.append((j, t.data_ptr() - tensors[j].data_ptr() if at and t.numel() else 0))
+    for i, (at, t) in enumerate(zip(addresses, tensors)):
+        if not at or sharing[at] == 1:
+            found.append((i, 0, False))
+            continue
+        j = first.setdefault(at, i)
+        found.append((j, t.data_ptr() - tensors[j].data_ptr(), t._is_view()))
     return found
 
 
@@ -417,14 +430,14 @@ def _set_random_state(state: tuple[torch.Tensor, torch.Tensor | None]) -> None:
 class Pair:
     """The two worlds of one example."""
 
-    def __init__(self, example: Example, operators: Operators, device: str, transform: Transform) -> None:
+    def __init__(
+        self, example: Example, executors: Sequence[Any], device: str, module: nn.Module, transform: Transform
+    ) -> None:
         self.example = example
         self.device = device
-        torch.manual_seed(11)
-        module = example.program.module(operators.traced).to(device)
         other = copy.deepcopy(module)
-        self.plain = World(module, example, device, operators.executors, [])
-        self.graphed = World(other, example, device, operators.executors, [transform])
+        self.plain = World(module, example, device, executors, [])
+        self.graphed = World(other, example, device, executors, [transform])
         self.graphed.concurrent = True
         self.dead: set[Any] = set()  # calls that uncaptured Thunder cannot compile
         self.counts: Counter[str] = Counter()
@@ -435,21 +448,22 @@ class Pair:
         Raises:
             Mismatch: the worlds differ.
         """
-        for number, pattern in enumerate(self.example.patterns):
-            self._run(f"pattern {number}", pattern)
+        try:
+            for number, pattern in enumerate(self.example.patterns):
+                self._run(f"pattern {number}", pattern)
+        except ThunderIsWrong as error:
+            self.counts[f"given up: {error}"] += 1
         return self.counts
 
     def _run(self, name: str, pattern: Pattern) -> None:
-        worlds = (self.plain, self.graphed)
-        called = self.counts["calls"]
+        called, deterministic = self.counts["calls"], torch.are_deterministic_algorithms_enabled()
         for number, step in enumerate(pattern):
             where = f"{name}, step {number}, {step}"
             if not self._may_take(step):
                 continue
             self._step(where, step)
-        self._settle(worlds)
         self._compare(f"{name}, at its end")
-        for world in worlds:
+        for world in (self.plain, self.graphed):
             for p in world.parameters:
                 p.grad = None
                 p.requires_grad_(True)
@@ -458,12 +472,8 @@ class Pair:
             if hasattr(world.original, "k"):
                 world.original.k = 2
             world.reset()
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(deterministic, warn_only=True)
         self.counts["patterns"] += self.counts["calls"] > called
-
-    def _settle(self, worlds: Iterable[World]) -> None:
-        for world in worlds:
-            world.error = None
 
     def _key(self, step: Call | Threads) -> Any:
         flags = tuple(p.requires_grad for p in self.plain.parameters)
@@ -487,8 +497,12 @@ class Pair:
             found.append(world.take(step))
             after.append(_random_state(self.device))
             versions.append([v is not None and t._version != v for t, v in zip(reachable, before)])
+        if isinstance(step, Backward) and any(versions[0][: len(self.plain.not_gradients())]):
+            raise ThunderIsWrong("a write was put off to the backward")
         if found[0] != found[1]:
-            errors = [repr(world.error) if name else "nothing" for world, name in zip((self.plain, self.graphed), found)]
+            errors = [
+                repr(world.error) if name else "nothing" for world, name in zip((self.plain, self.graphed), found)
+            ]
             raise Mismatch(f"{where}: raises {errors[0]} without graphs, {errors[1]} with them") from (
                 self.graphed.error if found[1] else self.plain.error
             )
@@ -516,9 +530,57 @@ class Pair:
         compare_tensors(where, self.plain.reachable(), self.graphed.reachable())
 
 
-def reproduction(example: Example) -> str:
-    """The example as a script: the module's source and the calls."""
-    return f"{example.program.source()}\n{example.variants}\n{example.patterns}"
+def check(
+    example: Example, operators: Operators, device: str, transform: Transform, module: type[nn.Module] | None = None
+) -> Pair:
+    """Runs the example. Returns the two worlds, for their counts.
+
+    Args:
+        example: what to run.
+        operators: those of the program that are not PyTorch's.
+        device: ``"cpu"`` or ``"cuda"``.
+        transform: of the second world.
+        module: a class to use in place of the program's, as a reproduction has it.
+
+    Raises:
+        Mismatch: the worlds differ. The message ends with a script that shows it again.
+    """
+    torch.manual_seed(11)
+    made = example.program.module(operators.traced) if module is None else module()
+    pair = Pair(example, operators.executors, device, made.to(device), transform)
+    try:
+        pair.run()
+    except Exception as error:
+        raise Mismatch(f"{error}\n\n{reproduction(example, device)}") from error
+    return pair
 
 
-_ = (ROWS, Program)
+def reproduction(example: Example, device: str) -> str:
+    """The example as a script: the module's source, and the calls."""
+    program = example.program
+    variants = "".join(f"    {variant},\n" for variant in example.variants)
+    patterns = "".join(
+        f"    ({''.join(f'{chr(10)}        {s},' for s in steps)}\n    ),\n" for steps in example.patterns
+    )
+    return f"""# PYTHONPATH=.:tests/programs python reproduction.py
+import torch
+import torch.nn.functional as F
+from driver import *
+from language import *
+from operators import Operators
+from torch import nn
+from thunder_cg import cudagraph_transform
+
+operators = Operators()
+globals().update(operators.traced)  # ops, library
+
+
+{program.source()}
+
+variants = (
+{variants})
+patterns = (
+{patterns})
+example = Example(Program({program.inputs}, is_pure={program.is_pure}), variants, patterns)
+check(example, operators, "{device}", cudagraph_transform(debug=True), Module)
+"""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,9 +25,9 @@ ROWS = (3, 2)  # how many rows an input may have; a program has to be right for 
 # Thunder interprets what it traces: a function takes it 1 ms, a method of a tensor 20, and ``nn.Module.__call__`` 150.
 # Hence functions where a method adds nothing, and a module that is called directly.
 #
-# Each template is a line of ``forward``. ``{a}``, ``{b}`` are values of the pool, ``{k}`` one of the constants, ``{n}`` a
-# number that an earlier line has read, ``{r}``, ``{s}`` new values. A line that PyTorch refuses for some values is tried
-# with others, so that nothing here has to know which shapes and types an operator takes.
+# Each template is a line of ``forward``. ``{a}``, ``{b}`` are values of the pool, ``{k}`` one of the constants, ``{n}``
+# a number that an earlier line has read, ``{m}`` a new one, ``{r}``, ``{s}`` new values. A line that PyTorch refuses for
+# some values is tried with others, so that nothing here has to know which shapes and types an operator takes.
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "elementwise": (
         "{r} = torch.tanh({a})",
@@ -168,6 +167,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
     ),
 }
 CONSTANTS = (0.5, 1.5, -0.75, 2.0)
+_IMPURE = ("_(", "] = ", " += ", "self.b = ", "self.c = ", "rand", "dropout", "bernoulli", "norm(", "ops.")
 _WRITING = {*TEMPLATES["in-place"], *TEMPLATES["setitem"]}
 LINES = tuple(line for lines in TEMPLATES.values() for line in lines)
 
@@ -190,21 +190,17 @@ class Program:
         inputs: how many tensors it takes.
         lines: of its body.
         outputs: expressions that it returns.
+        is_pure: whether calls may run at the same time, because they neither write nor draw.
     """
 
     inputs: int
-    lines: tuple[str, ...]
-    outputs: tuple[str, ...]
+    lines: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    is_pure: bool = False
 
     @property
     def text(self) -> str:
         return "\n".join((*self.lines, *self.outputs))
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether calls may run at the same time: they neither write nor draw."""
-        marks = ("_(", "] = ", " += ", "self.b = ", "self.c = ", "rand", "dropout", "drop(", "bernoulli", "norm(", "ops.")
-        return not any(mark in line for line in self.lines for mark in marks)
 
     def source(self) -> str:
         """The module, as a user would write it."""
@@ -323,7 +319,9 @@ def program(inputs: int, genes: Sequence[Gene], picks: Sequence[int], scope: dic
         for gene in genes:
             run.add(gene)
     candidates = [*run.values[::-1], *run.numbers]
-    return Program(inputs, tuple(run.lines), tuple(candidates[pick % len(candidates)] for pick in picks))
+    is_pure = not any(mark in line for line in run.lines for mark in _IMPURE)
+    outputs = tuple(candidates[pick % len(candidates)] for pick in picks)
+    return Program(inputs, tuple(run.lines), outputs, is_pure)
 
 
 # -------------------------------------------------------------------------------------------------------- call patterns

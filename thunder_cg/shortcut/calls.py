@@ -139,6 +139,8 @@ class Training:
 
     def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
         program, trace = compiled.forward, compiled.entry.computation_traces[-1]
+        if not torch.is_grad_enabled():  # as Thunder sometimes does; its outputs require grad nevertheless
+            raise Unsuited("it has a backward, though no gradients are recorded")
         self._region = region = Region(program, recording)
         self._program = program
         self._recording = recording
@@ -193,8 +195,7 @@ class Training:
             for position, i in self._updated:
                 arguments[position] = results[i]
         step = step._replace(accumulators=self._keeper.keep(arguments))
-        with torch.enable_grad():  # as Thunder, which has a backward even of some calls under no_grad
-            outputs = _apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
+        outputs = _apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
         for i, output in zip(self._outputs, outputs):
             results[i] = output
         return self._result.of(values, results)
