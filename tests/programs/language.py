@@ -26,8 +26,8 @@ ROWS = (3, 2)  # how many rows an input may have; a program has to be right for 
 # Hence functions where a method adds nothing, and a module that is called directly.
 #
 # Each template is a line of ``forward``. ``{a}``, ``{b}`` are values of the pool, ``{k}`` one of the constants, ``{n}``
-# a number that an earlier line has read, ``{m}`` a new one, ``{r}``, ``{s}`` new values. A line that PyTorch refuses for
-# some values is tried with others, so that nothing here has to know which shapes and types an operator takes.
+# a number that an earlier line has read, ``{m}`` a new one, ``{r}``, ``{s}`` new values. Where PyTorch refuses
+# a line for some values, others are tried, so that nothing here has to know which shapes and types an operator takes.
 TEMPLATES: dict[str, tuple[str, ...]] = {
     "elementwise": (
         "{r} = torch.tanh({a})",
