@@ -105,7 +105,7 @@ class _Tape(TorchDispatchMode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if writes:
             self._keep_images(inputs)
-        recorded = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        seen_args, seen_kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         output = fn(*args, **kwargs)
         addresses = {t.untyped_storage().data_ptr() for t in inputs}
         results = []
@@ -116,7 +116,7 @@ class _Tape(TorchDispatchMode):
                     self._own.add(tensor.untyped_storage().data_ptr())
                     results.append((leaf, tensor.detach()))
         if results or not may_skip:  # what neither writes nor makes anything is a view, and views stay
-            self.steps.append(_Step(fn, *recorded, tuple(results)))
+            self.steps.append(_Step(fn, seen_args, seen_kwargs, tuple(results)))
         return output
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
