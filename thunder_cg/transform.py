@@ -92,9 +92,9 @@ class CudagraphTransform(Transform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Partitions a forward trace, or the backward trace that follows it."""
         start = time.perf_counter_ns()
-        ops = read(computation_trace, self._compiling.static)
-        plan = partition(ops, classify(ops, self._rules, self._backend.device_type))
         forward = self._forward_of(computation_trace)
+        ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
+        plan = partition(ops, classify(ops, self._rules, self._backend.device_type))
         trace, program = _Emission(self, computation_trace, ops, plan, forward).emit()
         if TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))

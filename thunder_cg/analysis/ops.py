@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import thunder
 from thunder.core.proxies import (
     CollectionProxy,
     DictProxy,
@@ -107,21 +108,53 @@ class Ops:
     """Every proxy by name, those inside of subsymbols too."""
     args: tuple[str, ...]
     """Names that come from outside: the trace's arguments and whatever unpacks produce from them."""
+    origins: tuple[Op | None, ...] = ()
+    """Of each op, the one whose line says where it comes from: itself, or else the maker of an input of it."""
+
+    def line(self, op: Op) -> str | None:
+        """``"file.py:12"`` in the user's source; ``"near file.py:11"`` where Thunder has lost that of the op itself."""
+        origin = self.origins[op.index]
+        return op.line or (f"near {origin.line}" if origin is not None else None)
 
 
-def read(trace: TraceCtx, static_names: frozenset[str] = frozenset()) -> Ops:
+def read(trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
     """Reads ``trace`` in one pass; ``del``s and comments are dropped.
 
     Args:
         trace: A forward or backward trace, as ``transform_trace_post_optimization`` gets it.
         static_names: Names of proxies that the prologue unpacked as parameters or buffers. The proxies' own tags are
             lost on the way through several of Thunder's passes, so they alone are not enough.
+        forward: Of a backward trace, its forward: it made what was saved, and the results that gradients come in for.
     """
     reader = _Reader(static_names)
     arguments = reader.names(_proxies((trace.args or (), trace.kwargs or {})))
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.structure for name in op.outputs)
-    return Ops(ops=ops, values=reader.values, args=tuple(dict.fromkeys((*arguments, *unpacked))))
+    args = tuple(dict.fromkeys((*arguments, *unpacked)))
+    return Ops(ops=ops, values=reader.values, args=args, origins=tuple(_origins(ops, forward)))
+
+
+def _origins(ops: Sequence[Op], forward: Ops | None) -> Iterator[Op | None]:
+    """See `Ops.origins`."""
+    made: dict[str, Op] = {}
+    if forward is not None:
+        made = {name: from_ for op, from_ in zip(forward.ops, forward.origins) if from_ for name in op.outputs}
+        results = _results(forward.ops[-1].symbol)
+        gradients = next((op.outputs for op in ops if op.inputs == ("cotangents",) and op.outputs), ())
+        if len(results) == len(gradients):
+            made.update((g, made[result]) for g, result in zip(gradients, results) if result in made)
+    for op in ops:
+        origin = op if op.line else next((made[name] for name in op.inputs if name in made), None)
+        if origin is not None:
+            made.update(dict.fromkeys(op.outputs, origin))
+        yield origin
+
+
+def _results(returned: BoundSymbol | None) -> list[str]:
+    """Names of the results that a forward trace ties to autograd, in the order of the gradients that come in."""
+    data = returned.args[0] if returned is not None and returned.args else None
+    flat = data.get("flat_output", ()) if isinstance(data, dict) else ()
+    return [result.name if isinstance(result, Proxy) else "" for result in flat]
 
 
 class _Reader:
@@ -223,8 +256,11 @@ def _dtype(proxy: TensorProxy | FutureTensorProxy) -> str:
     return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
 
 
+_THUNDER = os.path.dirname(thunder.__file__) + os.sep  # its lines are nobody's own
+
+
 def _line(bound: BoundSymbol) -> str | None:
-    if bound.source_filename is None or bound.source_positions is None:
+    if bound.source_filename is None or bound.source_positions is None or bound.source_filename.startswith(_THUNDER):
         return None
     return f"{os.path.basename(bound.source_filename)}:{bound.source_positions.lineno}"
 
