@@ -108,12 +108,17 @@ class Ops:
     """Every proxy by name, those inside of subsymbols too."""
     args: tuple[str, ...]
     """Names that come from outside: the trace's arguments and whatever unpacks produce from them."""
-    origins: tuple[Op | None, ...] = ()
-    """Of each op, the one whose line says where it comes from: itself, or else the maker of an input of it."""
+    near: Mapping[str, Op] = field(default_factory=dict)
+    """Of each value, an op whose line is known: the one that made it, or one close to that, or one that uses it."""
+
+    def origin(self, op: Op) -> Op | None:
+        """The op whose line says where this one comes from: itself, or one close to it where Thunder has lost that."""
+        values = op.inputs if op.structure else (*op.inputs, *op.outputs)
+        return op if op.line else next((self.near[name] for name in values if name in self.near), None)
 
     def line(self, op: Op) -> str | None:
-        """``"file.py:12"`` in the user's source; ``"near file.py:11"`` where Thunder has lost that of the op itself."""
-        origin = self.origins[op.index]
+        """``"file.py:12"`` in the user's source, or ``"near file.py:12"``."""
+        origin = self.origin(op)
         return op.line or (f"near {origin.line}" if origin is not None else None)
 
 
@@ -131,23 +136,26 @@ def read(trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: O
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.structure for name in op.outputs)
     args = tuple(dict.fromkeys((*arguments, *unpacked)))
-    return Ops(ops=ops, values=reader.values, args=args, origins=tuple(_origins(ops, forward)))
+    return Ops(ops=ops, values=reader.values, args=args, near=_near(ops, forward))
 
 
-def _origins(ops: Sequence[Op], forward: Ops | None) -> Iterator[Op | None]:
-    """See `Ops.origins`."""
-    made: dict[str, Op] = {}
+def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
+    """See `Ops.near`."""
+    near: dict[str, Op] = {}
     if forward is not None:
-        made = {name: from_ for op, from_ in zip(forward.ops, forward.origins) if from_ for name in op.outputs}
+        near.update(forward.near)
         results = _results(forward.ops[-1].symbol)
         gradients = next((op.outputs for op in ops if op.inputs == ("cotangents",) and op.outputs), ())
         if len(results) == len(gradients):
-            made.update((g, made[result]) for g, result in zip(gradients, results) if result in made)
+            near.update((g, near[result]) for g, result in zip(gradients, results) if result in near)
     for op in ops:
-        origin = op if op.line else next((made[name] for name in op.inputs if name in made), None)
+        origin = op if op.line else next((near[name] for name in op.inputs if name in near), None)
         if origin is not None:
-            made.update(dict.fromkeys(op.outputs, origin))
-        yield origin
+            near.update(dict.fromkeys(op.outputs, origin))
+        if op.line:
+            for name in op.inputs:
+                near.setdefault(name, op)
+    return near
 
 
 def _results(returned: BoundSymbol | None) -> list[str]:

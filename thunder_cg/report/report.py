@@ -166,7 +166,8 @@ def _order(plan: Plan) -> list[int]:
 
 
 def _op(program: Program, index: int, region: str | None) -> OpReport:
-    op, verdict, origin = program.ops.ops[index], program.plan.verdicts[index], program.ops.origins[index]
+    op, verdict = program.ops.ops[index], program.plan.verdicts[index]
+    origin = program.ops.origin(op)
     return OpReport(
         index=op.index,
         name=op.name,
