@@ -462,9 +462,7 @@ class Program:
                             region.stats.replays += 1
                             return results
                         except ReplayRefused as error:
-                            self._eager(
-                                call, f"{region.name} could not be replayed: {_sentence(error.__cause__ or error)}"
-                            )
+                            self._eager(call, f"{region.name} could not be replayed: {_sentence(error)}")
                     else:
                         self._miss(call, region)
             elif call.mode is Mode.CAPTURE:
@@ -755,6 +753,8 @@ def _check_inputs(names: Sequence[str], args: Sequence[Any], static: frozenset[i
 
 def _sentence(error: BaseException) -> str:
     """The error's type and the first sentence of its message; the rest may differ from time to time."""
+    if isinstance(error, ReplayRefused):
+        error = error.__cause__ or error
     text = str(error).strip().partition("\n")[0].partition(". ")[0]
     return f"{type(error).__name__}: {text or 'no message'}"
 
