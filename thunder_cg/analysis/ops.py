@@ -29,7 +29,7 @@ from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-__all__ = ["Op", "Ops", "Value", "read"]
+__all__ = ["Op", "Ops", "Value", "computing", "read"]
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # recomputed after the plan is made, and text
 
@@ -163,6 +163,14 @@ def _results(returned: BoundSymbol | None) -> list[str]:
     data = returned.args[0] if returned is not None and returned.args else None
     flat = data.get("flat_output", ()) if isinstance(data, dict) else ()
     return [result.name if isinstance(result, Proxy) else "" for result in flat]
+
+
+def computing(trace: TraceCtx) -> Iterator[BoundSymbol]:
+    """The symbols of ``trace`` but for its frame, ``del``s and comments."""
+    for bound in trace.bound_symbols:
+        executor = None if bound.sym.executor is None else str(bound.sym.executor.name)
+        if _id(bound.sym) not in _DROPPED and not _is_structure(executor, _id(bound.sym)):
+            yield bound
 
 
 class _Reader:

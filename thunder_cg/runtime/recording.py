@@ -543,3 +543,4 @@ class Recording:
     owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved for a backward that is not captured yet
     dropped: bool = True  # whether no later call may replay it
     incomplete: bool = False  # whether a region failed that the next call may capture, with all others
+    may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made
