@@ -19,8 +19,8 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.torch_autograd import connect_to_autograd
 
-from thunder_cg.errors import ReplayRefused
 from thunder_cg.analysis.ops import computing
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.executor import executor
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
