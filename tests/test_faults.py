@@ -530,7 +530,7 @@ class Precomputed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, shift):
         y = torch.tanh(x) * 2
-        ctx.save_for_backward(torch.cos(x) * y)
+        ctx.save_for_backward(y)
         return y.sum() + shift
 
     @staticmethod
@@ -542,16 +542,17 @@ class Precomputed(torch.autograd.Function):
 class Fused(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(6, 4))
+        self.weight = nn.Parameter(torch.randn(4, 6))
         self.shift = nn.Parameter(torch.randn(()))
 
     def forward(self, x):
-        return Precomputed.apply(x + self.weight, self.shift * 2)
+        return Precomputed.apply(x + self.weight.t(), torch.sin(self.shift * 2) * 3)
 
 
 def test_gradients_that_are_what_the_forward_saved(pair):
     """They leave, also where the backward runs eagerly though its forward did not."""
     twins = pair(Fused())
+    assert twins.faulty[1].region.in_arena
     for position in range(len(twins.faulty[1].region.region.ops)):
         twins.start()
         twins.call()
