@@ -747,6 +747,17 @@ class _NotRun(Exception):
         self.error = error
 
 
+def keep(*tensors: Any) -> list[Any]:
+    """Copies that outlive the arena."""
+    kept: list[Any] = []
+    for tensor in tensors:
+        results = [None]
+        device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
+        Outputs([tensor], (), [True], device, torch.Tensor.detach).deliver_owned(results, ())
+        kept += results
+    return kept
+
+
 def _memory(value: Any) -> int:
     """Where the memory of a plain tensor begins; 0 for anything else."""
     has_memory = isinstance(value, torch.Tensor) and _is_plain(value) and value.layout is torch.strided
