@@ -7,6 +7,7 @@ it has done nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from thunder.core.trace import TraceCtx
 from thunder.executors.torch_autograd import connect_to_autograd
 
 from thunder_cg.analysis.ops import computing
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.executor import executor
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
-from thunder_cg.runtime.region import Call, Others, Program
+from thunder_cg.runtime.region import Call, Others, Program, graph_is_retained
 from thunder_cg.shortcut.accumulate import Accumulators, Keeper
 from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
 
@@ -186,9 +188,13 @@ class Training:
             return REFUSED
         call = Call.replaying(self._recording, program.kind)
         self._arena.enter()
+        try:
+            results = region.graph.replay(tensors)
+        except ReplayRefused:
+            call.release()
+            return REFUSED
         program.calls += 1
         region.stats.replays += 1
-        results = region.graph.replay(tensors)
         step = _Step(self._backward, call, self._saved, self._saved.passing(values, results), None)
         arguments = self._pick_arguments(values)
         if self._updated:
@@ -304,12 +310,13 @@ class _Backward:
             found = (saved, gradients)
             tensors = [found[kind][i] for kind, i in self._sources]
             if program.may_replay_backward() and self._holds(tensors):
-                program.calls += 1
-                region.stats.replays += 1
                 arena.enter()
-                results = region.graph.replay(tensors)
-                call.release()
-                return [None if i is None else results[i] for i in self._gradients]
+                with suppress(ReplayRefused):
+                    results = region.graph.replay(tensors)
+                    program.calls += 1
+                    region.stats.replays += 1
+                    call.release()
+                    return [None if i is None else results[i] for i in self._gradients]
         others = Others(())
         others.call = call
         result: Sequence[Any] = self._entry.backward_fn([saved, others], gradients)
@@ -338,10 +345,17 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.step is None:
+            raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
         backward, call, saved, _, accumulators = ctx.step
         in_bulk = accumulators is not None and not torch.is_grad_enabled() and not torch.is_anomaly_enabled()
-        with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
-            found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+        try:
+            with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
+                found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+        except BaseException:
+            if not graph_is_retained():
+                ctx.step = None  # half a backward may have overwritten what the other half needs
+            raise
         if in_bulk and backward.is_alone():
             found = accumulators.deliver(found)
         return (None, None, None, *found)
