@@ -1,4 +1,4 @@
-"""`verify`: what is planted is caught and named, the call's result is the eager one, and what is right stays captured."""
+"""`verify`: what is planted is caught and named, the result is the eager one, and what is right stays captured."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def outcomes(model: Any, inputs: Any, *, backward: bool = False) -> list[Any]:
     return made
 
 
-# ------------------------------------------------------------------------------------------------------- what is planted
+# ------------------------------------------------------------------------------------------------------ what is planted
 
 
 class Net(nn.Module):
@@ -99,7 +99,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@pytest.mark.parametrize(("verify", "at"), [(1, 7), (3, 7), (3, 8), (4, 5)])
+@pytest.mark.parametrize(("verify", "at"), [(1, 5), (3, 7), (4, 5)])
 def test_a_python_variable_that_changes_later(planted, twins, device, training, verify, at):
     factor = [2.0]
     op = planted("scale", lambda x: x * factor[0])
@@ -179,7 +179,7 @@ def test_planted_in_the_backward(planted, twins, device):
         if step < 6 or found or step > 7:
             same(*made)
     (message,) = messages
-    assert "scale_gradient" in message
+    assert "scale_gradient" in message and "deny=['scale_gradient']" in message
     forward, backward = regions(graphed)
     assert backward["quarantined"] and not forward["quarantined"]
     assert forward["replays"] > backward["replays"]
@@ -275,9 +275,7 @@ def test_forwards_in_flight(planted, twins, device):
     factor = [2.0]
     back = planted("scale_gradient", lambda x: x * factor[0])
     op = planted("scale", lambda x: x * 2.0, backward=back)
-    plain, graphed = twins(
-        nn.Sequential(nn.Linear(4, 4), Through(op)), jit=planted.jit, allow=planted.names, verify=5
-    )
+    plain, graphed = twins(nn.Sequential(nn.Linear(4, 4), Through(op)), jit=planted.jit, allow=planted.names, verify=5)
     for _ in range(6):
         x = torch.randn(3, 2, 4, device=device)
         for compiled in (plain, graphed):
@@ -355,14 +353,14 @@ def test_an_operator_that_raises_where_a_graph_cannot(planted, twins, device):
     assert region["quarantined"] and "broken" in region["failure"]
 
 
-# --------------------------------------------------------------------------------------------------- what is right
+# -------------------------------------------------------------------------------------------------------- what is right
 
 
 def tokens(device, rows=2, length=8):
     return torch.randint(0, 64, (rows, length), device=device)
 
 
-@pytest.mark.parametrize("verify", ["first", 1, 3])
+@pytest.mark.parametrize("verify", ["first", 1])
 @pytest.mark.parametrize(
     ("model", "batch"),
     [
@@ -377,7 +375,7 @@ def test_right_models_train_on(twins, device, deterministic, model, batch, verif
     same_training(plain, graphed, [batch(device) for _ in range(6)])
     for region in regions(graphed):
         assert not region["quarantined"] and region["remark"] is None
-        assert region["replays"] == 5 and region["verified"] == {"first": 1, 1: 5, 3: 2}[verify]
+        assert region["replays"] == 5 and region["verified"] == {"first": 1, 1: 5}[verify]
 
 
 @pytest.mark.parametrize("verify", ["first", 1])
@@ -461,7 +459,7 @@ class MLPWithDropout(nn.Module):
         return torch.sin(nn.functional.dropout(torch.tanh(self.layer(x)), 0.5))
 
 
-# ------------------------------------------------------------------------------------------------- what is no disagreement
+# ---------------------------------------------------------------------------------------------- what is no disagreement
 
 
 @pytest.fixture
@@ -516,8 +514,8 @@ def test_kernels_that_are_not_deterministic_on_cuda(twins, backend, device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_attention_is_right(twins, device, dtype):
     """Its kernels hand out seeds that they never write where nothing is dropped, and some add atomically."""
-    plain, graphed = twins(GPT(width=64, heads=2).to(dtype), verify=1)
-    batches = [(tokens(device, 4, 32),) for _ in range(6)]
+    plain, graphed = twins(GPT(layers=1, heads=2).to(dtype), verify=1)
+    batches = [(tokens(device, 2, 16),) for _ in range(6)]
     with caught() as found:
         for batch in batches:
             for compiled in (plain, graphed):

@@ -11,8 +11,10 @@ Note [What is no disagreement]
     *and the graph from itself*: a kernel that is not deterministic is so in a graph, too, while an operator that reads
     a Python variable freezes in it. Then the graph may be as far off as four times the spread of the eager runs, and
     no farther than sqrt(eps) of the result's dtype times the largest value: 3e-4 of it in float32, 3 % in float16, 9 %
-    in bfloat16. Beyond that it is not rounding. Integers and booleans have no tolerance. Memory that a kernel never
-    writes, such as the seed of an attention without dropout, is found by filling memory before a run, and ignored.
+    in bfloat16. Beyond that it is not rounding. Integers and booleans have no tolerance, and neither has a difference
+    that is the same in every run, such as that of a library which chose another algorithm for the graph. Memory that a
+    kernel never writes, such as the seed of an attention without dropout, is found by filling memory before a run, and
+    ignored.
 """
 
 from __future__ import annotations
@@ -48,13 +50,13 @@ class Disagreement:
 
     op: Op | None  # the first whose value differs
     difference: str
+    where: str = ""
 
     @property
     def problem(self) -> str:
         if self.op is None:
             return self.difference
-        where = f"{self.op.name} at {self.op.line or 'a line unknown to Thunder'}"
-        return f"the first value that differs is made by {where}; {self.difference}"
+        return f"the first value that differs is made by {self.op.name} {self.where}; {self.difference}"
 
     @property
     def fix(self) -> str:
@@ -144,7 +146,8 @@ def verified(
         made = _Run(graph.without_running(args), {}, ())
         trial.adopt(eager, made, has_run=False, wholly=True)
         difference = f"input {silently!r} is written by an operator that does not say so"
-        return Outcome(made.results, Disagreement(_reader(region, ops, silently), difference))
+        op = next((ops[i] for i in region.region.ops if silently in ops[i].inputs), None)
+        return Outcome(made.results, Disagreement(op, difference, _where(op, ops)))
     replayed = trial.replay()
     differing = trial.differing(eager, replayed)
     if not differing:
@@ -185,7 +188,7 @@ def _judged(
         return None, "; ".join(remarks) or None
     op = _first_op(trial, wrong, ops)
     at = next((at for at in wrong if op is not None and trial.slot(at) in op.outputs), wrong[0])
-    return Disagreement(op, f"{trial.name(at)}: {_difference(*first[at])}"), None
+    return Disagreement(op, f"{trial.name(at)}: {_difference(*first[at])}", _where(op, ops)), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,8 +431,16 @@ def _ancestors(mine: Sequence[Op], names: set[str]) -> set[int]:
     return found
 
 
-def _reader(region: RuntimeRegion, ops: Sequence[Op], name: str) -> Op | None:
-    return next((ops[i] for i in region.region.ops if name in ops[i].inputs), None)
+def _where(op: Op | None, ops: Sequence[Op]) -> str:
+    """Where the user called it. Thunder loses the line of some; then where an input of it was made."""
+    made_at: dict[str, str] = {}
+    for other in ops:
+        near = next((made_at[name] for name in other.inputs if name in made_at), None)
+        if other is op and (other.line or near):
+            return f"at {other.line}" if other.line else f"near {near}"
+        if line := other.line or near:
+            made_at.update(dict.fromkeys(other.outputs, line))
+    return "at a line unknown to Thunder"
 
 
 def _said(error: BaseException) -> str:
