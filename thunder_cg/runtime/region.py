@@ -21,6 +21,7 @@ import enum
 import linecache
 import sys
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ class Mode(enum.Enum):
 class Call:
     """One call of a trace pair: the arena that it holds and how its regions run."""
 
-    __slots__ = ("arena", "key", "mode", "owned", "part", "recording", "verifies")
+    __slots__ = ("__weakref__", "arena", "key", "mode", "number", "owned", "part", "recording", "verifies")
 
     def __init__(self) -> None:
         self.mode = Mode.EAGER
@@ -98,6 +99,7 @@ class Call:
         self.recording: Recording | None = None
         self.part: Part | None = None
         self.key: Any = None  # the layout that a warm-up is for
+        self.number = 0  # among the program's calls
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
 
     @classmethod
@@ -222,6 +224,8 @@ class Program:
         self._pair = forward if forward is not None else self  # the program that owns the pair's recordings
         self._recordings: list[Recording] = []  # newest first
         self._used: list[Arena] = []  # kept alive from the warm-up on
+        self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # whose backward is still to come
+        self._steady = 0  # such calls since the last that was neither recorded nor replayed
         self._warm: set[Any] = set()
         self._moves: Counter[int] = Counter()
         self._retired = 0
@@ -304,8 +308,17 @@ class Program:
         return not self._is_quarantined and self.calls < self.verify_after and self.may_replay_backward()
 
     def is_alone(self, arena: Arena) -> bool:
-        """Whether no call holds an arena that the program has used, but for ``arena``."""
-        return not any(other is not arena and other.is_held() for other in self._pair._used)
+        """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
+        pair = self._pair
+        return not pair._waiting and not any(other is not arena and other.is_held() for other in pair._used)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether calls that are in flight together are all replays by now, as far as the last calls tell."""
+        most = len(self._used)
+        return most <= 1 or (
+            self._steady >= most and not any(self.calls - call.number < most for call in self._waiting)
+        )
 
     @property
     def recordings(self) -> list[Recording]:
@@ -362,6 +375,7 @@ class Program:
         if call is None:
             return self.begin(*tensors)
         self.calls += 1
+        self._pair._waiting.discard(call)
         if call.arena is None:
             return self._eager(Call(), "its forward ran eagerly", strict=False)
         call.arena.enter()
@@ -432,6 +446,9 @@ class Program:
     def end(self, call: Call, *others: Any) -> Others:
         """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
         self._seal(call)
+        self._steady = self._steady + 1 if call.mode in (Mode.CAPTURE, Mode.REPLAY) else 0
+        call.number = self.calls
+        self._waiting.add(call)
         result = Others(others)
         result.call = call
         return result
@@ -491,7 +508,7 @@ class Program:
         def run(call: Call, *args: Any) -> Sequence[Any]:
             if call.mode is Mode.REPLAY:
                 graph = call.part.graphs[index]  # type: ignore[union-attr]
-                if graph is not None and region.failure is not None:  # quarantined while the call was in flight
+                if graph is not None and region.is_quarantined:  # while the call was in flight
                     self._eager(call, f"{region.name} is quarantined", strict=False)
                 elif graph is not None:
                     if graph.admits(args):
@@ -781,7 +798,7 @@ def watched_function(
     """Like `region_function`, but it returns the fingerprints of what each symbol made."""
     names = {p.name for s in symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | {p.name for p in inputs}
     prefix = next(f"print{'_' * n}" for n in count() if not any(name.startswith(f"print{'_' * n}") for name in names))
-    take = Symbol("fingerprints", meta=None, is_fusion=True)
+    take = Symbol("cudagraph_fingerprints", meta=None, is_fusion=True)
     watched, taken = [], []
     with tracectx(TraceCtx()):
         for i, symbol in enumerate(symbols):
