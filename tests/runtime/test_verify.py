@@ -20,6 +20,7 @@ from thunder.core.transforms import get_grad, put_grad
 from torch import nn
 
 from thunder_cg import CaptureError, DisagreementWarning, explain
+from thunder_cg.analysis import rules
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime import verify as verification
 from thunder_cg.runtime.region import Program
@@ -55,6 +56,12 @@ def planted() -> Iterator[Planted]:
     made = Planted()
     yield made
     thunder.extend.deregister_executor(made.executor)
+
+
+def plant_rule(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Adds a row that says of a planted operator what the table says of those that only launch kernels."""
+    rule = rules.ALLOW["torch", "tanh"]
+    monkeypatch.setattr(rules, "ALLOW", {**rules.ALLOW, ("planted", name): rule})
 
 
 @contextmanager
@@ -132,7 +139,8 @@ def test_a_python_variable_that_changes_later(planted, twins, device, training, 
 
 
 @pytest.mark.parametrize("kind", ["a counter", "random numbers of its own"])
-def test_the_first_replay_is_wrong(planted, transform, device, kind):
+def test_a_wrong_rule_whose_first_replay_is_wrong(planted, transform, device, monkeypatch, kind):
+    plant_rule(monkeypatch, "unsteady")
     ran: list[float] = []
     generator = random.Random(0)
 
@@ -146,7 +154,7 @@ def test_the_first_replay_is_wrong(planted, transform, device, kind):
     def fn(x):
         return torch.cos(torch.tanh(x) * 2), op(x) * 1.0
 
-    graphed = thunder.jit(fn, transforms=[transform(allow=["unsteady"], verify="first")], **planted.jit)
+    graphed = thunder.jit(fn, transforms=[transform(verify="first")], **planted.jit)
     for _ in range(5):
         x = torch.randn(3, 3, device=device)
         before = len(ran)
@@ -312,14 +320,16 @@ def test_strict_raises(planted, transform, device):
     same(graphed(x), torch.tanh(torch.sin(x) * 3.0))
 
 
-def test_a_write_that_nothing_says(planted, twins, device):
+def test_a_write_that_nothing_says(planted, twins, device, monkeypatch):
+    """A wrong row in the table: an operator nobody knows is taken to write its arguments."""
+    plant_rule(monkeypatch, "advance")
     op = planted("advance", lambda x: x.add_(1.0) * 2.0)
     counts = [torch.zeros(4, device=device), torch.zeros(4, device=device)]
 
     def fn(x, count):
         return torch.tanh(x) * 2 + op(count)
 
-    plain, graphed = twins(fn, jit=planted.jit, allow=["advance"], verify="first")
+    plain, graphed = twins(fn, jit=planted.jit, verify="first")
     messages = []
     for _ in range(5):
         x = torch.randn(4, device=device)
@@ -365,8 +375,8 @@ def tokens(device, rows=2, length=8):
     ("model", "batch"),
     [
         (mlp, lambda d: (torch.randn(4, 16, device=d),)),
-        (lambda: GPT(dropout=0.2), lambda d: (tokens(d), tokens(d))),
-        (ResNet, lambda d: (torch.randn(2, 3, 16, 16, device=d),)),
+        (lambda: GPT(layers=1, dropout=0.2), lambda d: (tokens(d), tokens(d))),
+        (lambda: ResNet(4), lambda d: (torch.randn(2, 3, 8, 8, device=d),)),
     ],
     ids=["mlp", "gpt", "resnet"],
 )
@@ -511,9 +521,11 @@ def test_kernels_that_are_not_deterministic_on_cuda(twins, backend, device):
     assert region["remark"] is None or "is not deterministic" in region["remark"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_attention_is_right(twins, device, dtype):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_attention_is_right(twins, backend, device, dtype):
     """Its kernels hand out seeds that they never write where nothing is dropped, and some add atomically."""
+    if backend == "tape" and dtype is torch.float16:
+        pytest.skip("the CPU has the same kernels for both")
     plain, graphed = twins(GPT(layers=1, heads=2).to(dtype), verify=1)
     batches = [(tokens(device, 2, 16),) for _ in range(6)]
     with caught() as found:
