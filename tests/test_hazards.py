@@ -50,6 +50,8 @@ Every test compares with uncaptured Thunder, bit for bit.
 | memory of a dropped model stays                               | test_dropped_models                    |
 | one transform for several models                              | test_several_models                    |
 | inference mode, then not                                      | test_inference_mode                    |
+| an operator reshapes what it has made, in place               | test_results_reshaped_in_place         |
+| Thunder connects a call to autograd in spite of no_grad       | test_gradients_despite_no_grad         |
 """
 
 from __future__ import annotations
@@ -876,3 +878,31 @@ def test_inference_mode(twins, device):
             y = graphed(x)
             assert y.is_inference() == torch.is_inference_mode_enabled()
     assert replays(graphed) > 0
+
+
+def test_results_reshaped_in_place(twins, device):
+    plain, graphed = twins(lambda v, m: work(v @ m) + m @ v)
+    for _ in range(CALLS):
+        v, m = torch.randn(4, device=device), torch.randn(4, 4, device=device)
+        same(plain(v, m), graphed(v, m))
+    assert replays(graphed) >= CALLS - 1
+
+
+def test_gradients_despite_no_grad(twins, device):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x, y):
+            x.t().mul_(0.5)
+            return work(y) + work(y @ self.w)
+
+    plain, graphed = twins(Writes())
+    for _ in range(CALLS):
+        x, y = torch.randn(2, 4, 4, device=device)
+        with torch.no_grad():
+            a, b = plain(x.clone(), y), graphed(x.clone(), y)
+        same(a.detach(), b.detach())
+        assert a.requires_grad == b.requires_grad and (a.grad_fn is None) == (b.grad_fn is None)
+    assert replays(graphed) >= CALLS - 1

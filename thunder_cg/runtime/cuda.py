@@ -60,7 +60,7 @@ class _Side:
     def give_back(self) -> None:
         with self._lock:
             self._idle.append(self)
-            if not sys.is_finalizing() and not any(isinstance(o, torch.cuda.CUDAGraph) for o in gc.get_objects()):
+            if not sys.is_finalizing() and not _a_graph_may_be_alive():
                 torch._C._cuda_clearCublasWorkspaces()
                 for side in self._idle:
                     side._close()
@@ -82,6 +82,11 @@ class _Side:
             operand = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
             torch.addmm(operand[0], operand, operand)  # by cuBLASLt
         self._prepared.add(threading.get_ident())
+
+
+def _a_graph_may_be_alive() -> bool:
+    """Whether the process may hold a CUDA graph. What ``gc.freeze`` put aside, nobody lists."""
+    return gc.get_freeze_count() > 0 or any(isinstance(o, torch.cuda.CUDAGraph) for o in gc.get_objects())
 
 
 def _new_stream(index: int) -> torch.cuda.Stream:

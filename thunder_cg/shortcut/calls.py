@@ -139,6 +139,8 @@ class Training:
 
     def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
         program, trace = compiled.forward, compiled.entry.computation_traces[-1]
+        if not torch.is_grad_enabled():  # as Thunder sometimes does; its outputs require grad nevertheless
+            raise Unsuited("it has a backward, though no gradients are recorded")
         self._region = region = Region(program, recording)
         self._program = program
         self._recording = recording
