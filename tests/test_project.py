@@ -35,7 +35,7 @@ LAYERS = (
     ("shortcut",),
     ("transform",),
     ("__init__",),
-    ("demo", "bench"),
+    ("demo", "bench", "zoo"),
     ("__main__",),
 )
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.

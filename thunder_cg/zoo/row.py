@@ -1,0 +1,402 @@
+"""One row: a model through Thunder without and with graphs, compared bit for bit, then timed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import thunder
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from thunder_cg.bench.measure import reason
+from thunder_cg.demo import same_bits
+from thunder_cg.report.report import Report, TraceReport, explain
+from thunder_cg.transform import cudagraph_transform
+from thunder_cg.zoo.models import LEARNING_RATE, Entry
+
+FORWARD, TRAINING = "forward", "training"
+MODES = (FORWARD, TRAINING)
+STEPS = 5  # one warms up, one captures, and the others replay, all but one of them around Thunder's dispatch
+ROUNDS = 5  # turns that both sides get
+TURN_SECONDS = 0.5  # a turn of slow steps has fewer of them
+SEED = 7
+JIT, FX = "thunder.jit", "thunderfx"
+
+EAGER = "eager in Thunder's trace"
+INDUCTOR = "left to Inductor by thunderfx"
+BREAK = "graph break of Dynamo"
+NOT_REPLAYED = "region that did not replay"
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """What is not in a graph, how often, and why.
+
+    Attributes:
+        kind: `EAGER`, `INDUCTOR`, `BREAK` or `NOT_REPLAYED`.
+    """
+
+    kind: str
+    what: str
+    count: int
+    why: str
+
+
+@dataclass(slots=True)
+class Row:
+    """One model in one mode.
+
+    Attributes:
+        path: how Thunder takes the model: `JIT`, or `FX` where that fails, and then `not_jit` says how.
+        ops: all of the last step, forward and backward; `captured` of them are in graphs.
+        graphs: what Dynamo and thunderfx's splits made of the model: functions that Thunder compiled.
+        regions: of these functions, `replayed` of them in the last step. One each way is the fewest.
+        outside: what is not in a graph.
+        agrees: "yes"; or "no: ", and what first differed from uncaptured Thunder; or "Thunder varies: ", and what first
+            differed between two runs of uncaptured Thunder, so that there is nothing to compare with.
+        thunder_us, captured_us: medians of a synchronised step, uncaptured and captured, microseconds; 0 where not
+            measured.
+        failure: why there is no such row, "" if there is.
+    """
+
+    model: str
+    package: str
+    mode: str
+    path: str = ""
+    not_jit: str = ""
+    ops: int = 0
+    captured: int = 0
+    graphs: int = 0
+    regions: int = 0
+    replayed: int = 0
+    outside: list[Outside] = field(default_factory=list)
+    agrees: str = ""
+    thunder_us: float = 0.0
+    captured_us: float = 0.0
+    failure: str = ""
+
+
+class Side:
+    """One copy of the model, compiled, and its steps."""
+
+    def __init__(self, entry: Entry, mode: str, device: torch.device, path: str, transforms: Sequence[Any]) -> None:
+        self.trains = mode == TRAINING
+        self._device = device
+        model = made(entry, self.trains, device)
+        if path == JIT:
+            self.compiled: Any = thunder.jit(model, transforms=[*transforms])
+            self.module: nn.Module = self.compiled
+        else:
+            from thunder.dynamo import thunderfx  # it is slow to import
+
+            self.compiled = thunderfx(model, transforms=[*transforms])
+            self.module = model
+        self._sgd = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
+
+    def run(self, batch: Any) -> tuple[Any, Tensor | None]:
+        """The output; in training, the loss as well, and gradients on the parameters."""
+        if not self.trains:
+            with torch.no_grad():
+                return batch.call(self.compiled), None
+        self._sgd.zero_grad()
+        output = batch.call(self.compiled)
+        loss = batch.loss(output)
+        loss.backward()
+        return output, loss.detach()
+
+    def results(self, batch: Any, seed: int) -> dict[str, Tensor]:
+        """All that a step from this seed computes, by name."""
+        torch.manual_seed(seed)
+        output, loss = self.run(batch)
+        found = {f"output {i}": t.detach() for i, t in enumerate(tree_leaves(_plain(output))) if isinstance(t, Tensor)}
+        if not found:
+            raise TypeError(f"a {type(output).__name__} came back, in which torch.utils._pytree finds no tensor")
+        if loss is not None:
+            found["loss"] = loss
+            found |= {f"gradient of {n}": p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        return found | {f"buffer {n}": b for n, b in self.module.named_buffers()}
+
+    def learn(self) -> None:
+        """Changes the weights by the gradients."""
+        if self.trains:
+            self._sgd.step()
+
+
+def made(entry: Entry, trains: bool, device: torch.device) -> nn.Module:
+    """The model, the same at each call: float32 and tiny on a CPU, bfloat16 and real on a GPU."""
+    torch.manual_seed(SEED)
+    small = device.type == "cpu"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
+    try:
+        with device:
+            return entry.make(small).train(trains).to(device)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def batches(entry: Entry, mode: str, device: torch.device) -> Iterator[Any]:
+    """Fresh inputs without end, all of one shape, the same ones at each call."""
+    generator = torch.Generator().manual_seed(SEED)
+    while True:
+        with _seeded(int(torch.randint(2**31, (), generator=generator))):
+            batch = entry.batch(device.type == "cpu", mode == TRAINING)
+        yield _to(batch, device)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        yield
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    """On the device, as new tensors; floating point in the dtype of the model."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        floats = value.is_floating_point() and device.type == "cuda"
+        return value.to(device, torch.bfloat16 if floats else value.dtype, copy=True)
+
+    return type(batch)(tree_map(moved, batch.args), tree_map(moved, batch.kwargs), moved(batch.labels))
+
+
+def _plain(output: Any) -> Any:
+    """An output that is a mapping, as a dict: packages register their own kinds with pytree or do not."""
+    return {**output} if hasattr(output, "keys") else output
+
+
+# ---------------------------------------------------------------------------------------------------------- the steps
+
+
+def measure(
+    entry: Entry,
+    mode: str,
+    device: torch.device,
+    calls: int,
+    ready: Callable[[Row], None] = lambda row: None,
+) -> Row:
+    """The row of a model.
+
+    Args:
+        calls: synchronised steps in a turn, at most; on a CPU nothing is timed.
+        ready: called before the timing, which nothing else on the machine should disturb, with what is known by then.
+    """
+    row = Row(entry.name, entry.package, mode)
+    try:
+        row.path, row.not_jit = _path(entry, mode, device)
+        with _deterministic():
+            _compare(entry, row, device)
+        if device.type == "cuda":
+            sides = _settled(entry, row, device)
+            ready(copy.deepcopy(row))
+            row.thunder_us, row.captured_us = _times(entry, row, device, sides, calls)
+    except Exception as error:
+        row.failure = reason(error)
+    return row
+
+
+class ThunderError(Exception):
+    """Uncaptured Thunder cannot run the model."""
+
+
+def _path(entry: Entry, mode: str, device: torch.device) -> tuple[str, str]:
+    """How uncaptured Thunder runs the model, and why not through `thunder.jit` if it does not."""
+    failures: list[str] = []
+    for path in (JIT, FX):
+        try:
+            Side(entry, mode, device, path, []).results(next(batches(entry, mode, device)), SEED)
+            return path, "".join(failures)
+        except Exception as error:
+            failures.append(reason(error))
+        finally:
+            _forget(device)
+    raise ThunderError(f"{JIT}: {failures[0]}; {FX}: {failures[1]}")
+
+
+def _compare(entry: Entry, row: Row, device: torch.device) -> None:
+    """Fills in what became of the model with graphs, and whether the numbers are the same."""
+    backend = "cuda" if device.type == "cuda" else "tape"
+    race = _Race(entry, row, device, [cudagraph_transform(backend=backend)])
+    difference = race.run()
+    _fill(row, race.reports, race.breaks)
+    row.agrees = "yes"
+    del race
+    _forget(device)
+    if difference:
+        varies = _Race(entry, row, device, []).run()
+        row.agrees = f"Thunder varies: {varies}" if varies else f"no: {difference}"
+        _forget(device)
+
+
+class _Race:
+    """Uncaptured Thunder beside a copy with other transforms, from the same weights on the same inputs."""
+
+    def __init__(self, entry: Entry, row: Row, device: torch.device, transforms: list[Any]) -> None:
+        sides = (Side(entry, row.mode, device, row.path, given) for given in ([], transforms))
+        self._plain, self._other = sides
+        self._batches = [batches(entry, row.mode, device) for _ in range(2)]
+        self._explains = bool(transforms)
+        self.reports: list[Report] = []  # before the last step and after it
+        self.breaks: Counter[str] = Counter()
+
+    def run(self) -> str:
+        """What first differs in a few steps, "" if nothing does."""
+        first = ""
+        for step in range(STEPS):
+            one, other = (next(each) for each in self._batches)
+            expected = self._plain.results(one, SEED + step)
+            if step == STEPS - 1:
+                self._report()
+            torch._dynamo.utils.counters["graph_break"].clear()
+            found = self._other.results(other, SEED + step)
+            self.breaks.update(torch._dynamo.utils.counters["graph_break"])
+            first = first or _first_difference(expected, found, step)
+            self._plain.learn()
+            self._other.learn()
+        self._report()
+        return first
+
+    def _report(self) -> None:
+        if self._explains:
+            self.reports.append(explain(self._other.compiled))
+
+
+def _first_difference(expected: dict[str, Tensor], found: dict[str, Tensor], step: int) -> str:
+    for name in expected.keys() | found.keys():
+        if name not in expected or name not in found:
+            return f"{name} of step {step} is only there {'with' if name in found else 'without'} graphs"
+    for name, a in expected.items():
+        b = found[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{name} of step {step} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}"
+        if not same_bits(a, b):
+            return f"{name} of step {step}, by up to {float((a.double() - b.double()).abs().max()):.3g}"
+    return ""
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Kernels that give the same bits twice, where PyTorch has such, so that any difference is the graphs'."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.deterministic = False
+        torch.use_deterministic_algorithms(False)
+
+
+def _forget(device: torch.device) -> None:
+    """Compiled code and its memory, so that the next sides find the process as the first ones did."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# ------------------------------------------------------------------------------------------------- what became of it
+
+
+def _fill(row: Row, reports: Sequence[Report], breaks: Counter[str]) -> None:
+    """Counts what ran between the two reports: traces that earlier steps alone used are of no interest."""
+    before, after = reports
+    earlier = {_key(trace): trace for trace in before.traces}
+    ran = [trace for trace in after.traces if trace.calls > getattr(earlier.get(_key(trace)), "calls", 0)]
+    if not ran:
+        raise RuntimeError("Thunder compiled nothing of the model, or nothing of it ran in the last step")
+    left = Counter(_target(part.reason) for part in after.outside)
+    row.captured = sum(trace.counts["capture"] for trace in ran)
+    row.ops = row.captured + sum(trace.counts["eager"] for trace in ran) + left.total()
+    row.graphs = len({trace.function for trace in ran})
+    row.regions = sum(len(trace.regions) for trace in ran)
+    lazy = [why for trace in ran for why in _not_replayed(earlier.get(_key(trace)), trace)]
+    row.replayed = row.regions - len(lazy)
+    eager = Counter((op.name, op.reason) for trace in ran for op in trace.ops if op.verdict == "eager")
+    row.outside = [
+        *(Outside(EAGER, name, count, why) for (name, why), count in eager.items()),
+        *(Outside(INDUCTOR, what, count, why) for (what, why), count in left.items()),
+        *(Outside(BREAK, why.splitlines()[0], count, why[:500]) for why, count in breaks.items()),
+        *(Outside(NOT_REPLAYED, "region", count, why) for why, count in Counter(lazy).items()),
+    ]
+
+
+def _key(trace: TraceReport) -> tuple[str, int, str]:
+    return trace.function, trace.entry, trace.kind
+
+
+def _not_replayed(before: TraceReport | None, after: TraceReport) -> Iterator[str]:
+    """Why, for each region that did not replay since."""
+    earlier = {region.name: region.replays for region in before.regions} if before else {}
+    for region in after.regions:
+        if region.replays <= earlier.get(region.name, 0):
+            why = "; ".join(after.fallbacks) or "its trace ran without graphs"
+            yield region.failure or why
+
+
+_NODE = re.compile(r"node with name: \S+ and target: (?P<target><[^>]*>|\S+) (?P<why>.*)", re.DOTALL)
+
+
+def _target(split: str) -> tuple[str, str]:
+    """The operator that thunderfx gave away, and why, of its "node with name: x and target: f only has ..."."""
+    found = _NODE.match(split)
+    if found is None:
+        return "a part of the graph", split.strip()
+    words = found["target"].strip("<>").split()
+    name = next((b for a, b in pairwise(words) if a in ("method", "function")), words[0])
+    return name, found["why"].strip()
+
+
+# ------------------------------------------------------------------------------------------------------------- timing
+
+
+def _settled(entry: Entry, row: Row, device: torch.device) -> list[tuple[Side, Any]]:
+    """Both sides, uncaptured first, called often enough; and a batch for each, as the settings of a user have it."""
+    sides = []
+    for transforms in ([], [cudagraph_transform(backend="cuda")]):
+        side = Side(entry, row.mode, device, row.path, transforms)
+        batch = next(batches(entry, row.mode, device))
+        for _ in range(STEPS):
+            side.run(batch)
+        torch.cuda.synchronize(device)
+        sides.append((side, batch))
+    return sides
+
+
+def _times(
+    entry: Entry, row: Row, device: torch.device, sides: list[tuple[Side, Any]], calls: int
+) -> tuple[float, float]:
+    """Medians of synchronised steps, microseconds, of sides that take turns."""
+    samples: list[list[float]] = [[] for _ in sides]
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(ROUNDS):
+            for (side, batch), times in zip(sides, samples):
+                side.run(batch)
+                torch.cuda.synchronize(device)
+                end = time.perf_counter() + TURN_SECONDS
+                for _ in range(calls):
+                    start = time.perf_counter()
+                    side.run(batch)
+                    torch.cuda.synchronize(device)
+                    now = time.perf_counter()
+                    times.append((now - start) * 1e6)
+                    if now > end:
+                        break
+    finally:
+        gc.enable()
+    return median(samples[0]), median(samples[1])
