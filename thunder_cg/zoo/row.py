@@ -8,7 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -88,11 +88,15 @@ class Row:
 
 
 class Side:
-    """One copy of the model, compiled, and its steps."""
+    """One copy of the model, compiled, and its steps.
+
+    Attributes:
+        repeats: steps use kernels that give the same bits twice, where PyTorch has such. See Note [Deterministic].
+    """
 
     def __init__(self, entry: Entry, mode: str, device: torch.device, path: str, transforms: Sequence[Any]) -> None:
         self.trains = mode == TRAINING
-        self._device = device
+        self.repeats = True
         model = made(entry, self.trains, device)
         if path == JIT:
             self.compiled: Any = thunder.jit(model, transforms=[*transforms])
@@ -112,13 +116,18 @@ class Side:
         self._sgd.zero_grad()
         output = batch.call(self.compiled)
         loss = batch.loss(output)
-        loss.backward()
+        with _deterministic() if self.repeats else nullcontext():
+            loss.backward()
         return output, loss.detach()
 
     def results(self, batch: Any, seed: int) -> dict[str, Tensor]:
         """All that a step from this seed computes, by name."""
         torch.manual_seed(seed)
-        output, loss = self.run(batch)
+        torch.backends.cudnn.deterministic = True
+        try:
+            output, loss = self.run(batch)
+        finally:
+            torch.backends.cudnn.deterministic = False
         found = {f"output {i}": t.detach() for i, t in enumerate(tree_leaves(_plain(output))) if isinstance(t, Tensor)}
         if not found:
             raise TypeError(f"a {type(output).__name__} came back, in which torch.utils._pytree finds no tensor")
@@ -196,14 +205,20 @@ def measure(
         ready: called before the timing, which nothing else on the machine should disturb, with what is known by then.
     """
     row = Row(entry.name, entry.package, mode)
+    backend = "cuda" if device.type == "cuda" else "tape"
     try:
         row.path, row.not_jit = _path(entry, mode, device)
-        with _deterministic():
-            _compare(entry, row, device)
+        pair = _Pair(entry, row, device, [cudagraph_transform(backend=backend)])
+        difference = pair.difference()
+        _fill(row, pair.reports, pair.breaks)
+        row.agrees = "yes"
+        if difference:
+            varies = _Pair(entry, row, device, []).difference()
+            row.agrees = f"Thunder varies: {varies}" if varies else f"no: {difference}"
         if device.type == "cuda":
-            sides = _settled(entry, row, device)
+            batch = pair.settle()
             ready(copy.deepcopy(row))
-            row.thunder_us, row.captured_us = _times(entry, row, device, sides, calls)
+            row.thunder_us, row.captured_us = pair.times(batch, calls)
     except Exception as error:
         row.failure = reason(error)
     return row
@@ -224,55 +239,70 @@ def _path(entry: Entry, mode: str, device: torch.device) -> tuple[str, str]:
             failures.append(reason(error))
         finally:
             _forget(device)
-    raise ThunderError(f"{JIT}: {failures[0]}; {FX}: {failures[1]}")
+    raise ThunderError(f"uncaptured, {JIT}: {failures[0]}; {FX}: {failures[1]}")
 
 
-def _compare(entry: Entry, row: Row, device: torch.device) -> None:
-    """Fills in what became of the model with graphs, and whether the numbers are the same."""
-    backend = "cuda" if device.type == "cuda" else "tape"
-    race = _Race(entry, row, device, [cudagraph_transform(backend=backend)])
-    difference = race.run()
-    _fill(row, race.reports, race.breaks)
-    row.agrees = "yes"
-    del race
-    _forget(device)
-    if difference:
-        varies = _Race(entry, row, device, []).run()
-        row.agrees = f"Thunder varies: {varies}" if varies else f"no: {difference}"
-        _forget(device)
-
-
-class _Race:
+class _Pair:
     """Uncaptured Thunder beside a copy with other transforms, from the same weights on the same inputs."""
 
     def __init__(self, entry: Entry, row: Row, device: torch.device, transforms: list[Any]) -> None:
-        sides = (Side(entry, row.mode, device, row.path, given) for given in ([], transforms))
-        self._plain, self._other = sides
-        self._batches = [batches(entry, row.mode, device) for _ in range(2)]
+        self._sides = [Side(entry, row.mode, device, row.path, given) for given in ([], transforms)]
+        self._batches = [batches(entry, row.mode, device) for _ in self._sides]
+        self._device = device
         self._explains = bool(transforms)
         self.reports: list[Report] = []  # before the last step and after it
         self.breaks: Counter[str] = Counter()
 
-    def run(self) -> str:
+    def difference(self) -> str:
         """What first differs in a few steps, "" if nothing does."""
+        plain, other = self._sides
         first = ""
         for step in range(STEPS):
-            one, other = (next(each) for each in self._batches)
-            expected = self._plain.results(one, SEED + step)
+            mine, others = (next(each) for each in self._batches)
+            expected = plain.results(mine, SEED + step)
             if step == STEPS - 1:
                 self._report()
-            torch._dynamo.utils.counters["graph_break"].clear()
-            found = self._other.results(other, SEED + step)
-            self.breaks.update(torch._dynamo.utils.counters["graph_break"])
+            with _breaks() as breaks:
+                found = other.results(others, SEED + step)
+            self.breaks += breaks
             first = first or _first_difference(expected, found, step)
-            self._plain.learn()
-            self._other.learn()
+            plain.learn()
+            other.learn()
         self._report()
         return first
 
     def _report(self) -> None:
         if self._explains:
-            self.reports.append(explain(self._other.compiled))
+            self.reports.append(explain(self._sides[1].compiled))
+
+    def settle(self) -> Any:
+        """Lets both run as they do without a comparison; returns the batch that they ran on."""
+        batch = next(self._batches[0])
+        for side in self._sides:
+            side.repeats = False
+            for _ in range(STEPS):
+                side.run(batch)
+        torch.cuda.synchronize(self._device)
+        return batch
+
+    def times(self, batch: Any, calls: int) -> tuple[float, float]:
+        """Medians of synchronised steps, microseconds, of the two sides in turns."""
+        samples: list[list[float]] = [[] for _ in self._sides]
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(ROUNDS):
+                for side, times in zip(self._sides, samples):
+                    side.run(batch)
+                    torch.cuda.synchronize(self._device)
+                    end = time.perf_counter() + TURN_SECONDS
+                    while len(times) < calls * ROUNDS and (start := time.perf_counter()) < end:
+                        side.run(batch)
+                        torch.cuda.synchronize(self._device)
+                        times.append((time.perf_counter() - start) * 1e6)
+        finally:
+            gc.enable()
+        return median(samples[0]), median(samples[1])
 
 
 def _first_difference(expected: dict[str, Tensor], found: dict[str, Tensor], step: int) -> str:
@@ -289,14 +319,29 @@ def _first_difference(expected: dict[str, Tensor], found: dict[str, Tensor], ste
 
 
 @contextmanager
+def _breaks() -> Iterator[Counter[str]]:
+    """What Dynamo could not trace meanwhile; its name for that depends on torch's version."""
+    kinds = [torch._dynamo.utils.counters[name] for name in ("graph_break", "unimplemented")]
+    for kind in kinds:
+        kind.clear()
+    found: Counter[str] = Counter()
+    yield found
+    for kind in kinds:
+        found |= kind
+
+
+# Note [Deterministic]
+# What is not deterministic in these models is backward kernels, and convolutions. Deterministic algorithms are
+# switched on for the backward alone: Dynamo guards the switch, and some models that thunderfx compiles without it fail
+# in Thunder with it.
+
+
+@contextmanager
 def _deterministic() -> Iterator[None]:
-    """Kernels that give the same bits twice, where PyTorch has such, so that any difference is the graphs'."""
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic = True
     try:
         yield
     finally:
-        torch.backends.cudnn.deterministic = False
         torch.use_deterministic_algorithms(False)
 
 
@@ -315,7 +360,8 @@ def _fill(row: Row, reports: Sequence[Report], breaks: Counter[str]) -> None:
     """Counts what ran between the two reports: traces that earlier steps alone used are of no interest."""
     before, after = reports
     earlier = {_key(trace): trace for trace in before.traces}
-    ran = [trace for trace in after.traces if trace.calls > getattr(earlier.get(_key(trace)), "calls", 0)]
+    # Calls of a trace without regions are not counted: nothing of ours is in it.
+    ran = [t for t in after.traces if not t.regions or t.calls > getattr(earlier.get(_key(t)), "calls", 0)]
     if not ran:
         raise RuntimeError("Thunder compiled nothing of the model, or nothing of it ran in the last step")
     left = Counter(_target(part.reason) for part in after.outside)
@@ -329,7 +375,10 @@ def _fill(row: Row, reports: Sequence[Report], breaks: Counter[str]) -> None:
     row.outside = [
         *(Outside(EAGER, name, count, why) for (name, why), count in eager.items()),
         *(Outside(INDUCTOR, what, count, why) for (what, why), count in left.items()),
-        *(Outside(BREAK, why.splitlines()[0], count, why[:500]) for why, count in breaks.items()),
+        *(
+            Outside(BREAK, why.splitlines()[0], count, why.partition("Hint:")[0].strip())
+            for why, count in breaks.items()
+        ),
         *(Outside(NOT_REPLAYED, "region", count, why) for why, count in Counter(lazy).items()),
     ]
 
@@ -347,7 +396,7 @@ def _not_replayed(before: TraceReport | None, after: TraceReport) -> Iterator[st
             yield region.failure or why
 
 
-_NODE = re.compile(r"node with name: \S+ and target: (?P<target><[^>]*>|\S+) (?P<why>.*)", re.DOTALL)
+_NODE = re.compile(r"(?P<before>.*?)node with name: \S+ and target: (?P<target><[^>]*>|[\w.]+)(?P<after>.*)", re.DOTALL)
 
 
 def _target(split: str) -> tuple[str, str]:
@@ -357,46 +406,4 @@ def _target(split: str) -> tuple[str, str]:
         return "a part of the graph", split.strip()
     words = found["target"].strip("<>").split()
     name = next((b for a, b in pairwise(words) if a in ("method", "function")), words[0])
-    return name, found["why"].strip()
-
-
-# ------------------------------------------------------------------------------------------------------------- timing
-
-
-def _settled(entry: Entry, row: Row, device: torch.device) -> list[tuple[Side, Any]]:
-    """Both sides, uncaptured first, called often enough; and a batch for each, as the settings of a user have it."""
-    sides = []
-    for transforms in ([], [cudagraph_transform(backend="cuda")]):
-        side = Side(entry, row.mode, device, row.path, transforms)
-        batch = next(batches(entry, row.mode, device))
-        for _ in range(STEPS):
-            side.run(batch)
-        torch.cuda.synchronize(device)
-        sides.append((side, batch))
-    return sides
-
-
-def _times(
-    entry: Entry, row: Row, device: torch.device, sides: list[tuple[Side, Any]], calls: int
-) -> tuple[float, float]:
-    """Medians of synchronised steps, microseconds, of sides that take turns."""
-    samples: list[list[float]] = [[] for _ in sides]
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(ROUNDS):
-            for (side, batch), times in zip(sides, samples):
-                side.run(batch)
-                torch.cuda.synchronize(device)
-                end = time.perf_counter() + TURN_SECONDS
-                for _ in range(calls):
-                    start = time.perf_counter()
-                    side.run(batch)
-                    torch.cuda.synchronize(device)
-                    now = time.perf_counter()
-                    times.append((now - start) * 1e6)
-                    if now > end:
-                        break
-    finally:
-        gc.enable()
-    return median(samples[0]), median(samples[1])
+    return name, f"{found['before']}it{found['after']}".strip().rstrip(".")
