@@ -28,7 +28,7 @@ from thunder.core.pytree import tree_flatten_with_dataclass
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx
 
-__all__ = ["Op", "Ops", "Value", "read"]
+__all__ = ["Op", "Ops", "Value", "computing", "read"]
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # recomputed after the plan is made, and text
 
@@ -122,6 +122,14 @@ def read(trace: TraceCtx, static_names: frozenset[str] = frozenset()) -> Ops:
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.structure for name in op.outputs)
     return Ops(ops=ops, values=reader.values, args=tuple(dict.fromkeys((*arguments, *unpacked))))
+
+
+def computing(trace: TraceCtx) -> Iterator[BoundSymbol]:
+    """The symbols of ``trace`` but for its frame, ``del``s and comments."""
+    for bound in trace.bound_symbols:
+        executor = None if bound.sym.executor is None else str(bound.sym.executor.name)
+        if _id(bound.sym) not in _DROPPED and not _is_structure(executor, _id(bound.sym)):
+            yield bound
 
 
 class _Reader:

@@ -533,3 +533,4 @@ class Recording:
     static: set[str] = field(default_factory=set)  # values that are views of static inputs
     owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved for a backward that is not captured yet
     dropped: bool = True  # whether no later call may replay it
+    may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made

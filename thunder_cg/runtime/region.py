@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import linecache
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ class Mode(enum.Enum):
 class Call:
     """One call of a trace pair: the arena that it holds and how its regions run."""
 
-    __slots__ = ("arena", "key", "mode", "owned", "part", "recording")
+    __slots__ = ("__weakref__", "arena", "key", "mode", "number", "owned", "part", "recording")
 
     def __init__(self) -> None:
         self.mode = Mode.EAGER
@@ -92,6 +93,7 @@ class Call:
         self.recording: Recording | None = None
         self.part: Part | None = None
         self.key: Any = None  # the layout that a warm-up is for
+        self.number = 0  # among the program's calls
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
 
     @classmethod
@@ -198,6 +200,8 @@ class Program:
         self._pair = forward if forward is not None else self  # the program that owns the pair's recordings
         self._recordings: list[Recording] = []  # newest first
         self._used: list[Arena] = []  # kept alive from the warm-up on
+        self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # whose backward is still to come
+        self._steady = 0  # such calls since the last that was neither recorded nor replayed
         self._warm: set[Any] = set()
         self._moves: Counter[int] = Counter()
         self._retired = 0
@@ -256,8 +260,17 @@ class Program:
         return not (_graph_is_retained() or _is_watched())
 
     def is_alone(self, arena: Arena) -> bool:
-        """Whether no call holds an arena that the program has used, but for ``arena``."""
-        return not any(other is not arena and other.is_held() for other in self._pair._used)
+        """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
+        pair = self._pair
+        return not pair._waiting and not any(other is not arena and other.is_held() for other in pair._used)
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether calls that are in flight together are all replays by now, as far as the last calls tell."""
+        most = len(self._used)
+        return most <= 1 or (
+            self._steady >= most and not any(self.calls - call.number < most for call in self._waiting)
+        )
 
     @property
     def recordings(self) -> list[Recording]:
@@ -312,6 +325,7 @@ class Program:
         if call is None:
             return self.begin(*tensors)
         self.calls += 1
+        self._pair._waiting.discard(call)
         if call.arena is None:
             return self._eager(Call(), "its forward ran eagerly", strict=False)
         call.arena.enter()
@@ -382,6 +396,9 @@ class Program:
     def end(self, call: Call, *others: Any) -> Others:
         """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
         self._seal(call)
+        self._steady = self._steady + 1 if call.mode in (Mode.CAPTURE, Mode.REPLAY) else 0
+        call.number = self.calls
+        self._waiting.add(call)
         result = Others(others)
         result.call = call
         return result

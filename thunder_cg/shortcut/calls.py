@@ -18,7 +18,7 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.torch_autograd import connect_to_autograd
 
-from thunder_cg.analysis.ops import read
+from thunder_cg.analysis.ops import computing
 from thunder_cg.executor import executor
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
@@ -174,6 +174,7 @@ class Training:
         tensors = list(self._pick(values))
         if (
             self._recording.dropped
+            or not program.is_steady  # Thunder's nodes run on another thread: the two would sum in another order
             or program.obstacle() is not None
             or torch._C._are_functorch_transforms_active()
             or not region.guard.holds(tensors)
@@ -361,7 +362,7 @@ def _sources(trace: TraceCtx, names: Sequence[str]) -> list[tuple[int, int]]:
 
 def made_by_region(trace: TraceCtx) -> dict[str, int]:
     """The results of a trace's only region, and their positions. Another transform may have put something beside it."""
-    if others := [op.name for op in read(trace).ops if not op.structure and op.symbol.sym.executor is not executor]:
+    if others := [s.name_with_module() for s in computing(trace) if s.sym.executor is not executor]:
         raise Unsuited(f"the trace holds {', '.join(others[:3])} beside the region")
     regions = [s for s in trace.bound_symbols if _is_region(s)]
     if len(regions) != 1:
