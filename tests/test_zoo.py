@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -38,23 +39,15 @@ def outside(found: Row) -> set[tuple[str, str]]:
 
 
 @pytest.fixture
-def custom_operator() -> Any:
+def operator() -> Iterator[Callable[..., Any]]:
     """Registers an operator of the user's own that adds what `number()` says."""
-    made = []
-
-    def make(name: str, number: Any) -> Any:
-        @torch.library.custom_op(f"zoo::{name}", mutates_args=())
-        def add(x: torch.Tensor) -> torch.Tensor:
-            return x + number()
-
-        add.register_fake(torch.empty_like)
-        made.append(add)
-        thunder.torch.custom_op._register_custom_op(add)
-        return add
-
-    yield make
-    for operator in made:
-        thunder.torch.custom_op._deregister_custom_op(operator)
+    executor = thunder.extend.OperatorExecutor("zoo")
+    thunder.extend.register_executor(executor)
+    thunder.extend.add_default_executor(executor)
+    meta = thunder.core.proxies.TensorProxy
+    yield lambda name, number: executor.register_operator(name, fn=lambda x: x + number(), meta=lambda x: meta(like=x))
+    thunder.extend.remove_default_executor(executor)
+    thunder.extend.deregister_executor(executor)
 
 
 # ------------------------------------------------------------------------------------------------------------ measuring
@@ -109,22 +102,22 @@ def test_a_region_that_does_not_replay_is_named(monkeypatch: pytest.MonkeyPatch)
     assert outside(found) == {(NOT_REPLAYED, "region")}
 
 
-def test_other_numbers_are_found(custom_operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_numbers_are_found(operator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """An operator that reads the host is frozen when it is captured by force."""
-    seeded = custom_operator("add_seed", torch.initial_seed)
+    seeded = operator("add_seed", torch.initial_seed)
 
     class Seeded(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(seeded(x))
 
-    monkeypatch.setattr(row, "cudagraph_transform", partial(cudagraph_transform, allow=["zoo.add_seed"]))
+    monkeypatch.setattr(row, "cudagraph_transform", partial(cudagraph_transform, allow=["add_seed"]))
     found = measure(entry(Seeded), FORWARD, CPU, calls=1)
     assert found.agrees.startswith("no: output 0 of step 2, by up to ")
 
 
-def test_numbers_that_vary_without_graphs_are_not_held_against_them(custom_operator: Any) -> None:
+def test_numbers_that_vary_without_graphs_are_not_held_against_them(operator: Any) -> None:
     numbers = count()
-    counted = custom_operator("add_count", lambda: next(numbers))
+    counted = operator("add_count", lambda: next(numbers))
 
     class Counted(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,6 +125,20 @@ def test_numbers_that_vary_without_graphs_are_not_held_against_them(custom_opera
 
     found = measure(entry(Counted), FORWARD, CPU, calls=1)
     assert found.agrees.startswith("Thunder varies: output 0 of step 0, by up to ")
+
+
+def test_where_thunder_varies_kernels_that_do_not_tell(operator: Any) -> None:
+    numbers = count()
+    deterministic = torch.are_deterministic_algorithms_enabled
+    noisy = operator("add_noise", lambda: 0 if deterministic() else next(numbers))
+
+    class Noisy(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(noisy(x))
+
+    found = measure(entry(Noisy), FORWARD, CPU, calls=1)
+    assert found.agrees == "yes: with deterministic algorithms everywhere"
+    assert not deterministic()
 
 
 def test_all_that_a_step_leaves_is_compared() -> None:

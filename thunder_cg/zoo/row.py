@@ -8,7 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -32,6 +32,7 @@ ROUNDS = 5  # turns that both sides get
 TURN_SECONDS = 0.5  # a turn of slow steps has fewer of them
 SEED = 7
 JIT, FX = "thunder.jit", "thunderfx"
+NOWHERE, BACKWARD, EVERYWHERE = "nowhere", "in the backward", "everywhere"
 
 EAGER = "eager in Thunder's trace"
 INDUCTOR = "left to Inductor by thunderfx"
@@ -63,8 +64,9 @@ class Row:
         graphs: what Dynamo and thunderfx's splits made of the model: functions that Thunder compiled.
         regions: of these functions, `replayed` of them in the last step. One each way is the fewest.
         outside: what is not in a graph.
-        agrees: "yes"; or "no: ", and what first differed from uncaptured Thunder; or "Thunder varies: ", and what first
-            differed between two runs of uncaptured Thunder, so that there is nothing to compare with.
+        agrees: "yes", or "yes: " and with which settings; or "no: " and what first differed from uncaptured Thunder; or
+            "Thunder varies: " and what first differed between two runs of uncaptured Thunder, so that there is nothing
+            to compare with.
         thunder_us, captured_us: medians of a synchronised step, uncaptured and captured, microseconds; 0 where not
             measured.
         failure: why there is no such row, "" if there is.
@@ -90,13 +92,21 @@ class Row:
 class Side:
     """One copy of the model, compiled, and its steps.
 
-    Attributes:
-        repeats: steps use kernels that give the same bits twice, where PyTorch has such. See Note [Deterministic].
+    Args:
+        deterministic: where steps use kernels that give the same bits twice: see Note [Deterministic].
     """
 
-    def __init__(self, entry: Entry, mode: str, device: torch.device, path: str, transforms: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        mode: str,
+        device: torch.device,
+        path: str,
+        transforms: Sequence[Any],
+        deterministic: str = NOWHERE,
+    ) -> None:
         self.trains = mode == TRAINING
-        self.repeats = True
+        self._deterministic = deterministic
         model = made(entry, self.trains, device)
         if path == JIT:
             self.compiled: Any = thunder.jit(model, transforms=[*transforms])
@@ -110,24 +120,21 @@ class Side:
 
     def run(self, batch: Any) -> tuple[Any, Tensor | None]:
         """The output; in training, the loss as well, and gradients on the parameters."""
-        if not self.trains:
-            with torch.no_grad():
-                return batch.call(self.compiled), None
-        self._sgd.zero_grad()
-        output = batch.call(self.compiled)
-        loss = batch.loss(output)
-        with _deterministic() if self.repeats else nullcontext():
-            loss.backward()
-        return output, loss.detach()
+        with _deterministic(self._deterministic == EVERYWHERE):
+            if not self.trains:
+                with torch.no_grad():
+                    return batch.call(self.compiled), None
+            self._sgd.zero_grad()
+            output = batch.call(self.compiled)
+            loss = batch.loss(output)
+            with _deterministic(self._deterministic != NOWHERE):
+                loss.backward()
+            return output, loss.detach()
 
     def results(self, batch: Any, seed: int) -> dict[str, Tensor]:
         """All that a step from this seed computes, by name."""
         torch.manual_seed(seed)
-        torch.backends.cudnn.deterministic = True
-        try:
-            output, loss = self.run(batch)
-        finally:
-            torch.backends.cudnn.deterministic = False
+        output, loss = self.run(batch)
         found = {f"output {i}": t.detach() for i, t in enumerate(tree_leaves(_plain(output))) if isinstance(t, Tensor)}
         if not found:
             raise TypeError(f"a {type(output).__name__} came back, in which torch.utils._pytree finds no tensor")
@@ -208,13 +215,11 @@ def measure(
     backend = "cuda" if device.type == "cuda" else "tape"
     try:
         row.path, row.not_jit = _path(entry, mode, device)
-        pair = _Pair(entry, row, device, [cudagraph_transform(backend=backend)])
+        transforms = [cudagraph_transform(backend=backend)]
+        pair = _Pair(entry, row, device, transforms, NOWHERE)
         difference = pair.difference()
         _fill(row, pair.reports, pair.breaks)
-        row.agrees = "yes"
-        if difference:
-            varies = _Pair(entry, row, device, []).difference()
-            row.agrees = f"Thunder varies: {varies}" if varies else f"no: {difference}"
+        row.agrees = _judged(entry, row, device, transforms, difference)
         if device.type == "cuda":
             batch = pair.settle()
             ready(copy.deepcopy(row))
@@ -222,6 +227,26 @@ def measure(
     except Exception as error:
         row.failure = reason(error)
     return row
+
+
+def _judged(entry: Entry, row: Row, device: torch.device, transforms: list[Any], difference: str) -> str:
+    """`Row.agrees`, for what first differed. Where Thunder varies by itself, kernels that do not vary tell."""
+    if not difference:
+        return "yes"
+    first = varies = _Pair(entry, row, device, [], NOWHERE).difference()
+    for where in (BACKWARD, EVERYWHERE):
+        if not varies:
+            break
+        try:
+            difference = _Pair(entry, row, device, transforms, where).difference()
+            if not difference:
+                return f"yes: with deterministic algorithms {where}"
+            varies = _Pair(entry, row, device, [], where).difference()
+        except Exception:
+            continue  # Thunder, or what Inductor has of the model, does not run so
+        finally:
+            _forget(device)
+    return f"Thunder varies: {first}" if varies else f"no: {difference}"
 
 
 class ThunderError(Exception):
@@ -245,8 +270,8 @@ def _path(entry: Entry, mode: str, device: torch.device) -> tuple[str, str]:
 class _Pair:
     """Uncaptured Thunder beside a copy with other transforms, from the same weights on the same inputs."""
 
-    def __init__(self, entry: Entry, row: Row, device: torch.device, transforms: list[Any]) -> None:
-        self._sides = [Side(entry, row.mode, device, row.path, given) for given in ([], transforms)]
+    def __init__(self, entry: Entry, row: Row, device: torch.device, transforms: list[Any], deterministic: str) -> None:
+        self._sides = [Side(entry, row.mode, device, row.path, given, deterministic) for given in ([], transforms)]
         self._batches = [batches(entry, row.mode, device) for _ in self._sides]
         self._device = device
         self._explains = bool(transforms)
@@ -276,13 +301,13 @@ class _Pair:
             self.reports.append(explain(self._sides[1].compiled))
 
     def settle(self) -> Any:
-        """Lets both run as they do without a comparison; returns the batch that they ran on."""
+        """Lets both run; returns the batch that they ran on."""
         batch = next(self._batches[0])
         for side in self._sides:
-            side.repeats = False
             for _ in range(STEPS):
                 side.run(batch)
         torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # others have to fit beside it while it waits
         return batch
 
     def times(self, batch: Any, calls: int) -> tuple[float, float]:
@@ -293,10 +318,14 @@ class _Pair:
         try:
             for _ in range(ROUNDS):
                 for side, times in zip(self._sides, samples):
-                    side.run(batch)
+                    for _ in range(3):
+                        side.run(batch)
                     torch.cuda.synchronize(self._device)
                     end = time.perf_counter() + TURN_SECONDS
-                    while len(times) < calls * ROUNDS and (start := time.perf_counter()) < end:
+                    for _ in range(calls):
+                        start = time.perf_counter()
+                        if start > end:
+                            break
                         side.run(batch)
                         torch.cuda.synchronize(self._device)
                         times.append((time.perf_counter() - start) * 1e6)
@@ -331,18 +360,25 @@ def _breaks() -> Iterator[Counter[str]]:
 
 
 # Note [Deterministic]
-# What is not deterministic in these models is backward kernels, and convolutions. Deterministic algorithms are
-# switched on for the backward alone: Dynamo guards the switch, and some models that thunderfx compiles without it fail
-# in Thunder with it.
+# Some kernels add in no fixed order, most of them in backwards. PyTorch's switch for that is guarded by Dynamo: some
+# models that thunderfx compiles without it fail in Thunder with it, and what Inductor compiled without it refuses to
+# run its backward with it. So a model is first run as it is, and where uncaptured Thunder then varies by itself, with
+# the switch on for the backward alone, and else for all of the step.
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def _deterministic(on: bool) -> Iterator[None]:
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.deterministic = before[1]
 
 
 def _forget(device: torch.device) -> None:

@@ -97,7 +97,7 @@ def _outside(rows: Sequence[Row]) -> str:
         said.setdefault((kind, why), []).append(f"{what} ×{count}" if count > 1 else what)
     parts = [f"{_SAID[kind]}{f' ({why})' if why else ''}: {', '.join(names)}" for (kind, why), names in said.items()]
     failures = [f"{row.mode} fails: {row.failure}" for row in rows if row.failure]
-    different = [f"{row.mode}: {row.agrees}" for row in rows if ":" in row.agrees]
+    different = [f"{row.mode}: {row.agrees}" for row in rows if not row.agrees.startswith("yes") and row.agrees]
     return "; ".join([*parts, *failures, *different]).replace("|", "/").replace("\n", " ")
 
 
