@@ -261,7 +261,7 @@ def _path(entry: Entry, mode: str, device: torch.device) -> tuple[str, str]:
             Side(entry, mode, device, path, []).results(next(batches(entry, mode, device)), SEED)
             return path, "".join(failures)
         except Exception as error:
-            failures.append(reason(error))
+            failures.append(reason(error)[:140])
         finally:
             _forget(device)
     raise ThunderError(f"uncaptured, {JIT}: {failures[0]}; {FX}: {failures[1]}")
