@@ -245,7 +245,7 @@ def _judged(entry: Entry, row: Row, device: torch.device, transforms: list[Any],
         except Exception:
             continue  # Thunder, or what Inductor has of the model, does not run so
         finally:
-            _forget(device)
+            _free(device)
     return f"Thunder varies: {first}" if varies else f"no: {difference}"
 
 
@@ -307,7 +307,7 @@ class _Pair:
             for _ in range(STEPS):
                 side.run(batch)
         torch.cuda.synchronize(self._device)
-        torch.cuda.empty_cache()  # others have to fit beside it while it waits
+        _free(self._device)  # others have to fit beside it while it waits
         return batch
 
     def times(self, batch: Any, calls: int) -> tuple[float, float]:
@@ -382,8 +382,12 @@ def _deterministic(on: bool) -> Iterator[None]:
 
 
 def _forget(device: torch.device) -> None:
-    """Compiled code and its memory, so that the next sides find the process as the first ones did."""
+    """What Dynamo compiled, and memory."""
     torch._dynamo.reset()
+    _free(device)
+
+
+def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
