@@ -796,7 +796,8 @@ class Program:
         for i, source in entry.outputs.view_sources().items():
             if source in static:
                 recording.static.add(region.slots[i].name)
-        region.failure = None
+        if not region.is_quarantined:
+            region.failure = None
         stats = region.stats
         stats.captures += 1
         stats.replays += 1
