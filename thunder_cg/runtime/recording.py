@@ -514,8 +514,9 @@ class RegionGraph:
                     target = args[store.arg]
                     (target if store.arg in self.touched else target.data).copy_(store.buffer)
                 self.outputs.derive(results, args)
-        if static := self.touched.difference(store.arg for store in self._stores):
-            torch.autograd.graph.increment_version([args[i] for i in static])
+        if self.touched:
+            stored = {store.arg for store in self._stores}
+            torch.autograd.graph.increment_version([args[i] for i in self.touched if i not in stored])
         return results
 
 
