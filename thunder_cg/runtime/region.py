@@ -720,7 +720,7 @@ class Program:
         check = Check.record(region, pool, args, static, inside) if call.verifies else None
         buffers: list[Any] = [None] * len(args)
         loads = place(pool, args, static, buffers)
-        entry = RegionGraph(loads, written, sorted(written & static - inside))
+        entry = RegionGraph(loads, written)
         entry.check = check
         entry.load(args)
         taken = self._take(call, region, args, inside)
@@ -730,6 +730,7 @@ class Program:
         # A result must not get the address of an input that it could be taken for a view of, and what is read back
         # after a replay must not have been reused on the way.
         kept = [captured[i] for i in (*(source.arg for source in sources), *written)]
+        versions = {i: (t, t._version) for i in written - inside if not (t := captured[i]).is_inference()}
         produced: list[Any] = []
 
         def leaving(made: Sequence[Any]) -> list[torch.Tensor]:
@@ -745,7 +746,8 @@ class Program:
         del _
         outputs = entry.outputs
         outputs.disown()
-        del kept
+        entry.touched = frozenset(i for i, (t, version) in versions.items() if t._version != version)
+        del kept, versions
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
         try:
