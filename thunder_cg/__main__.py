@@ -59,7 +59,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--json.",
     )
     rules.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="worker processes")
-    rules.add_argument("--only", nargs="+", default=(), metavar="NAME", help="measure these cases")
+    rules.add_argument(
+        "--only", nargs="+", default=(), metavar="NAME", help='measure what has such a name: add "linalg_*"'
+    )
     rules.add_argument("--first", type=_positive, metavar="N", help="measure so many samples of a case, at most")
     rules.add_argument("--list", action="store_true", help="print the names of all cases, and stop")
     rules.add_argument("--json", type=Path, metavar="FILE", help="write the results there")

@@ -9,8 +9,10 @@ captured by force.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -30,7 +32,7 @@ class Settings:
 
     Attributes:
         jobs: worker processes.
-        only: the names of cases to measure; all if empty.
+        only: patterns ("add", "linalg_*") that the names of the cases to measure match; all are measured if empty.
         first: samples of each case, at most.
         json: a file for the results. Beside it, `<json>.parts` has what is done so far, and goes when all is done.
     """
@@ -44,19 +46,21 @@ class Settings:
     @property
     def chosen(self) -> dict[str, Case]:
         every = cases(self.device.type)
-        return {name: every[name] for name in self.only or every if name in every}
+        if not self.only:
+            return every
+        return {name: case for name, case in every.items() if any(fnmatchcase(name, only) for only in self.only)}
 
 
 def run(settings: Settings) -> int:
     """Measures, and prints a summary. Returns 0.
 
     Raises:
-        ValueError: no case has a name that was given.
+        ValueError: a pattern matches no case.
     """
     chosen = settings.chosen
-    unknown = [name for name in settings.only if name not in chosen]
-    if unknown:
-        raise ValueError(f"--only {unknown[0]!r}: no case has that name; --list shows all")
+    for only in settings.only:
+        if not any(fnmatchcase(name, only) for name in chosen):
+            raise ValueError(f"--only {only!r}: no case has such a name; --list shows all")
     journal = Journal(settings.json.with_name(settings.json.name + ".parts") if settings.json else None)
     results = Results(environment(settings.device))
     records = list(journal.records())
@@ -74,8 +78,7 @@ def run(settings: Settings) -> int:
 def _measured(settings: Settings, chosen: dict[str, Case], before: Sequence[Record]) -> Iterator[Record]:
     last = settings.first or 10**9
     done = {record.task for record in before}
-    first = [Task(0, name, False, min(TOGETHER, last)) for name in chosen]
-    first += [Task(0, name, True, min(TOGETHER, last)) for name, case in chosen.items() if case.differentiable]
+    first = [Task(0, name, min(TOGETHER, last)) for name in chosen]
     tasks = [task for task in first if task not in done]
     tasks += [task for record in before if record.task in first for task in _rest(record, last) if task not in done]
     if not tasks:
@@ -95,26 +98,20 @@ def _measured(settings: Settings, chosen: dict[str, Case], before: Sequence[Reco
 def _rest(record: Record, last: int) -> list[Task]:
     """What is left to do of a case when its first samples are done."""
     task, end = record.task, min(record.total, last)
-    return [
-        Task(start, task.case, task.grad, min(start + TOGETHER, last)) for start in range(TOGETHER, end, TOGETHER)
-    ]
+    return [Task(start, task.case, min(start + TOGETHER, last)) for start in range(TOGETHER, end, TOGETHER)]
 
 
 def summary(results: Results) -> str:
     cases = results.cases.values()
-    outcomes = ("pass", "nondeterministic", "wrong", "fail")
-    lines = [
-        f"{sum(c['traced'] > 0 for c in cases)} of {len(results.cases)} cases traced, "
-        f"{sum(c['traced'] for c in cases)} of {sum(c['samples'] for c in cases)} samples",
-        f"{len(results.symbols)} symbols: "
-        + ", ".join(
-            f"{sum(any(k.split()[-1] == o and not k.startswith('forced') for k in s) for s in results.symbols.values())}"
-            f" {o}"
-            for o in outcomes
-        ),
-        f"crashes: {sum(len(c.get('crashes', ())) for c in cases)}",
-    ]
-    return "\n".join(lines)
+    traced, samples = sum(c["traced"] for c in cases), sum(c["samples"] for c in cases)
+    ends = Counter(end for counts in results.symbols.values() for end in counts)
+    return "\n".join(
+        (
+            f"{sum(c['traced'] > 0 for c in cases)} of {len(cases)} cases, {traced} of {samples} samples compiled by "
+            f"Thunder; {sum(len(c['crashes']) for c in cases)} crashes",
+            f"{len(results.symbols)} symbols: {', '.join(f'{n} {end}' for end, n in sorted(ends.items()))}",
+        )
+    )
 
 
 __all__ = ["Settings", "run"]

@@ -13,7 +13,7 @@ import torch
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Key
 from thunder_cg.sweep.samples import Call, Case, calls, cases
-from thunder_cg.sweep.trial import NotTraced, Trial, attempt
+from thunder_cg.sweep.trial import NotTraced, Trial, attempt, capture_alone
 
 SHOWN = 3  # samples that fail when a symbol is captured by force, after which no more are tried
 SINGLY = 8  # samples that are tried one by one before the rest is tried together
@@ -27,12 +27,11 @@ class Task:
 
     start: int
     case: str
-    grad: bool
     stop: int
 
     @property
     def name(self) -> str:
-        return f"{self.case}{' with gradients' if self.grad else ''} [{self.start}:{self.stop}]"
+        return f"{self.case} [{self.start}:{self.stop}]"
 
 
 @dataclass(slots=True)
@@ -40,12 +39,14 @@ class Record:
     """What came of a task.
 
     Attributes:
-        total: how many samples the case has; of them were `tried` here, and Thunder compiled and ran `traced`.
+        total: how many samples the case has; of them were `tried` here, and Thunder compiled and ran `traced`, and
+            `differentiated`.
         stale: samples for which no fresh values are to be had.
-        untraced: why Thunder does not, and of how many samples.
-        symbols: by symbol, and "forward" or "backward" in which it was captured: how often with which outcome: "pass",
-            "wrong", "nondeterministic" or "fail".
-        forced: the same of denied symbols that were captured by force; "barred" is what even `allow=` does not capture.
+        untraced, undifferentiated: why Thunder does not, and of how many samples.
+        symbols: by symbol: how often it came to which end: "forward pass", "backward wrong", "forward
+            nondeterministic", "forward fail"; "forced fail" and so on of what is denied and was captured by force,
+            where "barred" is what even `allow=` does not capture; "alone pass" and so on of what Thunder does not
+            compile and was captured without it.
         notes: of what did not pass, the first of each kind.
     """
 
@@ -53,10 +54,11 @@ class Record:
     total: int = 0
     tried: int = 0
     traced: int = 0
+    differentiated: int = 0
     stale: int = 0
     untraced: Counts = field(default_factory=dict)
+    undifferentiated: Counts = field(default_factory=dict)
     symbols: dict[str, Counts] = field(default_factory=dict)
-    forced: dict[str, Counts] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     crash: str = ""
 
@@ -67,8 +69,8 @@ class Record:
     def from_dict(cls, content: Mapping[str, Any]) -> Record:
         return cls(**{**content, "task": Task(**content["task"])})
 
-    def count(self, table: dict[str, Counts], symbol: str, outcome: str, many: int = 1) -> None:
-        counts = table.setdefault(symbol, {})
+    def count(self, symbol: str, outcome: str, many: int = 1) -> None:
+        counts = self.symbols.setdefault(symbol, {})
         counts[outcome] = counts.get(outcome, 0) + many
 
     def note(self, symbol: str, outcome: str, text: str) -> None:
@@ -88,17 +90,23 @@ def key_of(symbol: str) -> Key:
 
 
 def measure(task: Task, device: str) -> Iterator[Record]:
-    """Measures a task; yields its record twice: as soon as there are results worth keeping, and at the end."""
+    """Measures a task; yields its record again and again, whenever there is more in it."""
     case = _cases(device)[task.case]
-    every = _calls(task.case, device, task.grad)
-    record = Record(task, total=len(every))
-    run = _Measure(case, device, task.grad, record, task.start)
+    every = list(enumerate(_calls(task.case, device, False)))
     mine = every[task.start : task.stop]
-    record.tried = len(mine)
-    record.stale = sum(call.is_stale for call in mine)
-    done = run.as_decided(list(enumerate(mine)))
+    record = Record(task, total=len(every), tried=len(mine), stale=sum(call.is_stale for _, call in mine))
+    forward = _Measure(case, device, False, record)
+    eager = forward.as_decided(mine)
     yield record
-    run.by_force(done)
+    if case.differentiable:
+        graded = list(enumerate(_calls(task.case, device, True)))
+        backward = _Measure(case, device, True, record)
+        traced = [graded[number] for number, _ in mine if number not in forward.untraced and number < len(graded)]
+        eager_with_gradients = backward.as_decided(traced)
+        yield record
+        backward.by_force({key: some for key, some in eager_with_gradients.items() if key not in eager})
+    forward.by_force(eager)
+    forward.alone()
     if device == "cuda":
         torch.cuda.synchronize()
     yield record
@@ -123,7 +131,7 @@ class _Measure:
     device: str
     grad: bool
     record: Record
-    start: int
+    untraced: dict[int, Call] = field(default_factory=dict)
 
     def attempt(self, numbered: Sequence[tuple[int, Call]], allow: Sequence[str] = ()) -> Trial:
         some = [call for _, call in numbered]
@@ -134,19 +142,22 @@ class _Measure:
         """Under the rules as they are. Returns the symbols that stayed eager, and in which samples."""
         eager: defaultdict[Key, Numbered] = defaultdict(list)
         waiting = [numbered] if numbered else []
+        reason = ""
         while waiting:
             batch = waiting.pop()
             try:
                 trial = self.attempt(batch)
             except NotTraced as error:
                 if len(batch) > 1:
-                    waiting += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
+                    again, reason = str(error) == reason, str(error)
+                    waiting += [[one] for one in reversed(batch)] if again else _halves(batch)
                     continue
-                trial = self.last_try(batch, error)
-                if trial is None:
+                found = self.last_try(batch, error)
+                if found is None:
                     continue
+                trial = found
             if not trial.clean and len(batch) > 1:
-                waiting += [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
+                waiting += _halves(batch)
                 continue
             self.take(trial, batch)
             for key in trial.eager:
@@ -157,44 +168,49 @@ class _Measure:
         """Values that were shuffled need not be what the operator takes."""
         ((number, call),) = batch
         if error.draw == 0:
-            self.count_untraced(str(error))
+            self.not_traced(number, call, error)
             return None
         batch[0] = (number, call.with_one_draw())
         try:
             trial = self.attempt(batch)
         except NotTraced as again:
-            self.count_untraced(str(again))
+            self.not_traced(number, call, again)
             return None
         self.record.stale += 1
         return trial
 
-    def count_untraced(self, reason: str) -> None:
-        self.record.untraced[reason] = self.record.untraced.get(reason, 0) + 1
+    def not_traced(self, number: int, call: Call, error: NotTraced) -> None:
+        self.untraced[number] = call
+        reasons = self.record.undifferentiated if self.grad else self.record.untraced
+        reasons[str(error)] = reasons.get(str(error), 0) + 1
 
     def take(self, trial: Trial, batch: Numbered) -> None:
         record = self.record
-        record.traced += len(batch)
+        if self.grad:
+            record.differentiated += len(batch)
+        else:
+            record.traced += len(batch)
         if trial.failure is not None:
             blamed, text = trial.failure
             for key in [blamed] if blamed is not None else trial.eager or [("sweep", "unknown")]:
-                record.count(record.symbols, label(key), "forward fail")
+                record.count(label(key), "forward fail")
                 record.note(label(key), "fail", self.where(batch, text))
+        if trial.unfit:
+            record.note(self.case.name, "not replayed", self.where(batch, trial.unfit))
         outcome = _worst(trial.verdicts)
         for kind, counts in trial.captured.items():
             for key, many in counts.items():
-                record.count(record.symbols, label(key), f"{kind} {outcome}", many)
+                record.count(label(key), f"{kind} {outcome}", many)
                 if outcome != "pass":
                     record.note(label(key), outcome, self.where(batch, ""))
 
     def where(self, batch: Numbered, text: str) -> str:
-        number = self.start + batch[0][0]
+        number = batch[0][0]
         gradients = " with gradients" if self.grad else ""
         return f"{self.case.name}[{number}]{gradients}" + (f": {text}" if text else "")
 
     def by_force(self, eager: Mapping[Key, Numbered]) -> None:
         for key, numbered in eager.items():
-            if self.grad and not label(key).endswith("_vjp"):
-                continue  # tried without gradients
             singly, rest = numbered[:SINGLY], numbered[SINGLY:]
             shown = 0
             for one in singly:
@@ -217,14 +233,32 @@ class _Measure:
             outcome, text = "fail", trial.failure[1]
         elif "wrong" in trial.verdicts:
             outcome = "wrong"
-        elif key in trial.eager:
-            outcome, text = "barred", trial.eager[key]
+        elif key in trial.eager or trial.unfit:
+            outcome, text = "barred", trial.eager.get(key, trial.unfit)
         elif "nondeterministic" in trial.verdicts:
             outcome = "nondeterministic"
-        record.count(record.forced, name, outcome, len(batch) if outcome == "pass" else 1)
+        record.count(name, f"forced {outcome}", len(batch) if outcome == "pass" else 1)
         if outcome != "pass":
             record.note(name, outcome, self.where(batch, text))
         return outcome in ("fail", "wrong", "barred")
+
+    def alone(self) -> None:
+        """What Thunder does not compile, without Thunder."""
+        shown = 0
+        for number, call in [*self.untraced.items()][: SINGLY if self.case.symbol else 0]:
+            found = capture_alone(call, self.device)
+            if found is None or shown == SHOWN:
+                continue
+            outcome, text = found
+            self.record.count(self.case.symbol, f"alone {outcome}")
+            if outcome != "pass":
+                shown += 1
+                self.record.note(self.case.symbol, outcome, self.where([(number, call)], text))
+
+
+def _halves(batch: Numbered) -> list[Numbered]:
+    """The first half is last, where it is taken from."""
+    return [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
 
 
 def _worst(verdicts: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,13 @@ from typing import Any
 from thunder_cg.bench.results import environment
 from thunder_cg.sweep.measure import Counts, Record
 
+REASONS = 4  # for which samples are not compiled, that are kept of a case
+
 NOTE = (
     "Of each symbol: how often it was replayed in a graph with results that equal those without, bit for bit "
-    "('nondeterministic': to a tolerance, as they vary without a graph too), in the forward and in the backward; and "
-    "'forced': what came of capturing it although the rules deny that, by sample. Written by "
-    "python -m thunder_cg rules; see thunder_cg/sweep."
+    "('nondeterministic': to a tolerance, as they vary without a graph too), in the forward and in the backward; "
+    "'forced': what came of capturing it although the rules deny that, by sample; 'alone': what came of capturing "
+    "what PyTorch runs, where Thunder does not compile it. Written by python -m thunder_cg rules; see thunder_cg/sweep."
 )
 
 
@@ -24,9 +26,8 @@ class Results:
     """Everything measured on one machine.
 
     Attributes:
-        cases: by name: how many samples there are, were tried, and were compiled by Thunder; why the others were not;
-            crashes.
-        symbols: by symbol: outcomes ("forward pass", "backward wrong", ...), and those of force ("forced fail", ...).
+        cases: by name, what a Record says of them.
+        symbols: by symbol, how often it came to which end; see Record.
         notes: by symbol and outcome, of what did not pass: the first sample, and the error.
     """
 
@@ -36,32 +37,30 @@ class Results:
     notes: dict[str, str] = field(default_factory=dict)
 
     def add(self, record: Record) -> None:
-        case = self.cases.setdefault(record.task.case, {"samples": 0, "tried": 0, "traced": 0})
+        case = self.cases.setdefault(record.task.case, {"samples": 0})
         case["samples"] = max(case["samples"], record.total)
-        name = "backward" if record.task.grad else "forward"
-        if record.task.grad:
-            case["with_backward"] = case.get("with_backward", 0) + record.traced
-        else:
-            case["tried"] += record.tried
-            case["traced"] += record.traced
-        for reason, count in record.untraced.items():
-            why = case.setdefault(f"untraced_{name}", {})
-            if reason in why or len(why) < 4:
-                why[reason] = why.get(reason, 0) + count
-        if record.stale and not record.task.grad:
-            case["stale"] = case.get("stale", 0) + record.stale
-        if record.crash:
-            case.setdefault("crashes", []).append(f"{record.task.name}: {record.crash}")
-        _sum(self.symbols, record.symbols)
-        _sum(self.symbols, {s: {f"forced {k}": v for k, v in c.items()} for s, c in record.forced.items()})
+        for name in ("tried", "traced", "differentiated", "stale"):
+            case[name] = case.get(name, 0) + getattr(record, name)
+        for name in ("untraced", "undifferentiated"):
+            why = case.setdefault(name, {})
+            for reason, count in getattr(record, name).items():
+                if reason in why or len(why) < REASONS:
+                    why[reason] = why.get(reason, 0) + count
+        case.setdefault("crashes", []).extend([f"{record.task.name}: {record.crash}"] if record.crash else [])
+        for symbol, counts in record.symbols.items():
+            mine = self.symbols.setdefault(symbol, {})
+            for outcome, count in counts.items():
+                mine[outcome] = mine.get(outcome, 0) + count
         for what, text in record.notes.items():
             self.notes.setdefault(what, text)
 
     def to_text(self) -> str:
         """One line for each case and symbol."""
         parts = [f'"environment": {json.dumps(self.environment)}', f'"note": {json.dumps(NOTE)}']
-        for name in ("cases", "symbols", "notes"):
-            rows = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(getattr(self, name).items())]
+        cases = {name: {k: v for k, v in case.items() if v} for name, case in self.cases.items()}
+        tables: dict[str, dict[str, Any]] = {"cases": cases, "symbols": self.symbols, "notes": self.notes}
+        for name, table in tables.items():
+            rows = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(table.items())]
             parts.append(f'"{name}": {{\n' + ",\n".join(rows) + "\n}")
         return "{\n" + ",\n".join(parts) + "\n}\n"
 
@@ -73,13 +72,6 @@ class Results:
             return cls(*(content[name] for name in ("environment", "cases", "symbols", "notes")))
         except (ValueError, KeyError) as error:
             raise ValueError(f"{path} does not hold results of this sweep ({error!r}); name another file") from None
-
-
-def _sum(table: dict[str, Counts], more: Mapping[str, Counts]) -> None:
-    for symbol, counts in more.items():
-        mine = table.setdefault(symbol, {})
-        for outcome, count in counts.items():
-            mine[outcome] = mine.get(outcome, 0) + count
 
 
 class Journal:
@@ -102,10 +94,4 @@ class Journal:
                 file.write(json.dumps(record.to_dict()) + "\n")
 
 
-__all__ = ["Journal", "Results", "environment", "summed"]
-
-
-def summed(records: Iterable[Record], results: Results) -> Results:
-    for record in records:
-        results.add(record)
-    return results
+__all__ = ["Journal", "Results", "environment"]

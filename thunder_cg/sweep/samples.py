@@ -9,10 +9,12 @@ import unittest
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy
 import torch
+from thunder.executors import torchex
 from thunder.torch import _torch_to_thunder_function_map as known_to_thunder
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -45,6 +47,7 @@ class Case:
         defined: whether results have defined values; those of `torch.empty` have not.
         executors: of Thunder's, to be put before its default ones.
         device: "cpu" or "cuda" if there are samples for that only.
+        symbol: what Thunder calls the operator, as in "torch.add"; "" if that is not known.
     """
 
     name: str
@@ -54,6 +57,7 @@ class Case:
     defined: bool = True
     executors: tuple[str, ...] = ()
     device: str = ""
+    symbol: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +130,7 @@ def _equal(some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> bool
 
 def _permuted(tensors: Iterable[torch.Tensor], seed: int) -> tuple[torch.Tensor, ...]:
     """The same elements in another order, so that they still are what the operator takes: indices, probabilities."""
-    memo: dict[int, torch.UntypedStorage] = {}
-    fresh = tuple(twin(tensor, memo) for tensor in tensors)
+    fresh = tuple(twins(tensors))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in fresh:
@@ -137,20 +140,25 @@ def _permuted(tensors: Iterable[torch.Tensor], seed: int) -> tuple[torch.Tensor,
     return fresh
 
 
-def twin(tensor: torch.Tensor, memo: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-    """A copy that is laid out alike, overlaps included. Tensors that share memory get copies that do."""
+def twins(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies that are laid out alike, overlaps included; those that share memory share it."""
+    memo: dict[int, torch.UntypedStorage] = {}
+    return [_twin(tensor, memo) for tensor in tensors]
+
+
+def _twin(tensor: torch.Tensor, memo: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     if tensor.layout != torch.strided or type(tensor) is not torch.Tensor:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     storage = tensor.untyped_storage()
-    copied = memo.setdefault(storage._cdata, storage.clone())
-    with torch.no_grad():
-        plain = tensor.detach()
-        plain = plain._neg_view() if plain.is_neg() else plain
-        plain = plain.conj() if plain.is_conj() else plain
-        made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        made.set_(copied, plain.storage_offset(), plain.size(), plain.stride())
-        made = made.conj() if tensor.is_conj() else made
-        made = made._neg_view() if tensor.is_neg() else made
+    if storage._cdata not in memo:
+        memo[storage._cdata] = storage.clone()
+    plain = tensor.detach()
+    plain = plain._neg_view() if plain.is_neg() else plain
+    plain = plain.conj() if plain.is_conj() else plain
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    made.set_(memo[storage._cdata], plain.storage_offset(), plain.size(), plain.stride())
+    made = made.conj() if tensor.is_conj() else made
+    made = made._neg_view() if tensor.is_neg() else made
     return made.detach().requires_grad_(tensor.requires_grad)
 
 
@@ -162,15 +170,13 @@ def twin(tensor: torch.Tensor, memo: dict[int, torch.UntypedStorage]) -> torch.T
 @cache
 def table() -> tuple[Any, ...]:
     """``op_db``. The package of PyTorch's tests asks for `expecttest`, of which nothing here has a need."""
-    try:
-        import expecttest  # noqa: F401
-    except ModuleNotFoundError:
+    if find_spec("expecttest") is None:
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
     from torch.testing._internal import common_methods_invocations as source
 
-    source.wrapper_set_seed = _unseeded
+    source.wrapper_set_seed = _unseeded  # type: ignore[attr-defined]
     return tuple(source.op_db)
 
 
@@ -207,7 +213,14 @@ def _case(op: Any, name: str, fn: Callable[..., Any], dtype: torch.dtype, inplac
         str(dtype).removeprefix("torch."),
         differentiable=op.supports_autograd and not inplace and (dtype.is_floating_point or dtype.is_complex),
         defined=not op.name.startswith(("empty", "new_empty")),
+        symbol=symbol_of(getattr(known_to_thunder.get(fn), "name", op.name)),
     )
+
+
+def symbol_of(name: str) -> str:
+    """The torch executor's symbol for an operator that is called so, or ""."""
+    last = name.rsplit(".", 1)[-1]
+    return next((f"torch.{n}" for n in (last, last.removeprefix("linalg_")) if n in torchex.ex.opmap), "")
 
 
 def _samples(

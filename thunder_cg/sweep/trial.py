@@ -17,8 +17,9 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.rules import Key, Reason
 from thunder_cg.report.programs import locate
+from thunder_cg.runtime.backend import resolve
 from thunder_cg.runtime.region import Program
-from thunder_cg.sweep.samples import DRAWS, Call, twin
+from thunder_cg.sweep.samples import DRAWS, Call, twins
 from thunder_cg.transform import cudagraph_transform
 
 AGAIN = 8  # calls that have to agree before a difference is blamed on the capture
@@ -43,16 +44,18 @@ class Trial:
         eager: symbols that stayed outside of the regions, and why.
         failure: why a region could not be captured, or a call with graphs raised: the symbol, if it is known, and the
             error.
+        unfit: why regions were not replayed although they could be captured; "" if they were.
     """
 
     verdicts: list[str] = field(default_factory=list)
     captured: dict[str, Counter[Key]] = field(default_factory=dict)
     eager: dict[Key, str] = field(default_factory=dict)
     failure: tuple[Key | None, str] | None = None
+    unfit: str = ""
 
     @property
     def clean(self) -> bool:
-        return self.failure is None and "wrong" not in self.verdicts
+        return self.failure is None and not self.unfit and "wrong" not in self.verdicts
 
 
 def attempt(
@@ -95,6 +98,41 @@ def attempt(
     for located in locate(graphed).programs:
         _look_at(located.program, trial)
     return trial
+
+
+def capture_alone(call: Call, device: str) -> tuple[str, str] | None:
+    """Captures what PyTorch runs for a call that Thunder does not compile, without Thunder, and replays it.
+
+    Returns:
+        "pass", "wrong" or "fail" and the error, or None if PyTorch itself raises.
+    """
+    pool = resolve("tape" if device == "cpu" else "cuda").pool(torch.device(device))
+    inputs = twins(call.draws[0])
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            expected = [_alone(call, twins(draw), seed) for seed, draw in enumerate(call.draws)]
+        except Exception:
+            return None
+        try:
+            graph, results = pool.capture(lambda: _alone(call, inputs, None), ())
+            for seed in range(1, DRAWS):
+                for mine, fresh in zip(inputs, call.draws[seed]):
+                    mine.copy_(fresh)
+                torch.manual_seed(seed)
+                graph.replay()
+                if not _same(expected[seed], list(results), call.defined):
+                    return "wrong", "captured without Thunder"
+        except Exception as error:
+            return "fail", f"captured without Thunder: {_first_line(error)}"
+    return "pass", ""
+
+
+def _alone(call: Call, tensors: Sequence[torch.Tensor], seed: int | None) -> list[Any]:
+    args, kwargs = call.arguments(tensors)
+    if seed is not None:
+        torch.manual_seed(seed)
+    return tree_leaves(call.fn(*args, **kwargs))
 
 
 def together(calls: Sequence[Call]) -> Callable[..., Any]:
@@ -140,8 +178,7 @@ def _literal(value: Any, space: dict[str, Any]) -> str:
 
 def _run(compiled: Any, calls: Sequence[Call], anchor: torch.Tensor, draw: int, grad: bool) -> list[list[Any]]:
     """Of each call: its results, its arguments afterwards, and the gradients."""
-    memo: dict[int, torch.UntypedStorage] = {}
-    given = [[twin(t, memo) for t in call.draws[draw]] for call in calls]
+    given = [twins(call.draws[draw]) for call in calls]
     torch.manual_seed(draw)
     results = compiled(anchor + draw, *(t for tensors in given for t in tensors))
     results = results[: len(calls)]
@@ -200,8 +237,7 @@ def _look_at(program: Program, trial: Trial) -> None:
         if region.failure is not None:
             trial.failure = trial.failure or (_blamed(region.failure, ops, region.region.ops), region.failure)
         elif region.stats.replays < DRAWS - 1:
-            why = "; ".join(program.fallbacks) or "it was not replayed"
-            trial.failure = trial.failure or (None, f"{region.stats.replays} replays: {why}")
+            trial.unfit = "; ".join(program.fallbacks) or f"{program.calls} calls of {DRAWS}"
         else:
             inside.update(region.region.ops)
     for op in ops:
@@ -249,4 +285,4 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-__all__ = ["NotTraced", "Trial", "attempt"]
+__all__ = ["NotTraced", "Trial", "attempt", "capture_alone"]
