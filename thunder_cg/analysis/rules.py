@@ -4,22 +4,24 @@ A symbol that no row knows is not safe; it is unknown. Each group of rows has on
 Thunder's own torch symbols have the executor None; the latter (``"torch.nn.functional.linear"``) do what the torch
 executor's symbol of the same last name does and are looked up there, by `find`.
 
-Note [How the rows were checked]
-    Sources named ``op_db`` were run on an H200 with torch 2.11 and up to 13 of PyTorch's own sample inputs for the
-    operator (torch.testing._internal.common_methods_invocations.op_db), float32 where it takes that: first under
-    ``torch.cuda.set_sync_debug_mode("error")``, then captured with ``capture_error_mode="thread_local"`` and replayed.
-    Forward results were compared with eager ones, on the same inputs; derivatives (torch.autograd.grad) were captured
-    and replayed, not compared. Which outputs share memory with which inputs, and which inputs change, was read off the
-    same runs. Of what op_db does not hold, some ninety calls were captured by hand, forward only (indexing, stores,
-    factories, draws, attention, embeddings, cells); about a hundred close relatives of tried operators (``*_copy``,
-    ``batch_norm_*``, ``max_pool*_with_indices``, the 1-d and 3-d forms) were not tried.
+Note [How the rules were checked]
+    ``python -m thunder_cg rules`` measures them, and its results are in ``thunder_cg/results/rules-*.json``: one file
+    for each machine, with versions and date. It drives PyTorch's own table of operators with all its samples
+    (torch.testing._internal.common_methods_invocations.op_db; float32 where an operator takes that), other names for
+    the same operators, their in-place forms, and calls written by hand, through Thunder: captured and replayed on
+    three fresh sets of values, forward and backward, and compared bit for bit with uncaptured Thunder. What a row
+    denies is captured by force, through ``allow=``: it fails, is wrong, or is barred, as for a number that a replay
+    would not compute again. What Thunder does not compile is captured without it. A row whose source begins with
+    `MEASURED` has such a measurement; one that begins with `NOT_REACHED` has none, and says why not. ``tape`` runs
+    kernels of the CPU, which hardly ever wait for anything: that a row is denied rightly is for a GPU to show. A test
+    compares all of it with the rows.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 __all__ = [
@@ -29,9 +31,13 @@ __all__ = [
     "DENY_IF",
     "FUSION_EXECUTORS",
     "KERNEL_FREE",
+    "MEASURED",
+    "NOT_REACHED",
+    "ONLY_ON_A_GPU",
     "PURE_EXECUTORS",
     "RANDOM",
     "RANDOM_IF",
+    "UNREACHED",
     "VIEWS",
     "WRITES",
     "WRITES_IF",
@@ -96,7 +102,8 @@ def _rows(executor: str | None, rule: Rule, names: Iterable[str]) -> dict[Key, R
     return {(executor, name): rule for name in names}
 
 
-_OP_DB = "op_db or by hand on an H200, torch 2.11: see Note [How the rows were checked]"
+MEASURED = "thunder_cg/results/rules-*.json, see Note [How the rules were checked]"
+NOT_REACHED = "not measured"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The torch executor, what may be captured
@@ -201,8 +208,7 @@ _CAPTURABLE = (
 # The torch executor, what must stay eager
 # ----------------------------------------------------------------------------------------------------------------------
 
-_TAGS = "torch.Tag.data_dependent_output and dynamic_output_shape; raises under set_sync_debug_mode('error') on an H200"
-_SYNC = "raises under set_sync_debug_mode('error'), or fails to capture, with op_db's samples on an H200"
+_TAGS = "torch.Tag.data_dependent_output and dynamic_output_shape"
 
 _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (
@@ -227,7 +233,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.DATA_DEPENDENT,
             "it checks its input's contents on the host",
-            _SYNC,
+            MEASURED,
             "call a form without the check",
         ),
         _names(
@@ -242,7 +248,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
             Reason.HOST_SYNC,
             "its solver library is chosen by size and batch, and several of them wait for the device or report errors "
             "through the host",
-            _SYNC + " (MAGMA, cuSOLVER)",
+            "MAGMA, cuSOLVER",
             "move the decomposition out of the compiled function, or off the hot path",
         ),
         _names(
@@ -258,7 +264,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.HOST_SYNC,
             "it copies numbers from Python to the device, and a graph would replay the copy from memory that is gone",
-            _SYNC,
+            MEASURED,
             "make the tensor once, outside of the compiled function, or with torch.full or torch.arange",
         ),
         _names("tensor new_tensor unravel_index"),
@@ -267,7 +273,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.HOST_SYNC,
             "it reads its input's range or parameters on the host",
-            _SYNC,
+            MEASURED,
             "give the range in other ops",
         ),
         _names("histc fake_quantize_per_channel_affine"),
@@ -338,7 +344,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.MIXED_DEVICES,
             "it goes through the CPU's memory",
-            _SYNC + "; a pinned copy is captured with the host's address and would read whatever is there at replay",
+            "a pinned copy is captured with the host's address and would read whatever is there at replay",
             "move the tensor before or after the compiled function",
         ),
         _names("cpu pin_memory"),
@@ -391,7 +397,7 @@ _VJP_DENY = _names("cumprod_vjp masked_scatter_vjp prod_vjp trace_vjp vander_vjp
 _VJP_SYNC = Rule(
     Reason.HOST_SYNC,
     "its derivative looks for zeros or builds indices on the host",
-    _SYNC + ", backward",
+    MEASURED,
     "write the derivative's operators out, or detach the input",
 )
 
@@ -405,8 +411,30 @@ def _torch_deny() -> dict[Key, Rule]:
     rows: dict[Key, Rule] = {}
     for rule, names in _TORCH_DENY:
         rows.update(_rows("torch", rule, _with_vjp(names)))
-    return {**rows, **_rows("torch", _VJP_SYNC, _VJP_DENY)}
+    return _with_sources({**rows, **_rows("torch", _VJP_SYNC, _VJP_DENY)})
 
+
+def _with_sources(rows: Mapping[Key, Rule]) -> dict[Key, Rule]:
+    """The rows, saying whether they were measured before they say what else is known."""
+    return {key: replace(rule, source=_source(key, rule.source)) for key, rule in rows.items()}
+
+
+def _source(key: Key, known: str) -> str:
+    basis = f"{NOT_REACHED}: {UNREACHED[key]}" if key in UNREACHED else MEASURED
+    return basis if known == MEASURED else f"{basis}; {known}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What nothing reaches, and why
+# ----------------------------------------------------------------------------------------------------------------------
+
+_UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (("a placeholder", _names("fbgemm_linear_fp16_weight")),)
+
+UNREACHED: Mapping[Key, str] = MappingProxyType({("torch", name): why for why, names in _UNREACHED for name in names})
+"""Of the torch executor's symbols, those that no call of the sweep comes to, and why none does."""
+
+ONLY_ON_A_GPU: frozenset[Key] = frozenset({})
+"""Symbols that calls come to on a GPU only."""
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Prims, inside of fusions
@@ -453,7 +481,7 @@ _PRIM_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.HOST_SYNC,
             "it copies numbers from Python to the device",
-            _SYNC,
+            MEASURED,
             "make the tensor once, outside of the compiled function",
         ),
         _names("NUMPY_ARRAY_TO_TORCH_TENSOR TENSOR_FROM_SEQUENCE"),
@@ -621,13 +649,13 @@ DENY: Mapping[Key, Rule] = MappingProxyType(_deny())
 
 
 def _allow() -> dict[Key, Rule]:
-    kernels = Rule(Reason.ALLOWED, "it only launches kernels on the current stream", _OP_DB)
+    kernels = Rule(Reason.ALLOWED, "it only launches kernels on the current stream", MEASURED)
     names = (n for n in _with_vjp(_CAPTURABLE) if n not in _VJP_DENY)
     prims = (*_PRIM_FREE_VIEWS, *_PRIM_MAY_VIEW, *_PRIM_RANDOM, *_PRIM_COMPUTE)
     return {
-        **_rows("torch", kernels, names),
+        **_with_sources(_rows("torch", kernels, names)),
         **_rows(None, Rule(Reason.ALLOWED, kernels.detail, _DECOMPOSED), prims),
-        **_rows("sdpa", Rule(Reason.ALLOWED, kernels.detail, "captured on an H200, torch 2.11, with dropout"), _SDPA),
+        **_with_sources(_rows("sdpa", kernels, _SDPA)),
     }
 
 
@@ -638,25 +666,25 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
     mask = Rule(
         Reason.DATA_DEPENDENT,
         "an index is a boolean mask, and how many elements it selects is known only on the device",
-        _SYNC,
+        MEASURED,
         "use torch.where(mask, a, b) instead",
     )
     numbers = Rule(
         Reason.HOST_SYNC,
         "an index is a Python list, which is copied to the device at every call",
-        _SYNC,
+        MEASURED,
         "make the index a tensor once, outside of the compiled function",
     )
     fill = Rule(
         Reason.HOST_SYNC,
         "a number is stored at indices given by a tensor, and the number is copied to the device at every call",
-        _SYNC,
+        MEASURED,
         "store a tensor, or use torch.where",
     )
     value = Rule(
         Reason.DATA_DEPENDENT,
         "the value to fill in is a tensor, which is read on the host",
-        _SYNC,
+        MEASURED,
         "use torch.where(mask, value, a) instead",
     )
     seed = Rule(
@@ -797,7 +825,7 @@ KERNEL_FREE: frozenset[Key] = frozenset(
 
 def find(executor: str | None, id: str | None) -> Key:
     """The key under which the tables know a symbol: Thunder's own torch symbols go by their last name."""
-    if executor is None and id is not None and id.startswith("torch."):
+    if executor is None and id is not None and id.startswith(("torch.", "Tensor.")):
         named: Key = ("torch", id)
         return named if named in ALLOW or named in DENY else ("torch", id.rsplit(".", 1)[-1])
     return executor, id

@@ -62,7 +62,7 @@ def run(settings: Settings) -> int:
         if not any(fnmatchcase(name, only) for name in chosen):
             raise ValueError(f"--only {only!r}: no case has such a name; --list shows all")
     journal = Journal(settings.json.with_name(settings.json.name + ".parts") if settings.json else None)
-    results = Results(environment(settings.device))
+    results = Results(environment(settings.device) | {"cuda": torch.version.cuda or ""})
     records = list(journal.records())
     for record in _measured(settings, chosen, records):
         journal.add(record)

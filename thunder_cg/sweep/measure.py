@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,11 +13,11 @@ import torch
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Key
-from thunder_cg.sweep.samples import Call, Case, calls, cases
+from thunder_cg.sweep.samples import Call, Case, calls, cases, symbol_of
 from thunder_cg.sweep.trial import NotTraced, Trial, attempt, capture_alone
 
 SHOWN = 3  # samples that fail when a symbol is captured by force, after which no more are tried
-SINGLY = 8  # samples that are tried one by one before the rest is tried together
+SINGLY = 4  # samples that are tried one by one before the rest is tried together
 
 Counts = dict[str, int]
 
@@ -105,10 +106,13 @@ def measure(task: Task, device: str) -> Iterator[Record]:
         eager_with_gradients = backward.as_decided(traced)
         yield record
         backward.by_force({key: some for key, some in eager_with_gradients.items() if key not in eager})
+        backward.alone()
     forward.by_force(eager)
     forward.alone()
+    gc.collect()  # what was compiled refers to itself, and holds memory of the device
     if device == "cuda":
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
     yield record
 
 
@@ -244,16 +248,17 @@ class _Measure:
 
     def alone(self) -> None:
         """What Thunder does not compile, without Thunder."""
+        symbol = symbol_of(f"{self.case.symbol}_vjp") if self.grad else self.case.symbol
         shown = 0
-        for number, call in [*self.untraced.items()][: SINGLY if self.case.symbol else 0]:
-            found = capture_alone(call, self.device)
-            if found is None or shown == SHOWN:
+        for number, call in [*self.untraced.items()][: SINGLY if symbol else 0]:
+            found = capture_alone(call, self.device, self.grad) if shown < SHOWN else None
+            if found is None:
                 continue
             outcome, text = found
-            self.record.count(self.case.symbol, f"alone {outcome}")
+            self.record.count(symbol, f"alone {outcome}")
             if outcome != "pass":
                 shown += 1
-                self.record.note(self.case.symbol, outcome, self.where([(number, call)], text))
+                self.record.note(symbol, outcome, self.where([(number, call)], text))
 
 
 def _halves(batch: Numbered) -> list[Numbered]:

@@ -23,7 +23,7 @@ from thunder_cg.sweep.samples import DRAWS, Call, twins
 from thunder_cg.transform import cudagraph_transform
 
 AGAIN = 8  # calls that have to agree before a difference is blamed on the capture
-_FORCED = frozenset({Reason.STRUCTURE, Reason.TOO_SMALL})
+_FRAME = frozenset({Reason.STRUCTURE, Reason.TOO_SMALL})
 
 
 class NotTraced(Exception):
@@ -87,21 +87,33 @@ def attempt(
             trial.failure = (None, _first_line(error))
             return trial
         for index, call in enumerate(calls):
-            bad = [d for d in range(DRAWS) if not _same(expected[d][index], found[d][index], call.defined)]
-            verdict = "pass"
-            if bad:
-                others = [_run(plain, calls, anchor, bad[0], grad)[index] for _ in range(AGAIN)]
-                varies = any(not _same(expected[bad[0]][index], other, call.defined) for other in others)
-                close = all(_same(expected[d][index], found[d][index], call.defined, close=True) for d in bad)
-                verdict = "nondeterministic" if varies and close else "wrong"
-            trial.verdicts.append(verdict)
+            pairs = [(expected[d][index], found[d][index]) for d in range(DRAWS)]
+
+            def again(draw: int, index: int = index) -> Any:
+                return _run(plain, calls, anchor, draw, grad)[index]
+
+            trial.verdicts.append(verdict(pairs, again, call.defined))
     for located in locate(graphed).programs:
         _look_at(located.program, trial)
     return trial
 
 
-def capture_alone(call: Call, device: str) -> tuple[str, str] | None:
-    """Captures what PyTorch runs for a call that Thunder does not compile, without Thunder, and replays it.
+def verdict(pairs: Sequence[tuple[Any, Any]], again: Callable[[int], Any], defined: bool = True) -> str:
+    """Compares what was expected with what was found, draw by draw.
+
+    Args:
+        again: what an uncaptured call of a draw gives if it is made again.
+    """
+    bad = [draw for draw, (expected, found) in enumerate(pairs) if not _same(expected, found, defined)]
+    if not bad:
+        return "pass"
+    varies = any(not _same(pairs[bad[0]][0], again(bad[0]), defined) for _ in range(AGAIN))
+    close = all(_same(*pairs[draw], defined, close=True) for draw in bad)
+    return "nondeterministic" if varies and close else "wrong"
+
+
+def capture_alone(call: Call, device: str, grad: bool) -> tuple[str, str] | None:
+    """Captures what PyTorch runs for a call, or for its derivative, that Thunder does not compile, and replays it.
 
     Returns:
         "pass", "wrong" or "fail" and the error, or None if PyTorch itself raises.
@@ -111,11 +123,11 @@ def capture_alone(call: Call, device: str) -> tuple[str, str] | None:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
-            expected = [_alone(call, twins(draw), seed) for seed, draw in enumerate(call.draws)]
+            expected = [_alone(call, twins(draw), grad, seed) for seed, draw in enumerate(call.draws)]
         except Exception:
             return None
         try:
-            graph, results = pool.capture(lambda: _alone(call, inputs, None), ())
+            graph, results = pool.capture(lambda: _alone(call, inputs, grad), ())
             for seed in range(1, DRAWS):
                 for mine, fresh in zip(inputs, call.draws[seed]):
                     mine.copy_(fresh)
@@ -125,14 +137,22 @@ def capture_alone(call: Call, device: str) -> tuple[str, str] | None:
                     return "wrong", "captured without Thunder"
         except Exception as error:
             return "fail", f"captured without Thunder: {_first_line(error)}"
+        finally:
+            pool.close()
     return "pass", ""
 
 
-def _alone(call: Call, tensors: Sequence[torch.Tensor], seed: int | None) -> list[Any]:
+def _alone(call: Call, tensors: Sequence[torch.Tensor], grad: bool, seed: int | None = None) -> list[Any]:
     args, kwargs = call.arguments(tensors)
     if seed is not None:
         torch.manual_seed(seed)
-    return tree_leaves(call.fn(*args, **kwargs))
+    with torch.set_grad_enabled(grad):
+        results = tree_leaves(call.fn(*args, **kwargs))
+    if not grad:
+        return results
+    roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
+    wanted = [t for t in tensors if t.requires_grad]
+    return [*torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)]
 
 
 def together(calls: Sequence[Call]) -> Callable[..., Any]:
@@ -245,9 +265,9 @@ def _look_at(program: Program, trial: Trial) -> None:
             continue
         if op.index in inside:
             replayed.update(_keys(op))
-        elif not verdicts[op.index].capture and verdicts[op.index].reason not in _FORCED:
-            verdict = verdicts[op.index]
-            trial.eager.setdefault(_key(op), f"{verdict.reason.name}: {verdict.detail}")
+        elif not verdicts[op.index].capture and verdicts[op.index].reason not in _FRAME:
+            why = verdicts[op.index]
+            trial.eager.setdefault(_key(op), f"{why.reason.name}: {why.detail}")
 
 
 def _anchored(ops: Sequence[Op]) -> set[int]:
@@ -285,4 +305,4 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-__all__ = ["NotTraced", "Trial", "attempt", "capture_alone"]
+__all__ = ["NotTraced", "Trial", "attempt", "capture_alone", "verdict"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from typing import Any
@@ -14,6 +14,8 @@ from thunder_cg.sweep.measure import Record, Task, measure
 
 SECONDS = 150  # for a task; past it the worker is hung
 STARTUP = 180
+
+Work = Callable[[Task, str], Iterator[Record]]
 
 
 @dataclass(slots=True)
@@ -29,8 +31,12 @@ class _Worker:
 class Workers:
     """A number of processes, and the tasks that wait for one. Tasks that a record gives rise to may be added."""
 
-    def __init__(self, device: str, jobs: int, tasks: Sequence[Task]) -> None:
+    def __init__(
+        self, device: str, jobs: int, tasks: Sequence[Task], work: Work = measure, seconds: float = SECONDS
+    ) -> None:
         self._device = device
+        self._work = work
+        self._seconds = seconds
         self._waiting = list(reversed(tasks))
         self._jobs = min(jobs, len(self._waiting))
         self._context = get_context("spawn")
@@ -53,7 +59,7 @@ class Workers:
 
     def _start(self) -> _Worker:
         mine, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, self._device), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, self._device, self._work), daemon=True)
         process.start()
         theirs.close()
         return _Worker(process, mine, deadline=time.monotonic() + STARTUP)
@@ -62,7 +68,7 @@ class Workers:
         for worker in self._workers:
             if worker.ready and worker.task is None and self._waiting:
                 worker.task, worker.latest = self._waiting.pop(), None
-                worker.deadline = time.monotonic() + SECONDS
+                worker.deadline = time.monotonic() + self._seconds
                 try:
                     worker.pipe.send(worker.task)
                 except OSError:
@@ -74,7 +80,7 @@ class Workers:
                 if record is not None:
                     yield record
             elif time.monotonic() > worker.deadline and (worker.task is not None or not worker.ready):
-                yield self._replace(worker, f"no result within {SECONDS} s")
+                yield self._replace(worker, f"no result within {self._seconds} s")
 
     def _receive(self, worker: _Worker) -> Record | None:
         try:
@@ -105,7 +111,7 @@ class Workers:
         return record
 
 
-def _serve(pipe: connection.Connection, device: str) -> None:
+def _serve(pipe: connection.Connection, device: str, work: Work) -> None:
     """A worker: measures what it is sent, until nobody sends any more."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what kernels and compilers print is in the errors that they raise
     warnings.simplefilter("ignore")
@@ -119,14 +125,14 @@ def _serve(pipe: connection.Connection, device: str) -> None:
         except EOFError:
             return
         try:
-            *_, last = _sent_on_the_way(pipe, task, device)
+            *_, last = _sent_on_the_way(pipe, work(task, device))
         except Exception as error:  # the device may be of no more use to this process
             pipe.send(("failed", f"{type(error).__name__}: {error}"[:300]))
             return
         pipe.send(("done", last))
 
 
-def _sent_on_the_way(pipe: connection.Connection, task: Task, device: str) -> Iterator[Record]:
-    for record in measure(task, device):
+def _sent_on_the_way(pipe: connection.Connection, records: Iterable[Record]) -> Iterator[Record]:
+    for record in records:
         pipe.send(("so far", record))
         yield record
