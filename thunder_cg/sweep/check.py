@@ -44,14 +44,20 @@ def _wrong_rows(file: Results) -> Iterable[str]:
     for symbol, counts in file.symbols.items():
         key = key_of(symbol)
         if key in rules.ALLOW:
-            for end in _failures(counts, "forward", "backward", *(() if key in rules.DENY_IF else ("alone",))):
+            for end in _failures(counts):
                 note = file.notes.get(f"{symbol} {end.split()[1]}", "")
                 yield f"{symbol}: allowed, and {end} on {where} ({note}); deny it, or mend what is wrong"
         elif key not in rules.DENY and key[1] != "fusion":
             yield f"{symbol}: no rule knows it; it was met on {where}; give it a row"
 
 
-def _failures(counts: Counts, *how: str) -> list[str]:
+def _failures(counts: Counts) -> list[str]:
+    """What went wrong with an allowed symbol: in a region, or, if nothing of it ever went right, without Thunder.
+
+    Forms of an operator that Thunder does not compile cannot get into a region, so that they may fail.
+    """
+    right = any(end.split()[1] in FINE for end in counts)
+    how = ("forward", "backward") if right else ("forward", "backward", "alone")
     return [end for end in counts if end.split()[0] in how and end.split()[1] not in FINE]
 
 

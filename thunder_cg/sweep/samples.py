@@ -213,7 +213,7 @@ def _case(op: Any, name: str, fn: Callable[..., Any], dtype: torch.dtype, inplac
         str(dtype).removeprefix("torch."),
         differentiable=op.supports_autograd and not inplace and (dtype.is_floating_point or dtype.is_complex),
         defined=not op.name.startswith(("empty", "new_empty")),
-        symbol=symbol_of(getattr(known_to_thunder.get(fn), "name", op.name)),
+        symbol="" if inplace else symbol_of(getattr(known_to_thunder.get(fn), "name", op.name)),
     )
 
 

@@ -17,7 +17,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.rules import Key, Reason
 from thunder_cg.report.programs import locate
-from thunder_cg.runtime.backend import resolve
+from thunder_cg.runtime.backend import Pool, resolve
 from thunder_cg.runtime.region import Program
 from thunder_cg.sweep.samples import DRAWS, Call, twins
 from thunder_cg.transform import cudagraph_transform
@@ -119,26 +119,31 @@ def capture_alone(call: Call, device: str, grad: bool) -> tuple[str, str] | None
         "pass", "wrong" or "fail" and the error, or None if PyTorch itself raises.
     """
     pool = resolve("tape" if device == "cpu" else "cuda").pool(torch.device(device))
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return _captured_alone(call, pool, grad)
+    finally:
+        pool.close()
+
+
+def _captured_alone(call: Call, pool: Pool, grad: bool) -> tuple[str, str] | None:
     inputs = twins(call.draws[0])
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")
-        try:
-            expected = [_alone(call, twins(draw), grad, seed) for seed, draw in enumerate(call.draws)]
-        except Exception:
-            return None
-        try:
-            graph, results = pool.capture(lambda: _alone(call, inputs, grad), ())
-            for seed in range(1, DRAWS):
-                for mine, fresh in zip(inputs, call.draws[seed]):
-                    mine.copy_(fresh)
-                torch.manual_seed(seed)
-                graph.replay()
-                if not _same(expected[seed], list(results), call.defined):
-                    return "wrong", "captured without Thunder"
-        except Exception as error:
-            return "fail", f"captured without Thunder: {_first_line(error)}"
-        finally:
-            pool.close()
+    try:
+        expected = [_alone(call, twins(draw), grad, seed) for seed, draw in enumerate(call.draws)]
+    except Exception:
+        return None
+    try:
+        graph, results = pool.capture(lambda: _alone(call, inputs, grad), ())
+        for seed in range(1, DRAWS):
+            for mine, fresh in zip(inputs, call.draws[seed]):
+                mine.copy_(fresh)
+            torch.manual_seed(seed)
+            graph.replay()
+            if not _same(expected[seed], list(results), call.defined):
+                return "wrong", "captured without Thunder"
+    except Exception as error:
+        return "fail", f"captured without Thunder: {_first_line(error)}"
     return "pass", ""
 
 
@@ -256,6 +261,8 @@ def _look_at(program: Program, trial: Trial) -> None:
     for region in program.regions:
         if region.failure is not None:
             trial.failure = trial.failure or (_blamed(region.failure, ops, region.region.ops), region.failure)
+        elif not program.calls:  # a backward that nothing needs: the forward returned its argument
+            continue
         elif region.stats.replays < DRAWS - 1:
             trial.unfit = "; ".join(program.fallbacks) or f"{program.calls} calls of {DRAWS}"
         else:
