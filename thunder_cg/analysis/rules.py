@@ -428,13 +428,114 @@ def _source(key: Key, known: str) -> str:
 # What nothing reaches, and why
 # ----------------------------------------------------------------------------------------------------------------------
 
-_UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (("a placeholder", _names("fbgemm_linear_fp16_weight")),)
+_UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "Thunder compiles no call that comes to it, and PyTorch itself refuses it",
+        _names(
+            """
+            _grouped_mm _native_multi_head_attention max_pool3d_with_indices_backward native_norm
+            ops.rngprims.philox_rand slice_inverse
+            """
+        ),
+    ),
+    (
+        "Thunder makes no derivative of it, and PyTorch has none, or none of its results has one",
+        _names(
+            """
+            _native_multi_head_attention_vjp airy_ai_vjp aminmax_vjp argwhere_vjp batch_norm_backward_elemt_vjp
+            batch_norm_backward_reduce_vjp batch_norm_elemt_vjp batch_norm_gather_stats_vjp
+            batch_norm_gather_stats_with_counts_vjp batch_norm_stats_vjp batch_norm_update_stats_vjp bessel_j0_vjp
+            bessel_j1_vjp bessel_y0_vjp bessel_y1_vjp bincount_vjp binomial_vjp bool_vjp bucketize_vjp byte_vjp
+            char_vjp chebyshev_polynomial_t_vjp chebyshev_polynomial_u_vjp chebyshev_polynomial_v_vjp
+            chebyshev_polynomial_w_vjp count_nonzero_vjp detach_copy_vjp fake_quantize_per_channel_affine_vjp
+            fused_moving_avg_obs_fake_quant_vjp gammainc_vjp gammaincc_vjp gcd_vjp geqrf_vjp greater_equal_vjp
+            greater_vjp heaviside_vjp hermite_polynomial_h_vjp hermite_polynomial_he_vjp histogram_vjp int_vjp
+            isclose_vjp isin_vjp isneginf_vjp isposinf_vjp isreal_vjp laguerre_polynomial_l_vjp lcm_vjp
+            ldl_factor_ex_vjp ldl_factor_vjp ldl_solve_vjp legendre_polynomial_p_vjp less_equal_vjp less_vjp
+            modified_bessel_i0_vjp modified_bessel_i1_vjp modified_bessel_k0_vjp modified_bessel_k1_vjp
+            module_load_vjp narrow_copy_vjp native_channel_shuffle_vjp native_norm_vjp new_empty_vjp new_full_vjp
+            new_ones_vjp nonzero_vjp not_equal_vjp numpy_vjp scaled_modified_bessel_k0_vjp
+            scaled_modified_bessel_k1_vjp searchsorted_vjp shifted_chebyshev_polynomial_t_vjp
+            shifted_chebyshev_polynomial_u_vjp shifted_chebyshev_polynomial_v_vjp shifted_chebyshev_polynomial_w_vjp
+            short_vjp slice_inverse_vjp spherical_bessel_j0_vjp unique_consecutive_vjp unique_vjp unravel_index_vjp
+            view_as_complex_copy_vjp
+            """
+        ),
+    ),
+    (
+        "Thunder raises, and so does PyTorch for tensors as regions have them: on a device, unnamed, without a history",
+        _names(
+            """
+            align_as align_as_vjp align_to align_to_vjp pin_memory pin_memory_vjp retain_grad
+            """
+        ),
+    ),
+    (
+        "Thunder writes it out in other operators, or computes it while it traces",
+        _names(
+            """
+            bitcast dropout_vjp erf_vjp erfc_vjp erfinv_vjp exp2_vjp expm1_vjp log1p_vjp matmul_vjp rand shape
+            torch.linalg.multi_dot
+            """
+        ),
+    ),
+    (
+        "it takes sparse tensors, which Thunder has no type for, and PyTorch does not run the call without Thunder",
+        _names(
+            """
+            ccol_indices_vjp coalesce_vjp col_indices_vjp crow_indices_copy_vjp crow_indices_vjp dense_dim_vjp dsmm
+            dsmm_vjp hsmm_vjp hspmm_vjp indices_copy indices_copy_vjp indices_vjp is_coalesced_vjp
+            row_indices_copy_vjp row_indices_vjp saddmm saddmm_vjp smm_vjp sparse_dim_vjp sparse_mask_vjp
+            sspaddmm_vjp to_dense_vjp values_copy values_copy_vjp values_vjp
+            """
+        ),
+    ),
+    (
+        "it is for several processes, and takes a process group or buckets of one",
+        _names(
+            """
+            dtensor_add_prim dtensor_broadcast_in_dim_prim dtensor_convert_element_type_prim dtensor_exp_prim
+            dtensor_from_local dtensor_grouped_mm_prim dtensor_linear_prim dtensor_mul_prim dtensor_neg_prim
+            dtensor_reciprocal_prim dtensor_redistribute dtensor_reshape_prim dtensor_to_local
+            dtensor_transpose_prim torch_all_gather_prim_impl torch_all_reduce_prim_impl torch_broadcast_prim_impl
+            torch_pack_for_fsdp_prim_impl torch_pack_prim_impl torch_reduce_scatter_prim_impl
+            torch_stash_grad_for_fsdp_prim_impl torch_unpack_for_fsdp_prim_impl torch_unpack_prim_impl
+            torch_update_bucket_view_prim_impl torch_wait_prim_impl
+            """
+        ),
+    ),
+    (
+        "it takes weights that FBGEMM packed, or quantized tensors, which Thunder has no type for",
+        _names(
+            """
+            fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation
+            fbgemm_linear_fp16_weight_fp32_activation_vjp fbgemm_linear_fp16_weight_vjp fbgemm_linear_int8_weight
+            fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_int8_weight_fp32_activation_vjp
+            fbgemm_linear_int8_weight_vjp fbgemm_linear_quantize_weight fbgemm_linear_quantize_weight_vjp
+            fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_gemm_matrix_fp16_vjp fbgemm_pack_quantized_matrix
+            fbgemm_pack_quantized_matrix_vjp int_repr int_repr_vjp
+            """
+        ),
+    ),
+)
 
 UNREACHED: Mapping[Key, str] = MappingProxyType({("torch", name): why for why, names in _UNREACHED for name in names})
 """Of the torch executor's symbols, those that no call of the sweep comes to, and why none does."""
 
-ONLY_ON_A_GPU: frozenset[Key] = frozenset({})
-"""Symbols that calls come to on a GPU only."""
+_GPU_ONLY = _names("""
+    batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
+    batch_norm_gather_stats_with_counts batch_norm_stats get_and_update_rng_state_impl nanquantile
+    nanquantile_vjp quantile quantile_vjp
+""")
+_SDPA = _names("""
+    sdpaex_grad_forward_scaled_dot_product_efficient_attention sdpaex_scaled_dot_product_efficient_attention_backward
+    sdpafx_grad_forward_scaled_dot_product_efficient_attention sdpafx_scaled_dot_product_efficient_attention_backward
+""")
+
+ONLY_ON_A_GPU: frozenset[Key] = frozenset(
+    {*(("torch", name) for name in _GPU_ONLY), *(("sdpa", name) for name in _SDPA)}
+)
+"""Symbols that no call comes to on a CPU, whose operators refuse, or look at what their arguments hold."""
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Prims, inside of fusions
@@ -541,10 +642,6 @@ _PRIM_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
 # Other executors that come with Thunder
 # ----------------------------------------------------------------------------------------------------------------------
 
-_SDPA = _names("""
-    sdpaex_grad_forward_scaled_dot_product_efficient_attention sdpaex_scaled_dot_product_efficient_attention_backward
-    sdpafx_grad_forward_scaled_dot_product_efficient_attention sdpafx_scaled_dot_product_efficient_attention_backward
-""")
 _SDPA_FORWARD = tuple(name for name in _SDPA if "forward" in name)
 
 _NVFUSER_OPERATORS = _names("nv_cross_entropy_bwd nv_cross_entropy_fwd nv_sdpfa_bwd nv_sdpfa_fwd")

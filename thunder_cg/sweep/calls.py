@@ -211,7 +211,7 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     # pools, convolutions, grids
     *((f"max_pool{n}d_with_indices", getattr(functional, f"max_pool{n}d_with_indices"), _floats(2, 3, *[6] * n), 2)
       for n in (1, 2, 3)),
-    *((f"max_pool{n}d", getattr(torch, f"max_pool{n}d"), _floats(2, 3, *[6] * n), 2) for n in (1, 2, 3)),
+    *((f"max_pool{n}d", getattr(torch, f"max_pool{n}d"), _floats(2, 3, *[6] * n), [2] * n) for n in (1, 2, 3)),
     *((f"adaptive_max_pool{n}d_with_indices",
        getattr(functional, f"adaptive_max_pool{n}d_with_indices"), _floats(2, 3, *[6] * n), 2) for n in (1, 2, 3)),
     *((f"adaptive_max_pool{n}d", getattr(functional, f"adaptive_max_pool{n}d"), _floats(2, 3, *[6] * n), 2)
@@ -229,6 +229,10 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("slice_inverse", lambda x, y: torch.slice_inverse(x, y, 0, 1, 3, 1), _floats(2, 5), _X),
     ("unsafe_split_with_sizes", lambda x: torch.unsafe_split_with_sizes(x, (1, 3)), _X),
     ("detach", lambda x: x.detach() * 2, _X),
+    ("aminmax", lambda x: torch.aminmax(x, dim=1), _X),
+    ("narrow_copy", lambda x: torch.narrow_copy(x, 0, 1, 2), _X),
+    ("igamma", lambda a, x: torch.igamma(a.detach(), x), _P, _P),
+    ("igammac", lambda a, x: torch.igammac(a.detach(), x), _P, _P),
     ("detach_copy", lambda x: torch.detach_copy(x), _X),
     # special functions
     *((name, getattr(torch.special, name), _P, _P) for name in ("gammainc", "gammaincc")),
