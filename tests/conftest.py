@@ -16,6 +16,12 @@ from thunder_cg import cudagraph_transform
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it before CUDA starts
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--programs", type=int, help="how many call patterns tests/programs runs, from seeds that nobody has seen"
+    )
+
+
 @pytest.fixture(
     params=["tape", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 )

@@ -24,6 +24,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | several forwards before a backward                            | test_forwards_in_flight                |
 | forwards without a backward                                   | test_abandoned_forwards                |
 | gradients change when the next step runs                      | test_gradients_are_kept                |
+| a gradient is what the forward saved in the arena             | test_saved_gradients                   |
 | gradient accumulation                                         | test_gradient_accumulation             |
 | evaluation between forward and backward                       | test_evaluation_in_between             |
 | torch.autograd.grad                                           | test_autograd_grad                     |
@@ -50,6 +51,8 @@ Every test compares with uncaptured Thunder, bit for bit.
 | memory of a dropped model stays                               | test_dropped_models                    |
 | one transform for several models                              | test_several_models                    |
 | inference mode, then not                                      | test_inference_mode                    |
+| an operator reshapes what it has made, in place               | test_results_reshaped_in_place         |
+| Thunder connects a call to autograd in spite of no_grad       | test_gradients_despite_no_grad         |
 """
 
 from __future__ import annotations
@@ -398,6 +401,37 @@ def test_gradients_are_kept(twins, device):
         kept.append(grads)
     for a, b in kept:
         same(a, b)
+
+
+class Precomputed(torch.autograd.Function):
+    """Its gradient is what the forward has left, as in fused losses."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        z = torch.tanh(x) * 2
+        ctx.save_for_backward(z)
+        return z.sum() + y
+
+    @staticmethod
+    def backward(ctx, g):
+        (saved,) = ctx.saved_tensors
+        return saved, g
+
+
+def test_saved_gradients(twins, device):
+    plain, graphed = twins(lambda x, w, y: Precomputed.apply(x + w.t(), torch.sin(y * 2) * 3))
+    kept = []
+    for step in range(CALLS):
+        torch.manual_seed(step)
+        leaves = [torch.randn(shape, device=device) for shape in ((4, 3), (3, 4), ())]
+        for fn in (plain, graphed):
+            mine = [leaf.clone().requires_grad_() for leaf in leaves]
+            loss = fn(*mine)
+            loss.backward(retain_graph=step == 3)
+            kept.append([leaf.grad for leaf in mine])
+            del loss
+    same(kept[::2], kept[1::2])
+    assert replays(graphed) >= CALLS - 2
 
 
 def test_gradient_accumulation(twins, device):
@@ -876,3 +910,31 @@ def test_inference_mode(twins, device):
             y = graphed(x)
             assert y.is_inference() == torch.is_inference_mode_enabled()
     assert replays(graphed) > 0
+
+
+def test_results_reshaped_in_place(twins, device):
+    plain, graphed = twins(lambda v, m: work(v @ m) + m @ v)
+    for _ in range(CALLS):
+        v, m = torch.randn(4, device=device), torch.randn(4, 4, device=device)
+        same(plain(v, m), graphed(v, m))
+    assert replays(graphed) >= CALLS - 1
+
+
+def test_gradients_despite_no_grad(twins, device):
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x, y):
+            x.t().mul_(0.5)
+            return work(y) + work(y @ self.w)
+
+    plain, graphed = twins(Writes())
+    for _ in range(CALLS):
+        x, y = torch.randn(2, 4, 4, device=device)
+        with torch.no_grad():
+            a, b = plain(x.clone(), y), graphed(x.clone(), y)
+        same(a.detach(), b.detach())
+        assert a.requires_grad == b.requires_grad and (a.grad_fn is None) == (b.grad_fn is None)
+    assert replays(graphed) >= CALLS - 1

@@ -45,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure.add_argument("--only", default="", metavar="TEXT", help="measure what has this in its name")
     measure.add_argument("--list", action="store_true", help="print the names of all cases and sweeps, and stop")
     measure.add_argument("--calls", type=_positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")
+    measure.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="cases to prepare at once, each in its own process"
+    )
     measure.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there; those of other cases stay")
     measure.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw all that FILE holds, as SVG (needs matplotlib)"
@@ -80,7 +83,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _bench(arguments: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> int:
     settings = bench.Settings(
-        device, arguments.quick, arguments.only, arguments.calls, json=arguments.json, plots=arguments.plots
+        device,
+        arguments.quick,
+        arguments.only,
+        arguments.calls,
+        arguments.jobs,
+        json=arguments.json,
+        plots=arguments.plots,
     )
     if arguments.list:
         print(*(each.name for each in settings.chosen), sep="\n")

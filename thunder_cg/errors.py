@@ -42,6 +42,13 @@ class CaptureRefused(CudagraphError, RuntimeError):
     """What a backend raises while capturing, for an operation that a graph cannot hold."""
 
 
+class ReplayRefused(CudagraphError, RuntimeError):
+    """What a graph raises that could not be launched. Nothing of it ran, so its ops may run instead."""
+
+    def __init__(self, problem: object) -> None:
+        super().__init__(f"the graph was not launched: {problem}")
+
+
 class NotCompiledError(CudagraphError, TypeError):
     """:func:`thunder_cg.explain` was given something that this package did not transform."""
 

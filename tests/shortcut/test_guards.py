@@ -82,12 +82,12 @@ def class_attribute(key: str, value: Any):
 
 
 @contextmanager
-def evaluating(model: Any):
-    model.eval()
+def other_mode(model: Any):
+    model.train(not model.training)
     try:
         yield
     finally:
-        model.train()
+        model.train(not model.training)
 
 
 @contextmanager
@@ -156,8 +156,8 @@ def moved(model: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> AbstractC
 
 
 SURROUNDINGS = {
-    "mode": evaluating,
-    "grad mode": lambda m: torch.no_grad(),
+    "mode": other_mode,
+    "grad mode": lambda m: torch.set_grad_enabled(not torch.is_grad_enabled()),  # at once, and for both models
     "inference mode": lambda m: torch.inference_mode(),
     "autocast": lambda m: torch.autocast(next(m.parameters()).device.type, torch.bfloat16),
     "default dtype": default_dtype,
@@ -168,7 +168,7 @@ SURROUNDINGS = {
     "attribute in the dictionary": lambda m: item(m._model.__dict__, "scale", 4.0),
     "whole dictionary": replaced_dictionary,
     "attribute of a submodule": lambda m: setting(m._model.act, "slope", 3.0),
-    "mode of a submodule": lambda m: setting(m._model.drop, "training", False),
+    "mode of a submodule": lambda m: setting(m._model.drop, "training", not m._model.drop.training),
     "tuple": lambda m: setting(m._model, "sizes", (1.0, (5.0, 3.0))),
     "item of a list in a dictionary": lambda m: item(m._model.table["a"], 1, 9.0),
     "class attribute": lambda m: class_attribute("gain", 1.5),
@@ -226,17 +226,39 @@ def nothing_stays() -> Iterator[None]:
     _shared.clear()
 
 
-@pytest.fixture
-def established(twins, device, change):
+@pytest.fixture(params=["training", "inference"])
+def established(twins, device, change, request):
     """Plain and graphed, both called with what the shortcut has been established for, and how to call them so.
 
     Tests share them, but for those that move parameters: what moves often is no longer expected where it was.
     """
-    if "parameter" in change:
-        return establish(*twins(Model()), device)
-    if device not in _shared:
-        _shared[device] = establish(*twins(Model()), device)
-    return _shared[device]
+    trains = request.param == "training"
+    with torch.set_grad_enabled(trains):
+        if "parameter" in change:
+            yield establish(*twins(Model().train(trains)), device)
+            return
+        found = _shared.get((device, trains))
+        if found is None:
+            found = _shared[device, trains] = establish(*twins(Model().train(trains)), device)
+        for entry in found[1]._forward_fn._entries:
+            for recording in entry.compiled.forward.recordings:
+                recording.may_launch_early = True
+        yield found
+
+
+def test_what_fails_after_the_launch_is_checked_before_it_from_then_on(twins, device):
+    with torch.no_grad():
+        model = Model().eval()
+        model.drop = nn.Identity()  # a dropout may draw, and a draw is an effect
+        _, graphed, call = establish(*twins(model), device)
+        (recording,) = graphed._forward_fn._entries[0].compiled.forward.recordings
+        assert recording.may_launch_early
+        slope = graphed._model.act.slope
+        graphed._model.act.slope = 3.0
+        x = torch.randn(2, 4, device=device)
+        graphed(x, x.clone(), k=1.0)
+        graphed._model.act.slope = slope
+        assert not recording.may_launch_early and call() == 1
 
 
 def establish(plain, graphed, device):
@@ -257,7 +279,7 @@ def test_it_refuses_a_change_of(established, device, change):
     x, y = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
     before = shortcuts(graphed)
     with ExitStack() as stack:
-        if "class attribute" in change or change == "property":  # which both share
+        if "class attribute" in change or change in ("property", "grad mode"):  # which both share
             stack.enter_context(SURROUNDINGS[change](None))
         else:
             for model in (plain, graphed):

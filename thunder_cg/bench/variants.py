@@ -186,8 +186,8 @@ def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
     with _mended(subject.device) as pool, torch.cuda.graph(graph, pool=pool, stream=stream):
         output = step()
 
-    def replay(alive: Any = subject) -> Any:
-        """A graph does not keep alive what it reads."""
+    def replay(alive: Any = (subject, step)) -> Any:
+        """A graph keeps neither the tensors alive that it reads nor the compiled kernels that it launches."""
         graph.replay()
         return output
 

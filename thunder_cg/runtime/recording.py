@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph, Pool, copy_all
 from thunder_cg.runtime.copies import span
@@ -501,10 +502,18 @@ class RegionGraph:
         copy_all(self.targets, [load.source(args) for load in self._loads])
 
     def replay(self, args: Sequence[Any]) -> list[Any]:
-        """Copies in, runs, copies out, writes back what the region wrote, and hands out the results."""
+        """Copies in, runs, copies out, writes back what the region wrote, and hands out the results.
+
+        Raises:
+            ReplayRefused: nothing of it happened.
+        """
         results = self.fixed.copy()
-        targets = self.outputs.allocate(results)
-        self.graph.replay([load.source(args) for load in self._loads], targets)
+        try:
+            targets = self.outputs.allocate(results)
+            sources = [load.source(args) for load in self._loads]
+        except Exception as error:
+            raise ReplayRefused(error) from error
+        self.graph.replay(sources, targets)
         if self._stores or not self.outputs.is_plain:
             with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
                 for store in self._stores:
@@ -533,3 +542,5 @@ class Recording:
     static: set[str] = field(default_factory=set)  # values that are views of static inputs
     owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved for a backward that is not captured yet
     dropped: bool = True  # whether no later call may replay it
+    incomplete: bool = False  # whether a region failed that the next call may capture, with all others
+    may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made

@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from thunder_cg.errors import CaptureRefused
+from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.backend import Function, Leaving, copy_all
 from thunder_cg.runtime.code import Code
 
@@ -34,6 +34,9 @@ _HOST_SYNC = {
     _aten.lift_fresh,
 }
 _MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put}
+
+# Change what a tensor looks like and no memory. Later steps see the tensor as it looked when they were recorded.
+_RESHAPES = {_aten.as_strided_, _aten.squeeze_, _aten.t_, _aten.transpose_, _aten.unsqueeze_}
 
 # Write to their arguments and do not say so in their schemas: running statistics.
 _WRITERS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
@@ -87,6 +90,8 @@ class _Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self._refuse(func, args, kwargs)
+        if func.overloadpacket in _RESHAPES:
+            return func(*args, **kwargs)
         mutable = func._schema.is_mutable or func.overloadpacket in _WRITERS
         return self._record(func, args, kwargs, writes=mutable, may_skip=not mutable)
 
@@ -100,6 +105,7 @@ class _Tape(TorchDispatchMode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if writes:
             self._keep_images(inputs)
+        seen_args, seen_kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         output = fn(*args, **kwargs)
         addresses = {t.untyped_storage().data_ptr() for t in inputs}
         results = []
@@ -108,9 +114,9 @@ class _Tape(TorchDispatchMode):
                 self._check_device(tensor)
                 if tensor.untyped_storage().data_ptr() not in addresses:
                     self._own.add(tensor.untyped_storage().data_ptr())
-                    results.append((leaf, tensor))
+                    results.append((leaf, tensor.detach()))
         if results or not may_skip:  # what neither writes nor makes anything is a view, and views stay
-            self.steps.append(_Step(fn, args, kwargs, tuple(results)))
+            self.steps.append(_Step(fn, seen_args, seen_kwargs, tuple(results)))
         return output
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -161,7 +167,10 @@ class TapeGraph:
 
     def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
         with torch.no_grad(), _disable_current_modes():
-            copy_all(self._buffers, sources)
+            try:
+                copy_all(self._buffers, sources)
+            except Exception as error:
+                raise ReplayRefused(error) from error
             for step in self._steps:
                 output = step.fn(*step.args, **step.kwargs)
                 if step.results:
@@ -191,7 +200,12 @@ class TapePool:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
-        return fn(*args)
+        generator = torch.get_rng_state()
+        try:
+            return fn(*args)
+        except torch.OutOfMemoryError:
+            torch.set_rng_state(generator)
+            raise
 
     def capture(
         self,

@@ -7,6 +7,7 @@ it has done nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +19,12 @@ from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.torch_autograd import connect_to_autograd
 
-from thunder_cg.analysis.ops import read
+from thunder_cg.analysis.ops import computing
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.executor import executor
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
-from thunder_cg.runtime.region import Call, Others, Program
+from thunder_cg.runtime.region import Call, Others, Program, graph_is_retained
 from thunder_cg.shortcut.accumulate import Accumulators, Keeper
 from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
 
@@ -139,6 +141,8 @@ class Training:
 
     def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
         program, trace = compiled.forward, compiled.entry.computation_traces[-1]
+        if not torch.is_grad_enabled():  # as Thunder sometimes does; its outputs require grad nevertheless
+            raise Unsuited("it has a backward, though no gradients are recorded")
         self._region = region = Region(program, recording)
         self._program = program
         self._recording = recording
@@ -174,6 +178,7 @@ class Training:
         tensors = list(self._pick(values))
         if (
             self._recording.dropped
+            or not program.is_steady  # Thunder's nodes run on another thread: the two would sum in another order
             or program.obstacle() is not None
             or torch._C._are_functorch_transforms_active()
             or not region.guard.holds(tensors)
@@ -183,9 +188,13 @@ class Training:
             return REFUSED
         call = Call.replaying(self._recording, program.kind)
         self._arena.enter()
+        try:
+            results = region.graph.replay(tensors)
+        except ReplayRefused:
+            call.release()
+            return REFUSED
         program.calls += 1
         region.stats.replays += 1
-        results = region.graph.replay(tensors)
         step = _Step(self._backward, call, self._saved, self._saved.passing(values, results), None)
         arguments = self._pick_arguments(values)
         if self._updated:
@@ -301,12 +310,13 @@ class _Backward:
             found = (saved, gradients)
             tensors = [found[kind][i] for kind, i in self._sources]
             if program.may_replay_backward() and self._holds(tensors):
-                program.calls += 1
-                region.stats.replays += 1
                 arena.enter()
-                results = region.graph.replay(tensors)
-                call.release()
-                return [None if i is None else results[i] for i in self._gradients]
+                with suppress(ReplayRefused):
+                    results = region.graph.replay(tensors)
+                    program.calls += 1
+                    region.stats.replays += 1
+                    call.release()
+                    return [None if i is None else results[i] for i in self._gradients]
         others = Others(())
         others.call = call
         result: Sequence[Any] = self._entry.backward_fn([saved, others], gradients)
@@ -335,10 +345,17 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.step is None:
+            raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
         backward, call, saved, _, accumulators = ctx.step
         in_bulk = accumulators is not None and not torch.is_grad_enabled() and not torch.is_anomaly_enabled()
-        with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
-            found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+        try:
+            with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
+                found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+        except BaseException:
+            if not graph_is_retained():
+                ctx.step = None  # half a backward may have overwritten what the other half needs
+            raise
         if in_bulk and backward.is_alone():
             found = accumulators.deliver(found)
         return (None, None, None, *found)
@@ -361,7 +378,7 @@ def _sources(trace: TraceCtx, names: Sequence[str]) -> list[tuple[int, int]]:
 
 def made_by_region(trace: TraceCtx) -> dict[str, int]:
     """The results of a trace's only region, and their positions. Another transform may have put something beside it."""
-    if others := [op.name for op in read(trace).ops if not op.structure and op.symbol.sym.executor is not executor]:
+    if others := [s.name_with_module() for s in computing(trace) if s.sym.executor is not executor]:
         raise Unsuited(f"the trace holds {', '.join(others[:3])} beside the region")
     regions = [s for s in trace.bound_symbols if _is_region(s)]
     if len(regions) != 1:

@@ -232,10 +232,14 @@ class PrologueGuard:
             found.append(module.get_buffer(name) if name in self._buffer_names else module.get_parameter(name))
         return found
 
-    def conditions(self, code: Code) -> list[str]:
-        """What `values` checks besides the surroundings before it looks up, as expressions."""
+    def attributes_condition(self, code: Code) -> str:
+        """That modules have the attributes that they had, as an expression."""
         attributes = code.name(self._attributes, "attributes")
-        found = [f"({attributes}.unchanged() or {attributes}.hold())"]
+        return f"({attributes}.unchanged() or {attributes}.hold())"
+
+    def arity_conditions(self, code: Code) -> list[str]:
+        """That there are as many arguments, which share memory as they did, as expressions."""
+        found = []
         if self._plain_arguments is not None:
             found += [f"len({name}) == {length}" for name, length in self._arity.items()]
         if self._plain_arguments is None or len(self._plain_arguments) != 1 or sum(self._arity.values()) != 1:

@@ -2,6 +2,12 @@
 
 Once the kernels are a graph, a call's host time is what Python does around the launch: calls of small functions,
 look-ups, loops. The function written here makes the same checks and copies as the methods that it stands for.
+
+Note [Checks after the launch]
+    A graph that draws no random numbers and writes only to its arena and to new memory does nothing that anybody could
+    see. So what has nothing to do with memory (settings, grad mode, attributes of modules) is checked while the GPU
+    works already. Where such a check fails, the results are dropped and the call goes Thunder's way; from then on,
+    that recording makes all checks first, since alternating calls would have the GPU work in vain.
 """
 
 from __future__ import annotations
@@ -11,9 +17,12 @@ from typing import Any
 
 import torch
 
+from thunder_cg.analysis.aliasing import has_effect
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime import recording as recordings
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
+from thunder_cg.runtime.region import Program
 from thunder_cg.shortcut.calls import REFUSED, Compiled, Region, Result, Tensors, made_by_region
 from thunder_cg.shortcut.guards import PrologueGuard
 
@@ -35,16 +44,17 @@ def inference(
     code = Code()
     refuse = f"return {code.name(REFUSED, 'refused')}"
     recorded, ran = code.name(recording, "recording"), code.name(program, "program")
+    first = [f"not {recorded}.dropped", *program.conditions(code), *region.graph.graph.conditions(code)]
+    first += guard.arity_conditions(code)
+    rest = [*guard.surroundings.conditions(code), *_settings_conditions(code, region.guard.settings)]
+    rest.append(guard.attributes_condition(code))
+    may_wait = _is_invisible(program)
+    checks = f"({' and '.join(rest)})"
     code.add("try:")
-    conditions = [
-        f"not {recorded}.dropped",
-        *program.conditions(code),
-        *region.graph.graph.conditions(code),
-        *guard.surroundings.conditions(code),
-        *_settings_conditions(code, region.guard.settings),
-        *guard.conditions(code),
-    ]
-    code.add(f"if not ({' and '.join(conditions)}):", 2)
+    if may_wait:
+        code.add(f"early = {recorded}.may_launch_early", 2)
+    first.append(f"(early or {checks})" if may_wait else checks)
+    code.add(f"if not ({' and '.join(first)}):", 2)
     code.add(refuse, 3)
     code.add(f"values = {guard.look_up(code)}", 2)
     pick = guard.picker(region.inputs)
@@ -62,7 +72,17 @@ def inference(
     arena.write_hold(code, refuse)
     code.add("try:")
     arena.write_enter(code, 2)
-    found = _write_replay(code, region.graph, "tensors", 2)
+    found = _write_replay(code, region.graph, "tensors", 2, refuse)
+    if may_wait:
+        code.add("try:", 2)
+        code.add(f"holds = not early or {checks}", 3)
+        code.add("except Exception:", 2)
+        code.add("holds = False", 3)
+        code.add("if not holds:", 2)
+        code.add(f"{recorded}.may_launch_early = False", 3)
+        code.add(refuse, 3)
+    code.add(f"except {code.name(ReplayRefused, 'ReplayRefused')}:")
+    code.add(refuse, 2)
     code.add("finally:")
     arena.write_release(code, 2)
     code.add(f"{ran}.calls += 1")
@@ -71,6 +91,12 @@ def inference(
     code.add(f"{code.name(counted, 'counted')}()")
     code.add(f"return {result.expression(code, found)}")
     return code.function("call(*args, **kwargs)")
+
+
+def _is_invisible(program: Program) -> bool:
+    """Whether a replay of the program's only region has no effects; see Note [Checks after the launch]."""
+    (region,) = program.regions
+    return not region.boundary.written and not any(has_effect(program.ops.ops[i]) for i in region.region.ops)
 
 
 def _settings_conditions(code: Code, expected: Sequence[Any]) -> list[str]:
@@ -92,17 +118,24 @@ def _guard_conditions(code: Code, guard: Guard, tensors: str) -> list[str]:
     return found + [f"{tensors}[{i}].data_ptr() % {recordings.ALIGNMENT} == {rest}" for i, rest in guard.aligned]
 
 
-def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int) -> Callable[[int], str]:
-    """Writes what `RegionGraph.replay` does. Returns the expression for each result."""
+def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int, refuse: str) -> Callable[[int], str]:
+    """Writes what `RegionGraph.replay` does, and to ``refuse`` where there is no memory for results.
+
+    Returns the expression for each result.
+    """
     if not graph.is_simple:
         code.add(f"results = {code.name(graph.replay, 'replay')}({tensors})", depth)
         return lambda i: f"results[{i}]"
     sources = [f"{tensors}[{arg}]" for arg in graph.loaded]
-    targets = {}
-    for n, (i, source) in enumerate(graph.outputs.plain_copies().items()):
-        targets[i] = f"result{n}"
-        make = code.name(torch.empty_like, "empty_like")
-        code.add(f"result{n} = {make}({code.name(source, 'like')})", depth)
+    copies = graph.outputs.plain_copies()
+    targets = {i: f"result{n}" for n, i in enumerate(copies)}
+    if targets:
+        code.add("try:", depth)
+        for i, target in targets.items():
+            make = code.name(torch.empty_like, "empty_like")
+            code.add(f"{target} = {make}({code.name(copies[i], 'like')})", depth + 1)
+        code.add("except Exception:", depth)
+        code.add(refuse, depth + 1)
     graph.graph.write_replay(code, sources, list(targets.values()), depth)
     fixed = code.name(graph.fixed, "fixed")
     return lambda i: targets.get(i, f"{fixed}[{i}]")

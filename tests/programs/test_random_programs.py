@@ -1,0 +1,136 @@
+"""Random programs under random call patterns: what a user can see is what uncaptured Thunder shows, bit for bit.
+
+What counts as an example is a pattern: some calls, backwards, optimizer steps and interferences, of which ten or so run
+one after another on each program that is compiled. CI takes the same ones each time. For others, and more of them::
+
+    pytest tests/programs --programs 20000 -n 2 -rP
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from driver import Mismatch, check, reproduction
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from language import Backward, Call, Example, Gene, Variant, program
+from operators import Operators
+from strategies import examples
+from support import replays, shortcuts
+
+from thunder_cg import cudagraph_transform
+from thunder_cg.runtime.recording import Outputs, RegionGraph, _Copy
+from thunder_cg.runtime.tape import TapeGraph
+
+PARTS = 8  # which run in parallel
+PATTERNS = 12, 20  # least and most for a program
+
+
+@pytest.fixture(scope="module")
+def operators() -> Iterator[Operators]:
+    made = Operators()
+    yield made
+    made.close()
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("part", range(PARTS))
+def test_programs(
+    part: int, operators: Operators, device: str, transform: Callable[..., Any], pytestconfig: pytest.Config
+) -> None:
+    asked = pytestconfig.getoption("--programs")
+    start = part if asked is None else random.SystemRandom().randrange(1 << 32)
+    wanted = max(1, (3000 if asked is None else asked) // PARTS // PATTERNS[0])  # programs
+    counts: Counter[str] = Counter()
+
+    def agrees(example: Example) -> None:
+        pair = check(example, operators, device, transform())
+        counts.update(pair.counts)
+        counts["programs"] += 1
+        counts["without a call"] += not pair.counts["calls"]
+        counts["replays"] += replays(pair.graphed.module)
+        counts["around the dispatch"] += shortcuts(pair.graphed.module)
+
+    given(examples(operators.eager, *PATTERNS))(
+        settings(
+            max_examples=wanted,
+            phases=(Phase.generate, Phase.shrink),
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+            report_multiple_bugs=False,
+        )(seed(start)(agrees))
+    )()
+    print(f"seed {start}: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
+    assert counts["patterns"] >= 5 * wanted and counts["replays"] > counts["calls"] / 2
+    assert counts["without a call"] <= max(2, wanted // 5), "most of what is generated ought to run"
+
+
+def forgets_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = RegionGraph.__init__
+    monkeypatch.setattr(RegionGraph, "__init__", lambda self, loads, written, touched: init(self, loads, (), touched))
+
+
+def draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = TapeGraph.replay
+
+    def without_drawing(*args: Any) -> None:
+        with torch.random.fork_rng(devices=()):
+            replay(*args)
+
+    monkeypatch.setattr(TapeGraph, "replay", without_drawing)
+
+
+def hands_out_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = _Copy.allocate
+
+    def allocate(self: _Copy, results: list[Any]) -> torch.Tensor:
+        copy(self, results)
+        results[self.result] = self.source
+        return torch.empty_like(self.source)
+
+    monkeypatch.setattr(Outputs, "allocate", lambda self, results: [allocate(c, results) for c in self._new])
+
+
+def example(operators: Operators, *lines: str) -> Example:
+    """These lines, called often enough to replay, and to go around Thunder's dispatch."""
+    body = program(1, [Gene(line) for line in lines], range(len(lines)), operators.eager)
+    return Example(body, (Variant(),), ((*(Call(seed=i) for i in range(5)), Backward()),))
+
+
+@pytest.mark.parametrize("plant", [forgets_writes, draws_nothing, hands_out_the_arena])
+def test_planted_bugs_are_found(
+    plant: Callable[..., None], operators: Operators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted = example(operators, "{a}.mul_({k})", "{r} = torch.rand_like({a})", "{r} = torch.tanh({a})")
+    check(planted, operators, "cpu", cudagraph_transform(backend="tape"))
+    plant(monkeypatch)
+    with pytest.raises(Mismatch, match=r"class Module\(nn\.Module\)"):
+        check(planted, operators, "cpu", cudagraph_transform(backend="tape", debug=True))
+
+
+def test_reproduction_is_a_script(operators: Operators, tmp_path: Path) -> None:
+    shown = example(operators, "{a}.mul_({k})", "{r} = ops.note({a})", "{r} = torch.tanh({a})")
+    script = tmp_path / "reproduction.py"
+    script.write_text(reproduction(shown, "cpu"), encoding="utf-8")
+    tests = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests / "programs")))}
+
+    def runs() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, check=False, env=environment
+        )
+
+    done = runs()
+    assert done.returncode == 0, done.stderr
+    plant = "from thunder_cg.runtime.tape import TapeGraph\nTapeGraph.replay = lambda *args: None\n\ncheck("
+    script.write_text(script.read_text(encoding="utf-8").replace("\ncheck(", f"\n{plant}"), encoding="utf-8")
+    assert "Mismatch" in runs().stderr
