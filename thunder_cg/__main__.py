@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from thunder_cg import bench, demo, sweep
+from thunder_cg import bench, demo, sweep, zoo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `python -m thunder_cg`; those of this process if None.
 
     Returns:
-        the exit status: 0, or 1 if the demo's two runs disagree. Wrong arguments leave by `SystemExit(2)`.
+        the exit status: 0, or 1 if results with and without graphs disagree. Wrong arguments leave by `SystemExit(2)`.
     """
     parser = argparse.ArgumentParser(prog="python -m thunder_cg", description="CUDA graphs for Lightning Thunder.")
     where = argparse.ArgumentParser(add_help=False)
@@ -68,6 +68,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     rules.add_argument("--first", type=_positive, metavar="N", help="measure so many samples of a case, at most")
     rules.add_argument("--list", action="store_true", help="print the names of all cases, and stop")
     rules.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    models = commands.add_parser(
+        "zoo",
+        parents=[where],
+        help="what is captured of models of transformers, torchvision and timm, and whether it agrees",
+        description="Runs models of transformers, torchvision and timm, with random weights, through Thunder without "
+        "and with cudagraph_transform(): a forward, and training steps. Counts what is captured, says what is not and "
+        "why, compares results bit for bit, and on a GPU times a step. On a CPU: tiny models, the tape backend, no "
+        "times. Exits with 1 if a model's numbers differ.",
+    )
+    models.add_argument("--only", default="", metavar="TEXT", help="the models that have this in their names")
+    models.add_argument("--list", action="store_true", help="print the names of all models, and stop")
+    models.add_argument("--jobs", type=_positive, metavar="N", help="rows in the making at once (default: CPUs / 2)")
+    models.add_argument("--timeout", type=_positive, default=300, metavar="S", help="seconds for a row (default: 300)")
+    models.add_argument("--json", type=Path, metavar="FILE", help="write the rows there; those of other models stay")
+    models.add_argument(
+        "--table", type=Path, metavar="FILE", help="measure nothing; put the table of --json into this Markdown file"
+    )
     arguments = parser.parse_args(argv)
 
     try:
@@ -78,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _bench(arguments, device, measure)
     if arguments.command == "rules":
         return _rules(arguments, device, rules)
+    if arguments.command == "zoo":
+        return _zoo(arguments, device, models)
     return demo.run(demo.settings_for(device))
 
 
@@ -109,6 +128,22 @@ def _rules(arguments: argparse.Namespace, device: torch.device, parser: argparse
         return sweep.run(settings)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _zoo(arguments: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> int:
+    settings = zoo.Settings(device, arguments.only, jobs=arguments.jobs, timeout=arguments.timeout, json=arguments.json)
+    if arguments.list:
+        print(*(entry.name for entry in settings.chosen), sep="\n")
+        return 0
+    try:
+        if arguments.table is None:
+            return zoo.run(settings)
+        if arguments.json is None:
+            raise ValueError("--table needs --json FILE, the rows that it is to show")
+        zoo.rewrite_table(arguments.json, arguments.table)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
 
 
 def _positive(text: str) -> int:

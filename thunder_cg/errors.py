@@ -38,6 +38,10 @@ class CaptureError(CudagraphError, RuntimeError):
         super().__init__(f"{where}: {problem}; {fix}, or drop strict=True to let it run eagerly")
 
 
+class DisagreementWarning(UserWarning):
+    """`verify` found a graph that does not do what its ops do: earlier replays of it may have been wrong."""
+
+
 class CaptureRefused(CudagraphError, RuntimeError):
     """What a backend raises while capturing, for an operation that a graph cannot hold."""
 

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Collection
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from thunder.core.module import ThunderModule
 from thunder.core.prims import PrimIDs
@@ -30,7 +30,7 @@ from thunder_cg.options import Options
 from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import resolve
-from thunder_cg.runtime.region import Program, RuntimeRegion, keep, region_function
+from thunder_cg.runtime.region import Program, RuntimeRegion, keep, region_function, watched_function
 from thunder_cg.shortcut.dispatch import install
 
 
@@ -167,13 +167,12 @@ class _Emission:
         for region, boundary in zip(regions, edges):
             name = f"CUDAGraph{next(transform._numbers)}"
             made = RuntimeRegion(name, region, boundary, function=lambda: ())
-            made.function = region_function(
-                name,
-                [self._ops.ops[i].symbol for i in region.ops],
-                [self._proxies[n] for n in boundary.inputs],
-                [self._proxies[slot.name] for slot in made.slots],
-                transform._backend,
-            )
+            symbols = [self._ops.ops[i].symbol for i in region.ops]
+            inputs = [self._proxies[n] for n in boundary.inputs]
+            results = [self._proxies[slot.name] for slot in made.slots]
+            made.function = region_function(name, symbols, inputs, results, transform._backend)
+            if transform.options.verify is not None:
+                made.watched = watched_function(name, symbols, inputs, made.device, transform._backend)
             for exit in boundary.exits:
                 if exit.inside and exit.leaves:
                     proxy = self._proxies[exit.name]
@@ -300,6 +299,7 @@ def cudagraph_transform(
     deny: Collection[str] = (),
     backend: str = "auto",
     strict: bool = False,
+    verify: Literal["first"] | int | None = None,
     debug: bool = False,
     max_recordings: int = 8,
     max_arenas: int = 16,
@@ -314,6 +314,12 @@ def cudagraph_transform(
         deny: operators to keep eager.
         backend: ``"cuda"``, ``"tape"`` (records and replays on the CPU), ``"auto"``: CUDA graphs where there is a GPU.
         strict: raise :class:`~thunder_cg.errors.CaptureError` instead of running eagerly what could not be captured.
+        verify: ``"first"`` replays each new recording beside an eager run of its ops on the same inputs, and compares
+            results, written inputs and generators bit for bit; a number N does so for one call in N as well, for as
+            long as the process runs. A region that disagrees is eager from then on, the call's result is the eager
+            one, and a :class:`~thunder_cg.errors.DisagreementWarning` names the first op whose value differs (with
+            ``strict=True`` a `CaptureError`). Ops that are not deterministic have a tolerance. A verified call runs
+            the ops once more, and needs the memory of an eager run and of a copy of what the graph writes or reuses.
         debug: fill memory with NaN when nobody may read it any more.
         max_recordings: recordings kept for one compiled function and arena; the oldest goes first.
         max_arenas: memory pools; a call that finds all of them held by calls in flight runs eagerly.
@@ -330,6 +336,7 @@ def cudagraph_transform(
         deny=deny,
         backend=backend,
         strict=strict,
+        verify=verify,
         debug=debug,
         max_recordings=max_recordings,
         max_arenas=max_arenas,

@@ -196,12 +196,15 @@ _RANDOM = _names("""
     native_dropout poisson rand randint randint_like randn rrelu uniform
 """)
 
+# What nn.MultiheadAttention calls in evaluation. Only nested tensors, which no trace holds, have sizes to ask for.
+_INFERENCE = _names("_native_multi_head_attention")
+
 # A fused attention draws only when its dropout does.
 _DROPOUT_ATTENTION = _names("scaled_dot_product_attention")
 
 _CAPTURABLE = (
     *_POINTWISE, *_CREATION, *_INDEXING, *_LAYOUT, *_LINEAR_ALGEBRA, *_REDUCTIONS, *_NEURAL, *_SPECIAL,
-    *_FREE_VIEWS, *_MAY_VIEW, *_RANDOM,
+    *_FREE_VIEWS, *_MAY_VIEW, *_RANDOM, *_INFERENCE,
 )  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -387,7 +390,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
             "its path depends on the GPU and the inputs, and some of the paths loop over offsets read on the host",
             "aten/src/ATen/native",
         ),
-        _names("_grouped_mm _native_multi_head_attention native_norm"),
+        _names("_grouped_mm native_norm"),
     ),
 )
 
@@ -433,8 +436,7 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Thunder compiles no call that comes to it, and PyTorch itself refuses it",
         _names(
             """
-            _grouped_mm _native_multi_head_attention max_pool3d_with_indices_backward native_norm
-            ops.rngprims.philox_rand slice_inverse
+            _grouped_mm max_pool3d_with_indices_backward native_norm ops.rngprims.philox_rand slice_inverse
             """
         ),
     ),

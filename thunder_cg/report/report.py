@@ -50,7 +50,10 @@ class RegionReport:
     Attributes:
         split: why it ended where it did, "" if nothing follows it.
         bytes_in, bytes_out: bytes copied for one replay, into the graph's memory and out of it (of the last capture).
-        failure: why it could not be captured, None if it could.
+        failure: why it runs eagerly: it could not be captured or, if it is `quarantined`, its graph did not do what its
+            ops do; None if it is captured.
+        verified: how many replays were compared with an eager run, which is `verify=`.
+        remark: what that found besides: ops that are not deterministic, or why a replay could not be compared.
     """
 
     name: str
@@ -63,6 +66,9 @@ class RegionReport:
     bytes_in: int
     bytes_out: int
     failure: str | None
+    quarantined: bool = False
+    verified: int = 0
+    remark: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +202,9 @@ def _region(region: RuntimeRegion) -> RegionReport:
         bytes_in=stats.bytes_in,
         bytes_out=stats.bytes_out,
         failure=region.failure,
+        quarantined=region.is_quarantined,
+        verified=stats.verified,
+        remark=region.remark,
     )
 
 

@@ -273,6 +273,16 @@ class Source:
         return cls(arg, id(tensor), address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
 
 
+def place(pool: Pool, args: Sequence[Any], static: frozenset[int], captured: list[Any]) -> list[Load]:
+    """Puts memory of the pool into ``captured`` for each argument that is not static, and says what goes there."""
+    loads = []
+    for i, arg in enumerate(args):
+        if i not in static and arg is not None:
+            captured[i] = static_buffer(pool, arg)
+            loads.append(Load(i, pool.alias(captured[i]), overlaps_itself(arg)))
+    return loads
+
+
 Output = Callable[[Sequence[Any]], Any]
 
 
@@ -461,6 +471,7 @@ class RegionGraph:
         "_loads",
         "_stores",
         "_touched",
+        "check",
         "fixed",
         "graph",
         "guard",
@@ -475,6 +486,7 @@ class RegionGraph:
     fixed: list[Any]  # per result: the address that it stays at, or None
     guard: Guard | None  # for the arguments that were not there when the call began
     guarded: tuple[int, ...]
+    check: Any  # what verifies it later, or None
 
     def __init__(self, loads: Sequence[Load], written: Set[int], touched: Sequence[int]) -> None:
         self._loads = tuple(loads)
@@ -521,6 +533,14 @@ class RegionGraph:
                 self.outputs.derive(results, args)
         if self._touched:
             torch.autograd.graph.increment_version([t for i in self._touched if not (t := args[i]).is_inference()])
+        return results
+
+    def without_running(self, args: Sequence[Any]) -> list[Any]:
+        """Results as a replay hands them out, still to be filled."""
+        results = self.fixed.copy()
+        with torch.no_grad():
+            self.outputs.allocate(results)
+            self.outputs.derive(results, args)
         return results
 
 

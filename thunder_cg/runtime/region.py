@@ -20,16 +20,21 @@ from __future__ import annotations
 import enum
 import linecache
 import re
+import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from thunder.core import prims
-from thunder.core.proxies import CollectionProxy, Proxy
+from thunder.core.proxies import AnyProxy, CollectionProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.passes import del_last_used
 from thunder.executors.pythonex import clear_mutable_collection
@@ -40,14 +45,13 @@ from torch.utils._device import DeviceContext
 from thunder_cg.analysis.boundary import Boundary
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
-from thunder_cg.errors import CaptureError, ReplayRefused
+from thunder_cg.errors import CaptureError, DisagreementWarning, ReplayRefused
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import (
     Guard,
-    Load,
     Outputs,
     Part,
     Recording,
@@ -57,9 +61,10 @@ from thunder_cg.runtime.recording import (
     address,
     layout,
     overlaps_itself,
+    place,
     settings,
-    static_buffer,
 )
+from thunder_cg.runtime.verify import Check, Disagreement, fingerprints, verified
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
@@ -89,10 +94,11 @@ class Mode(enum.Enum):
 class Call:
     """One call of a trace pair: the arena that it holds and how its regions run."""
 
-    __slots__ = ("__weakref__", "arena", "key", "mode", "number", "owned", "part", "recording")
+    __slots__ = ("__weakref__", "arena", "key", "mode", "number", "owned", "part", "recording", "verifies")
 
     def __init__(self) -> None:
         self.mode = Mode.EAGER
+        self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
         self.recording: Recording | None = None
         self.part: Part | None = None
@@ -147,12 +153,24 @@ class Stats:
     eager_runs: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    verified: int = 0
 
 
 class RuntimeRegion:
-    """One region of a program: its function, and its part in every recording."""
+    """One region of a program: its function, and its part in every recording.
 
-    def __init__(self, name: str, region: Region, boundary: Boundary, function: Callable[..., Sequence[Any]]) -> None:
+    Args:
+        watched: for `verify`: the same ops, but returns the fingerprints of their values, in order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        region: Region,
+        boundary: Boundary,
+        function: Callable[..., Sequence[Any]],
+        watched: Callable[..., Sequence[Any]] | None = None,
+    ) -> None:
         self.name = name
         self.region = region
         self.boundary = boundary
@@ -169,7 +187,10 @@ class RuntimeRegion:
         self.in_arena: list[int] = []  # inputs in an arena that results may be views of
         leaving = {slot.name for slot in self.slots if slot.leaves}
         self.twice = [i for i, slot in enumerate(self.slots) if not slot.leaves and slot.name in leaving]
+        self.is_quarantined = False  # it was captured, and its graph did not do what its ops do
+        self.remark: str | None = None  # what verification found besides
         self.function = function
+        self.watched = watched
 
     @property
     def written(self) -> frozenset[int]:
@@ -201,6 +222,9 @@ class Program:
         self.eager_calls = 0
         self.shortcuts = 0  # calls that went around Thunder's dispatch
         self.no_shortcut: str | None = None  # why none can
+        self.samples = isinstance(options.verify, int)
+        self.verify_after = 0 if self.samples else sys.maxsize  # so many calls; then the next replay is verified
+        self._is_quarantined = False
         self.fallbacks: Counter[str] = Counter()
         self._saved = saved
         self._backend = backend
@@ -241,8 +265,20 @@ class Program:
             if recording.parts[self.kind].guard.holds(inputs) and recording.arena.try_hold():
                 call = Call.replaying(recording, self.kind)
                 recording.arena.enter()
+                call.verifies = self._is_due()
                 return call
         return self._begin_without_recording(call, inputs)
+
+    def _is_due(self) -> bool:
+        """Whether to verify the call that has just been counted."""
+        if self.calls <= self.verify_after:
+            return False
+        self._count_sample()
+        return True
+
+    def _count_sample(self) -> None:
+        if isinstance(self.options.verify, int):
+            self.verify_after = self.calls + self.options.verify - 1
 
     def obstacle(self) -> str | None:
         """Why no call on this thread can replay a graph now."""
@@ -256,14 +292,21 @@ class Program:
             return _DUAL
         return None
 
+    def detour(self) -> str | None:
+        """Why the next call on this thread must not go around Thunder's dispatch, of a program that samples calls."""
+        return "it is verified" if self.calls >= self.verify_after else self.obstacle()
+
     def conditions(self, code: Code) -> list[str]:
-        """That there is no `obstacle`, as expressions."""
+        """That there is no `obstacle`, nor a `detour` to make, as expressions."""
         found = [
             f"not {code.name(self._backend.busy, 'busy')}()",
             f"{code.name(_dispatch_modes, 'dispatch_modes')}() == 0",
             f"{code.name(forward_ad, 'forward_ad')}._current_level < 0",
             f"({code.name(_function_modes, 'function_modes')}() == 0 or not {code.name(_is_watched, 'is_watched')}())",
         ]
+        if self.samples:
+            ran = code.name(self, "program")
+            found.append(f"{ran}.calls < {ran}.verify_after")
         if self._saved:
             found.append(f"{code.name(_saved_tensors_hooks, 'saved_tensors_hooks')}(False) is None")
         return found
@@ -271,6 +314,10 @@ class Program:
     def may_replay_backward(self) -> bool:
         """Whether the backward under way may replay a graph, and need not leave what its forward saved."""
         return not (graph_is_retained() or _is_watched())
+
+    def may_replay_backward_unverified(self) -> bool:
+        """The same for a program with `verify`, whose graphs may be quarantined, or due."""
+        return not self._is_quarantined and self.calls < self.verify_after and self.may_replay_backward()
 
     def is_alone(self, arena: Arena) -> bool:
         """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
@@ -328,6 +375,8 @@ class Program:
         ]
         call.part = Part(Guard(inputs, static, self._written), [None] * len(self.regions))
         call.mode = Mode.CAPTURE
+        call.verifies = self.options.verify is not None
+        self._count_sample()
         return call
 
     def resume(self, others: Any, *tensors: torch.Tensor) -> Call:
@@ -352,7 +401,7 @@ class Program:
         recording = call.recording
         part = recording.parts.get(self.kind) if recording is not None else None
         if part is not None and part.guard.holds(inputs):
-            call.part, call.mode = part, Mode.REPLAY
+            call.part, call.mode, call.verifies = part, Mode.REPLAY, self._is_due()
             return call
         problem = self._unfit(inputs)
         if problem:
@@ -472,10 +521,12 @@ class Program:
         def run(call: Call, *args: Any) -> Sequence[Any]:
             if call.mode is Mode.REPLAY:
                 graph = call.part.graphs[index]  # type: ignore[union-attr]
-                if graph is not None:
+                if graph is not None and region.is_quarantined:  # while the call was in flight
+                    self._eager(call, f"{region.name} is quarantined", strict=False)
+                elif graph is not None:
                     if graph.admits(args):
                         try:
-                            results = graph.replay(args)
+                            results = self._verify(call, index, graph, args) if call.verifies else graph.replay(args)
                             region.stats.replays += 1
                             return results
                         except ReplayRefused as error:
@@ -492,6 +543,38 @@ class Program:
 
         run.__name__ = region.name
         return run
+
+    def _verify(self, call: Call, index: int, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
+        """A replay that is compared with an eager run, which wins."""
+        region = self.regions[index]
+        outcome = verified(region, graph, graph.check, args, self.ops.ops, self._backend)
+        region.stats.verified += outcome.compared
+        region.remark = outcome.remark or region.remark
+        if not self.samples:
+            graph.check = None
+        results = outcome.results
+        if outcome.disagreement is not None:
+            self._quarantine(call, index, outcome.disagreement)
+        if results is None:
+            results = self._run(region, args)
+        if (found := outcome.disagreement) is not None:  # last, since a filter may make an error of the warning
+            problem = f"its graph disagrees with its ops: {found.problem}"
+            if self.options.strict:
+                raise CaptureError(region.name, problem, found.fix)
+            warnings.warn(f"{region.name} is eager from now on: {problem}; {found.fix}", DisagreementWarning, 2)
+        return results
+
+    def _quarantine(self, call: Call, index: int, disagreement: Disagreement) -> None:
+        """No recording that holds the region's graph is replayed any more, and no other is made of it."""
+        region, pair = self.regions[index], self._pair
+        region.is_quarantined, region.tries = True, 0
+        region.failure = f"{disagreement.problem}; {disagreement.fix}"
+        for recording in pair.recordings:
+            part = recording.parts.get(self.kind)
+            if part is not None and part.graphs[index] is not None:
+                pair.drop(recording)
+        self._is_quarantined = True
+        self._eager(call, f"{region.name} disagrees with its ops", strict=False)
 
     def _miss(self, call: Call, region: RuntimeRegion) -> None:
         assert call.recording is not None
@@ -633,16 +716,15 @@ class Program:
         _check_inputs(names, args, static, written)
 
         leaves = [slot.leaves for slot in region.slots]
-        buffers, loads = {}, []
-        for i, arg in enumerate(args):
-            if i not in static and arg is not None:
-                buffers[i] = static_buffer(pool, arg)
-                loads.append(Load(i, pool.alias(buffers[i]), overlaps_itself(arg)))
+        check = Check.record(region, pool, args, static, inside) if call.verifies else None
+        buffers: list[Any] = [None] * len(args)
+        loads = place(pool, args, static, buffers)
         entry = RegionGraph(loads, written, sorted(written & static - inside))
+        entry.check = check
         entry.load(args)
-        captured = self._take(call, region, args, inside)
-        for i in list(buffers):
-            captured[i] = buffers.pop(i)
+        taken = self._take(call, region, args, inside)
+        captured = [arg if buffer is None else buffer for arg, buffer in zip(taken, buffers)]
+        del taken, buffers
         sources = _sources(region, captured, inside)
         # A result must not get the address of an input that it could be taken for a view of, and what is read back
         # after a replay must not have been reused on the way.
@@ -666,7 +748,7 @@ class Program:
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
         try:
-            results = entry.replay(args)
+            results = self._verify(call, index, entry, args) if call.verifies else entry.replay(args)
         except ReplayRefused:
             raise
         except Exception as error:
@@ -792,7 +874,7 @@ def _failing_op(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) 
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if code is region.function.__code__:
+        if code in (region.function.__code__, getattr(region.watched, "__code__", None)):
             line = linecache.getline(code.co_filename, traceback.tb_lineno)
             made = set(re.findall(r"\w+", line.partition("=")[0]))
             return next((ops[i] for i in region.region.ops if made.intersection(ops[i].outputs)), None)
@@ -843,7 +925,29 @@ def region_function(
 
     It takes its inputs in a list, which it empties, so that their memory can be freed on the way.
     """
+    return _function(name, [_called_by(backend, symbol) for symbol in symbols], inputs, results)
 
+
+def watched_function(
+    name: str, symbols: Sequence[Any], inputs: Sequence[Proxy], device: torch.device, backend: Backend
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Like `region_function`, but it returns the fingerprints of what each symbol made."""
+    names = {p.name for s in symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | {p.name for p in inputs}
+    prefix = next(f"print{'_' * n}" for n in count() if not any(name.startswith(f"print{'_' * n}") for name in names))
+    take = Symbol("cudagraph_fingerprints", meta=None, is_fusion=True)
+    watched, taken = [], []
+    with tracectx(TraceCtx()):
+        for i, symbol in enumerate(symbols):
+            made = [proxy for proxy in symbol.flat_proxy_outs if isinstance(proxy, TensorProxy)]
+            taken.append(AnyProxy(None, name=f"{prefix}{i}"))
+            context = {take.name: partial(fingerprints, device)}
+            watched += [_called_by(backend, symbol), BoundSymbol(take, tuple(made), {}, taken[-1], _call_ctx=context)]
+    return _function(f"{name}_watched", watched, inputs, taken)
+
+
+def _function(
+    name: str, symbols: Sequence[Any], inputs: Sequence[Proxy], results: Sequence[Proxy]
+) -> Callable[[list[Any]], Sequence[Any]]:
     def region_fn(inputs: Any) -> None:
         """Stands for the signature alone."""
 
@@ -855,7 +959,7 @@ def region_function(
         prims.unpack_trivial(collection, name="inputs")
         prims.unpack_sequence(collection, len(inputs))
         trace.bound_symbols.append(clear_mutable_collection.bind(collection, output=None))
-        trace.bound_symbols += [_called_by(backend, symbol) for symbol in symbols]
+        trace.bound_symbols += symbols
         prims.python_return(tuple(results))
     return del_last_used(trace).python_callable(include_decorators=False)
 

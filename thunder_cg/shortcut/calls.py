@@ -147,6 +147,7 @@ class Training:
         self._program = program
         self._recording = recording
         self._arena = recording.arena
+        self._obstacle = program.detour if program.samples else program.obstacle
         self._pick = guard.picker(region.inputs)
         self._others = Tensors(guard, [n for n in guard.metadata if n not in region.inputs], values)
         inputs = region.inputs or ("",)
@@ -178,8 +179,8 @@ class Training:
         tensors = list(self._pick(values))
         if (
             self._recording.dropped
+            or self._obstacle() is not None
             or not program.is_steady  # Thunder's nodes run on another thread: the two would sum in another order
-            or program.obstacle() is not None
             or torch._C._are_functorch_transforms_active()
             or not region.guard.holds(tensors)
             or not self._others.hold(values)
@@ -260,7 +261,11 @@ class _Backward:
         self._passed = passed  # positions of the saved tensors that come from autograd
         self._varying: tuple[list[int], Guard] | None = None
         self._entry = compiled.entry
-        self._program = compiled.backward
+        self._program = program = compiled.backward
+        self._may_replay = lambda: True
+        if program is not None:
+            verifies = program.options.verify is not None
+            self._may_replay = program.may_replay_backward_unverified if verifies else program.may_replay_backward
         self._recording = recording
         self._region: Region | None = None
         self._is_known = False
@@ -309,7 +314,7 @@ class _Backward:
         if region is not None and arena is not None and not self._entry.return_none_instead_of_grads:
             found = (saved, gradients)
             tensors = [found[kind][i] for kind, i in self._sources]
-            if program.may_replay_backward() and self._holds(tensors):
+            if self._may_replay() and self._holds(tensors):
                 arena.enter()
                 with suppress(ReplayRefused):
                     results = region.graph.replay(tensors)

@@ -166,6 +166,9 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     # attention and embeddings
     *((f"attention, dropout {p}, causal {c}", _attention(p, c), *(_floats(2, 2, 8, 16) for _ in "qkv"))
       for p in (0.0, 0.3) for c in (False, True)),
+    ("_native_multi_head_attention",
+     lambda x, w, b, v, c: torch._native_multi_head_attention(x, x, x, 8, 2, w, b, v, c, need_weights=False),
+     _floats(2, 5, 8), _floats(24, 8), _floats(24), _floats(8, 8), _floats(8)),
     ("embedding", lambda i, w: functional.embedding(i, w), _I, _X),
     ("embedding, renormalized", lambda i, w: functional.embedding(i, w, max_norm=1.0), _I, _X),
     ("embedding_bag", lambda i, w: functional.embedding_bag(i, w), _whole(2, 3, high=4), _X),
