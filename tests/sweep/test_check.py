@@ -20,7 +20,16 @@ def measured(request) -> Results:
 
 
 def test_rules_say_what_was_measured():
+    assert packaged(), f"no measurements: python -m thunder_cg rules --device cpu --json {check.FOLDER}/rules-tape.json"
     assert disagreements(packaged()) == []
+
+
+def test_an_operator_that_a_cpu_refuses():
+    (executor, name), *_ = sorted(key for key in rules.ONLY_ON_A_GPU if key[0] == "torch")
+    assert executor == "torch" and about(name, on("tape")) == []
+    assert about(name, on("tape", **{name: {"alone fail": 1}})) == []
+    assert about(name, on("tape"), on("cuda", **{name: {"alone pass": 1, "forced fail": 1}})) == []
+    assert "it was not" in about(name, on("tape"), on("cuda"))[0]
 
 
 def test_a_measurement_says_on_what(measured):

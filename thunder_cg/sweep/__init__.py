@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from thunder_cg.bench.progress import Progress
+from thunder_cg.sweep.check import disagreements
 from thunder_cg.sweep.measure import Record, Task
 from thunder_cg.sweep.results import Journal, Results, environment
 from thunder_cg.sweep.samples import Case, cases
@@ -34,7 +35,8 @@ class Settings:
         jobs: worker processes.
         only: patterns ("add", "linalg_*") that the names of the cases to measure match; all are measured if empty.
         first: samples of each case, at most.
-        json: a file for the results. Beside it, `<json>.parts` has what is done so far, and goes when all is done.
+        json: a file for the results. Beside it, `<json>.parts` has what is done so far: a sweep goes on from there, and
+            begins anew where there is none.
     """
 
     device: torch.device
@@ -52,17 +54,18 @@ class Settings:
 
 
 def run(settings: Settings) -> int:
-    """Measures, and prints a summary. Returns 0.
+    """Measures, and prints a summary. Returns 0, or 1 if all was measured and the rules do not agree.
 
     Raises:
-        ValueError: a pattern matches no case.
+        ValueError: a pattern matches no case, or `json` has parts from elsewhere.
     """
     chosen = settings.chosen
     for only in settings.only:
         if not any(fnmatchcase(name, only) for name in chosen):
             raise ValueError(f"--only {only!r}: no case has such a name; --list shows all")
-    journal = Journal(settings.json.with_name(settings.json.name + ".parts") if settings.json else None)
     results = Results(environment(settings.device) | {"cuda": torch.version.cuda or ""})
+    parts = settings.json.with_name(settings.json.name + ".parts") if settings.json else None
+    journal = Journal(parts, results.environment)
     records = list(journal.records())
     for record in _measured(settings, chosen, records):
         journal.add(record)
@@ -72,7 +75,11 @@ def run(settings: Settings) -> int:
     if settings.json is not None:
         settings.json.write_text(results.to_text(), encoding="utf-8")
     print(summary(results))
-    return 0
+    if settings.only:
+        return 0
+    differing = disagreements([results])
+    print(f"{len(differing)} disagreements with the rules", *differing, sep="\n")
+    return int(bool(differing))
 
 
 def _measured(settings: Settings, chosen: dict[str, Case], before: Sequence[Record]) -> Iterator[Record]:

@@ -43,6 +43,8 @@ def _wrong_rows(file: Results) -> Iterable[str]:
     where = f"{file.environment['backend']}, {file.environment['device']}"
     for symbol, counts in file.symbols.items():
         key = key_of(symbol)
+        if key in rules.ONLY_ON_A_GPU and file.environment["backend"] != "cuda":
+            continue
         if key in rules.ALLOW:
             for end in _failures(counts):
                 note = file.notes.get(f"{symbol} {end.split()[1]}", "")

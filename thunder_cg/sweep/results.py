@@ -77,21 +77,41 @@ class Results:
 class Journal:
     """Records as they come, a line each, so that a sweep that is stopped goes on where it was."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, here: dict[str, str]) -> None:
         self._path = path
+        self._here = here
 
     def records(self) -> Iterator[Record]:
-        if self._path is not None and self._path.exists():
-            for line in self._path.read_text(encoding="utf-8").splitlines():
-                try:
-                    yield Record.from_dict(json.loads(line))
-                except (ValueError, TypeError):  # the line that was being written when the sweep was stopped
-                    continue
+        """What is there already.
+
+        Raises:
+            ValueError: it is from another machine or other versions.
+        """
+        if self._path is None or not self._path.exists():
+            return
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                content = json.loads(line)
+            except ValueError:  # the line that was being written when the sweep was stopped
+                continue
+            if "environment" in content:
+                self._check(content["environment"])
+            else:
+                yield Record.from_dict(content)
+
+    def _check(self, before: dict[str, str]) -> None:
+        for name, value in self._here.items():
+            if name != "date" and before.get(name) != value:
+                raise ValueError(
+                    f"{self._path} was measured with {name} {before.get(name)}, here it is {value}; name another file"
+                )
 
     def add(self, record: Record) -> None:
-        if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record.to_dict()) + "\n")
+        if self._path is None:
+            return
+        lines = [] if self._path.exists() else [{"environment": self._here}]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in [*lines, record.to_dict()])
 
 
 __all__ = ["Journal", "Results", "environment"]
