@@ -72,6 +72,18 @@ def test_verdicts():
     assert verdict(pairs(2.0), steady, defined=False) == "pass"
 
 
+@pytest.mark.parametrize("conj", [False, True])
+def test_bits_are_compared_whatever_the_strides(conj):
+    whole = torch.randn(4, 6, dtype=torch.complex64)
+    for part in (whole[:1, :1], whole[:, ::2], whole.T, whole[0, 0], whole[:0], whole.expand(2, 4, 6), whole.real):
+        part = part.conj() if conj else part
+        (same,), (other,) = twins([part]), twins([part])
+        assert verdict([([part], [same])], lambda draw, same=same: [same]) == "pass"
+        if part.numel():
+            other[(-1,) * other.dim()] += 1
+            assert verdict([([part], [other])], lambda draw, same=same: [same]) == "wrong"
+
+
 def test_draws_are_fresh_and_laid_out_alike():
     def draw(device: str, grad: bool):
         yield Sample(torch.add, (torch.randn(4, 3).T, torch.arange(3.0).expand(3, 3)[:, :1]))

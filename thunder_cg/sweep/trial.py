@@ -240,8 +240,9 @@ def _same(expected: Any, found: Any, defined: bool, close: bool = False) -> bool
 
 
 def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = (t.detach().resolve_conj().resolve_neg().contiguous().reshape(-1) for t in (a, b))
-    return torch.equal(a, b) if a.is_quantized else torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    # A copy, as one element counts as contiguous whatever its stride is, but cannot be viewed as bytes then.
+    a, b = (t.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg() for t in (a, b))
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:

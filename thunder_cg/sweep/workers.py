@@ -12,7 +12,7 @@ from typing import Any
 
 from thunder_cg.sweep.measure import Record, Task, measure
 
-SECONDS = 150  # for a task; past it the worker is hung
+SECONDS = 240  # for a task; past it the worker is hung
 STARTUP = 180
 
 Work = Callable[[Task, str], Iterator[Record]]
