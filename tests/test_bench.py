@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from thunder_cg.bench.goals import Goal, goals, growth
 from thunder_cg.bench.measure import EVERY_VARIANT, ROUNDS, Row, measure_case, ticks
 from thunder_cg.bench.models import Mlp, MlpWithItem, optional
 from thunder_cg.bench.plots import write_plots
+from thunder_cg.bench.processes import Task
+from thunder_cg.bench.processes import measured as measured_in_processes
 from thunder_cg.bench.progress import Progress
 from thunder_cg.bench.report import goals_table, sweeps, table
 from thunder_cg.bench.results import Point, Results, environment, results_for
@@ -295,6 +298,35 @@ def test_command_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert [row["variant"] for row in content["rows"]] == [*ON_CPU]
     assert {point["variant"] for point in content["sweep"]} == {THUNDER, OURS}
     assert content["environment"]["torch"] == torch.__version__
+
+
+def test_cases_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.json"
+    words = ["bench", "--device", "cpu", "--quick", "--calls", "1", "--jobs", "2", "--json", str(file), "--only"]
+    assert command_line.main([*words, "sweep over inputs"]) == 0
+    assert "by number of inputs" in capsys.readouterr().out
+    points = json.loads(file.read_text())["sweep"]
+    assert {(point["size"], point["variant"]) for point in points} == {(n, v) for n in (1, 5) for v in (THUNDER, OURS)}
+    assert all(point["host_p50"] > 0 and not point["failure"] for point in points)
+
+
+def _ends(how: str, progress: Progress, ready: Any) -> list[Row]:
+    progress.tick("preparing what breaks")
+    if how == "early":
+        os.abort()
+    ready()
+    progress.tick("timing what breaks")
+    if how == "late":
+        os._exit(3)
+    return [Row(how, OURS, 1.0)]
+
+
+def test_a_process_that_dies_is_a_row_that_says_when() -> None:
+    tasks = [Task(how, 2, _ends, (how,)) for how in ("early", "late", "never")]
+    rows = {task.name: rows for task, rows in measured_in_processes(tasks, 2, Progress(6, io.StringIO()))}
+    assert rows["never"] == [Row("never", OURS, 1.0)]
+    assert rows["early"][0].failure == "its process ended with exit code -6 while preparing what breaks"
+    assert rows["late"][0].failure == "its process ended with exit code 3 while timing what breaks"
 
 
 def test_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | several forwards before a backward                            | test_forwards_in_flight                |
 | forwards without a backward                                   | test_abandoned_forwards                |
 | gradients change when the next step runs                      | test_gradients_are_kept                |
+| a gradient is what the forward saved in the arena             | test_saved_gradients                   |
 | gradient accumulation                                         | test_gradient_accumulation             |
 | evaluation between forward and backward                       | test_evaluation_in_between             |
 | torch.autograd.grad                                           | test_autograd_grad                     |
@@ -401,6 +402,37 @@ def test_gradients_are_kept(twins, device):
         kept.append(grads)
     for a, b in kept:
         same(a, b)
+
+
+class Precomputed(torch.autograd.Function):
+    """Its gradient is what the forward has left, as in fused losses."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        z = torch.tanh(x) * 2
+        ctx.save_for_backward(z)
+        return z.sum() + y
+
+    @staticmethod
+    def backward(ctx, g):
+        (saved,) = ctx.saved_tensors
+        return saved, g
+
+
+def test_saved_gradients(twins, device):
+    plain, graphed = twins(lambda x, w, y: Precomputed.apply(x + w.t(), torch.sin(y * 2) * 3))
+    kept = []
+    for step in range(CALLS):
+        torch.manual_seed(step)
+        leaves = [torch.randn(shape, device=device) for shape in ((4, 3), (3, 4), ())]
+        for fn in (plain, graphed):
+            mine = [leaf.clone().requires_grad_() for leaf in leaves]
+            loss = fn(*mine)
+            loss.backward(retain_graph=step == 3)
+            kept.append([leaf.grad for leaf in mine])
+            del loss
+    same(kept[::2], kept[1::2])
+    assert replays(graphed) >= CALLS - 2
 
 
 def test_gradient_accumulation(twins, device):

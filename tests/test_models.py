@@ -10,6 +10,8 @@ from support import regions, replays, same, same_state, same_training
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from thunder_cg import explain
+
 STEPS = 6
 
 
@@ -38,6 +40,24 @@ def test_one_region_each_way(twins, device, deterministic, model, batch):
     same_training(plain, graphed, batches)
     assert [r["captures"] for r in regions(graphed)] == [1, 1]
     assert [r["replays"] for r in regions(graphed)] == [STEPS - 1] * 2
+
+
+def test_attention_in_evaluation_is_one_operator_and_captured(twins, device):
+    """`nn.MultiheadAttention` without gradients takes another way than in training."""
+
+    class Attention(nn.MultiheadAttention):
+        def forward(self, x):
+            return x + super().forward(x, x, x, need_weights=False)[0].tanh()
+
+    plain, graphed = twins(Attention(32, 4, batch_first=True).eval())
+    with torch.no_grad():
+        for _ in range(STEPS):
+            x = torch.randn(2, 5, 32, device=device)
+            same(plain(x), graphed(x))
+    (forward,) = explain(graphed).traces
+    assert "_native_multi_head_attention" in {op.name.rsplit(".", 1)[-1] for op in forward.ops}
+    assert forward.counts["eager"] == 0
+    assert [r["replays"] for r in regions(graphed)] == [STEPS - 1]
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "Adagrad"])

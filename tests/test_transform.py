@@ -143,6 +143,10 @@ def test_hooks_and_gradients_of_inputs(twins, device):
     [
         ({"backend": "metal"}, ["backend='metal'", "'tape'", "choose"]),
         ({"max_arenas": 0}, ["max_arenas=0", "at least 1"]),
+        ({"verify": "always"}, ["verify='always'", '"first", a whole number of at least 1, or None', 'pass "first"']),
+        ({"verify": 0}, ["verify=0", "at least 1"]),
+        ({"verify": True}, ["verify=True"]),
+        ({"verify": 0.5}, ["verify=0.5"]),
         ({"max_recordings": 2.5}, ["max_recordings=2.5", "whole number"]),
         ({"allow": "my_op"}, ["allow='my_op'", 'pass a list such as ["my_op"]']),
         ({"deny": [3]}, ["deny=[3]", "names"]),

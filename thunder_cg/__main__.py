@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from thunder_cg import bench, demo
+from thunder_cg import bench, demo, zoo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `python -m thunder_cg`; those of this process if None.
 
     Returns:
-        the exit status: 0, or 1 if the demo's two runs disagree. Wrong arguments leave by `SystemExit(2)`.
+        the exit status: 0, or 1 if results with and without graphs disagree. Wrong arguments leave by `SystemExit(2)`.
     """
     parser = argparse.ArgumentParser(prog="python -m thunder_cg", description="CUDA graphs for Lightning Thunder.")
     where = argparse.ArgumentParser(add_help=False)
@@ -44,9 +44,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure.add_argument("--only", default="", metavar="TEXT", help="measure what has this in its name")
     measure.add_argument("--list", action="store_true", help="print the names of all cases and sweeps, and stop")
     measure.add_argument("--calls", type=_positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")
+    measure.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="cases to prepare at once, each in its own process"
+    )
     measure.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there; those of other cases stay")
     measure.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw all that FILE holds, as SVG (needs matplotlib)"
+    )
+    models = commands.add_parser(
+        "zoo",
+        parents=[where],
+        help="what is captured of models of transformers, torchvision and timm, and whether it agrees",
+        description="Runs models of transformers, torchvision and timm, with random weights, through Thunder without "
+        "and with cudagraph_transform(): a forward, and training steps. Counts what is captured, says what is not and "
+        "why, compares results bit for bit, and on a GPU times a step. On a CPU: tiny models, the tape backend, no "
+        "times. Exits with 1 if a model's numbers differ.",
+    )
+    models.add_argument("--only", default="", metavar="TEXT", help="the models that have this in their names")
+    models.add_argument("--list", action="store_true", help="print the names of all models, and stop")
+    models.add_argument("--jobs", type=_positive, metavar="N", help="rows in the making at once (default: CPUs / 2)")
+    models.add_argument("--timeout", type=_positive, default=300, metavar="S", help="seconds for a row (default: 300)")
+    models.add_argument("--json", type=Path, metavar="FILE", help="write the rows there; those of other models stay")
+    models.add_argument(
+        "--table", type=Path, metavar="FILE", help="measure nothing; put the table of --json into this Markdown file"
     )
     arguments = parser.parse_args(argv)
 
@@ -56,12 +76,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if arguments.command == "bench":
         return _bench(arguments, device, measure)
+    if arguments.command == "zoo":
+        return _zoo(arguments, device, models)
     return demo.run(demo.settings_for(device))
 
 
 def _bench(arguments: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> int:
     settings = bench.Settings(
-        device, arguments.quick, arguments.only, arguments.calls, json=arguments.json, plots=arguments.plots
+        device,
+        arguments.quick,
+        arguments.only,
+        arguments.calls,
+        arguments.jobs,
+        json=arguments.json,
+        plots=arguments.plots,
     )
     if arguments.list:
         print(*(each.name for each in settings.chosen), sep="\n")
@@ -70,6 +98,22 @@ def _bench(arguments: argparse.Namespace, device: torch.device, parser: argparse
         return bench.run(settings)
     except (ValueError, ModuleNotFoundError) as error:
         parser.error(str(error))
+
+
+def _zoo(arguments: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> int:
+    settings = zoo.Settings(device, arguments.only, jobs=arguments.jobs, timeout=arguments.timeout, json=arguments.json)
+    if arguments.list:
+        print(*(entry.name for entry in settings.chosen), sep="\n")
+        return 0
+    try:
+        if arguments.table is None:
+            return zoo.run(settings)
+        if arguments.json is None:
+            raise ValueError("--table needs --json FILE, the rows that it is to show")
+        zoo.rewrite_table(arguments.json, arguments.table)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
 
 
 def _positive(text: str) -> int:

@@ -38,8 +38,19 @@ class CaptureError(CudagraphError, RuntimeError):
         super().__init__(f"{where}: {problem}; {fix}, or drop strict=True to let it run eagerly")
 
 
+class DisagreementWarning(UserWarning):
+    """`verify` found a graph that does not do what its ops do: earlier replays of it may have been wrong."""
+
+
 class CaptureRefused(CudagraphError, RuntimeError):
     """What a backend raises while capturing, for an operation that a graph cannot hold."""
+
+
+class ReplayRefused(CudagraphError, RuntimeError):
+    """What a graph raises that could not be launched. Nothing of it ran, so its ops may run instead."""
+
+    def __init__(self, problem: object) -> None:
+        super().__init__(f"the graph was not launched: {problem}")
 
 
 class NotCompiledError(CudagraphError, TypeError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from thunder_cg.errors import OptionError
 
@@ -20,6 +21,8 @@ class Options:
         backend: ``"cuda"``, ``"tape"`` (a recorder for machines without a GPU), or ``"auto"``: ``cuda`` where there is
             a GPU, else ``tape``.
         strict: raise :class:`~thunder_cg.errors.CaptureError` where a call would otherwise run eagerly.
+        verify: compare replays with eager runs on the same inputs, bit for bit: ``"first"`` of each new recording, or a
+            number N: also of one call in N, for as long as the process runs. None: never.
         debug: fill an arena with NaN when it is released, so that memory used too late shows. ``tape`` always does.
         max_recordings: recordings kept per trace pair and arena; past it the oldest goes.
         max_arenas: memory pools of this transform; a call that finds all of them taken runs eagerly.
@@ -29,6 +32,7 @@ class Options:
     deny: frozenset[str] = frozenset()
     backend: str = "auto"
     strict: bool = False
+    verify: Literal["first"] | int | None = None
     debug: bool = False
     max_recordings: int = 8
     max_arenas: int = 16
@@ -41,6 +45,7 @@ class Options:
         deny: Collection[str],
         backend: str,
         strict: bool,
+        verify: Literal["first"] | int | None,
         debug: bool,
         max_recordings: int,
         max_arenas: int,
@@ -51,13 +56,16 @@ class Options:
         for name, flag in (("strict", strict), ("debug", debug)):
             if not isinstance(flag, bool):
                 raise OptionError(name, flag, "True or False", "pass a bool")
+        if not (verify is None or verify == "first" or (type(verify) is int and verify >= 1)):
+            fix = 'pass "first" to compare each new recording once, or 100 to compare one call in 100 as well'
+            raise OptionError("verify", verify, '"first", a whole number of at least 1, or None', fix)
         for name, bound in (("max_recordings", max_recordings), ("max_arenas", max_arenas)):
             if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
                 raise OptionError(name, bound, "a whole number of at least 1", "raise it")
         both = _names("allow", allow) & _names("deny", deny)
         if both:
             raise OptionError("allow", sorted(both), "names that deny= does not hold too", "name each operator once")
-        return cls(frozenset(allow), frozenset(deny), backend, strict, debug, max_recordings, max_arenas)
+        return cls(frozenset(allow), frozenset(deny), backend, strict, verify, debug, max_recordings, max_arenas)
 
 
 def _names(option: str, given: Collection[str]) -> frozenset[str]:

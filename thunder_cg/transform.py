@@ -7,7 +7,7 @@ import time
 import weakref
 from collections.abc import Collection
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 from thunder.core.module import ThunderModule
 from thunder.core.prims import PrimIDs
@@ -20,6 +20,7 @@ from thunder.core.transform_common import Transform
 from thunder.executors.passes import del_last_used
 from thunder.plugins import register_plugin
 
+from thunder_cg.analysis.aliasing import roots
 from thunder_cg.analysis.boundary import boundaries
 from thunder_cg.analysis.classify import UserRules, classify
 from thunder_cg.analysis.ops import Ops, read
@@ -29,7 +30,7 @@ from thunder_cg.options import Options
 from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import resolve
-from thunder_cg.runtime.region import Program, RuntimeRegion, region_function
+from thunder_cg.runtime.region import Program, RuntimeRegion, keep, region_function, watched_function
 from thunder_cg.shortcut.dispatch import install
 
 
@@ -92,9 +93,9 @@ class CudagraphTransform(Transform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Partitions a forward trace, or the backward trace that follows it."""
         start = time.perf_counter_ns()
-        ops = read(computation_trace, self._compiling.static)
-        plan = partition(ops, classify(ops, self._rules, self._backend.device_type))
         forward = self._forward_of(computation_trace)
+        ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
+        plan = partition(ops, classify(ops, self._rules, self._backend.device_type))
         trace, program = _Emission(self, computation_trace, ops, plan, forward).emit()
         if TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
@@ -166,13 +167,12 @@ class _Emission:
         for region, boundary in zip(regions, edges):
             name = f"CUDAGraph{next(transform._numbers)}"
             made = RuntimeRegion(name, region, boundary, function=lambda: ())
-            made.function = region_function(
-                name,
-                [self._ops.ops[i].symbol for i in region.ops],
-                [self._proxies[n] for n in boundary.inputs],
-                [self._proxies[slot.name] for slot in made.slots],
-                transform._backend,
-            )
+            symbols = [self._ops.ops[i].symbol for i in region.ops]
+            inputs = [self._proxies[n] for n in boundary.inputs]
+            results = [self._proxies[slot.name] for slot in made.slots]
+            made.function = region_function(name, symbols, inputs, results, transform._backend)
+            if transform.options.verify is not None:
+                made.watched = watched_function(name, symbols, inputs, made.device, transform._backend)
             for exit in boundary.exits:
                 if exit.inside and exit.leaves:
                     proxy = self._proxies[exit.name]
@@ -252,13 +252,29 @@ class _Emission:
     def _ending(self, trace: TraceCtx, program: Program, call: Proxy) -> list[BoundSymbol]:
         args = list(self._return.args)
         if not self._trains:
+            kept = self._keep_what_was_saved(program)
             args = [tree_map(self._leaving, arg) for arg in args]
-            return [executor.bind("cudagraph_finish", program.finish, [call], None), self._return.from_bsym(args=args)]
+            end = executor.bind("cudagraph_finish", program.finish, [call], None)
+            return [*kept, end, self._return.from_bsym(args=args)]
         outcome = tree_map(self._leaving, args[0])
         tensors, others = args[1]
         kept = _Handle("saved", name=_unused("others0", trace.names))
         end = executor.bind("cudagraph_end", program.end, [call, *others], kept)
         return [end, self._return.from_bsym(args=(outcome, (tensors, kept)))]
+
+    def _keep_what_was_saved(self, program: Program) -> list[BoundSymbol]:
+        """Copies gradients that are what the forward saved in the arena, or views of that, and that no region makes."""
+        if self._forward is None:
+            return []
+        inside = {slot.name for region in self._forward.regions for slot in region.slots if not slot.leaves}
+        leave = {slot.name for region in program.regions for slot in region.slots if slot.leaves}
+        root = roots(self._ops)
+        saved = {root[name] for name in inside.intersection(self._ops.args)}
+        names = sorted(name for name in _names(self._return.args) - leave if root.get(name) in saved)
+        for name in names:
+            self._copies[name] = self._proxies[name].replace(name=_unused(f"{name}_out", self._old.names))
+        proxies, copies = [self._proxies[name] for name in names], [self._copies[name] for name in names]
+        return [executor.bind("cudagraph_keep", keep, proxies, copies)] if names else []
 
     def _leaving(self, value: Any) -> Any:
         return self._copies.get(value.name, value) if isinstance(value, Proxy) else value
@@ -283,6 +299,7 @@ def cudagraph_transform(
     deny: Collection[str] = (),
     backend: str = "auto",
     strict: bool = False,
+    verify: Literal["first"] | int | None = None,
     debug: bool = False,
     max_recordings: int = 8,
     max_arenas: int = 16,
@@ -297,6 +314,12 @@ def cudagraph_transform(
         deny: operators to keep eager.
         backend: ``"cuda"``, ``"tape"`` (records and replays on the CPU), ``"auto"``: CUDA graphs where there is a GPU.
         strict: raise :class:`~thunder_cg.errors.CaptureError` instead of running eagerly what could not be captured.
+        verify: ``"first"`` replays each new recording beside an eager run of its ops on the same inputs, and compares
+            results, written inputs and generators bit for bit; a number N does so for one call in N as well, for as
+            long as the process runs. A region that disagrees is eager from then on, the call's result is the eager
+            one, and a :class:`~thunder_cg.errors.DisagreementWarning` names the first op whose value differs (with
+            ``strict=True`` a `CaptureError`). Ops that are not deterministic have a tolerance. A verified call runs
+            the ops once more, and needs the memory of an eager run and of a copy of what the graph writes or reuses.
         debug: fill memory with NaN when nobody may read it any more.
         max_recordings: recordings kept for one compiled function and arena; the oldest goes first.
         max_arenas: memory pools; a call that finds all of them held by calls in flight runs eagerly.
@@ -313,6 +336,7 @@ def cudagraph_transform(
         deny=deny,
         backend=backend,
         strict=strict,
+        verify=verify,
         debug=debug,
         max_recordings=max_recordings,
         max_arenas=max_arenas,

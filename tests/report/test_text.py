@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from thunder_cg.report import Report, text
@@ -28,6 +30,17 @@ def test_every_region_has_its_counts_and_bytes(report: Report) -> None:
     )
     assert "ended by: Tensor.item at model.py:14" in said
     assert "could not be captured: operation not permitted & <gone>" in said
+
+
+def test_what_verification_found(report: Report) -> None:
+    (trace,) = report.traces
+    wrong = replace(trace.regions[1], quarantined=True, verified=1234, remark="result 't1' is not deterministic")
+    found = Report((replace(trace, regions=(trace.regions[0], wrong)),))
+    for said in (str(found), found._repr_html_()):
+        assert "5 eager runs, 1,234 verified; copied" in said and "verified" not in said.split("CUDAGraph2")[0]
+        assert "runs eagerly, quarantined, as its graph disagreed with its ops: operation not permitted" in said
+        assert "in verification: result " in said
+    assert found.to_dict()["traces"][0]["regions"][1]["verified"] == 1234
 
 
 def test_calls_and_fallbacks_and_memory(report: Report) -> None:

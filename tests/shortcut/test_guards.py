@@ -253,10 +253,11 @@ def test_what_fails_after_the_launch_is_checked_before_it_from_then_on(twins, de
         _, graphed, call = establish(*twins(model), device)
         (recording,) = graphed._forward_fn._entries[0].compiled.forward.recordings
         assert recording.may_launch_early
-        graphed._model.scale = 3.0
+        slope = graphed._model.act.slope
+        graphed._model.act.slope = 3.0
         x = torch.randn(2, 4, device=device)
         graphed(x, x.clone(), k=1.0)
-        graphed._model.scale = 2.0
+        graphed._model.act.slope = slope
         assert not recording.may_launch_early and call() == 1
 
 

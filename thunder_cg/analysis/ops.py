@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import thunder
 from thunder.core.proxies import (
     CollectionProxy,
     DictProxy,
@@ -107,21 +108,61 @@ class Ops:
     """Every proxy by name, those inside of subsymbols too."""
     args: tuple[str, ...]
     """Names that come from outside: the trace's arguments and whatever unpacks produce from them."""
+    near: Mapping[str, Op] = field(default_factory=dict)
+    """Of each value, an op whose line is known: the one that made it, or one close to that, or one that uses it."""
+
+    def origin(self, op: Op) -> Op | None:
+        """The op whose line says where this one comes from: itself, or one close to it where Thunder has lost that."""
+        values = op.inputs if op.structure else (*op.inputs, *op.outputs)
+        return op if op.line else next((self.near[name] for name in values if name in self.near), None)
+
+    def line(self, op: Op) -> str | None:
+        """``"file.py:12"`` in the user's source, or ``"near file.py:12"``."""
+        origin = self.origin(op)
+        return op.line or (f"near {origin.line}" if origin is not None else None)
 
 
-def read(trace: TraceCtx, static_names: frozenset[str] = frozenset()) -> Ops:
+def read(trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
     """Reads ``trace`` in one pass; ``del``s and comments are dropped.
 
     Args:
         trace: A forward or backward trace, as ``transform_trace_post_optimization`` gets it.
         static_names: Names of proxies that the prologue unpacked as parameters or buffers. The proxies' own tags are
             lost on the way through several of Thunder's passes, so they alone are not enough.
+        forward: Of a backward trace, its forward: it made what was saved, and the results that gradients come in for.
     """
     reader = _Reader(static_names)
     arguments = reader.names(_proxies((trace.args or (), trace.kwargs or {})))
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.structure for name in op.outputs)
-    return Ops(ops=ops, values=reader.values, args=tuple(dict.fromkeys((*arguments, *unpacked))))
+    args = tuple(dict.fromkeys((*arguments, *unpacked)))
+    return Ops(ops=ops, values=reader.values, args=args, near=_near(ops, forward))
+
+
+def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
+    """See `Ops.near`."""
+    near: dict[str, Op] = {}
+    if forward is not None:
+        near.update(forward.near)
+        results = _results(forward.ops[-1].symbol)
+        gradients = next((op.outputs for op in ops if op.inputs == ("cotangents",) and op.outputs), ())
+        if len(results) == len(gradients):
+            near.update((g, near[result]) for g, result in zip(gradients, results) if result in near)
+    for op in ops:
+        origin = op if op.line else next((near[name] for name in op.inputs if name in near), None)
+        if origin is not None:
+            near.update(dict.fromkeys(op.outputs, origin))
+        if op.line:
+            for name in op.inputs:
+                near.setdefault(name, op)
+    return near
+
+
+def _results(returned: BoundSymbol | None) -> list[str]:
+    """Names of the results that a forward trace ties to autograd, in the order of the gradients that come in."""
+    data = returned.args[0] if returned is not None and returned.args else None
+    flat = data.get("flat_output", ()) if isinstance(data, dict) else ()
+    return [result.name if isinstance(result, Proxy) else "" for result in flat]
 
 
 def computing(trace: TraceCtx) -> Iterator[BoundSymbol]:
@@ -231,8 +272,11 @@ def _dtype(proxy: TensorProxy | FutureTensorProxy) -> str:
     return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
 
 
+_THUNDER = os.path.dirname(thunder.__file__) + os.sep  # its lines are nobody's own
+
+
 def _line(bound: BoundSymbol) -> str | None:
-    if bound.source_filename is None or bound.source_positions is None:
+    if bound.source_filename is None or bound.source_positions is None or bound.source_filename.startswith(_THUNDER):
         return None
     return f"{os.path.basename(bound.source_filename)}:{bound.source_positions.lineno}"
 

@@ -189,6 +189,9 @@ _RANDOM = _names("""
     native_dropout poisson rand randint randint_like randn rrelu uniform
 """)
 
+# What nn.MultiheadAttention calls in evaluation. Only nested tensors, which no trace holds, have sizes to ask for.
+_INFERENCE = _names("_native_multi_head_attention")
+
 # A fused attention draws only when its dropout does.
 _DROPOUT_ATTENTION = _names("scaled_dot_product_attention")
 
@@ -381,7 +384,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
             "its path depends on the GPU and the inputs, and some of the paths loop over offsets read on the host",
             "aten/src/ATen/native",
         ),
-        _names("_grouped_mm _native_multi_head_attention native_norm"),
+        _names("_grouped_mm native_norm"),
     ),
 )
 
@@ -624,8 +627,10 @@ def _allow() -> dict[Key, Rule]:
     kernels = Rule(Reason.ALLOWED, "it only launches kernels on the current stream", _OP_DB)
     names = (n for n in _with_vjp(_CAPTURABLE) if n not in _VJP_DENY)
     prims = (*_PRIM_FREE_VIEWS, *_PRIM_MAY_VIEW, *_PRIM_RANDOM, *_PRIM_COMPUTE)
+    attention = Rule(Reason.ALLOWED, kernels.detail, "tests/test_models.py captures it, on tape and on cuda")
     return {
         **_rows("torch", kernels, names),
+        **_rows("torch", attention, _with_vjp(_INFERENCE)),
         **_rows(None, Rule(Reason.ALLOWED, kernels.detail, _DECOMPOSED), prims),
         **_rows("sdpa", Rule(Reason.ALLOWED, kernels.detail, "captured on an H200, torch 2.11, with dropout"), _SDPA),
     }

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import faulthandler
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
 
@@ -19,9 +19,10 @@ import torch
 
 from thunder_cg.bench.cases import SWEEPS, Case, Sweep, cases
 from thunder_cg.bench.goals import goals
-from thunder_cg.bench.measure import measure_case, ticks
+from thunder_cg.bench.measure import Row, measure_case, ticks
 from thunder_cg.bench.models import optional
 from thunder_cg.bench.plots import write_plots
+from thunder_cg.bench.processes import Task, measured
 from thunder_cg.bench.progress import Progress
 from thunder_cg.bench.report import goals_table, sweeps, table
 from thunder_cg.bench.results import Point, Results, results_for
@@ -39,6 +40,7 @@ class Settings:
         quick: a few small cases and calls.
         only: measure the cases and sweeps whose names hold this.
         calls: of a turn, at most; None for 100, or 10 if `quick`.
+        jobs: how many cases are prepared at once, each in a process of its own; with 1, all are in this one.
         json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
         plots: a folder for plots of all that is in `json`.
     """
@@ -47,6 +49,7 @@ class Settings:
     quick: bool = False
     only: str = ""
     calls: int | None = None
+    jobs: int = 1
     json: Path | None = None
     plots: Path | None = None
 
@@ -80,8 +83,7 @@ def run(settings: Settings) -> int:
     results = results_for(settings.json, settings.device)
     with suppress(OSError, AttributeError):  # where standard error is no file
         faulthandler.enable()  # a crash says in which variant
-    with _one_thread(settings.device):
-        _measure_all(settings, results)
+    _measure_all(settings, results)
     if goals(results):
         print(goals_table(goals(results)))
     if settings.plots is not None:
@@ -91,13 +93,42 @@ def run(settings: Settings) -> int:
 
 
 def _measure_all(settings: Settings, results: Results) -> None:
-    _warm_up(settings)
-    progress = Progress(sum(_ticks(settings, each) for each in settings.chosen))
-    for each in settings.chosen:
-        text = _measure(settings, each, results, progress)
-        progress.clear()
-        print(text, flush=True)
+    tasks = [task for each in settings.chosen for task in _tasks(settings, each)]
+    progress = Progress(sum(task.ticks for task in tasks))
+    swept: set[str] = set()
+    for task, rows in _rows(settings, tasks, progress):
+        _, sweep, size = task.arguments
+        if sweep is None:
+            results.add(rows)
+        else:
+            found = [Point(sweep, size, row.variant, row.host_p50, row.failure) for row in rows]
+            results.add_points(found, again=sweep not in swept)
+            swept.add(sweep)
         _save(settings, results)
+        progress.clear()
+        if sweep is None:
+            print(table(rows), flush=True)
+        elif size == max(other.arguments[2] for other in tasks if other.arguments[1] == sweep):
+            points = [point for point in results.points if point.unit == sweep]
+            print(sweeps(Results(results.environment, points=points)), flush=True)
+
+
+def _tasks(settings: Settings, each: Case | Sweep) -> list[Task]:
+    if isinstance(each, Case):
+        return [Task(each.name, ticks(settings.names()), _measure, (replace(settings, only=each.name), None, 0))]
+    return [
+        Task(each.case(size).name, ticks(settings.names(size)), _measure, (settings, each.unit, size))
+        for size in settings.sizes(each)
+    ]
+
+
+def _rows(settings: Settings, tasks: Sequence[Task], progress: Progress) -> Iterator[tuple[Task, list[Row]]]:
+    if settings.jobs > 1:
+        yield from measured(tasks, settings.jobs, progress)
+        return
+    _warm_up(settings)
+    for task in tasks:
+        yield task, task.measure(*task.arguments, progress=progress)
 
 
 def _save(settings: Settings, results: Results) -> None:
@@ -123,26 +154,32 @@ def _warm_up(settings: Settings) -> None:
     measure_case(SWEEPS[0].case(1), settings.device, names, 1, Progress(ticks(names), StringIO()), compare=False)
 
 
-def _ticks(settings: Settings, each: Case | Sweep) -> int:
-    if isinstance(each, Case):
-        return ticks(settings.names())
-    return sum(ticks(settings.names(size)) for size in settings.sizes(each))
+def _measure(
+    settings: Settings, unit: str | None, size: int, progress: Progress, ready: Callable[[], None] | None = None
+) -> list[Row]:
+    """Measures a case, which `settings.only` names, or one size of a sweep.
 
-
-def _measure(settings: Settings, each: Case | Sweep, results: Results, progress: Progress) -> str:
-    """Measures a case or a sweep, adds it to the results, and returns its table."""
+    Args:
+        ready: given in a process of its own: called once all is prepared.
+    """
+    if ready is not None:
+        faulthandler.enable()
+        _warm_up(settings)
+    if unit is None:
+        case = next(each for each in settings.chosen if isinstance(each, Case) and each.name == settings.only)
+    else:
+        case = next(sweep for sweep in SWEEPS if sweep.unit == unit).case(size)
     calls = settings.calls or (10 if settings.quick else 100)
-    if isinstance(each, Case):
-        rows = measure_case(each, settings.device, settings.names(), calls, progress)
-        results.add(rows)
-        return table(rows)
-    points = []
-    for size in settings.sizes(each):
-        for row in measure_case(each.case(size), settings.device, settings.names(size), calls, progress, compare=False):
-            points.append(Point(each.unit, size, row.variant, row.host_p50, row.failure))
-        results.add_points(points)
-        _save(settings, results)
-    return sweeps(Results(results.environment, points=points))
+    with _one_thread(settings.device):
+        return measure_case(
+            case,
+            settings.device,
+            settings.names(size),
+            calls,
+            progress,
+            compare=unit is None,
+            ready=ready or (lambda: None),
+        )
 
 
 __all__ = ["Settings", "run"]

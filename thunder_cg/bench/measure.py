@@ -8,10 +8,11 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median, quantiles
+from unittest.mock import patch
 
 import torch
 
@@ -155,7 +156,13 @@ class Contender:
 
 
 def measure_case(
-    case: Case, device: torch.device, names: Sequence[str], calls: int, progress: Progress, compare: bool = True
+    case: Case,
+    device: torch.device,
+    names: Sequence[str],
+    calls: int,
+    progress: Progress,
+    compare: bool = True,
+    ready: Callable[[], None] = lambda: None,
 ) -> list[Row]:
     """The rows of all variants in `names`, which take turns. What does not run becomes a row that says why.
 
@@ -163,16 +170,18 @@ def measure_case(
         calls: of a turn, at most; see `TURN_SECONDS`.
         progress: moves on by `ticks(names)`.
         compare: fill in `error` and `bits`.
+        ready: called once all are prepared, before anything is timed.
     """
     try:
         # One code object serves all variants that go through Dynamo, which would drop to eager past eight of them.
-        with torch._dynamo.config.patch(recompile_limit=64):
-            return _measure(case, device, names, calls, progress, compare)
+        with torch._dynamo.config.patch(recompile_limit=64), _workspaces_stay():
+            return _measure(case, device, names, calls, progress, compare, ready)
     finally:
         torch._dynamo.reset()  # with the next case, nothing of this one is left, compiled or in memory
         gc.collect()
         if device.type == "cuda":
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # after a CUDA error, which the rows tell, nothing works any more
+                torch.cuda.empty_cache()
 
 
 def ticks(names: Sequence[str]) -> int:
@@ -181,7 +190,13 @@ def ticks(names: Sequence[str]) -> int:
 
 
 def _measure(
-    case: Case, device: torch.device, names: Sequence[str], calls: int, progress: Progress, compare: bool
+    case: Case,
+    device: torch.device,
+    names: Sequence[str],
+    calls: int,
+    progress: Progress,
+    compare: bool,
+    ready: Callable[[], None],
 ) -> list[Row]:
     try:
         template = subject(case, device)
@@ -200,6 +215,7 @@ def _measure(
             contenders.append(contender)
         except Exception as error:
             rows[name] = Row(case.name, name, failure=reason(error))
+    ready()
     for round in range(ROUNDS):
         for contender in [*contenders]:
             progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}, {contender.row.variant}")
@@ -252,6 +268,13 @@ class _Judge:
             else:
                 row.bits = "different" if accuracy.same(*self._thunder) else "thunder varies"
             self._thunder = []
+
+
+@contextmanager
+def _workspaces_stay() -> Iterator[None]:
+    """Keeps Inductor from freeing all cuBLAS workspaces when it records: other variants' graphs write to theirs."""
+    with patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True):
+        yield
 
 
 @contextmanager

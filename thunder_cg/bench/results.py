@@ -46,10 +46,10 @@ class Results:
         again = {row.case for row in rows}
         self.rows = [row for row in self.rows if row.case not in again] + [*rows]
 
-    def add_points(self, points: Sequence[Point]) -> None:
-        """Takes the points of a sweep; those of an earlier run of it go."""
-        again = {point.unit for point in points}
-        self.points = [point for point in self.points if point.unit not in again] + [*points]
+    def add_points(self, points: Sequence[Point], again: bool = True) -> None:
+        """Takes points of a sweep; those of an earlier run of it go if it was measured `again`."""
+        units = {point.unit for point in points} if again else set()
+        self.points = [point for point in self.points if point.unit not in units] + [*points]
 
     def write(self, path: Path, goals: Sequence[Mapping[str, Any]]) -> None:
         """Writes all of it, and what came of the goals."""

@@ -62,10 +62,7 @@ def _groups(trace: TraceReport) -> Iterator[str]:
 
 def _region(region: RegionReport) -> str:
     said = f"<b>{escape(region.name)}</b> on {escape(region.device)}, {escape(text.region_counts(region))}"
-    if region.split:
-        said += f"<br>ended by: {escape(region.split)}"
-    if region.failure:
-        said += f"<br>runs eagerly, as it could not be captured: {escape(region.failure)}"
+    said = "<br>".join([said, *map(escape, text.notes(region))])
     return f'<tr><th colspan="{len(_COLUMNS)}" style="{_HEADER}; font-weight: normal">{said}</th></tr>'
 
 

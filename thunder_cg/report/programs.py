@@ -81,8 +81,15 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
             programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
-        outside += (Outside(label, str(split.info)) for split in graph.split_reasons or ())
+        # The splitter may look at an operator twice.
+        outside += dict.fromkeys(Outside(label, _reason(split)) for split in graph.split_reasons or ())
     return Found(tuple(programs), tuple(outside))
+
+
+def _reason(split: Any) -> str:
+    """Why Thunder gave an operator away, with what was raised where it was tried."""
+    said = str(split.info).replace(", see exception field", "")
+    return f"{said}: {str(split.exception).strip().splitlines()[0]}" if split.exception else said
 
 
 def _in_caches(label: str, jitted: Any) -> Iterator[Located]:

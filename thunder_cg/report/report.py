@@ -6,12 +6,10 @@ Everything here was decided or counted elsewhere; a report is a copy made at one
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from thunder_cg.analysis.classify import Verdict
-from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Eager, Plan
 from thunder_cg.report import html, text
 from thunder_cg.report.programs import Located, Outside, locate, source
@@ -52,7 +50,10 @@ class RegionReport:
     Attributes:
         split: why it ended where it did, "" if nothing follows it.
         bytes_in, bytes_out: bytes copied for one replay, into the graph's memory and out of it (of the last capture).
-        failure: why it could not be captured, None if it could.
+        failure: why it runs eagerly: it could not be captured or, if it is `quarantined`, its graph did not do what its
+            ops do; None if it is captured.
+        verified: how many replays were compared with an eager run, which is `verify=`.
+        remark: what that found besides: ops that are not deterministic, or why a replay could not be compared.
     """
 
     name: str
@@ -65,6 +66,9 @@ class RegionReport:
     bytes_in: int
     bytes_out: int
     failure: str | None
+    quarantined: bool = False
+    verified: int = 0
+    remark: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +128,6 @@ class Report:
         return html.render(self)
 
 
-class _Place(NamedTuple):
-    line: str | None
-    source: str | None
-
-
-_NOWHERE = _Place(None, None)
-
-
 def explain(fn: Any) -> Report:
     """Says what of `fn` is captured, what stays eager and why, and what calling it has cost so far.
 
@@ -167,8 +163,7 @@ def _trace(located: Located) -> TraceReport:
 
 def _ops(program: Program) -> tuple[OpReport, ...]:
     regions = {index: region.name for region in program.regions for index in region.region.ops}
-    ops, verdicts, places = program.ops.ops, program.plan.verdicts, _places(program.ops.ops)
-    return tuple(_op(ops[index], verdicts[index], places[index], regions.get(index)) for index in _order(program.plan))
+    return tuple(_op(program, index, regions.get(index)) for index in _order(program.plan))
 
 
 def _order(plan: Plan) -> list[int]:
@@ -176,19 +171,9 @@ def _order(plan: Plan) -> list[int]:
     return [index for step in plan.steps for index in ((step.op,) if isinstance(step, Eager) else step.ops)]
 
 
-def _places(ops: Sequence[Op]) -> list[_Place]:
-    """Where every op was called; where that got lost, where its first input with a known place was made."""
-    places: list[_Place] = []
-    made_at: dict[str, _Place] = {}
-    for op in ops:
-        near = next((made_at[name] for name in op.inputs if name in made_at), _NOWHERE)
-        place = _Place(op.line, source(op)) if op.line else near
-        made_at.update({name: place for name in op.outputs if place.line})
-        places.append(place if op.line or not near.line else near._replace(line=f"near {near.line}"))
-    return places
-
-
-def _op(op: Op, verdict: Verdict, place: _Place, region: str | None) -> OpReport:
+def _op(program: Program, index: int, region: str | None) -> OpReport:
+    op, verdict = program.ops.ops[index], program.plan.verdicts[index]
+    origin = program.ops.origin(op)
     return OpReport(
         index=op.index,
         name=op.name,
@@ -197,8 +182,8 @@ def _op(op: Op, verdict: Verdict, place: _Place, region: str | None) -> OpReport
         reason=verdict.reason.value,
         detail=verdict.detail,
         fix=verdict.fix,
-        line=place.line,
-        source=place.source,
+        line=program.ops.line(op),
+        source=source(origin) if origin is not None else None,
         region=region,
         fused=tuple(sub.name for sub in op.subs) if op.is_fusion else (),
     )
@@ -217,6 +202,9 @@ def _region(region: RuntimeRegion) -> RegionReport:
         bytes_in=stats.bytes_in,
         bytes_out=stats.bytes_out,
         failure=region.failure,
+        quarantined=region.is_quarantined,
+        verified=stats.verified,
+        remark=region.remark,
     )
 
 

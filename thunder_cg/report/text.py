@@ -53,7 +53,21 @@ def region_counts(region: RegionReport) -> str:
     """What the region did so far and what one replay of it copies."""
     runs = ((region.captures, "capture"), (region.replays, "replay"), (region.eager_runs, "eager run"))
     said = ", ".join(count(number, noun) for number, noun in runs)
+    said += f", {region.verified:,} verified" if region.verified else ""
     return f"{said}; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
+
+
+def notes(region: RegionReport) -> Iterator[str]:
+    """Why it ended, why it runs eagerly, and what verification found."""
+    if region.split:
+        yield f"ended by: {region.split}"
+    if region.failure:
+        why = (
+            "quarantined, as its graph disagreed with its ops" if region.quarantined else "as it could not be captured"
+        )
+        yield f"runs eagerly, {why}: {region.failure}"
+    if region.remark:
+        yield f"in verification: {region.remark}"
 
 
 def count(number: int, noun: str) -> str:
@@ -109,10 +123,7 @@ def _trace(trace: TraceReport) -> Iterator[str]:
 
 def _region(region: RegionReport) -> Iterator[str]:
     yield f"{region.name} on {region.device}, {count(region.ops, 'op')}: {region_counts(region)}"
-    if region.split:
-        yield f"    ended by: {region.split}"
-    if region.failure:
-        yield f"    runs eagerly, as it could not be captured: {region.failure}"
+    yield from (f"    {note}" for note in notes(region))
 
 
 def _indent(lines: Iterable[str]) -> Iterator[str]:

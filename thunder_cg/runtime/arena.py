@@ -35,10 +35,12 @@ class Arena:
 
     def release(self) -> None:
         """Ends the life of everything in the arena's memory."""
-        if self._poison:
-            for pool in self._pools.values():
-                pool.poison()
-        self._held.release()
+        try:
+            if self._poison:
+                for pool in self._pools.values():
+                    pool.poison()
+        finally:
+            self._held.release()
 
     def write_hold(self, code: Code, otherwise: str) -> None:
         """Writes `try_hold`, with what to do if it fails."""

@@ -28,6 +28,8 @@ class Graph(Protocol):
     def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
         """Runs the work again, on the caller's current stream, reading and writing the recorded addresses.
 
+        Raises `ReplayRefused` if nothing ran but copies in.
+
         Args:
             sources: are copied to the capture's ``buffers`` first.
             targets: get the tensors that the capture found to be ``leaving``. Both are laid out as those.
@@ -50,7 +52,10 @@ class Pool(Protocol):
         """``nbytes`` bytes of the pool, as a flat ``uint8`` tensor that owns them."""
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
-        """Runs ``fn`` for real, with its memory in the pool, so that a capture after it can have the same memory."""
+        """Runs ``fn`` for real, with its memory in the pool, so that a capture after it can have the same memory.
+
+        Where memory runs out, the generators are left as they were, so that ``fn`` can be tried again.
+        """
 
     def capture(
         self,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.code import Code
 
 try:
@@ -136,7 +137,7 @@ def write_launch(code: Code, executable: Any, index: int, depth: int) -> None:
 
 
 def _refused(what: str, error: Any) -> None:
-    raise RuntimeError(f"the CUDA driver refused {what}: {error!r}")
+    raise ReplayRefused(f"the CUDA driver refused {what}: {error!r}")
 
 
 class _Node:

@@ -10,6 +10,10 @@ Note [cuBLAS workspaces]
     user share a side stream. Whoever calls ``_cuda_clearCublasWorkspaces`` (Inductor does) frees workspaces that graphs
     still use, so ours are in a pool that nothing else allocates from, where their memory stays unused. And for the same
     reason this module calls it only when no CUDA graph is alive in the process, to give the memory back.
+
+Note [Memory for a pool]
+    Where memory runs out, the caching allocator frees what it caches and tries again, but not while this thread's
+    memory is routed to a pool, as it is in warm-ups and captures. So here that is done when they have failed.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from thunder_cg.errors import BackendError
+from thunder_cg.errors import BackendError, ReplayRefused
 from thunder_cg.runtime import copies
 from thunder_cg.runtime.backend import Function, Leaving, copy_all
 from thunder_cg.runtime.code import Code
@@ -60,7 +64,7 @@ class _Side:
     def give_back(self) -> None:
         with self._lock:
             self._idle.append(self)
-            if not sys.is_finalizing() and not any(isinstance(o, torch.cuda.CUDAGraph) for o in gc.get_objects()):
+            if not sys.is_finalizing() and not _a_graph_may_be_alive():
                 torch._C._cuda_clearCublasWorkspaces()
                 for side in self._idle:
                     side._close()
@@ -82,6 +86,11 @@ class _Side:
             operand = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
             torch.addmm(operand[0], operand, operand)  # by cuBLASLt
         self._prepared.add(threading.get_ident())
+
+
+def _a_graph_may_be_alive() -> bool:
+    """Whether the process may hold a CUDA graph. What ``gc.freeze`` put aside, nobody lists."""
+    return gc.get_freeze_count() > 0 or any(isinstance(o, torch.cuda.CUDAGraph) for o in gc.get_objects())
 
 
 def _new_stream(index: int) -> torch.cuda.Stream:
@@ -164,8 +173,11 @@ class CudaGraph:
         return copies.Copies(self._index, tensors, into=into)
 
     def begin(self, pool: Any) -> None:
-        """Begins the capture on the current stream, the copies in first."""
+        """Begins the capture on the current stream."""
         self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+    def load(self) -> None:
+        """Captures the copies in."""
         self._context = copies.context() if self._nodes else None
         if self._in is not None:
             self._in.record(torch._C._cuda_getCurrentRawStream(self._index))
@@ -180,6 +192,9 @@ class CudaGraph:
     def end(self) -> None:
         """Ends the capture, whatever came of it."""
         self._graph.capture_end()
+
+    def instantiate(self) -> None:
+        """Makes the captured graph ready to be launched."""
         if self._nodes:
             self._graph.instantiate()
             executable = copies.executable(self._graph)
@@ -197,13 +212,18 @@ class CudaGraph:
             self._replay(sources, targets)
 
     def _replay(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        if self._in is not None:
-            self._in.point(sources)
-        elif sources:
-            copy_all(self._buffers, sources)
-        if self._out is not None:
-            self._out.point(targets)
-        self._launch()
+        try:
+            if self._in is not None:
+                self._in.point(sources)
+            elif sources:
+                copy_all(self._buffers, sources)
+            if self._out is not None:
+                self._out.point(targets)
+            self._launch()
+        except ReplayRefused:
+            raise
+        except Exception as error:
+            raise ReplayRefused(error) from error
         if self._out is None and targets:
             copy_all(targets, self._leaving)
 
@@ -224,7 +244,7 @@ class CudaGraph:
         if self._executable is not None:
             copies.write_launch(code, self._executable, self._index, depth)
         else:
-            code.add(f"{code.name(self._graph.replay, 'launch')}()", depth)
+            code.add(f"{code.name(self._launch_with_generator, 'launch')}()", depth)
         if self._out is None and targets:
             code.add(f"{copy}([{', '.join(targets)}], {code.name(self._leaving, 'leaving')})", depth)
 
@@ -232,13 +252,23 @@ class CudaGraph:
         """PyTorch's replay puts the generator's state in place; a graph that draws nothing needs only the driver."""
         generator = torch.cuda.default_generators[self._index]
         before = generator.get_offset()
-        self._graph.replay()
+        self._launch_with_generator()
         draws = generator.get_offset() != before
         if draws or not self._nodes:
-            self._launch = self._graph.replay
+            self._launch = self._launch_with_generator
         else:
             self._executable = copies.executable(self._graph)
             self._launch = partial(copies.launch, self._executable, self._index)
+
+    def _launch_with_generator(self) -> None:
+        """PyTorch's replay, which moves the generator on before it launches: back again if that fails."""
+        generator = torch.cuda.default_generators[self._index]
+        before = generator.get_offset()
+        try:
+            self._graph.replay()
+        except Exception as error:
+            generator.set_offset(before)
+            raise ReplayRefused(error) from error
 
 
 class CudaPool:
@@ -248,14 +278,22 @@ class CudaPool:
         self._device = device
         self._index = device.index if device.index is not None else torch.cuda.current_device()
         copies.available(self._index)  # compiles its kernels, which would be slow in a capture
-        self._side = _Side.take(self._index)
-        self._id = _open_pool(self._index)
-        with _one_capture, _no_garbage_collection():
-            self._anchor: torch.cuda.CUDAGraph | None = self._empty_graph()
         self._last: torch.cuda.Stream | None = None  # the caller's stream that used the pool last
         self._last_raw = 0
         self._spoilt: list[Any] = []  # pools of captures that broke
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._open = True
+        self._id = _open_pool(self._index)
+        self._side = _Side.take(self._index)
+        try:
+            with _one_capture, _no_garbage_collection():
+                self._anchor = self._empty_graph()
+        except BaseException:
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._index, self._id)
+                torch._C._cuda_releasePool(self._index, self._id)  # as the capture that broke does not
+            self.close()
+            raise
 
     def enter(self) -> None:
         raw = torch._C._cuda_getCurrentRawStream(self._index)
@@ -279,12 +317,25 @@ class CudaPool:
                 current.wait_stream(self._side.stream)
 
     def memory(self, nbytes: int) -> torch.Tensor:
+        try:
+            return self._allocate(nbytes)
+        except torch.OutOfMemoryError:
+            torch.cuda.empty_cache()  # see Note [Memory for a pool]
+            return self._allocate(nbytes)
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
         with self._on_side_stream(), _routed(self._index, self._id):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
-        with self._on_side_stream(), _routed(self._index, self._id):  # Note [Warm-up inside the pool]
-            return fn(*args)
+        generator = torch.cuda.get_rng_state(self._index)
+        try:
+            with self._on_side_stream(), _routed(self._index, self._id):  # Note [Warm-up inside the pool]
+                return fn(*args)
+        except torch.OutOfMemoryError:
+            torch.cuda.set_rng_state(generator, self._index)
+            torch.cuda.empty_cache()  # see Note [Memory for a pool]
+            raise
 
     def capture(
         self,
@@ -298,6 +349,7 @@ class CudaPool:
             try:
                 graph.begin(self._id)
                 try:
+                    graph.load()
                     outputs = fn(*args)
                     graph.leave(leaving(outputs))
                 except BaseException:
@@ -305,8 +357,11 @@ class CudaPool:
                         graph.end()
                     raise
                 graph.end()
-            except BaseException:
+                graph.instantiate()
+            except BaseException as error:
                 self._mend()
+                if isinstance(error, torch.OutOfMemoryError):
+                    torch.cuda.empty_cache()  # see Note [Memory for a pool]
                 raise
         return graph, outputs
 

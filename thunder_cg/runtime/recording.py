@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph, Pool, copy_all
 from thunder_cg.runtime.copies import span
@@ -272,6 +273,16 @@ class Source:
         return cls(arg, id(tensor), address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
 
 
+def place(pool: Pool, args: Sequence[Any], static: frozenset[int], captured: list[Any]) -> list[Load]:
+    """Puts memory of the pool into ``captured`` for each argument that is not static, and says what goes there."""
+    loads = []
+    for i, arg in enumerate(args):
+        if i not in static and arg is not None:
+            captured[i] = static_buffer(pool, arg)
+            loads.append(Load(i, pool.alias(captured[i]), overlaps_itself(arg)))
+    return loads
+
+
 Output = Callable[[Sequence[Any]], Any]
 
 
@@ -458,6 +469,7 @@ class RegionGraph:
     __slots__ = (
         "_loads",
         "_stores",
+        "check",
         "fixed",
         "graph",
         "guard",
@@ -473,10 +485,8 @@ class RegionGraph:
     fixed: list[Any]  # per result: the address that it stays at, or None
     guard: Guard | None  # for the arguments that were not there when the call began
     guarded: tuple[int, ...]
-
-    touched: frozenset[
-        int
-    ]  # arguments whose version advances: not all that may be written are, nor do all operators say so
+    check: Any  # what verifies it later, or None
+    touched: frozenset[int]  # arguments whose version advances, as operators have it
 
     def __init__(self, loads: Sequence[Load], written: Set[int]) -> None:
         self._loads = tuple(loads)
@@ -504,10 +514,18 @@ class RegionGraph:
         copy_all(self.targets, [load.source(args) for load in self._loads])
 
     def replay(self, args: Sequence[Any]) -> list[Any]:
-        """Copies in, runs, copies out, writes back what the region wrote, and hands out the results."""
+        """Copies in, runs, copies out, writes back what the region wrote, and hands out the results.
+
+        Raises:
+            ReplayRefused: nothing of it happened.
+        """
         results = self.fixed.copy()
-        targets = self.outputs.allocate(results)
-        self.graph.replay([load.source(args) for load in self._loads], targets)
+        try:
+            targets = self.outputs.allocate(results)
+            sources = [load.source(args) for load in self._loads]
+        except Exception as error:
+            raise ReplayRefused(error) from error
+        self.graph.replay(sources, targets)
         if self._stores or not self.outputs.is_plain:
             with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
                 for store in self._stores:
@@ -517,6 +535,14 @@ class RegionGraph:
         if self.touched:
             stored = {store.arg for store in self._stores}
             torch.autograd.graph.increment_version([args[i] for i in self.touched if i not in stored])
+        return results
+
+    def without_running(self, args: Sequence[Any]) -> list[Any]:
+        """Results as a replay hands them out, still to be filled."""
+        results = self.fixed.copy()
+        with torch.no_grad():
+            self.outputs.allocate(results)
+            self.outputs.derive(results, args)
         return results
 
 
@@ -538,4 +564,5 @@ class Recording:
     static: set[str] = field(default_factory=set)  # values that are views of static inputs
     owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved for a backward that is not captured yet
     dropped: bool = True  # whether no later call may replay it
+    incomplete: bool = False  # whether a region failed that the next call may capture, with all others
     may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made

@@ -19,15 +19,22 @@ from __future__ import annotations
 
 import enum
 import linecache
+import re
+import sys
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 from thunder.core import prims
-from thunder.core.proxies import CollectionProxy, Proxy
+from thunder.core.proxies import AnyProxy, CollectionProxy, Proxy, TensorProxy
+from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.passes import del_last_used
 from thunder.executors.pythonex import clear_mutable_collection
@@ -38,28 +45,30 @@ from torch.utils._device import DeviceContext
 from thunder_cg.analysis.boundary import Boundary
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
-from thunder_cg.errors import CaptureError
+from thunder_cg.errors import CaptureError, DisagreementWarning, ReplayRefused
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import (
     Guard,
-    Load,
     Outputs,
     Part,
     Recording,
     RegionGraph,
     Sharing,
     Source,
+    address,
     layout,
     overlaps_itself,
+    place,
     settings,
-    static_buffer,
 )
+from thunder_cg.runtime.verify import Check, Disagreement, fingerprints, verified
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
+_MAX_TRIES = 3  # captures of a region that may fail for a reason that can pass, such as too little memory
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
@@ -85,10 +94,11 @@ class Mode(enum.Enum):
 class Call:
     """One call of a trace pair: the arena that it holds and how its regions run."""
 
-    __slots__ = ("__weakref__", "arena", "key", "mode", "number", "owned", "part", "recording")
+    __slots__ = ("__weakref__", "arena", "key", "mode", "number", "owned", "part", "recording", "verifies")
 
     def __init__(self) -> None:
         self.mode = Mode.EAGER
+        self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
         self.recording: Recording | None = None
         self.part: Part | None = None
@@ -143,12 +153,24 @@ class Stats:
     eager_runs: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
+    verified: int = 0
 
 
 class RuntimeRegion:
-    """One region of a program: its function, and its part in every recording."""
+    """One region of a program: its function, and its part in every recording.
 
-    def __init__(self, name: str, region: Region, boundary: Boundary, function: Callable[..., Sequence[Any]]) -> None:
+    Args:
+        watched: for `verify`: the same ops, but returns the fingerprints of their values, in order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        region: Region,
+        boundary: Boundary,
+        function: Callable[..., Sequence[Any]],
+        watched: Callable[..., Sequence[Any]] | None = None,
+    ) -> None:
         self.name = name
         self.region = region
         self.boundary = boundary
@@ -160,8 +182,15 @@ class RuntimeRegion:
             if (exit.leaves if leaves else exit.inside)
         )
         self.stats = Stats()
-        self.failure: str | None = None
+        self.failure: str | None = None  # of its last capture
+        self.tries = _MAX_TRIES  # how many captures may still fail; none: it runs eagerly from then on
+        self.in_arena: list[int] = []  # inputs in an arena that results may be views of
+        leaving = {slot.name for slot in self.slots if slot.leaves}
+        self.twice = [i for i, slot in enumerate(self.slots) if not slot.leaves and slot.name in leaving]
+        self.is_quarantined = False  # it was captured, and its graph did not do what its ops do
+        self.remark: str | None = None  # what verification found besides
         self.function = function
+        self.watched = watched
 
     @property
     def written(self) -> frozenset[int]:
@@ -193,6 +222,9 @@ class Program:
         self.eager_calls = 0
         self.shortcuts = 0  # calls that went around Thunder's dispatch
         self.no_shortcut: str | None = None  # why none can
+        self.samples = isinstance(options.verify, int)
+        self.verify_after = 0 if self.samples else sys.maxsize  # so many calls; then the next replay is verified
+        self._is_quarantined = False
         self.fallbacks: Counter[str] = Counter()
         self._saved = saved
         self._backend = backend
@@ -212,8 +244,12 @@ class Program:
         self._static = [ops.values[name].static for name in self.inputs]
         self._written = frozenset(position[n] for r in regions for n in r.boundary.written if n in position)
         made = {s.name for r in forward.regions for s in r.slots if not s.leaves} if forward is not None else set()
-        self._no_leaves = any(map(_writes_with_grad, ops.ops))
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in made]  # the rest follows from the forward
+        for region in self.regions:
+            names = region.boundary.inputs
+            region.in_arena = [i for i, n in enumerate(names) if n in made and n in region.boundary.shared]
+            made |= {s.name for s in region.slots if not s.leaves}
+        self._no_leaves = any(map(_writes_with_grad, ops.ops))
 
     # How a call begins
 
@@ -227,9 +263,22 @@ class Program:
             return self._eager(call, obstacle, strict=False)
         for recording in self._recordings:
             if recording.parts[self.kind].guard.holds(inputs) and recording.arena.try_hold():
+                call = Call.replaying(recording, self.kind)
                 recording.arena.enter()
-                return Call.replaying(recording, self.kind)
+                call.verifies = self._is_due()
+                return call
         return self._begin_without_recording(call, inputs)
+
+    def _is_due(self) -> bool:
+        """Whether to verify the call that has just been counted."""
+        if self.calls <= self.verify_after:
+            return False
+        self._count_sample()
+        return True
+
+    def _count_sample(self) -> None:
+        if isinstance(self.options.verify, int):
+            self.verify_after = self.calls + self.options.verify - 1
 
     def obstacle(self) -> str | None:
         """Why no call on this thread can replay a graph now."""
@@ -243,21 +292,32 @@ class Program:
             return _DUAL
         return None
 
+    def detour(self) -> str | None:
+        """Why the next call on this thread must not go around Thunder's dispatch, of a program that samples calls."""
+        return "it is verified" if self.calls >= self.verify_after else self.obstacle()
+
     def conditions(self, code: Code) -> list[str]:
-        """That there is no `obstacle`, as expressions."""
+        """That there is no `obstacle`, nor a `detour` to make, as expressions."""
         found = [
             f"not {code.name(self._backend.busy, 'busy')}()",
             f"{code.name(_dispatch_modes, 'dispatch_modes')}() == 0",
             f"{code.name(forward_ad, 'forward_ad')}._current_level < 0",
             f"({code.name(_function_modes, 'function_modes')}() == 0 or not {code.name(_is_watched, 'is_watched')}())",
         ]
+        if self.samples:
+            ran = code.name(self, "program")
+            found.append(f"{ran}.calls < {ran}.verify_after")
         if self._saved:
             found.append(f"{code.name(_saved_tensors_hooks, 'saved_tensors_hooks')}(False) is None")
         return found
 
     def may_replay_backward(self) -> bool:
         """Whether the backward under way may replay a graph, and need not leave what its forward saved."""
-        return not (_graph_is_retained() or _is_watched())
+        return not (graph_is_retained() or _is_watched())
+
+    def may_replay_backward_unverified(self) -> bool:
+        """The same for a program with `verify`, whose graphs may be quarantined, or due."""
+        return not self._is_quarantined and self.calls < self.verify_after and self.may_replay_backward()
 
     def is_alone(self, arena: Arena) -> bool:
         """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
@@ -315,6 +375,8 @@ class Program:
         ]
         call.part = Part(Guard(inputs, static, self._written), [None] * len(self.regions))
         call.mode = Mode.CAPTURE
+        call.verifies = self.options.verify is not None
+        self._count_sample()
         return call
 
     def resume(self, others: Any, *tensors: torch.Tensor) -> Call:
@@ -329,7 +391,7 @@ class Program:
         if call.arena is None:
             return self._eager(Call(), "its forward ran eagerly", strict=False)
         call.arena.enter()
-        if _graph_is_retained():
+        if graph_is_retained():
             return self._eager(Call(), _RETAINED, strict=False)
         if call.mode is Mode.EAGER:
             return self._eager(call, "its forward ran eagerly", strict=False)
@@ -339,7 +401,7 @@ class Program:
         recording = call.recording
         part = recording.parts.get(self.kind) if recording is not None else None
         if part is not None and part.guard.holds(inputs):
-            call.part, call.mode = part, Mode.REPLAY
+            call.part, call.mode, call.verifies = part, Mode.REPLAY, self._is_due()
             return call
         problem = self._unfit(inputs)
         if problem:
@@ -418,7 +480,8 @@ class Program:
             recording, part = call.recording, call.part
             assert recording is not None and part is not None
             recording.parts[self.kind] = part
-            self._pair.admit(recording)
+            if not recording.incomplete:
+                self._pair.admit(recording)
             if self._pair is self:
                 recording.owned = {name: t for name, t in call.owned.items() if name in self._saved}
             else:
@@ -458,21 +521,60 @@ class Program:
         def run(call: Call, *args: Any) -> Sequence[Any]:
             if call.mode is Mode.REPLAY:
                 graph = call.part.graphs[index]  # type: ignore[union-attr]
-                if graph is not None:
+                if graph is not None and region.is_quarantined:  # while the call was in flight
+                    self._eager(call, f"{region.name} is quarantined", strict=False)
+                elif graph is not None:
                     if graph.admits(args):
-                        region.stats.replays += 1
-                        return graph.replay(args)
-                    self._miss(call, region)
+                        try:
+                            results = self._verify(call, index, graph, args) if call.verifies else graph.replay(args)
+                            region.stats.replays += 1
+                            return results
+                        except ReplayRefused as error:
+                            self._eager(call, f"{region.name} could not be replayed: {_sentence(error)}")
+                    else:
+                        self._miss(call, region)
             elif call.mode is Mode.CAPTURE:
-                if region.failure is None:
+                if region.tries:
                     return self._capture(call, index, args)
-            elif call.mode is Mode.WARMUP:
+                self._forbid_eager(region)
+            elif call.mode is Mode.WARMUP and region.tries:
                 return self._warm_up(call, region, args)
-            region.stats.eager_runs += 1
-            return region.function(list(args))
+            return self._run(region, args)
 
         run.__name__ = region.name
         return run
+
+    def _verify(self, call: Call, index: int, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
+        """A replay that is compared with an eager run, which wins."""
+        region = self.regions[index]
+        outcome = verified(region, graph, graph.check, args, self.ops.ops, self._backend)
+        region.stats.verified += outcome.compared
+        region.remark = outcome.remark or region.remark
+        if not self.samples:
+            graph.check = None
+        results = outcome.results
+        if outcome.disagreement is not None:
+            self._quarantine(call, index, outcome.disagreement)
+        if results is None:
+            results = self._run(region, args)
+        if (found := outcome.disagreement) is not None:  # last, since a filter may make an error of the warning
+            problem = f"its graph disagrees with its ops: {found.problem}"
+            if self.options.strict:
+                raise CaptureError(region.name, problem, found.fix)
+            warnings.warn(f"{region.name} is eager from now on: {problem}; {found.fix}", DisagreementWarning, 2)
+        return results
+
+    def _quarantine(self, call: Call, index: int, disagreement: Disagreement) -> None:
+        """No recording that holds the region's graph is replayed any more, and no other is made of it."""
+        region, pair = self.regions[index], self._pair
+        region.is_quarantined, region.tries = True, 0
+        region.failure = f"{disagreement.problem}; {disagreement.fix}"
+        for recording in pair.recordings:
+            part = recording.parts.get(self.kind)
+            if part is not None and part.graphs[index] is not None:
+                pair.drop(recording)
+        self._is_quarantined = True
+        self._eager(call, f"{region.name} disagrees with its ops", strict=False)
 
     def _miss(self, call: Call, region: RuntimeRegion) -> None:
         assert call.recording is not None
@@ -480,20 +582,75 @@ class Program:
         reason = f"{region.name}: what an eager operator made is not laid out as when it was captured"
         self._eager(call, reason, strict=not retired)
 
-    def _warm_up(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> Sequence[Any]:
-        assert call.arena is not None
+    def _forbid_eager(self, region: RuntimeRegion) -> None:
+        """Raises with ``strict=True``, because the region could not be captured."""
+        if self.options.strict:
+            raise CaptureError(region.name, str(region.failure), "deny the operator with deny=[...]")
+
+    def _run(self, region: RuntimeRegion, args: Sequence[Any]) -> Sequence[Any]:
+        """Runs the region's ops eagerly. What leaves is no view of the arena's memory."""
         region.stats.eager_runs += 1
-        pool = call.arena.pool(region.device)
-        inside = self._inside(call, region, args)
-        taken = self._take(call, region, args, inside)
-        sources = _sources(region, taken, inside)
-        produced = list(pool.warm_up(region.function, [taken]))
+        results = list(region.function(list(args)))
+        for i in region.twice:  # what leaves becomes a part of autograd's graph, and what stays does not
+            results[i] = results[i].detach()
+        if held := {_memory(args[i]) for i in region.in_arena} - {0}:
+            leaves = [slot.leaves and _memory(result) in held for slot, result in zip(region.slots, results)]
+            if any(leaves):
+                outputs = Outputs(results.copy(), (), leaves, region.device, torch.Tensor.detach)
+                outputs.deliver_owned(results, args)
+        return results
+
+    def _warm_up(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> Sequence[Any]:
+        try:
+            return self._run_in_arena(call, region, args)
+        except _NotRun as failed:
+            self._fail(region, failed.error)
+        self._forbid_eager(region)
+        self.fallbacks[f"{region.name} could not be warmed up: {region.failure}"] += 1
+        call.mode = Mode.EAGER
+        return self._run(region, args)
+
+    def _run_in_arena(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> Sequence[Any]:
+        """Runs the region's ops with their memory in the arena, and copies what leaves.
+
+        Where memory runs out, the allocator's cache has been emptied, and the ops may be run again if they have not
+        written to what was there before, nor given up memory that they read.
+
+        Raises:
+            _NotRun: nothing of it ran.
+        """
+        assert call.arena is not None
+        began = False
+
+        def function(inputs: list[Any]) -> Sequence[Any]:
+            nonlocal began
+            began = True
+            return region.function(inputs)
+
+        may_rerun = not region.boundary.written and region.boundary.alive.issuperset(call.owned)
+        while True:
+            try:
+                pool = call.arena.pool(region.device)
+                inside = self._inside(call, region, args)
+                taken = self._take(call, region, args, inside)
+                sources = _sources(region, taken, inside)
+                produced = list(pool.warm_up(function, [taken]))
+                break
+            except Exception as error:
+                if not began:
+                    raise _NotRun(error) from error
+                if not (may_rerun and isinstance(error, torch.OutOfMemoryError)):
+                    raise
+                may_rerun = False
+        region.stats.eager_runs += 1
         outputs = Outputs(produced, sources, [slot.leaves for slot in region.slots], region.device, pool.alias)
         results: list[Any] = [None] * len(produced)
         outputs.deliver_owned(results, args)
         for i in outputs.fixed:
-            call.owned[region.slots[i].name] = produced[i]
-            results[i] = pool.alias(produced[i])
+            results[i] = produced[i]
+            if call.mode is Mode.WARMUP:
+                call.owned[region.slots[i].name] = produced[i]
+                results[i] = pool.alias(produced[i])
         return results
 
     def _inside(self, call: Call, region: RuntimeRegion, args: Sequence[Any]) -> frozenset[int]:
@@ -515,22 +672,36 @@ class Program:
         return taken
 
     def _capture(self, call: Call, index: int, args: Sequence[Any]) -> Sequence[Any]:
-        region = self.regions[index]
+        region, recording = self.regions[index], call.recording
+        assert recording is not None
+        inside, before = self._inside(call, region, args), (region.failure, region.tries)
         try:
             return self._record(call, index, args)
+        except _Executed as error:
+            raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
-            if isinstance(error, _Executed):
-                raise error.__cause__ from None  # type: ignore[misc]
-            region.failure = _describe(error, region, self.ops.ops)
-        if self.options.strict:
-            raise CaptureError(region.name, region.failure, "deny the operator with deny=[...]")
-        region.stats.eager_runs += 1
+            self._fail(region, error)
+        self._forbid_eager(region)
         self.fallbacks[f"{region.name} could not be captured: {region.failure}"] += 1
+        recording.incomplete |= region.tries > 0
         try:
-            return region.function(list(args))
+            # In the arena the memory of the warm-up is at hand, unless the capture has given up what the ops read.
+            if inside == self._inside(call, region, args):
+                with suppress(_NotRun):
+                    return self._run_in_arena(call, region, args)
+            return self._run(region, args)
         except Exception:
-            region.failure = None  # the operator itself raises: it may do better next time
+            region.failure, region.tries = before  # the operator itself raises: it may do better next time
             raise
+
+    def _fail(self, region: RuntimeRegion, error: Exception) -> None:
+        """Keeps the reason, and whether to try again: what fails in an operator fails again, but for want of memory."""
+        op = _failing_op(error, region, self.ops.ops)
+        place = f"{op.name} at {self.ops.line(op) or 'an unknown line'}: " if op is not None else ""
+        text = place + _sentence(error)
+        region.tries = region.tries - 1 if op is None or _is_out_of_memory(error) else 0
+        again = f" (the next call tries again; {region.tries} of {_MAX_TRIES} tries left)"
+        region.failure = text + (again if region.tries else "")
 
     def _record(self, call: Call, index: int, args: Sequence[Any]) -> Sequence[Any]:
         region, recording = self.regions[index], call.recording
@@ -545,18 +716,19 @@ class Program:
         _check_inputs(names, args, static, written)
 
         leaves = [slot.leaves for slot in region.slots]
-        captured = self._take(call, region, args, inside)
-        loads = []
-        for i, arg in enumerate(args):
-            if i not in static and arg is not None:
-                captured[i] = static_buffer(pool, arg)
-                loads.append(Load(i, pool.alias(captured[i]), overlaps_itself(arg)))
+        check = Check.record(region, pool, args, static, inside) if call.verifies else None
+        buffers: list[Any] = [None] * len(args)
+        loads = place(pool, args, static, buffers)
+        entry = RegionGraph(loads, written)
+        entry.check = check
+        entry.load(args)
+        taken = self._take(call, region, args, inside)
+        captured = [arg if buffer is None else buffer for arg, buffer in zip(taken, buffers)]
+        del taken, buffers
         sources = _sources(region, captured, inside)
         # A result must not get the address of an input that it could be taken for a view of, and what is read back
         # after a replay must not have been reused on the way.
         kept = [captured[i] for i in (*(source.arg for source in sources), *written)]
-        entry = RegionGraph(loads, written)
-        entry.load(args)
         versions = {i: (t, t._version) for i in written - inside if not (t := captured[i]).is_inference()}
         produced: list[Any] = []
 
@@ -565,7 +737,11 @@ class Program:
             entry.outputs = Outputs(produced, sources, leaves, region.device, pool.alias)
             return entry.outputs.sources()
 
-        entry.graph, _ = pool.capture(region.function, [captured], entry.targets, leaving)
+        try:
+            entry.graph, _ = pool.capture(region.function, [captured], entry.targets, leaving)
+        finally:
+            if captured:  # the function, which empties the list, was not called
+                call.owned.update((names[i], captured[i]) for i in inside)
         del _
         outputs = entry.outputs
         outputs.disown()
@@ -574,7 +750,9 @@ class Program:
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
         try:
-            results = entry.replay(args)
+            results = self._verify(call, index, entry, args) if call.verifies else entry.replay(args)
+        except ReplayRefused:
+            raise
         except Exception as error:
             raise _Executed from error
         self._note(call, region, entry, produced, static)
@@ -620,6 +798,7 @@ class Program:
         for i, source in entry.outputs.view_sources().items():
             if source in static:
                 recording.static.add(region.slots[i].name)
+        region.failure = None
         stats = region.stats
         stats.captures += 1
         stats.replays += 1
@@ -644,6 +823,31 @@ class _Executed(Exception):
     """A graph failed after it may have run: running its ops again could do their effects twice."""
 
 
+class _NotRun(Exception):
+    """A warm-up failed before the first op."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+def keep(*tensors: Any) -> list[Any]:
+    """Copies that outlive the arena."""
+    kept: list[Any] = []
+    for tensor in tensors:
+        results = [None]
+        device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
+        Outputs([tensor], (), [True], device, torch.Tensor.detach).deliver_owned(results, ())
+        kept += results
+    return kept
+
+
+def _memory(value: Any) -> int:
+    """Where the memory of a plain tensor begins; 0 for anything else."""
+    has_memory = isinstance(value, torch.Tensor) and _is_plain(value) and value.layout is torch.strided
+    return address(value) if has_memory else 0
+
+
 def _is_plain(tensor: Any) -> bool:
     """Whether a graph can have this as an input; operators return None for a tensor that they do without."""
     return tensor is None or type(tensor) in (torch.Tensor, torch.nn.Parameter)
@@ -659,20 +863,33 @@ def _check_inputs(names: Sequence[str], args: Sequence[Any], static: frozenset[i
         raise ValueError("an input that is written in place shares memory with another")
 
 
-def _describe(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) -> str:
-    """The error, and the op of the region and the user's line that it came from."""
-    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+def _sentence(error: BaseException) -> str:
+    """The error's type and the first sentence of its message; the rest may differ from time to time."""
+    if isinstance(error, ReplayRefused):
+        error = error.__cause__ or error
+    text = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return f"{type(error).__name__}: {text or 'no message'}"
+
+
+def _failing_op(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) -> Op | None:
+    """The op of the region that raised the error, if it was one of them."""
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if code is region.function.__code__:
+        if code in (region.function.__code__, getattr(region.watched, "__code__", None)):
             line = linecache.getline(code.co_filename, traceback.tb_lineno)
-            made = line.split("=")[0].replace("(", " ").replace(")", " ").replace(",", " ").split()
-            for index in region.region.ops:
-                if made and ops[index].outputs and ops[index].outputs[0] == made[0]:
-                    return f"{ops[index].name} at {ops[index].line or 'an unknown line'}: {text}"
+            made = set(re.findall(r"\w+", line.partition("=")[0]))
+            return next((ops[i] for i in region.region.ops if made.intersection(ops[i].outputs)), None)
         traceback = traceback.tb_next
-    return text
+    return None
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the error, or what caused it, says so. Drivers have no class for it."""
+    if error is None:
+        return False
+    said = "out of memory" in str(error).lower().replace("_", " ")
+    return said or isinstance(error, torch.OutOfMemoryError) or _is_out_of_memory(error.__cause__)
 
 
 def _is_watched() -> bool:
@@ -698,7 +915,7 @@ def _saved_tensors_are_hooked() -> bool:
     return _saved_tensors_hooks(False) is not None
 
 
-def _graph_is_retained() -> bool:
+def graph_is_retained() -> bool:
     """Whether the backward under way leaves its graph, and what that saved, for another one."""
     return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
 
@@ -710,7 +927,29 @@ def region_function(
 
     It takes its inputs in a list, which it empties, so that their memory can be freed on the way.
     """
+    return _function(name, [_called_by(backend, symbol) for symbol in symbols], inputs, results)
 
+
+def watched_function(
+    name: str, symbols: Sequence[Any], inputs: Sequence[Proxy], device: torch.device, backend: Backend
+) -> Callable[[list[Any]], Sequence[Any]]:
+    """Like `region_function`, but it returns the fingerprints of what each symbol made."""
+    names = {p.name for s in symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | {p.name for p in inputs}
+    prefix = next(f"print{'_' * n}" for n in count() if not any(name.startswith(f"print{'_' * n}") for name in names))
+    take = Symbol("cudagraph_fingerprints", meta=None, is_fusion=True)
+    watched, taken = [], []
+    with tracectx(TraceCtx()):
+        for i, symbol in enumerate(symbols):
+            made = [proxy for proxy in symbol.flat_proxy_outs if isinstance(proxy, TensorProxy)]
+            taken.append(AnyProxy(None, name=f"{prefix}{i}"))
+            context = {take.name: partial(fingerprints, device)}
+            watched += [_called_by(backend, symbol), BoundSymbol(take, tuple(made), {}, taken[-1], _call_ctx=context)]
+    return _function(f"{name}_watched", watched, inputs, taken)
+
+
+def _function(
+    name: str, symbols: Sequence[Any], inputs: Sequence[Proxy], results: Sequence[Proxy]
+) -> Callable[[list[Any]], Sequence[Any]]:
     def region_fn(inputs: Any) -> None:
         """Stands for the signature alone."""
 
@@ -722,7 +961,7 @@ def region_function(
         prims.unpack_trivial(collection, name="inputs")
         prims.unpack_sequence(collection, len(inputs))
         trace.bound_symbols.append(clear_mutable_collection.bind(collection, output=None))
-        trace.bound_symbols += [_called_by(backend, symbol) for symbol in symbols]
+        trace.bound_symbols += symbols
         prims.python_return(tuple(results))
     return del_last_used(trace).python_callable(include_decorators=False)
 

@@ -17,7 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from thunder_cg.errors import CaptureRefused
+from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.backend import Function, Leaving, copy_all
 from thunder_cg.runtime.code import Code
 
@@ -167,7 +167,10 @@ class TapeGraph:
 
     def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
         with torch.no_grad(), _disable_current_modes():
-            copy_all(self._buffers, sources)
+            try:
+                copy_all(self._buffers, sources)
+            except Exception as error:
+                raise ReplayRefused(error) from error
             for step in self._steps:
                 output = step.fn(*step.args, **step.kwargs)
                 if step.results:
@@ -197,7 +200,12 @@ class TapePool:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
-        return fn(*args)
+        generator = torch.get_rng_state()
+        try:
+            return fn(*args)
+        except torch.OutOfMemoryError:
+            torch.set_rng_state(generator)
+            raise
 
     def capture(
         self,

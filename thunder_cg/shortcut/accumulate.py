@@ -86,9 +86,9 @@ class Keeper:
         stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
         kept = self._kept
         if kept is None or stream != self._stream or (not kept.is_current and self._renewals < _MAX_RENEWALS):
+            self._renewals += kept is not None and stream == self._stream
             self._kept = kept = None  # before it is asked whether somebody else holds a node
             positions = [i for i in self._positions if (t := arguments[i]).is_leaf and t.requires_grad]
-            self._renewals += 1
             look = self._renewals <= _MAX_RENEWALS
             self._kept = kept = Accumulators(positions, [arguments[i] for i in positions], look)
             self._stream = stream

@@ -7,6 +7,7 @@ it has done nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,11 @@ from thunder.core.trace import TraceCtx
 from thunder.executors.torch_autograd import connect_to_autograd
 
 from thunder_cg.analysis.ops import computing
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.executor import executor
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
-from thunder_cg.runtime.region import Call, Others, Program
+from thunder_cg.runtime.region import Call, Others, Program, graph_is_retained
 from thunder_cg.shortcut.accumulate import Accumulators, Keeper
 from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
 
@@ -145,6 +147,7 @@ class Training:
         self._program = program
         self._recording = recording
         self._arena = recording.arena
+        self._obstacle = program.detour if program.samples else program.obstacle
         self._pick = guard.picker(region.inputs)
         self._others = Tensors(guard, [n for n in guard.metadata if n not in region.inputs], values)
         inputs = region.inputs or ("",)
@@ -176,8 +179,8 @@ class Training:
         tensors = list(self._pick(values))
         if (
             self._recording.dropped
+            or self._obstacle() is not None
             or not program.is_steady  # Thunder's nodes run on another thread: the two would sum in another order
-            or program.obstacle() is not None
             or torch._C._are_functorch_transforms_active()
             or not region.guard.holds(tensors)
             or not self._others.hold(values)
@@ -186,9 +189,13 @@ class Training:
             return REFUSED
         call = Call.replaying(self._recording, program.kind)
         self._arena.enter()
+        try:
+            results = region.graph.replay(tensors)
+        except ReplayRefused:
+            call.release()
+            return REFUSED
         program.calls += 1
         region.stats.replays += 1
-        results = region.graph.replay(tensors)
         step = _Step(self._backward, call, self._saved, self._saved.passing(values, results), None)
         arguments = self._pick_arguments(values)
         if self._updated:
@@ -254,7 +261,11 @@ class _Backward:
         self._passed = passed  # positions of the saved tensors that come from autograd
         self._varying: tuple[list[int], Guard] | None = None
         self._entry = compiled.entry
-        self._program = compiled.backward
+        self._program = program = compiled.backward
+        self._may_replay = lambda: True
+        if program is not None:
+            verifies = program.options.verify is not None
+            self._may_replay = program.may_replay_backward_unverified if verifies else program.may_replay_backward
         self._recording = recording
         self._region: Region | None = None
         self._is_known = False
@@ -303,13 +314,14 @@ class _Backward:
         if region is not None and arena is not None and not self._entry.return_none_instead_of_grads:
             found = (saved, gradients)
             tensors = [found[kind][i] for kind, i in self._sources]
-            if program.may_replay_backward() and self._holds(tensors):
-                program.calls += 1
-                region.stats.replays += 1
+            if self._may_replay() and self._holds(tensors):
                 arena.enter()
-                results = region.graph.replay(tensors)
-                call.release()
-                return [None if i is None else results[i] for i in self._gradients]
+                with suppress(ReplayRefused):
+                    results = region.graph.replay(tensors)
+                    program.calls += 1
+                    region.stats.replays += 1
+                    call.release()
+                    return [None if i is None else results[i] for i in self._gradients]
         others = Others(())
         others.call = call
         result: Sequence[Any] = self._entry.backward_fn([saved, others], gradients)
@@ -338,10 +350,17 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
+        if ctx.step is None:
+            raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
         backward, call, saved, _, accumulators = ctx.step
         in_bulk = accumulators is not None and not torch.is_grad_enabled() and not torch.is_anomaly_enabled()
-        with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
-            found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+        try:
+            with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
+                found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+        except BaseException:
+            if not graph_is_retained():
+                ctx.step = None  # half a backward may have overwritten what the other half needs
+            raise
         if in_bulk and backward.is_alone():
             found = accumulators.deliver(found)
         return (None, None, None, *found)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from thunder_cg.analysis.aliasing import has_effect
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime import recording as recordings
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
@@ -71,7 +72,7 @@ def inference(
     arena.write_hold(code, refuse)
     code.add("try:")
     arena.write_enter(code, 2)
-    found = _write_replay(code, region.graph, "tensors", 2)
+    found = _write_replay(code, region.graph, "tensors", 2, refuse)
     if may_wait:
         code.add("try:", 2)
         code.add(f"holds = not early or {checks}", 3)
@@ -80,6 +81,8 @@ def inference(
         code.add("if not holds:", 2)
         code.add(f"{recorded}.may_launch_early = False", 3)
         code.add(refuse, 3)
+    code.add(f"except {code.name(ReplayRefused, 'ReplayRefused')}:")
+    code.add(refuse, 2)
     code.add("finally:")
     arena.write_release(code, 2)
     code.add(f"{ran}.calls += 1")
@@ -115,17 +118,24 @@ def _guard_conditions(code: Code, guard: Guard, tensors: str) -> list[str]:
     return found + [f"{tensors}[{i}].data_ptr() % {recordings.ALIGNMENT} == {rest}" for i, rest in guard.aligned]
 
 
-def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int) -> Callable[[int], str]:
-    """Writes what `RegionGraph.replay` does. Returns the expression for each result."""
+def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int, refuse: str) -> Callable[[int], str]:
+    """Writes what `RegionGraph.replay` does, and to ``refuse`` where there is no memory for results.
+
+    Returns the expression for each result.
+    """
     if not graph.is_simple:
         code.add(f"results = {code.name(graph.replay, 'replay')}({tensors})", depth)
         return lambda i: f"results[{i}]"
     sources = [f"{tensors}[{arg}]" for arg in graph.loaded]
-    targets = {}
-    for n, (i, source) in enumerate(graph.outputs.plain_copies().items()):
-        targets[i] = f"result{n}"
-        make = code.name(torch.empty_like, "empty_like")
-        code.add(f"result{n} = {make}({code.name(source, 'like')})", depth)
+    copies = graph.outputs.plain_copies()
+    targets = {i: f"result{n}" for n, i in enumerate(copies)}
+    if targets:
+        code.add("try:", depth)
+        for i, target in targets.items():
+            make = code.name(torch.empty_like, "empty_like")
+            code.add(f"{target} = {make}({code.name(copies[i], 'like')})", depth + 1)
+        code.add("except Exception:", depth)
+        code.add(refuse, depth + 1)
     graph.graph.write_replay(code, sources, list(targets.values()), depth)
     fixed = code.name(graph.fixed, "fixed")
     return lambda i: targets.get(i, f"{fixed}[{i}]")

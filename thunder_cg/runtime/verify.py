@@ -1,0 +1,562 @@
+"""`verify`: a replay beside an eager run of the same region, on the same inputs, compared bit for bit.
+
+Note [What is compared]
+    The ops run first, on copies of what they write, then the graph. Compared are all results, the inputs that the
+    region writes, and the generators. Wherever they differ, the call gets what the ops made: the results, the inputs
+    and the generators are as one eager run leaves them.
+
+Note [What is no disagreement]
+    Kernels that are not deterministic (atomic additions, some attention and convolution backwards) differ from run to
+    run. So after a difference both sides run a few times more. A result may differ if the ops differ from themselves
+    *and the graph from itself*: a kernel that is not deterministic is so in a graph, too, while an operator that reads
+    a Python variable freezes in it. Then the graph may be as far off as four times the spread of the eager runs, and
+    no farther than sqrt(eps) of the result's dtype times the largest value: 3e-4 of it in float32, 3 % in float16, 9 %
+    in bfloat16. Beyond that it is not rounding. Integers and booleans have no tolerance, and neither has a difference
+    that is the same in every run, such as that of a library which chose another algorithm for the graph. Memory that a
+    kernel never writes, such as the seed of an attention without dropout, is found by filling memory before a run, and
+    ignored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thunder_cg.analysis.ops import Op
+from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all
+from thunder_cg.runtime.copies import span
+from thunder_cg.runtime.recording import Load, RegionGraph, address, overlaps_itself, place
+
+if TYPE_CHECKING:
+    from thunder_cg.runtime.region import RuntimeRegion
+
+_MORE_RUNS = 4  # of both sides, once they differ
+_SPREADS = 4  # how many times the spread of the eager runs is tolerated
+
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NOT_TAKEN = -(2**63)  # the fingerprint of what has none
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """A graph that does not do what its ops do."""
+
+    op: Op | None  # the first whose value differs
+    difference: str
+    where: str = ""
+
+    @property
+    def problem(self) -> str:
+        if self.op is None:
+            return self.difference
+        return f"the first value that differs is made by {self.op.name} {self.where}; {self.difference}"
+
+    @property
+    def fix(self) -> str:
+        """What keeps the rest of the region captured."""
+        if self.op is None:
+            return "find the operator to leave eager with deny=[...]"
+        name = self.op.id if self.op.id and self.op.executor else self.op.name
+        return f"leave the operator eager with deny=[{name!r}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a verified replay."""
+
+    results: Sequence[Any] | None  # None: the ops have to run, and may raise
+    disagreement: Disagreement | None = None
+    remark: str | None = None  # why a difference was tolerated, or why nothing could be compared
+    compared: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What has to be kept of a recorded region to verify it later.
+
+    Attributes:
+        inside: the arguments in the arena; a replay may reuse their memory.
+        prints: the graph that takes the fingerprints of all values, None if there could not be one.
+    """
+
+    inside: frozenset[int]
+    prints: _Prints | None
+
+    @classmethod
+    def record(
+        cls, region: RuntimeRegion, pool: Pool, args: Sequence[Any], static: frozenset[int], inside: frozenset[int]
+    ) -> Check:
+        """Records what is needed, while the region's arguments still own their memory."""
+        try:
+            return cls(inside, _Prints.record(region, pool, args, static))
+        except Exception:  # the capture of the region will say why
+            return cls(inside, None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prints:
+    """A second graph of a region, which takes a fingerprint of each op's values.
+
+    It is recorded together with the first, because what an operator wrongly freezes, such as a Python variable, may
+    have changed by the time of a disagreement.
+    """
+
+    graph: Graph
+    loads: tuple[Load, ...]
+    taken: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def record(cls, region: RuntimeRegion, pool: Pool, args: Sequence[Any], static: frozenset[int]) -> _Prints:
+        assert region.watched is not None
+        captured = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        loads = place(pool, args, static, captured)
+        targets = [load.target for load in loads]
+        copy_all(targets, [load.source(args) for load in loads])
+        graph, taken = pool.capture(region.watched, [captured], targets)
+        return cls(graph, tuple(loads), tuple(map(pool.alias, taken)))
+
+    def take(self, args: Sequence[Any]) -> list[list[int]]:
+        self.graph.replay([load.source(args) for load in self.loads])
+        return [taken.tolist() for taken in self.taken]
+
+
+def verified(
+    region: RuntimeRegion, graph: RegionGraph, check: Check, args: Sequence[Any], ops: Sequence[Op], backend: Backend
+) -> Outcome:
+    """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
+    try:
+        trial = _Trial(region, graph, check, args)
+    except Exception as error:  # out of memory, mostly: the call does not suffer for it
+        return Outcome(graph.replay(args), remark=f"not verified: {_said(error)}", compared=False)
+    try:
+        eager = trial.run()
+    except Exception as error:
+        trial.rewind()
+        if isinstance(error, torch.OutOfMemoryError):
+            return Outcome(graph.replay(args), remark=f"not verified: {_said(error)}", compared=False)
+        return Outcome(None, Disagreement(None, f"its ops raise {_said(error)}, which a graph does not"))
+    if silently := trial.written_without_saying():
+        made = _Run(graph.without_running(args), {}, ())
+        trial.adopt(eager, made, has_run=False, wholly=True)
+        difference = f"input {silently!r} is written by an operator that does not say so"
+        op = next((ops[i] for i in region.region.ops if silently in ops[i].inputs), None)
+        return Outcome(made.results, Disagreement(op, difference, _where(op, ops)))
+    replayed = trial.replay()
+    differing = trial.differing(eager, replayed)
+    if not differing:
+        return Outcome(replayed.results)
+    try:
+        disagreement, remark = _judged(trial, eager, replayed, differing, ops, backend)
+    except Exception as error:
+        difference = f"{trial.name(differing[0])} differs, and to find out how failed: {_said(error)}"
+        disagreement, remark = Disagreement(None, difference), None
+    trial.adopt(eager, replayed, has_run=True, wholly=disagreement is not None)
+    return Outcome(replayed.results, disagreement, remark)
+
+
+def _judged(
+    trial: _Trial, eager: _Run, replayed: _Run, differing: list[_Place], ops: Sequence[Op], backend: Backend
+) -> tuple[Disagreement | None, str | None]:
+    """Whether differences are disagreements, and why not. Leaves results and state as the last run did."""
+    first = {at: (_kept(eager.at(at)), _kept(replayed.at(at))) for at in differing}
+    more = [trial.run() for _ in range(_MORE_RUNS)]
+    again = []
+    for _ in range(_MORE_RUNS):
+        run = trial.replay()
+        again.append({at: _kept(run.at(at)) for at in differing})
+    unwritten = trial.never_written([at for at in differing if at.kind == "result"], backend)
+    wrong = []
+    remarks = []
+    for at, (one, other) in first.items():
+        eagers = [one, *(run.at(at) for run in more)]
+        graphs = [other, *(run[at] for run in again)]
+        if at.kind == "generator":  # another thread may draw from it
+            if all(_same(e, one) for e in eagers) and all(_same(g, other) for g in graphs):
+                wrong.append(at)
+        elif not _is_tolerable(eagers, graphs, unwritten.get(at)):
+            wrong.append(at)
+        elif not (at in unwritten and _is_tolerable([one], [other], unwritten[at])):
+            remarks.append(f"{trial.name(at)} is not deterministic: {_difference(one, other)}")
+    if not wrong:
+        return None, "; ".join(remarks) or None
+    op = _first_op(trial, wrong, ops)
+    at = next((at for at in wrong if op is not None and trial.slot(at) in op.outputs), wrong[0])
+    return Disagreement(op, f"{trial.name(at)}: {_difference(*first[at])}", _where(op, ops)), None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Something to compare: a result, a written input or a generator, by its position."""
+
+    kind: str
+    index: int
+
+
+@dataclass(slots=True)
+class _Run:
+    """What a run of the region made."""
+
+    results: list[Any]
+    written: dict[int, torch.Tensor]  # by argument
+    generators: Sequence[torch.Tensor]
+    memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # what it wrote, by the original's address
+
+    def at(self, place: _Place) -> Any:
+        return getattr(self, {"result": "results", "input": "written", "generator": "generators"}[place.kind])[
+            place.index
+        ]
+
+
+class _Trial:
+    """Runs of one region's ops and of its graph that all begin with the same inputs and generators."""
+
+    def __init__(self, region: RuntimeRegion, graph: RegionGraph, check: Check, args: Sequence[Any]) -> None:
+        self._region, self._graph, self._check, self._args = region, graph, check, args
+        index = region.device.index
+        self._generators = [torch.default_generator]
+        if region.device.type == "cuda":
+            self._generators.append(torch.cuda.default_generators[index if index is not None else 0])
+        self._before = self._states()
+        self._written = [i for i in sorted(region.written) if args[i] is not None]
+        written = {address(args[i]) for i in self._written}
+        names, alive = region.boundary.inputs, region.boundary.alive
+        reused = {address(args[i]) for i in check.inside if names[i] not in alive}
+        storages = {address(t): t.untyped_storage() for t in args if isinstance(t, torch.Tensor)}
+        self._images = {at: (storages[at], storages[at].clone()) for at in (written | reused) - {0}}
+        self._writable = written - {0}
+        self._has_replayed = False
+        self._others = {i: t for i, t in enumerate(args) if t is not None and address(t) not in written}
+        self._prints = self._fingerprints()
+
+    def _states(self) -> list[torch.Tensor]:
+        return [generator.get_state() for generator in self._generators]
+
+    def _set(self, states: Sequence[torch.Tensor]) -> None:
+        for generator, state in zip(self._generators, states):
+            if not torch.equal(generator.get_state(), state):  # another thread may draw from one that stands still
+                generator.set_state(state)
+
+    def rewind(self) -> None:
+        """The state that the call began with."""
+        self._set(self._before)
+        if self._has_replayed:
+            for storage, image in self._images.values():
+                storage.copy_(image)  # by storage: autograd counts no write
+
+    def run(self, fn: Callable[[list[Any]], Sequence[Any]] | None = None) -> _Run:
+        """Runs the ops, on copies of what they write."""
+        self.rewind()
+        memory = {at: self._images[at][1].clone() for at in self._writable}
+        inputs = [self._moved(arg, memory) for arg in self._args]
+        written = {i: inputs[i] for i in self._written}
+        results = list((fn or self._region.function)(inputs))
+        return _Run(results, written, self._states(), memory)
+
+    @staticmethod
+    def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
+        """``arg``, in the copy of its memory if there is one."""
+        if not isinstance(arg, torch.Tensor):
+            return arg
+        storage = memory.get(address(arg))
+        if storage is None:
+            return arg.detach()
+        moved = torch.empty(0, dtype=arg.dtype, device=arg.device)
+        moved.set_(storage, arg.storage_offset(), arg.size(), arg.stride())
+        moved = moved.conj() if arg.is_conj() else moved
+        return moved._neg_view() if arg.is_neg() else moved
+
+    def replay(self) -> _Run:
+        """Replays the graph, on the real inputs, whose versions advance the first time."""
+        with self._uncounted() if self._has_replayed else _nothing():
+            self.rewind()
+            self._has_replayed = True
+            results = list(self._graph.replay(self._args))
+        return _Run(results, {i: self._args[i] for i in self._written}, self._states())
+
+    def prints(self) -> Iterator[tuple[list[int], list[int]]]:
+        """The fingerprints of each op's values, in an eager run and in the graph; nothing if there are none."""
+        region, graph = self._region, self._check.prints
+        if graph is None or region.watched is None:
+            return
+        eager = [taken.tolist() for taken in self.run(region.watched).results]
+        self.rewind()
+        yield from zip(eager, graph.take(self._args))
+
+    @contextmanager
+    def _uncounted(self) -> Iterator[None]:
+        tensors = tuple(t for i in self._written if not (t := self._args[i]).is_inference())
+        with _unsafe_preserve_version_counter(tensors):
+            yield
+
+    def written_without_saying(self) -> str | None:
+        """The name of an input that the ops have changed although it is not among those they write."""
+        changed = [i for i, old, new in zip(self._others, self._prints, self._fingerprints()) if old != new]
+        return self._region.boundary.inputs[changed[0]] if changed else None
+
+    def _fingerprints(self) -> list[int]:
+        if not self._others:
+            return []
+        return torch.stack([_fingerprint(t) for t in self._others.values()]).tolist()
+
+    def differing(self, eager: _Run, replayed: _Run) -> list[_Place]:
+        """Where two runs differ."""
+        places = [
+            *(_Place("result", i) for i in range(len(eager.results))),
+            *(_Place("input", i) for i in self._written),
+            *(_Place("generator", i) for i in range(len(self._generators))),
+        ]
+        return [at for at in places if not self._agree(at, eager.at(at), replayed.at(at))]
+
+    def _agree(self, at: _Place, one: Any, other: Any) -> bool:
+        # The seed of an attention lives on the host, where no replay changes it, and in some captures on the device.
+        tensors = [t for t in (one, other) if isinstance(t, torch.Tensor)]
+        elsewhere = at.kind == "result" and not all(map(self._is_here, tensors))
+        return elsewhere or _same(one, other)
+
+    def adopt(self, eager: _Run, replayed: _Run, *, has_run: bool, wholly: bool) -> None:
+        """Makes of what a replay returned, and of the call's state, what the eager run made.
+
+        Args:
+            has_run: whether a graph ran, so that versions have advanced.
+            wholly: what cannot be copied into a replay's result, as it is laid out in another way, takes its place. No
+                graph may follow in this call then.
+        """
+        with torch.no_grad():
+            for at, memory in eager.memory.items():
+                self._images[at][0].copy_(memory)
+            for i, (made, result) in enumerate(zip(eager.results, replayed.results)):
+                if self._is_here(made) and self._is_here(result) and _are_alike(made, result):
+                    if not _same(made, result):
+                        _writable(result).copy_(_writable(made))
+                elif wholly:
+                    replayed.results[i] = made
+        self._set(eager.generators)
+        if not has_run:
+            tensors = [t for i in self._written if not (t := self._args[i]).is_inference()]
+            torch.autograd.graph.increment_version(tensors)
+
+    def _is_here(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.device == self._region.device
+
+    def slot(self, at: _Place) -> str:
+        """The name of a result or input; none for a generator."""
+        if at.kind == "generator":
+            return ""
+        return self._region.slots[at.index].name if at.kind == "result" else self._region.boundary.inputs[at.index]
+
+    def name(self, at: _Place) -> str:
+        """What to call it in a message."""
+        if at.kind == "generator":
+            return f"the state of the {self._generators[at.index].device} generator"
+        return f"{'result' if at.kind == 'result' else 'written input'} {self.slot(at)!r}"
+
+    @property
+    def region(self) -> RuntimeRegion:
+        return self._region
+
+    def never_written(self, places: Sequence[_Place], backend: Backend) -> dict[_Place, torch.Tensor]:
+        """Of each result: where its memory holds what was there before the ops ran, found by filling it first."""
+        if not places:
+            return {}
+        pool = backend.pool(self._region.device)
+        try:
+            self.run(lambda inputs: pool.warm_up(_keeping_all(self._region.function), [inputs]))
+            pool.poison()
+            run = self.run(lambda inputs: pool.warm_up(_keeping_all(self._region.function), [inputs]))
+            return {at: (_bits(made) == _ones(made)).clone() for at in places if self._is_here(made := run.at(at))}
+        except Exception:  # a compiled fusion may not run under a mode
+            return {}
+        finally:
+            pool.close()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+class _Keep(TorchDispatchMode):
+    """Keeps all that operators make, so that no memory is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self._made.append(made)
+        return made
+
+
+def _keeping_all(fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        with _Keep():
+            return fn(inputs)
+
+    return run
+
+
+def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Sequence[Op]) -> Op | None:
+    """The first op whose value differs, of those that what is wrong depends on."""
+    mine = [ops[i] for i in trial.region.region.ops]
+    results = {trial.slot(at) for at in wrong} if all(at.kind == "result" for at in wrong) else None
+    relevant = _ancestors(mine, set(results)) if results else {op.index for op in mine}
+    once, again = list(trial.prints()), list(trial.prints())
+    unlike = [k for k, (eager, graph) in enumerate(once) if mine[k].index in relevant and _differ(eager, graph)]
+    # Kernels that are not deterministic differ in the graph, too: an op that does not is to blame before them.
+    frozen = [k for k in unlike if not _differ(once[k][1], again[k][1])]
+    if unlike:
+        return mine[(frozen or unlike)[0]]
+    return next((op for op in mine if results and not results.isdisjoint(op.outputs)), None)
+
+
+def _differ(one: list[int], other: list[int]) -> bool:
+    return any(a != b for a, b in zip(one, other) if _NOT_TAKEN not in (a, b))
+
+
+def _ancestors(mine: Sequence[Op], names: set[str]) -> set[int]:
+    """The ops that these values depend on."""
+    found = set()
+    for op in reversed(mine):
+        if not names.isdisjoint(op.outputs):
+            found.add(op.index)
+            names |= set(op.inputs)
+    return found
+
+
+def _where(op: Op | None, ops: Sequence[Op]) -> str:
+    """Where the user called it. Thunder loses the line of some; then where an input of it was made."""
+    made_at: dict[str, str] = {}
+    for other in ops:
+        near = next((made_at[name] for name in other.inputs if name in made_at), None)
+        if other is op and (other.line or near):
+            return f"at {other.line}" if other.line else f"near {near}"
+        if line := other.line or near:
+            made_at.update(dict.fromkeys(other.outputs, line))
+    return "at a line unknown to Thunder"
+
+
+def _said(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+
+
+# Bits
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as integers: -0.0 is not 0.0, and a NaN is itself."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_AS_INTEGERS[tensor.element_size()])
+
+
+def _ones(tensor: torch.Tensor) -> int:
+    """What `_bits` has of memory filled with ones."""
+    return 255 if tensor.element_size() == 1 else -1
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same but for their values."""
+    strides = ([s for s, n in zip(t.stride(), t.size()) if n != 1] for t in (one, other))
+    same = one.size() == other.size() and one.dtype == other.dtype and one.device == other.device
+    return same and (one.numel() == 0 or next(strides) == next(strides))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Equal, and tensors bit for bit and laid out alike."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return _are_alike(one, other) and torch.equal(_bits(one), _bits(other))
+    return one is other or (type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other))
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or the stretch of memory below one that overlaps itself."""
+    return tensor.as_strided((span(tensor),), (1,)) if overlaps_itself(tensor) else tensor
+
+
+def _kept(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
+    """A number that changes with the bits of the tensor and with their order, without much memory."""
+    bits = _bits(tensor)
+    total = bits.sum(dtype=torch.int64)
+    for d in range(bits.dim()):
+        lines = bits.sum([i for i in range(bits.dim()) if i != d], dtype=torch.int64) if bits.dim() > 1 else bits
+        total = total * 31 + (lines * torch.arange(1, bits.size(d) + 1, device=bits.device)).sum()
+    return total
+
+
+def fingerprints(device: torch.device, *values: Any) -> torch.Tensor:
+    """The fingerprints of an op's values, of a graph's or of an eager run's."""
+    floats = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
+    none = torch.full((), _NOT_TAKEN, dtype=torch.int64, device=device)
+    taken = [none]
+    for value in values:
+        here = isinstance(value, torch.Tensor) and value.device == device
+        # Integers beside floating-point values are seeds and the like, which may never be written.
+        exact = here and not (value.is_floating_point() or value.is_complex())
+        taken.append(none if not here or (floats and exact) else _fingerprint(value))
+    return torch.stack(taken)
+
+
+# Differences
+
+
+def _is_tolerable(eagers: Sequence[Any], graphs: Sequence[Any], ignored: torch.Tensor | None) -> bool:
+    """See Note [What is no disagreement]. ``ignored``: elements that nobody wrote."""
+    one, other = eagers[0], graphs[0]
+    runs = [*eagers, *graphs]
+    if not all(isinstance(t, torch.Tensor) and _are_alike(t, one) for t in runs):
+        return False
+    unlike = _bits(one) != _bits(other)
+    if ignored is not None:
+        unlike &= ~(ignored & (_bits(one) != _ones(one)))
+    if not unlike.any():
+        return True
+    if not (one.is_floating_point() or one.is_complex()):
+        return False
+    if all(_same(e, one) for e in eagers) or all(_same(g, other) for g in graphs):
+        return False
+    values = [_numbers(e) for e in eagers]
+    graph = _numbers(other)
+    unlike = unlike.reshape(graph.shape)
+    finite = values[0].isfinite()
+    if not all(torch.equal(v.isfinite() | ~unlike, finite | ~unlike) for v in (*values, graph)):
+        return False
+    unlike &= finite
+    stacked = torch.stack(values)[:, finite]
+    spread = float((stacked.amax(0) - stacked.amin(0)).nan_to_num().max()) if finite.any() else 0.0
+    scale = float(values[0][finite].abs().max()) if finite.any() else 0.0
+    far = float((graph - values[0])[unlike].abs().max()) if unlike.any() else 0.0
+    return far <= min(_SPREADS * spread, math.sqrt(torch.finfo(one.dtype).eps) * scale)
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
+
+
+def _difference(eager: Any, graph: Any) -> str:
+    """How many elements differ, by how much, and where first."""
+    if not (isinstance(eager, torch.Tensor) and isinstance(graph, torch.Tensor)):
+        return f"{graph!r} in the graph, {eager!r} eagerly"
+    if not _are_alike(eager, graph):
+        said = [f"{t.dtype} {tuple(t.shape)} with strides {t.stride()}" for t in (graph, eager)]
+        return f"{said[0]} in the graph, {said[1]} eagerly"
+    unlike = (_bits(eager) != _bits(graph)).reshape(*eager.shape, -1).any(-1)
+    first = tuple(unlike.nonzero()[0].tolist())
+    far = float((_numbers(graph) - _numbers(eager)).abs().max())
+    values = f"{graph[first].item()!r} in the graph, {eager[first].item()!r} eagerly"
+    count = f"{int(unlike.sum())} of {eager.numel()} elements differ"
+    return f"{count}, by up to {far:.3g}, first at {first}: {values}"
