@@ -53,6 +53,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | inference mode, then not                                      | test_inference_mode                    |
 | an operator reshapes what it has made, in place               | test_results_reshaped_in_place         |
 | Thunder connects a call to autograd in spite of no_grad       | test_gradients_despite_no_grad         |
+| an input that might have been written counts as written       | test_versions_of_what_is_only_read     |
 """
 
 from __future__ import annotations
@@ -937,4 +938,26 @@ def test_gradients_despite_no_grad(twins, device):
             a, b = plain(x.clone(), y), graphed(x.clone(), y)
         same(a.detach(), b.detach())
         assert a.requires_grad == b.requires_grad and (a.grad_fn is None) == (b.grad_fn is None)
+    assert replays(graphed) >= CALLS - 1
+
+
+def test_versions_of_what_is_only_read(twins, device):
+    """A conversion may return its argument, so what writes its result might write the argument."""
+
+    def fn(x, w):
+        y = x.to(torch.bfloat16)
+        y.mul_(2)
+        z = w.to(torch.bfloat16)
+        z.mul_(2)
+        return work(y) + z
+
+    plain, graphed = twins(fn)
+    for f in (plain, graphed):
+        for _ in range(CALLS):
+            leaf = torch.randn(4, 4, device=device, requires_grad=True)
+            x = leaf.exp()  # saved for its backward
+            versions = x._version, leaf._version
+            f(x.detach(), leaf.detach())
+            assert (x._version, leaf._version) == versions
+            x.sum().backward()
     assert replays(graphed) >= CALLS - 1

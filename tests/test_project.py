@@ -36,6 +36,7 @@ LAYERS = (
     ("transform",),
     ("__init__",),
     ("demo", "bench", "zoo"),
+    ("sweep",),
     ("__main__",),
 )
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.
@@ -45,6 +46,9 @@ KNOW_THUNDER = {
     "shortcut/calls.py",
     "shortcut/dispatch.py",
     "shortcut/guards.py",
+    "sweep/calls.py",
+    "sweep/samples.py",
+    "sweep/trial.py",
     "executor.py",
     "prologue.py",
     "transform.py",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from thunder_cg import bench, demo, zoo
+from thunder_cg import bench, demo, sweep, zoo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,6 +52,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     measure.add_argument(
         "--plots", type=Path, metavar="DIR", help="draw all that FILE holds, as SVG (needs matplotlib)"
     )
+    rules = commands.add_parser(
+        "rules",
+        parents=[where],
+        help="capture every operator that Thunder can trace, and compare: what the rule tables rest on",
+        description="Drives PyTorch's table of operators, and calls written by hand, through Thunder: captured and "
+        "replayed with fresh values, forward and backward, and compared bit for bit with uncaptured Thunder. What the "
+        "rules deny is captured by force. Interrupted, it goes on where it was when it is started again with the same "
+        "--json.",
+    )
+    rules.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="worker processes")
+    rules.add_argument(
+        "--only", nargs="+", default=(), metavar="NAME", help='measure what has such a name: add "linalg_*"'
+    )
+    rules.add_argument("--first", type=_positive, metavar="N", help="measure so many samples of a case, at most")
+    rules.add_argument("--list", action="store_true", help="print the names of all cases, and stop")
+    rules.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     models = commands.add_parser(
         "zoo",
         parents=[where],
@@ -76,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if arguments.command == "bench":
         return _bench(arguments, device, measure)
+    if arguments.command == "rules":
+        return _rules(arguments, device, rules)
     if arguments.command == "zoo":
         return _zoo(arguments, device, models)
     return demo.run(demo.settings_for(device))
@@ -97,6 +116,17 @@ def _bench(arguments: argparse.Namespace, device: torch.device, parser: argparse
     try:
         return bench.run(settings)
     except (ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+
+
+def _rules(arguments: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> int:
+    settings = sweep.Settings(device, arguments.jobs, arguments.only, arguments.first, arguments.json)
+    if arguments.list:
+        print(*settings.chosen, sep="\n")
+        return 0
+    try:
+        return sweep.run(settings)
+    except ValueError as error:
         parser.error(str(error))
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+from enum import Enum
+from pathlib import Path
+
 import pytest
 import thunder
 import torch
@@ -25,6 +29,44 @@ def test_every_symbol_of_the_other_default_executors_has_a_row(executor):
     for name in executor.opmap:
         key = (executor.name, name)
         assert key in ALLOW or key in DENY or _is_structure(executor.name, name), key
+
+
+@pytest.mark.parametrize("name", ["torchcompile", "torchcompile_cat", "torchcompile_xentropy"])
+def test_everything_that_torch_compile_may_fuse_has_a_row(name):
+    fuses = {id_.name if isinstance(id_, Enum) else id_ for id_ in thunder.extend.get_executor(name)._implmap}
+    assert name in rules.FUSION_EXECUTORS and len(fuses) > 5
+    assert [id_ for id_ in fuses if not (has_row(None, id_) or has_row("torch", id_) or is_composite(id_))] == []
+
+
+def test_everything_that_nvfuser_may_fuse_has_a_row():
+    """Read off its source, as it cannot be imported without nvFuser."""
+    tree = ast.parse((Path(thunder.__file__).parent / "executors" / "nvfuserex_impl.py").read_text(encoding="utf-8"))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and n.args]
+    own = {n.args[0].value for n in calls if isinstance(n.func, ast.Attribute) and n.func.attr == "register_operator"}
+    named = [n for n in calls if getattr(n.func, "attr", getattr(n.func, "id", "")).startswith("register_supported")]
+    fused = {ast.unparse(n.args[0]) for n in named} - {f"{name}.id" for name in own} - {"sym_or_id", "prim_id"}
+    assert {("nvfuser", name) for name in own} <= {*ALLOW, *DENY} and len(own) == 4
+    assert len(fused) > 80 and "PrimIDs.UNIFORM_PHILOX" in fused and "ltorch.embedding" in fused
+    assert [name for name in sorted(fused) if not has_row_as_written(name)] == []
+    assert "nvfuser" in rules.FUSION_EXECUTORS
+
+
+def has_row_as_written(name):
+    space, _, last = name.rpartition(".")
+    if space == "ltorch":
+        return has_row(None, getattr(thunder.torch, last).id) or is_composite(f"torch.{last}")
+    return has_row(None, last if space.endswith("PrimIDs") else getattr(thunder.core.prims, last).id.name)
+
+
+def is_composite(id_):
+    """Whether Thunder writes it out in a trace, so that the rules look at what it is made of."""
+    symbol = getattr(thunder.torch, id_.rpartition(".")[2], None)
+    return id_.startswith("torch.") and symbol is not None and not symbol.is_prim
+
+
+def has_row(executor, id_):
+    key = rules.find(executor, id_)
+    return key in ALLOW or key in DENY or _is_structure(executor, id_)
 
 
 def test_every_prim_has_a_row_or_is_structure():
@@ -100,6 +142,7 @@ def test_the_same_reason_holds_for_a_prim_and_for_what_claims_it():
 def test_thunders_own_torch_symbols_are_looked_up_by_their_last_name():
     assert rules.find(None, "torch.nn.functional.linear") == ("torch", "linear")
     assert rules.find(None, "torch.ops.aten.embedding_backward") == ("torch", "torch.ops.aten.embedding_backward")
+    assert rules.find(None, "Tensor.numpy") == ("torch", "numpy")
     assert rules.find(None, "ADD") == (None, "ADD")
     assert rules.find("my_ex", "torch.add") == ("my_ex", "torch.add")
 

@@ -76,7 +76,7 @@ def test_programs(
 
 def forgets_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     init = RegionGraph.__init__
-    monkeypatch.setattr(RegionGraph, "__init__", lambda self, loads, written, touched: init(self, loads, (), touched))
+    monkeypatch.setattr(RegionGraph, "__init__", lambda self, loads, written: init(self, loads, ()))
 
 
 def draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

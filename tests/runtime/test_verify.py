@@ -134,8 +134,8 @@ def test_a_python_variable_that_changes_later(planted, twins, device, training, 
     assert int(plain.calls) == 14
     first = regions(graphed)[0]
     assert first["quarantined"] and "scale" in first["failure"] and first["eager_runs"] == 14 - seen_at
-    assert "quarantined, as its graph disagreed with its ops" in str(explain(graphed))
-    assert "quarantined, as its graph" in explain(graphed)._repr_html_()
+    assert "quarantined: its graph disagrees with its ops" in str(explain(graphed))
+    assert "quarantined: its graph" in explain(graphed)._repr_html_()
 
 
 @pytest.mark.parametrize("kind", ["a counter", "random numbers of its own"])
@@ -317,7 +317,8 @@ def test_strict_raises(planted, transform, device):
     factor[0] = 3.0
     with pytest.raises(CaptureError, match=rf"CUDAGraph\d+: its graph disagrees.*scale at {HERE}.*deny=\['scale'\]"):
         graphed(x), graphed(x)
-    same(graphed(x), torch.tanh(torch.sin(x) * 3.0))
+    with pytest.raises(CaptureError, match="its graph disagrees"):
+        graphed(x)
 
 
 def test_a_write_that_nothing_says(planted, twins, device, monkeypatch):

@@ -4,22 +4,24 @@ A symbol that no row knows is not safe; it is unknown. Each group of rows has on
 Thunder's own torch symbols have the executor None; the latter (``"torch.nn.functional.linear"``) do what the torch
 executor's symbol of the same last name does and are looked up there, by `find`.
 
-Note [How the rows were checked]
-    Sources named ``op_db`` were run on an H200 with torch 2.11 and up to 13 of PyTorch's own sample inputs for the
-    operator (torch.testing._internal.common_methods_invocations.op_db), float32 where it takes that: first under
-    ``torch.cuda.set_sync_debug_mode("error")``, then captured with ``capture_error_mode="thread_local"`` and replayed.
-    Forward results were compared with eager ones, on the same inputs; derivatives (torch.autograd.grad) were captured
-    and replayed, not compared. Which outputs share memory with which inputs, and which inputs change, was read off the
-    same runs. Of what op_db does not hold, some ninety calls were captured by hand, forward only (indexing, stores,
-    factories, draws, attention, embeddings, cells); about a hundred close relatives of tried operators (``*_copy``,
-    ``batch_norm_*``, ``max_pool*_with_indices``, the 1-d and 3-d forms) were not tried.
+Note [How the rules were checked]
+    ``python -m thunder_cg rules`` measures them, and its results are in ``thunder_cg/results/rules-*.json``: one file
+    for each machine, with versions and date. It drives PyTorch's own table of operators with all its samples
+    (torch.testing._internal.common_methods_invocations.op_db; float32 where an operator takes that), other names for
+    the same operators, their in-place forms, and calls written by hand, through Thunder: captured and replayed on
+    three fresh sets of values, forward and backward, and compared bit for bit with uncaptured Thunder. What a row
+    denies is captured by force, through ``allow=``: it fails, is wrong, or is barred, as for a number that a replay
+    would not compute again. What Thunder does not compile is captured without it. A row whose source begins with
+    `MEASURED` has such a measurement; one that begins with `NOT_REACHED` has none, and says why not. ``tape`` runs
+    kernels of the CPU, which hardly ever wait for anything: that a row is denied rightly is for a GPU to show. A test
+    compares all of it with the rows.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 __all__ = [
@@ -29,9 +31,13 @@ __all__ = [
     "DENY_IF",
     "FUSION_EXECUTORS",
     "KERNEL_FREE",
+    "MEASURED",
+    "NOT_REACHED",
+    "ONLY_ON_A_GPU",
     "PURE_EXECUTORS",
     "RANDOM",
     "RANDOM_IF",
+    "UNREACHED",
     "VIEWS",
     "WRITES",
     "WRITES_IF",
@@ -96,7 +102,8 @@ def _rows(executor: str | None, rule: Rule, names: Iterable[str]) -> dict[Key, R
     return {(executor, name): rule for name in names}
 
 
-_OP_DB = "op_db or by hand on an H200, torch 2.11: see Note [How the rows were checked]"
+MEASURED = "thunder_cg/results/rules-*.json, see Note [How the rules were checked]"
+NOT_REACHED = "not measured"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The torch executor, what may be captured
@@ -197,15 +204,14 @@ _DROPOUT_ATTENTION = _names("scaled_dot_product_attention")
 
 _CAPTURABLE = (
     *_POINTWISE, *_CREATION, *_INDEXING, *_LAYOUT, *_LINEAR_ALGEBRA, *_REDUCTIONS, *_NEURAL, *_SPECIAL,
-    *_FREE_VIEWS, *_MAY_VIEW, *_RANDOM,
+    *_FREE_VIEWS, *_MAY_VIEW, *_RANDOM, *_INFERENCE,
 )  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The torch executor, what must stay eager
 # ----------------------------------------------------------------------------------------------------------------------
 
-_TAGS = "torch.Tag.data_dependent_output and dynamic_output_shape; raises under set_sync_debug_mode('error') on an H200"
-_SYNC = "raises under set_sync_debug_mode('error'), or fails to capture, with op_db's samples on an H200"
+_TAGS = "torch.Tag.data_dependent_output and dynamic_output_shape"
 
 _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (
@@ -230,7 +236,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.DATA_DEPENDENT,
             "it checks its input's contents on the host",
-            _SYNC,
+            MEASURED,
             "call a form without the check",
         ),
         _names(
@@ -245,7 +251,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
             Reason.HOST_SYNC,
             "its solver library is chosen by size and batch, and several of them wait for the device or report errors "
             "through the host",
-            _SYNC + " (MAGMA, cuSOLVER)",
+            "MAGMA, cuSOLVER",
             "move the decomposition out of the compiled function, or off the hot path",
         ),
         _names(
@@ -261,7 +267,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.HOST_SYNC,
             "it copies numbers from Python to the device, and a graph would replay the copy from memory that is gone",
-            _SYNC,
+            MEASURED,
             "make the tensor once, outside of the compiled function, or with torch.full or torch.arange",
         ),
         _names("tensor new_tensor unravel_index"),
@@ -270,7 +276,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.HOST_SYNC,
             "it reads its input's range or parameters on the host",
-            _SYNC,
+            MEASURED,
             "give the range in other ops",
         ),
         _names("histc fake_quantize_per_channel_affine"),
@@ -341,7 +347,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.MIXED_DEVICES,
             "it goes through the CPU's memory",
-            _SYNC + "; a pinned copy is captured with the host's address and would read whatever is there at replay",
+            "a pinned copy is captured with the host's address and would read whatever is there at replay",
             "move the tensor before or after the compiled function",
         ),
         _names("cpu pin_memory"),
@@ -394,7 +400,7 @@ _VJP_DENY = _names("cumprod_vjp masked_scatter_vjp prod_vjp trace_vjp vander_vjp
 _VJP_SYNC = Rule(
     Reason.HOST_SYNC,
     "its derivative looks for zeros or builds indices on the host",
-    _SYNC + ", backward",
+    MEASURED,
     "write the derivative's operators out, or detach the input",
 )
 
@@ -408,8 +414,130 @@ def _torch_deny() -> dict[Key, Rule]:
     rows: dict[Key, Rule] = {}
     for rule, names in _TORCH_DENY:
         rows.update(_rows("torch", rule, _with_vjp(names)))
-    return {**rows, **_rows("torch", _VJP_SYNC, _VJP_DENY)}
+    return _with_sources({**rows, **_rows("torch", _VJP_SYNC, _VJP_DENY)})
 
+
+def _with_sources(rows: Mapping[Key, Rule]) -> dict[Key, Rule]:
+    """The rows, saying whether they were measured before they say what else is known."""
+    return {key: replace(rule, source=_source(key, rule.source)) for key, rule in rows.items()}
+
+
+def _source(key: Key, known: str) -> str:
+    basis = f"{NOT_REACHED}: {UNREACHED[key]}" if key in UNREACHED else MEASURED
+    return basis if known == MEASURED else f"{basis}; {known}"
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What nothing reaches, and why
+# ----------------------------------------------------------------------------------------------------------------------
+
+_UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "Thunder compiles no call that comes to it, and PyTorch itself refuses it",
+        _names(
+            """
+            _grouped_mm max_pool3d_with_indices_backward native_norm ops.rngprims.philox_rand slice_inverse
+            """
+        ),
+    ),
+    (
+        "Thunder makes no derivative of it, and PyTorch has none, or none of its results has one",
+        _names(
+            """
+            _native_multi_head_attention_vjp airy_ai_vjp aminmax_vjp argwhere_vjp batch_norm_backward_elemt_vjp
+            batch_norm_backward_reduce_vjp batch_norm_elemt_vjp batch_norm_gather_stats_vjp
+            batch_norm_gather_stats_with_counts_vjp batch_norm_stats_vjp batch_norm_update_stats_vjp bessel_j0_vjp
+            bessel_j1_vjp bessel_y0_vjp bessel_y1_vjp bincount_vjp binomial_vjp bool_vjp bucketize_vjp byte_vjp
+            char_vjp chebyshev_polynomial_t_vjp chebyshev_polynomial_u_vjp chebyshev_polynomial_v_vjp
+            chebyshev_polynomial_w_vjp count_nonzero_vjp detach_copy_vjp fake_quantize_per_channel_affine_vjp
+            fused_moving_avg_obs_fake_quant_vjp gammainc_vjp gammaincc_vjp gcd_vjp geqrf_vjp greater_equal_vjp
+            greater_vjp heaviside_vjp hermite_polynomial_h_vjp hermite_polynomial_he_vjp histogram_vjp int_vjp
+            isclose_vjp isin_vjp isneginf_vjp isposinf_vjp isreal_vjp laguerre_polynomial_l_vjp lcm_vjp
+            ldl_factor_ex_vjp ldl_factor_vjp ldl_solve_vjp legendre_polynomial_p_vjp less_equal_vjp less_vjp
+            modified_bessel_i0_vjp modified_bessel_i1_vjp modified_bessel_k0_vjp modified_bessel_k1_vjp
+            module_load_vjp narrow_copy_vjp native_channel_shuffle_vjp native_norm_vjp new_empty_vjp new_full_vjp
+            new_ones_vjp nonzero_vjp not_equal_vjp numpy_vjp scaled_modified_bessel_k0_vjp
+            scaled_modified_bessel_k1_vjp searchsorted_vjp shifted_chebyshev_polynomial_t_vjp
+            shifted_chebyshev_polynomial_u_vjp shifted_chebyshev_polynomial_v_vjp shifted_chebyshev_polynomial_w_vjp
+            short_vjp slice_inverse_vjp spherical_bessel_j0_vjp unique_consecutive_vjp unique_vjp unravel_index_vjp
+            view_as_complex_copy_vjp
+            """
+        ),
+    ),
+    (
+        "Thunder raises, and so does PyTorch for tensors as regions have them: on a device, unnamed, without a history",
+        _names(
+            """
+            align_as align_as_vjp align_to align_to_vjp pin_memory pin_memory_vjp retain_grad
+            """
+        ),
+    ),
+    (
+        "Thunder writes it out in other operators, or computes it while it traces",
+        _names(
+            """
+            bitcast dropout_vjp erf_vjp erfc_vjp erfinv_vjp exp2_vjp expm1_vjp log1p_vjp matmul_vjp rand shape
+            torch.linalg.multi_dot
+            """
+        ),
+    ),
+    (
+        "it takes sparse tensors, which Thunder has no type for, and PyTorch does not run the call without Thunder",
+        _names(
+            """
+            ccol_indices_vjp coalesce_vjp col_indices_vjp crow_indices_copy_vjp crow_indices_vjp dense_dim_vjp dsmm
+            dsmm_vjp hsmm_vjp hspmm_vjp indices_copy indices_copy_vjp indices_vjp is_coalesced_vjp
+            row_indices_copy_vjp row_indices_vjp saddmm saddmm_vjp smm_vjp sparse_dim_vjp sparse_mask_vjp
+            sspaddmm_vjp to_dense_vjp values_copy values_copy_vjp values_vjp
+            """
+        ),
+    ),
+    (
+        "it is for several processes, and takes a process group or buckets of one",
+        _names(
+            """
+            dtensor_add_prim dtensor_broadcast_in_dim_prim dtensor_convert_element_type_prim dtensor_exp_prim
+            dtensor_from_local dtensor_grouped_mm_prim dtensor_linear_prim dtensor_mul_prim dtensor_neg_prim
+            dtensor_reciprocal_prim dtensor_redistribute dtensor_reshape_prim dtensor_to_local
+            dtensor_transpose_prim torch_all_gather_prim_impl torch_all_reduce_prim_impl torch_broadcast_prim_impl
+            torch_pack_for_fsdp_prim_impl torch_pack_prim_impl torch_reduce_scatter_prim_impl
+            torch_stash_grad_for_fsdp_prim_impl torch_unpack_for_fsdp_prim_impl torch_unpack_prim_impl
+            torch_update_bucket_view_prim_impl torch_wait_prim_impl
+            """
+        ),
+    ),
+    (
+        "it takes weights that FBGEMM packed, or quantized tensors, which Thunder has no type for",
+        _names(
+            """
+            fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation
+            fbgemm_linear_fp16_weight_fp32_activation_vjp fbgemm_linear_fp16_weight_vjp fbgemm_linear_int8_weight
+            fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_int8_weight_fp32_activation_vjp
+            fbgemm_linear_int8_weight_vjp fbgemm_linear_quantize_weight fbgemm_linear_quantize_weight_vjp
+            fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_gemm_matrix_fp16_vjp fbgemm_pack_quantized_matrix
+            fbgemm_pack_quantized_matrix_vjp int_repr int_repr_vjp
+            """
+        ),
+    ),
+)
+
+UNREACHED: Mapping[Key, str] = MappingProxyType({("torch", name): why for why, names in _UNREACHED for name in names})
+"""Of the torch executor's symbols, those that no call of the sweep comes to, and why none does."""
+
+_GPU_ONLY = _names("""
+    batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
+    batch_norm_gather_stats_with_counts batch_norm_stats get_and_update_rng_state_impl nanquantile
+    nanquantile_vjp quantile quantile_vjp
+""")
+_SDPA = _names("""
+    sdpaex_grad_forward_scaled_dot_product_efficient_attention sdpaex_scaled_dot_product_efficient_attention_backward
+    sdpafx_grad_forward_scaled_dot_product_efficient_attention sdpafx_scaled_dot_product_efficient_attention_backward
+""")
+
+ONLY_ON_A_GPU: frozenset[Key] = frozenset(
+    {*(("torch", name) for name in _GPU_ONLY), *(("sdpa", name) for name in _SDPA)}
+)
+"""Symbols that no call comes to on a CPU, whose operators refuse, or look at what their arguments hold."""
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Prims, inside of fusions
@@ -456,7 +584,7 @@ _PRIM_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.HOST_SYNC,
             "it copies numbers from Python to the device",
-            _SYNC,
+            MEASURED,
             "make the tensor once, outside of the compiled function",
         ),
         _names("NUMPY_ARRAY_TO_TORCH_TENSOR TENSOR_FROM_SEQUENCE"),
@@ -516,10 +644,6 @@ _PRIM_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
 # Other executors that come with Thunder
 # ----------------------------------------------------------------------------------------------------------------------
 
-_SDPA = _names("""
-    sdpaex_grad_forward_scaled_dot_product_efficient_attention sdpaex_scaled_dot_product_efficient_attention_backward
-    sdpafx_grad_forward_scaled_dot_product_efficient_attention sdpafx_scaled_dot_product_efficient_attention_backward
-""")
 _SDPA_FORWARD = tuple(name for name in _SDPA if "forward" in name)
 
 _NVFUSER_OPERATORS = _names("nv_cross_entropy_bwd nv_cross_entropy_fwd nv_sdpfa_bwd nv_sdpfa_fwd")
@@ -624,15 +748,13 @@ DENY: Mapping[Key, Rule] = MappingProxyType(_deny())
 
 
 def _allow() -> dict[Key, Rule]:
-    kernels = Rule(Reason.ALLOWED, "it only launches kernels on the current stream", _OP_DB)
+    kernels = Rule(Reason.ALLOWED, "it only launches kernels on the current stream", MEASURED)
     names = (n for n in _with_vjp(_CAPTURABLE) if n not in _VJP_DENY)
     prims = (*_PRIM_FREE_VIEWS, *_PRIM_MAY_VIEW, *_PRIM_RANDOM, *_PRIM_COMPUTE)
-    attention = Rule(Reason.ALLOWED, kernels.detail, "tests/test_models.py captures it, on tape and on cuda")
     return {
-        **_rows("torch", kernels, names),
-        **_rows("torch", attention, _with_vjp(_INFERENCE)),
+        **_with_sources(_rows("torch", kernels, names)),
         **_rows(None, Rule(Reason.ALLOWED, kernels.detail, _DECOMPOSED), prims),
-        **_rows("sdpa", Rule(Reason.ALLOWED, kernels.detail, "captured on an H200, torch 2.11, with dropout"), _SDPA),
+        **_with_sources(_rows("sdpa", kernels, _SDPA)),
     }
 
 
@@ -643,25 +765,25 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
     mask = Rule(
         Reason.DATA_DEPENDENT,
         "an index is a boolean mask, and how many elements it selects is known only on the device",
-        _SYNC,
+        MEASURED,
         "use torch.where(mask, a, b) instead",
     )
     numbers = Rule(
         Reason.HOST_SYNC,
         "an index is a Python list, which is copied to the device at every call",
-        _SYNC,
+        MEASURED,
         "make the index a tensor once, outside of the compiled function",
     )
     fill = Rule(
         Reason.HOST_SYNC,
         "a number is stored at indices given by a tensor, and the number is copied to the device at every call",
-        _SYNC,
+        MEASURED,
         "store a tensor, or use torch.where",
     )
     value = Rule(
         Reason.DATA_DEPENDENT,
         "the value to fill in is a tensor, which is read on the host",
-        _SYNC,
+        MEASURED,
         "use torch.where(mask, value, a) instead",
     )
     seed = Rule(
@@ -802,7 +924,7 @@ KERNEL_FREE: frozenset[Key] = frozenset(
 
 def find(executor: str | None, id: str | None) -> Key:
     """The key under which the tables know a symbol: Thunder's own torch symbols go by their last name."""
-    if executor is None and id is not None and id.startswith("torch."):
+    if executor is None and id is not None and id.startswith(("torch.", "Tensor.")):
         named: Key = ("torch", id)
         return named if named in ALLOW or named in DENY else ("torch", id.rsplit(".", 1)[-1])
     return executor, id

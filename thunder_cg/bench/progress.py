@@ -22,6 +22,10 @@ class Progress:
         self._start = time.monotonic()
         self._shown = ""
 
+    def more(self, ticks: int) -> None:
+        """There are `ticks` more to do than was known."""
+        self._total += ticks
+
     def tick(self, doing: str, ticks: int = 1) -> None:
         """`ticks` more are begun or done; `doing` says what."""
         self._done = min(self._total, self._done + ticks)

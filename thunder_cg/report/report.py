@@ -202,7 +202,7 @@ def _region(region: RuntimeRegion) -> RegionReport:
         bytes_in=stats.bytes_in,
         bytes_out=stats.bytes_out,
         failure=region.failure,
-        quarantined=region.is_quarantined,
+        quarantined=region.disagreement is not None,
         verified=stats.verified,
         remark=region.remark,
     )

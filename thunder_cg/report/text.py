@@ -62,9 +62,7 @@ def notes(region: RegionReport) -> Iterator[str]:
     if region.split:
         yield f"ended by: {region.split}"
     if region.failure:
-        why = (
-            "quarantined, as its graph disagreed with its ops" if region.quarantined else "as it could not be captured"
-        )
+        why = "quarantined" if region.quarantined else "as it could not be captured"
         yield f"runs eagerly, {why}: {region.failure}"
     if region.remark:
         yield f"in verification: {region.remark}"

@@ -463,14 +463,12 @@ class RegionGraph:
 
     Args:
         loads: inputs to copy before a replay.
-        written: arguments that the region writes: what was loaded is copied back.
-        touched: those of them that are static: their version advances.
+        written: arguments that the region may write: what was loaded is copied back.
     """
 
     __slots__ = (
         "_loads",
         "_stores",
-        "_touched",
         "check",
         "fixed",
         "graph",
@@ -479,6 +477,7 @@ class RegionGraph:
         "nbytes_in",
         "outputs",
         "targets",
+        "touched",
     )
 
     graph: Graph
@@ -488,17 +487,20 @@ class RegionGraph:
     guarded: tuple[int, ...]
     check: Any  # what verifies it later, or None
 
-    def __init__(self, loads: Sequence[Load], written: Set[int], touched: Sequence[int]) -> None:
+    # Arguments whose version advances: not all that may be written are, nor do all operators say so.
+    touched: frozenset[int]
+
+    def __init__(self, loads: Sequence[Load], written: Set[int]) -> None:
         self._loads = tuple(loads)
         self._stores = tuple(load for load in loads if load.arg in written)
-        self._touched = tuple(touched)
+        self.touched = frozenset()
         self.targets = [load.target for load in loads]
         self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
 
     @property
     def is_simple(self) -> bool:
         """Whether a replay copies arguments in, runs, and copies results out, and nothing else."""
-        return self.outputs.is_plain and not (self._stores or self._touched or any(load.flat for load in self._loads))
+        return self.outputs.is_plain and not (self._stores or self.touched or any(load.flat for load in self._loads))
 
     @property
     def loaded(self) -> list[int]:
@@ -529,10 +531,12 @@ class RegionGraph:
         if self._stores or not self.outputs.is_plain:
             with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
                 for store in self._stores:
-                    args[store.arg].copy_(store.buffer)
+                    target = args[store.arg]
+                    (target if store.arg in self.touched else target.data).copy_(store.buffer)
                 self.outputs.derive(results, args)
-        if self._touched:
-            torch.autograd.graph.increment_version([t for i in self._touched if not (t := args[i]).is_inference()])
+        if self.touched:
+            stored = {store.arg for store in self._stores}
+            torch.autograd.graph.increment_version([args[i] for i in self.touched if i not in stored])
         return results
 
     def without_running(self, args: Sequence[Any]) -> list[Any]:

@@ -187,7 +187,7 @@ class RuntimeRegion:
         self.in_arena: list[int] = []  # inputs in an arena that results may be views of
         leaving = {slot.name for slot in self.slots if slot.leaves}
         self.twice = [i for i, slot in enumerate(self.slots) if not slot.leaves and slot.name in leaving]
-        self.is_quarantined = False  # it was captured, and its graph did not do what its ops do
+        self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
         self.remark: str | None = None  # what verification found besides
         self.function = function
         self.watched = watched
@@ -521,7 +521,7 @@ class Program:
         def run(call: Call, *args: Any) -> Sequence[Any]:
             if call.mode is Mode.REPLAY:
                 graph = call.part.graphs[index]  # type: ignore[union-attr]
-                if graph is not None and region.is_quarantined:  # while the call was in flight
+                if graph is not None and region.disagreement is not None:  # while the call was in flight
                     self._eager(call, f"{region.name} is quarantined", strict=False)
                 elif graph is not None:
                     if graph.admits(args):
@@ -547,7 +547,7 @@ class Program:
     def _verify(self, call: Call, index: int, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
         """A replay that is compared with an eager run, which wins."""
         region = self.regions[index]
-        outcome = verified(region, graph, graph.check, args, self.ops.ops, self._backend)
+        outcome = verified(region, graph, graph.check, args, self.ops, self._backend)
         region.stats.verified += outcome.compared
         region.remark = outcome.remark or region.remark
         if not self.samples:
@@ -558,16 +558,15 @@ class Program:
         if results is None:
             results = self._run(region, args)
         if (found := outcome.disagreement) is not None:  # last, since a filter may make an error of the warning
-            problem = f"its graph disagrees with its ops: {found.problem}"
-            if self.options.strict:
-                raise CaptureError(region.name, problem, found.fix)
-            warnings.warn(f"{region.name} is eager from now on: {problem}; {found.fix}", DisagreementWarning, 2)
+            self._forbid_eager(region)
+            message = f"{region.name} is eager from now on: {found.problem}; {found.fix}"
+            warnings.warn(message, DisagreementWarning, stacklevel=2)
         return results
 
     def _quarantine(self, call: Call, index: int, disagreement: Disagreement) -> None:
         """No recording that holds the region's graph is replayed any more, and no other is made of it."""
         region, pair = self.regions[index], self._pair
-        region.is_quarantined, region.tries = True, 0
+        region.disagreement, region.tries = disagreement, 0
         region.failure = f"{disagreement.problem}; {disagreement.fix}"
         for recording in pair.recordings:
             part = recording.parts.get(self.kind)
@@ -583,7 +582,9 @@ class Program:
         self._eager(call, reason, strict=not retired)
 
     def _forbid_eager(self, region: RuntimeRegion) -> None:
-        """Raises with ``strict=True``, because the region could not be captured."""
+        """Raises with ``strict=True``, because the region could not be captured, or was and is quarantined."""
+        if self.options.strict and region.disagreement is not None:
+            raise CaptureError(region.name, region.disagreement.problem, region.disagreement.fix)
         if self.options.strict:
             raise CaptureError(region.name, str(region.failure), "deny the operator with deny=[...]")
 
@@ -719,7 +720,7 @@ class Program:
         check = Check.record(region, pool, args, static, inside) if call.verifies else None
         buffers: list[Any] = [None] * len(args)
         loads = place(pool, args, static, buffers)
-        entry = RegionGraph(loads, written, sorted(written & static - inside))
+        entry = RegionGraph(loads, written)
         entry.check = check
         entry.load(args)
         taken = self._take(call, region, args, inside)
@@ -729,6 +730,7 @@ class Program:
         # A result must not get the address of an input that it could be taken for a view of, and what is read back
         # after a replay must not have been reused on the way.
         kept = [captured[i] for i in (*(source.arg for source in sources), *written)]
+        versions = {i: (t, t._version) for i in written - inside if not (t := captured[i]).is_inference()}
         produced: list[Any] = []
 
         def leaving(made: Sequence[Any]) -> list[torch.Tensor]:
@@ -744,7 +746,8 @@ class Program:
         del _
         outputs = entry.outputs
         outputs.disown()
-        del kept
+        entry.touched = frozenset(i for i, (t, version) in versions.items() if t._version != version)
+        del kept, versions
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
         try:
@@ -796,7 +799,8 @@ class Program:
         for i, source in entry.outputs.view_sources().items():
             if source in static:
                 recording.static.add(region.slots[i].name)
-        region.failure = None
+        if region.disagreement is None:
+            region.failure = None
         stats = region.stats
         stats.captures += 1
         stats.replays += 1

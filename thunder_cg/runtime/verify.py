@@ -29,7 +29,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all
 from thunder_cg.runtime.copies import span
 from thunder_cg.runtime.recording import Load, RegionGraph, address, overlaps_itself, place
@@ -54,9 +54,8 @@ class Disagreement:
 
     @property
     def problem(self) -> str:
-        if self.op is None:
-            return self.difference
-        return f"the first value that differs is made by {self.op.name} {self.where}; {self.difference}"
+        said = f"its graph disagrees with its ops: {self.difference}"
+        return f"{said}; the first value that differs is made by {self.op.name} {self.where}" if self.op else said
 
     @property
     def fix(self) -> str:
@@ -128,7 +127,7 @@ class _Prints:
 
 
 def verified(
-    region: RuntimeRegion, graph: RegionGraph, check: Check, args: Sequence[Any], ops: Sequence[Op], backend: Backend
+    region: RuntimeRegion, graph: RegionGraph, check: Check, args: Sequence[Any], ops: Ops, backend: Backend
 ) -> Outcome:
     """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
     try:
@@ -146,7 +145,7 @@ def verified(
         made = _Run(graph.without_running(args), {}, ())
         trial.adopt(eager, made, has_run=False, wholly=True)
         difference = f"input {silently!r} is written by an operator that does not say so"
-        op = next((ops[i] for i in region.region.ops if silently in ops[i].inputs), None)
+        op = next((ops.ops[i] for i in region.region.ops if silently in ops.ops[i].inputs), None)
         return Outcome(made.results, Disagreement(op, difference, _where(op, ops)))
     replayed = trial.replay()
     differing = trial.differing(eager, replayed)
@@ -162,7 +161,7 @@ def verified(
 
 
 def _judged(
-    trial: _Trial, eager: _Run, replayed: _Run, differing: list[_Place], ops: Sequence[Op], backend: Backend
+    trial: _Trial, eager: _Run, replayed: _Run, differing: list[_Place], ops: Ops, backend: Backend
 ) -> tuple[Disagreement | None, str | None]:
     """Whether differences are disagreements, and why not. Leaves results and state as the last run did."""
     first = {at: (_kept(eager.at(at)), _kept(replayed.at(at))) for at in differing}
@@ -186,7 +185,7 @@ def _judged(
             remarks.append(f"{trial.name(at)} is not deterministic: {_difference(one, other)}")
     if not wrong:
         return None, "; ".join(remarks) or None
-    op = _first_op(trial, wrong, ops)
+    op = _first_op(trial, wrong, ops.ops)
     at = next((at for at in wrong if op is not None and trial.slot(at) in op.outputs), wrong[0])
     return Disagreement(op, f"{trial.name(at)}: {_difference(*first[at])}", _where(op, ops)), None
 
@@ -431,16 +430,9 @@ def _ancestors(mine: Sequence[Op], names: set[str]) -> set[int]:
     return found
 
 
-def _where(op: Op | None, ops: Sequence[Op]) -> str:
-    """Where the user called it. Thunder loses the line of some; then where an input of it was made."""
-    made_at: dict[str, str] = {}
-    for other in ops:
-        near = next((made_at[name] for name in other.inputs if name in made_at), None)
-        if other is op and (other.line or near):
-            return f"at {other.line}" if other.line else f"near {near}"
-        if line := other.line or near:
-            made_at.update(dict.fromkeys(other.outputs, line))
-    return "at a line unknown to Thunder"
+def _where(op: Op | None, ops: Ops) -> str:
+    line = (op and ops.line(op)) or "at a line unknown to Thunder"
+    return line if line.startswith(("near ", "at ")) else f"at {line}"
 
 
 def _said(error: BaseException) -> str:
