@@ -206,8 +206,8 @@ def job(name: str, mode: str = FORWARD, timeout: float = 300.0, device: torch.de
 
 def test_a_process_that_crashes_or_hangs_costs_its_row() -> None:
     rows = {found.model: found for found in measure_all([job("Crash"), job("Net"), job("Item", timeout=0.1)], 3)}
-    assert rows["Crash"].failure == "the process ended with status 3: out of luck"
-    assert rows["Item"].failure == "ended after 0.1 s"
+    assert rows["Crash"].failure == "the process ended with status 3, in uncaptured thunder.jit: out of luck"
+    assert rows["Item"].failure == "ended after 0.1 s, at its start"
     assert rows["Net"] == measured("Net")
 
 

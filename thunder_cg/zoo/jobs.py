@@ -20,6 +20,7 @@ import torch
 from thunder_cg.zoo.models import Entry
 from thunder_cg.zoo.results import read_row
 from thunder_cg.zoo.row import Row
+from thunder_cg.zoo.worker import STAGE
 
 # For the packages of the models: no network, no chatter, and no more processes. The last one makes cuBLAS
 # deterministic, and is read before CUDA starts.
@@ -98,11 +99,13 @@ class Worker:
 
     def _failure(self) -> str:
         status = self._process.wait()
-        if self._late:
-            return f"ended after {self.job.timeout:g} s"
         self._errors.seek(0)
         said = [line.strip() for line in self._errors if line.strip()]
-        return f"the process ended with status {status}: {said[-1] if said else 'it said nothing'}"[:300]
+        stages = [line.removeprefix(STAGE) for line in said if line.startswith(STAGE)] or ["at its start"]
+        others = [line for line in said if not line.startswith(STAGE)] or ["it said nothing"]
+        if self._late:
+            return f"ended after {self.job.timeout:g} s, {stages[-1]}"
+        return f"the process ended with status {status}, {stages[-1]}: {others[-1]}"[:300]
 
     def end(self) -> None:
         """Ends the process and what it started."""

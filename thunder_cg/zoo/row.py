@@ -204,17 +204,20 @@ def measure(
     device: torch.device,
     calls: int,
     ready: Callable[[Row], None] = lambda row: None,
+    begins: Callable[[str], None] = lambda stage: None,
 ) -> Row:
     """The row of a model.
 
     Args:
         calls: synchronised steps in a turn, at most; on a CPU nothing is timed.
         ready: called before the timing, which nothing else on the machine should disturb, with what is known by then.
+        begins: told what comes next, so that somebody knows in what a process died.
     """
     row = Row(entry.name, entry.package, mode)
     backend = "cuda" if device.type == "cuda" else "tape"
     try:
-        row.path, row.not_jit = _path(entry, mode, device)
+        row.path, row.not_jit = _path(entry, mode, device, begins)
+        begins("with graphs")
         transforms = [cudagraph_transform(backend=backend)]
         pair = _Pair(entry, row, device, transforms, NOWHERE)
         difference = pair.difference()
@@ -253,10 +256,11 @@ class ThunderError(Exception):
     """Uncaptured Thunder cannot run the model."""
 
 
-def _path(entry: Entry, mode: str, device: torch.device) -> tuple[str, str]:
+def _path(entry: Entry, mode: str, device: torch.device, begins: Callable[[str], None]) -> tuple[str, str]:
     """How uncaptured Thunder runs the model, and why not through `thunder.jit` if it does not."""
     failures: list[str] = []
     for path in (JIT, FX):
+        begins(f"in uncaptured {path}")
         try:
             Side(entry, mode, device, path, []).results(next(batches(entry, mode, device)), SEED)
             return path, "".join(failures)

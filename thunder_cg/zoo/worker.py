@@ -16,6 +16,8 @@ import torch
 
 from thunder_cg.zoo.row import Row, measure
 
+STAGE = "zoo, next: "  # before what is begun, on standard error
+
 
 def main() -> None:
     """Measures what the words of the command line say."""
@@ -27,6 +29,9 @@ def main() -> None:
         lines.write(json.dumps(asdict(row)) + "\n")
         lines.flush()
 
+    def tell(stage: str) -> None:
+        print(f"{STAGE}{stage}", file=sys.stderr, flush=True)
+
     def wait(row: Row) -> None:
         write(row)
         sys.stdin.readline()
@@ -34,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     entry = importlib.import_module(catalogue).MODELS[name]
     with torch._dynamo.config.patch(recompile_limit=64):  # several compiled copies share the model's code
-        write(measure(entry, mode, torch.device(device), int(calls), wait))
+        write(measure(entry, mode, torch.device(device), int(calls), wait, tell))
 
 
 if __name__ == "__main__":
