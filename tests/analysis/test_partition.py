@@ -378,9 +378,9 @@ def test_ten_thousand_ops_take_less_than_two_seconds(trace, shape):
     t = trace()
     shape(t)
     ops = t.done()
-    start = time.perf_counter()
+    start = time.process_time()
     partition(ops, classify(ops, UserRules(), "cuda"))
-    assert time.perf_counter() - start < 2.0
+    assert time.process_time() - start < 2.0
 
 
 # ---------------------------------------------------------------------------------------------------------- real traces
