@@ -42,6 +42,10 @@ class ThunderIsWrong(Exception):
     """Uncaptured Thunder does what no program can have asked for, so there is nothing to compare with."""
 
 
+class OnlyThunderRaises(Exception):
+    """A backward after a write to an output fails without graphs; with them it needs no output, and is right."""
+
+
 class Made:
     """One call of a pattern: what went in, and what came out."""
 
@@ -100,7 +104,7 @@ class World:
 
     def take(self, step: Step) -> str:
         """Takes a step. Returns the name of what it raises, or nothing."""
-        current.effects = self.effects
+        current.effects, self.error = self.effects, None
         try:
             getattr(self, "_" + type(step).__name__.lower())(step)
         except Mismatch:
@@ -394,7 +398,7 @@ def _memory(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, bool]]:
     A view of what nobody can reach is as good as none.
     """
     addresses = [t.untyped_storage().data_ptr() if t.numel() else 0 for t in tensors]
-    sharing = Counter(addresses)
+    sharing = Counter({id(t): at for at, t in zip(addresses, tensors)}.values())  # of distinct tensors
     first: dict[int, int] = {}
     found = []
     for i, (at, t) in enumerate(zip(addresses, tensors)):
@@ -457,12 +461,13 @@ class Pair:
 
     def _run(self, name: str, pattern: Pattern) -> None:
         called, deterministic = self.counts["calls"], torch.are_deterministic_algorithms_enabled()
-        for number, step in enumerate(pattern):
-            where = f"{name}, step {number}, {step}"
-            if not self._may_take(step):
-                continue
-            self._step(where, step)
-        self._compare(f"{name}, at its end")
+        try:
+            for number, step in enumerate(pattern):
+                if self._may_take(step):
+                    self._step(f"{name}, step {number}, {step}", step)
+            self._compare(f"{name}, at its end")
+        except OnlyThunderRaises:
+            self.counts["ended early: an output was written that only Thunder needs for its backward"] += 1
         for world in (self.plain, self.graphed):
             for p in world.parameters:
                 p.grad = None
@@ -499,6 +504,8 @@ class Pair:
             versions.append([v is not None and t._version != v for t, v in zip(reachable, before)])
         if isinstance(step, Backward) and any(versions[0][: len(self.plain.not_gradients())]):
             raise ThunderIsWrong("a write was put off to the backward")
+        if isinstance(step, Backward) and not found[1] and self._is_modified(self.plain):
+            raise OnlyThunderRaises
         if found[0] != found[1]:
             errors = [
                 repr(world.error) if name else "nothing" for world, name in zip((self.plain, self.graphed), found)
@@ -515,6 +522,12 @@ class Pair:
             _compare_outputs(where, self.plain.made[-1], self.graphed.made[-1])
         if isinstance(step, (Call, Threads, Backward)):
             self._compare(where)
+
+    @staticmethod
+    def _is_modified(world: World) -> bool:
+        """Whether the last error was that an output has been written that a backward needs."""
+        written = any(not t.is_inference() and t._version for made in world.made for t in made.tensors)
+        return written and "modified by an inplace operation" in str(world.error)
 
     def _count(self, step: Call, error: str, compiled: int) -> None:
         if error and error != Flaky.__name__ and self.plain.compiled == compiled:
