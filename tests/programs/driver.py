@@ -504,6 +504,8 @@ class Pair:
             versions.append([v is not None and t._version != v for t, v in zip(reachable, before)])
         if isinstance(step, Backward) and any(versions[0][: len(self.plain.not_gradients())]):
             raise ThunderIsWrong("a write was put off to the backward")
+        if isinstance(step, Backward) and isinstance(self.plain.error, AssertionError):
+            raise ThunderIsWrong("an assertion of its own fails")
         if isinstance(step, Backward) and not found[1] and self._is_modified(self.plain):
             raise OnlyThunderRaises
         if found[0] != found[1]:
