@@ -54,6 +54,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | an operator reshapes what it has made, in place               | test_results_reshaped_in_place         |
 | Thunder connects a call to autograd in spite of no_grad       | test_gradients_despite_no_grad         |
 | an input that might have been written counts as written       | test_versions_of_what_is_only_read     |
+| a parameter is frozen between forward and backward            | test_frozen_before_backward            |
 """
 
 from __future__ import annotations
@@ -961,3 +962,18 @@ def test_versions_of_what_is_only_read(twins, device):
             assert (x._version, leaf._version) == versions
             x.sum().backward()
     assert replays(graphed) >= CALLS - 1
+
+
+def test_frozen_before_backward(twins, device):
+    plain, graphed = twins(MLP())
+    for step in range(2 * CALLS):
+        x = torch.randn(3, 8, device=device)
+        for model in (plain, graphed):
+            model.zero_grad(set_to_none=True)
+            loss = model(x).square().sum()
+            model.second.weight.requires_grad_(step % 3 != 2)
+            loss.backward()
+            model.second.weight.requires_grad_(True)
+        assert (graphed.second.weight.grad is None) == (step % 3 == 2)
+        same_state(plain, graphed)
+    assert replays(graphed) > 0

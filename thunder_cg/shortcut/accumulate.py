@@ -61,9 +61,14 @@ class Accumulators:
         return rest
 
     def _run_all(self) -> bool:
-        """Whether the backward under way accumulates all of them, and no parameter has a gradient or hooks."""
+        """Whether the backward under way accumulates all of them, and no parameter has a gradient or hooks.
+
+        One that has been frozen since the forward gets no gradient.
+        """
         for leaf in self._leaves:
             if leaf.grad is not None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
+                return False
+            if not leaf.requires_grad:
                 return False
         try:
             return all(map(torch._C._will_engine_execute_node, self._nodes))
