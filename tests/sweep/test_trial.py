@@ -120,3 +120,8 @@ def test_names_of_cases_are_stable():
     found = cases("cpu")
     assert {"add", "add in place", "abs as torch.absolute", "by hand: lstm_cell"} <= found.keys()
     assert len(found) > 1200
+
+
+def test_the_table_leaves_the_process_as_it_was():
+    cases("cpu")
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
