@@ -30,7 +30,9 @@ from thunder_cg.options import Options
 from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import resolve
-from thunder_cg.runtime.region import Program, RuntimeRegion, keep, region_function, watched_function
+from thunder_cg.runtime.functions import region_function, watched_function
+from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.region import RuntimeRegion, keep
 from thunder_cg.shortcut.dispatch import install
 
 
@@ -233,7 +235,7 @@ class _Emission:
         region = program.regions[index]
         return executor.bind(
             region.name,
-            program.region_caller(index),
+            region.run,
             [call, *(self._proxies[n] for n in region.boundary.inputs)],
             [
                 self._copies.get(s.name, self._proxies[s.name]) if s.leaves else self._proxies[s.name]
