@@ -154,8 +154,10 @@ class Program:
     @property
     def is_one_region(self) -> bool:
         """Whether the whole trace is one region."""
-        return len(self.regions) == 1 and all(
-            isinstance(step, Region) or self.ops.ops[step.op].structure for step in self.plan.steps
+        return (
+            len(self.regions) == 1
+            and not self.regions[0].boundary.numbers
+            and all(isinstance(step, Region) or self.ops.ops[step.op].structure for step in self.plan.steps)
         )
 
     def _begin_without_recording(self, call: Call, inputs: list[torch.Tensor]) -> Call:

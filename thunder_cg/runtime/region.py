@@ -16,6 +16,7 @@ from thunder_cg.analysis.boundary import Boundary
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.errors import CaptureError, DisagreementWarning, ReplayRefused
+from thunder_cg.runtime.backend import marks
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.recording import (
     Guard,
@@ -90,6 +91,11 @@ class RuntimeRegion:
         self.remark: str | None = None  # what verification found besides
         self.function = function
         self.watched = watched
+
+    @property
+    def is_always_verified(self) -> bool:
+        """Whether a recording counts only once it has been verified; see Note [Numbers of a graph]."""
+        return bool(self.boundary.numbers)
 
     @property
     def written(self) -> frozenset[int]:
@@ -277,6 +283,8 @@ class RuntimeRegion:
         assert call.arena is not None and recording is not None and call.part is not None
         pool = call.arena.pool(self.device)
         names = self.boundary.inputs
+        given, args = args, args[: len(names)]
+        verifies = call.verifies or self.is_always_verified
         inside = self._inside(call, args)
         static = inside | frozenset(
             i for i, name in enumerate(names) if args[i] is not None and self.program.is_static(name, recording)
@@ -285,10 +293,11 @@ class RuntimeRegion:
         _check_inputs(names, args, static, written)
 
         leaves = [slot.leaves for slot in self.slots]
-        check = Check.record(self, pool, args, static, inside) if call.verifies else None
+        check = Check.record(self, pool, args, static, inside) if verifies else None
         buffers: list[Any] = [None] * len(args)
         loads = place(pool, args, static, buffers)
         entry = RegionGraph(loads, written)
+        entry.numbers = slice(len(names), None)
         entry.check = check
         entry.load(args)
         taken = self._take(call, args, inside)
@@ -307,7 +316,9 @@ class RuntimeRegion:
             return entry.outputs.sources()
 
         try:
-            entry.graph, _ = pool.capture(self.function, [captured], entry.targets, leaving)
+            numbers = marks(len(self.boundary.numbers))
+            captured += numbers
+            entry.graph, _ = pool.capture(self.function, [captured], entry.targets, leaving, numbers)
         finally:
             if captured:  # the function, which empties the list, was not called
                 call.owned.update((names[i], captured[i]) for i in inside)
@@ -319,7 +330,7 @@ class RuntimeRegion:
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
         try:
-            results = self._verify(call, entry, args) if call.verifies else entry.replay(args)
+            results = self._verify(call, entry, given) if verifies else entry.replay(given)
         except ReplayRefused:
             raise
         except Exception as error:
