@@ -157,7 +157,7 @@ def test_a_number_that_reaches_no_kernel_breaks_the_capture(pair, batches):
     same_training(plain, graphed, batches)
     failures = [region["failure"] for region in regions(graphed)]
     if batches[0][0].is_cuda:
-        assert all("3 of 6 numbers of the call reach no kernel as they are" in failure for failure in failures)
+        assert "3 of 6 numbers of the call reach no kernel as they are" in failures[0]
     else:  # on the tape a fusion is one call, which has the number
         assert failures == [None, None]
 

@@ -13,6 +13,8 @@ from thunder.core.trace import from_trace
 from thunder.core.transform_common import Transform
 from torch import nn
 
+from thunder_cg.runtime import code
+
 CALLS = 6
 
 
@@ -251,7 +253,7 @@ def test_what_another_transform_adds(transform, device):
 def test_nothing_is_kept(twins, device):
     _, graphed = twins(MLP())
     kept = []
-    for x in batches(device):
+    for x in (*batches(device), *(x[:2] for x in batches(device))):  # two entries of Thunder's cache
         leaf = x.clone().requires_grad_()
         y = graphed(leaf)
         y.sum().backward()
@@ -269,3 +271,16 @@ def test_nothing_is_kept(twins, device):
     del graphed
     gc.collect()
     assert not any(ref() is not None for ref in kept)
+
+
+def test_recordings_share_the_source_of_their_calls(twins, device):
+    plain, graphed = twins(MLP())
+    before = code._compiled.cache_info()
+    with torch.no_grad():
+        for rows in (2, 3, 5):
+            for _ in range(4):
+                x = torch.randn(rows, 4, device=device)
+                same(plain(x), graphed(x))
+    after = code._compiled.cache_info()
+    assert shortcuts(graphed) == 6
+    assert after.misses - before.misses <= 1 and after.hits - before.hits >= 2

@@ -183,6 +183,11 @@ SURROUNDINGS = {
     "tied parameters": lambda m: item(
         m._overrides_parameters, "first.bias", m._overrides_parameters["first.weight"][0]
     ),
+    "dictionary of parameters": lambda m: setting(
+        m,
+        "_overrides_parameters",
+        {**m._overrides_parameters, "first.weight": nn.Parameter(torch.ones_like(m.first.weight))},
+    ),
     "buffer": lambda m: swapped(m, "shift", lambda t: t * 2),
     "buffer's dtype": lambda m: swapped(m, "shift", lambda t: t.to(torch.float16)),
 }

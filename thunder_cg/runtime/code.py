@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import linecache
 from collections.abc import Callable
+from functools import cache
 from itertools import count
+from types import CodeType
 from typing import Any
 
 _numbers = count()
@@ -32,9 +34,14 @@ class Code:
 
     def function(self, signature: str) -> Callable[..., Any]:
         """The function. Tracebacks show its source."""
-        source = "\n".join([f"def {signature}:", *self._lines, ""])
-        file = f"<thunder_cg call {next(_numbers)}>"
-        linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-        exec(compile(source, file, "exec"), self._names)
+        exec(_compiled("\n".join([f"def {signature}:", *self._lines, ""])), self._names)
         made: Callable[..., Any] = self._names[signature.partition("(")[0]]
         return made
+
+
+@cache
+def _compiled(source: str) -> CodeType:
+    """Recordings of one program differ in the objects that are bound, seldom in the source."""
+    file = f"<thunder_cg call {next(_numbers)}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    return compile(source, file, "exec")

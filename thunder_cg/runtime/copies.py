@@ -21,7 +21,7 @@ from thunder_cg.runtime.code import Code
 
 try:
     from cuda.bindings import driver, nvrtc
-except ImportError:  # torch before 2.11 does not bring it
+except ImportError:  # torch before 2.10 does not bring it
     driver = nvrtc = None
 
 _CHUNK = 32768  # bytes per block

@@ -98,7 +98,7 @@ def _new_stream(index: int) -> torch.cuda.Stream:
     with torch.cuda.device(index):
         try:
             from cuda.bindings import driver
-        except ImportError:  # torch before 2.11 does not bring it
+        except ImportError:  # torch before 2.10 does not bring it
             return torch.cuda.Stream()
         torch.cuda.init()
         error, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)

@@ -82,14 +82,13 @@ class Numbers:
 
 
 def _arguments(parameters: Any) -> list[ctypes.Array[Any]]:
-    """Copies of the arguments that a kernel was captured with; none if it takes them in another way."""
+    """Copies of the arguments that a kernel was captured with; none if the driver does not tell."""
     if not parameters.kernelParams:
         return []
     found: list[ctypes.Array[Any]] = []
     while True:
         error, _, size = driver.cuFuncGetParamInfo(parameters.func, len(found))
-        if error == driver.CUresult.CUDA_ERROR_INVALID_VALUE:  # there are no more
-            return found
-        check((error,))
+        if error:
+            return found if error == driver.CUresult.CUDA_ERROR_INVALID_VALUE else []  # there are no more
         pointer = ctypes.c_void_p.from_address(parameters.kernelParams + ctypes.sizeof(ctypes.c_void_p) * len(found))
         found.append(ctypes.create_string_buffer(ctypes.string_at(pointer.value or 0, size), size))

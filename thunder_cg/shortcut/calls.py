@@ -33,13 +33,20 @@ from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
 REFUSED = object()
 
 
-class Compiled(NamedTuple):
-    """What Thunder made of one cache entry, and what the transform made of that."""
+class Compiled:
+    """What Thunder made of one cache entry, and what the transform made of that.
 
-    entry: CacheEntry
-    forward: Program
-    backward: Program | None
-    options: dict[str, Any]  # thunder.jit's
+    Args:
+        options: thunder.jit's.
+    """
+
+    def __init__(self, entry: CacheEntry, forward: Program, backward: Program | None, options: dict[str, Any]) -> None:
+        self.entry, self.forward, self.backward, self.options = entry, forward, backward, options
+        trace = entry.epilogue_traces[-1]
+        self.has_plain_epilogue = all(s.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN) for s in trace.bound_symbols)
+        self.epilogue = (
+            trace.python_callable(include_decorators=False) if self.has_plain_epilogue else entry.epilogue_fn
+        )
 
 
 class ThroughTrace:
@@ -94,14 +101,13 @@ class Tensors:
 class Result:
     """How the results of a region become what the caller gets."""
 
-    def __init__(self, entry: CacheEntry, guard: PrologueGuard, output: Sequence[Any], made: dict[str, int]) -> None:
+    def __init__(self, compiled: Compiled, guard: PrologueGuard, output: Sequence[Any], made: dict[str, int]) -> None:
         self._pick_passed_on = guard.picker(guard.passed_on)
         self._order = [made.get(name, -1) for name in _names_of(output)]
         if -1 in self._order:
             raise Unsuited("something is returned that the region does not make")
-        trace = entry.epilogue_traces[-1]
-        plain = all(s.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN) for s in trace.bound_symbols)
-        self._epilogue = trace.python_callable(include_decorators=False) if plain else entry.epilogue_fn
+        self._epilogue = compiled.epilogue
+        trace, plain = compiled.entry.epilogue_traces[-1], compiled.has_plain_epilogue
         names = [s.output.name for s in trace.bound_symbols if s.sym.id is PrimIDs.UNPACK_TRIVIAL]
         returned = trace.bound_symbols[-1].args[0] if plain else None
         at = names.index(returned.name) if isinstance(returned, Proxy) else -1
@@ -155,7 +161,7 @@ class Training:
         inputs = region.inputs or ("",)
         data, (saved, kept) = trace.bound_symbols[-1].args
         made = made_by_region(trace)
-        self._result = Result(compiled.entry, guard, data["output"], made)
+        self._result = Result(compiled, guard, data["output"], made)
         self._outputs = [made.get(name, -1) for name in _names_of(data["flat_output"])]
         views = region.graph.outputs.view_sources()
         if any(i < 0 or i in views for i in self._outputs):

@@ -13,7 +13,7 @@ from thunder.core.trace import TraceCtx, _tracectx
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Recording
 from thunder_cg.shortcut.calls import REFUSED, Compiled, ThroughTrace, Training
-from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
+from thunder_cg.shortcut.guards import Homes, NotNow, PrologueGuard, Unsuited
 from thunder_cg.shortcut.straight import inference
 
 Call = Callable[..., Any]  # with a call's arguments; returns the call's result or REFUSED
@@ -24,10 +24,10 @@ _MAX_WAYS = 8  # per cache entry, for traces of several regions: one for each la
 class Entry:
     """One cache entry of Thunder's, and the short ways that it has."""
 
-    def __init__(self, module: ThunderModule, compiled: Compiled) -> None:
+    def __init__(self, module: ThunderModule, compiled: Compiled, homes: Homes) -> None:
         self.compiled = compiled
         self._stats = module._lc_cs
-        self._guard = PrologueGuard(module, compiled.entry.prologue_traces[-1], compiled.forward.inputs)
+        self._guard = PrologueGuard(module, compiled.entry.prologue_traces[-1], compiled.forward.inputs, homes)
         self._replays: list[tuple[Recording, Call]] = []  # of inference
         self._straight: list[tuple[Recording, Training]] = []
         self._through: list[ThroughTrace] = []
@@ -74,7 +74,8 @@ class Entry:
         self._straight = [known for known in self._straight if not known[0].dropped]
         known = [recording for recording, _ in (*self._replays, *self._straight)]
         new = [r for r in recordings if all(r is not recording for recording in known)]
-        if not recordings or (values := self._guard.values(args, kwargs)) is None:
+        values = self._guard.values(args, kwargs)  # the first time takes long, so not only once there is a recording
+        if not recordings or values is None:
             return
         try:
             for recording in new if self._is_straight else ():
@@ -100,6 +101,7 @@ class Dispatch:
     def __init__(self, module: ThunderModule) -> None:
         self._module = module
         self._thunders = module._forward_fn
+        self._homes = Homes(module)
         self._entries: list[Entry] = []
         self._calls: list[Call] = []  # of all entries
         self._unsuited: list[CacheEntry] = []
@@ -139,7 +141,7 @@ class Dispatch:
             if entry is None:
                 if forward is None or not forward.regions:
                     return
-                entry = Entry(self._module, self._compiled(used, forward))
+                entry = Entry(self._module, self._compiled(used, forward), self._homes)
                 cache = stats.interpreter_cache  # the newest is tried first, as Thunder does it
                 self._entries = [e for c in reversed(cache) for e in (*self._entries, entry) if e.compiled.entry is c]
             entry.learn(args, kwargs)

@@ -1,7 +1,8 @@
 """The checks of a Thunder prologue, made once over and cheaper: what may a call's arguments and surroundings be?
 
 Note [Cheaper, not fewer]
-    - Parameters and buffers are looked up all at once; what they are is checked in C++ with a recording's guard.
+    - Parameters and buffers are looked up again only when the module's dictionaries have changed since they were; what
+      they are is checked in C++ with a recording's guard.
     - Attributes of modules are checked again only when the module, or its class, has changed since they were.
     - Thunder's cache info (grad mode, autocast, default dtype and device, aliases of arguments) is compared directly.
     - Every other check is made as Thunder makes it.
@@ -169,6 +170,41 @@ class _Attributes:
         return True
 
 
+class Homes(dict[int, list[torch.Tensor]]):
+    """A compiled module's parameters and buffers, looked up again only when its dictionaries have changed.
+
+    By the key that `add` gave: the tensors of those names, in their order. Only if it is `unchanged`: after a change it
+    has to be `renewed` first. All guards of a module share one, so that none keeps tensors that the module has not.
+    """
+
+    def __init__(self, module: ThunderModule) -> None:
+        super().__init__()
+        self._module = module
+        self._getters: list[tuple[Callable[[Any], Sequence[Any]], Callable[[Any], Sequence[Any]]]] = []
+        self.unchanged: Callable[[], bool] = _never
+        self._changes = 0
+
+    def add(self, parameters: Sequence[str], buffers: Sequence[str]) -> int:
+        """The key of these."""
+        self._getters.append((_getter(parameters), _getter(buffers)))
+        return len(self._getters) - 1
+
+    def renewed(self) -> Homes:
+        """Itself, with nothing kept from before."""
+        module = self._module
+        self._changes += 1
+        self.clear()
+        watched = [module, module._overrides_parameters, module._overrides_buffers]
+        self.unchanged = _unchanged(watched) if self._changes <= _MAX_CHANGES else _never
+        return self
+
+    def __missing__(self, key: int) -> list[torch.Tensor]:
+        parameters, buffers = self._getters[key]
+        module = self._module
+        self[key] = [*parameters(module._overrides_parameters), *buffers(module._overrides_buffers)]
+        return self[key]
+
+
 class PrologueGuard:
     """All checks of one prologue but those of tensors' metadata, and the look-up of what it returns.
 
@@ -176,12 +212,13 @@ class PrologueGuard:
         module: whose calls it guards.
         prologue: its last trace.
         order: names of tensors, in the order that the caller would like best.
+        homes: the module's.
 
     Raises:
         Unsuited: it cannot be guarded this way.
     """
 
-    def __init__(self, module: ThunderModule, prologue: TraceCtx, order: Sequence[str]) -> None:
+    def __init__(self, module: ThunderModule, prologue: TraceCtx, order: Sequence[str], homes: Homes) -> None:
         reader = _Reader(module, prologue)
         self.metadata = reader.metadata
         inputs, passed_on = prologue.bound_symbols[-1].args[0]
@@ -203,8 +240,9 @@ class PrologueGuard:
         self._sharing = partial(_shares, shared) if shared else _nothing_is_shared
         self._arity = reader.arity()
         self._plain_arguments = reader.plain_arguments(arguments)
-        self._parameters = _getter([reader.sources[name] for name in parameters])
-        self._buffers = _getter([reader.sources[name] for name in buffers])
+        self._homes = homes
+        self._key = homes.add(*([reader.sources[name] for name in names] for names in (parameters, buffers)))
+        self._has_tensors = bool(parameters or buffers)
         self._others = [reader.sources[name] for name in others]
         self._buffer_names = frozenset(reader.sources[name] for name in others if reader.is_buffer[name])
         self._module = module
@@ -223,10 +261,10 @@ class PrologueGuard:
     def _look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Makes the remaining checks, which raise, and gets the values."""
         module = self._module
+        homes = self._homes
         found = [
             *self._arguments(*args, **kwargs),
-            *self._parameters(module._overrides_parameters),
-            *self._buffers(module._overrides_buffers),
+            *(homes if homes.unchanged() else homes.renewed())[self._key],
         ]
         for name in self._others:
             found.append(module.get_buffer(name) if name in self._buffer_names else module.get_parameter(name))
@@ -251,10 +289,9 @@ class PrologueGuard:
         if self._plain_arguments is None or self._others:
             return f"{code.name(self._look_up, 'look_up')}(args, kwargs)"
         parts = [*self._plain_arguments]
-        module = code.name(self._module, "module")
-        for getter, home in ((self._parameters, "_overrides_parameters"), (self._buffers, "_overrides_buffers")):
-            if getter is not _nothing:
-                parts.append(f"*{code.name(getter, 'get')}({module}.{home})")
+        if self._has_tensors:
+            homes = code.name(self._homes, "homes")
+            parts.append(f"*({homes} if {homes}.unchanged() else {homes}.renewed())[{code.name(self._key, 'key')}]")
         return f"[{', '.join(parts)}]"
 
     def are_all(self, names: Sequence[str]) -> bool:

@@ -39,7 +39,7 @@ def inference(
     trace = entry.computation_traces[-1]
     region = Region(program, recording)
     others = Tensors(guard, [name for name in guard.metadata if name not in region.inputs], values)
-    result = Result(entry, guard, trace.bound_symbols[-1].args[0], made_by_region(trace))
+    result = Result(compiled, guard, trace.bound_symbols[-1].args[0], made_by_region(trace))
 
     code = Code()
     refuse = f"return {code.name(REFUSED, 'refused')}"
