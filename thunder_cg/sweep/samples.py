@@ -178,7 +178,7 @@ def table() -> tuple[Any, ...]:
         sys.modules["expecttest"] = stand_in
     from torch.testing._internal import common_methods_invocations as source
 
-    torch.backends.__allow_nonbracketed_mutation_flag = may_set_flags  # type: ignore[attr-defined]
+    torch.backends.__allow_nonbracketed_mutation_flag = may_set_flags
     source.wrapper_set_seed = _unseeded  # type: ignore[attr-defined]
     return tuple(source.op_db)
 
