@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from thunder_cg.errors import ReplayRefused
+from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph, Pool, copy_all
 from thunder_cg.runtime.copies import span
@@ -61,8 +61,8 @@ def settings() -> tuple[Any, ...]:
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Where the tensor's storage begins; 0 if it has no memory."""
-    return 0 if tensor is None else tensor.untyped_storage().data_ptr()
+    """Where the tensor's storage begins; 0 if it has no memory, as the derivative of `torch.sgn` has none."""
+    return 0 if tensor is None or tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
 
 
 def layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
@@ -278,6 +278,8 @@ def place(pool: Pool, args: Sequence[Any], static: frozenset[int], captured: lis
     loads = []
     for i, arg in enumerate(args):
         if i not in static and arg is not None:
+            if arg._is_zerotensor():  # products with other zeros may differ in sign
+                raise CaptureRefused(f"argument {i} is a tensor of zeros without memory")
             captured[i] = static_buffer(pool, arg)
             loads.append(Load(i, pool.alias(captured[i]), overlaps_itself(arg)))
     return loads
@@ -319,8 +321,9 @@ class Outputs:
         self._makers: list[tuple[int, Output]] = []
         groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for i, tensor in enumerate(produced):
-            if not isinstance(tensor, torch.Tensor) or tensor.device != device:
-                # None, or the seed of an attention without dropout, which lives on the host: no replay changes these.
+            if not isinstance(tensor, torch.Tensor) or tensor.device != device or tensor._is_zerotensor():
+                # None, zeros without memory, or the seed of an attention without dropout, which lives on the host: no
+                # replay changes these.
                 self._constants[i] = tensor
                 self._makers.append((i, _constant(tensor)))
             elif (source := by_address.get(address(tensor))) is not None:
