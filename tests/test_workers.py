@@ -26,7 +26,7 @@ def misbehave(task: str, parent: Parent) -> None:
 
 def test_what_goes_wrong_costs_its_task() -> None:
     workers = Workers(
-        misbehave, ["fine", "crashes", "raises"], 1, seconds=4, reused=True, environment={"SAID_TO_WORKERS": "a word"}
+        misbehave, ["fine", "crashes", "raises"], 1, seconds=4, each=2, environment={"SAID_TO_WORKERS": "a word"}
     )
     found = {}
     for answer in workers.answers():

@@ -70,6 +70,7 @@ class _Worker(Generic[T]):
     """What it, and what it started, print."""
     answer: Answer[T] | None = None
     doing: str = ""
+    begun: int = 0
     deadline: float = field(default_factory=lambda: time.monotonic() + STARTUP)
     ready: bool = False
     waits: bool = False
@@ -99,7 +100,7 @@ class Workers(Generic[T]):
         jobs: tasks at work at once.
         seconds: for a task, and again for what follows its turn; past them its process is hung.
         held: processes at once, those that wait for their turn included; 0 for as many as `jobs`.
-        reused: whether a process gets task after task, or each its own.
+        each: how many tasks a process gets, one after the other, before it is replaced.
         environment: variables for the processes.
         heard: told what a task says.
     """
@@ -111,7 +112,7 @@ class Workers(Generic[T]):
         jobs: int,
         seconds: float,
         held: int = 0,
-        reused: bool = False,
+        each: int = 1,
         environment: Mapping[str, str] | None = None,
         heard: Callable[[T, str, int], None] = lambda task, doing, ticks: None,
     ) -> None:
@@ -120,7 +121,7 @@ class Workers(Generic[T]):
         self._jobs = jobs
         self._seconds = seconds
         self._held = held or jobs
-        self._reused = reused
+        self._each = each
         self._environment = environment or {}
         self._heard = heard
         self._workers: list[_Worker[T]] = []
@@ -165,6 +166,7 @@ class Workers(Generic[T]):
                     return
                 worker = self._start()
             worker.answer, worker.doing = Answer(self._tasks.popleft()), ""
+            worker.begun += 1
             worker.words.truncate(0)
             if worker.ready:
                 worker.deadline = time.monotonic() + self._seconds
@@ -226,7 +228,7 @@ class Workers(Generic[T]):
     def _ended(self, worker: _Worker[T], failure: str = "") -> Answer[T]:
         answer, worker.answer = worker.answer, None
         assert answer is not None
-        if failure or not self._reused:
+        if failure or worker.begun == self._each:
             self._workers.remove(worker)
             worker.end()
         return replace(answer, failure=failure, final=True)

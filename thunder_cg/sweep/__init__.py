@@ -27,6 +27,7 @@ from thunder_cg.workers import Parent, Workers
 
 TOGETHER = 24  # samples of a task
 SECONDS = 240.0  # for a task; past it the worker is hung
+EACH = 100  # tasks of a worker: what Thunder compiled is never all given up, and collecting garbage gets slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def _measured(settings: Settings, chosen: dict[str, Case], before: Sequence[Reco
     tasks += [task for record in before if record.task in first for task in _rest(record, last) if task not in done]
     if not tasks:
         return
-    workers = Workers(partial(_work, settings.device.type), tasks, settings.jobs, SECONDS, reused=True)
+    workers = Workers(partial(_work, settings.device.type), tasks, settings.jobs, SECONDS, each=EACH)
     progress = Progress(len(tasks))
     for answer in workers.answers():
         record = answer.result or Record(answer.task)
