@@ -798,6 +798,12 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         "torch.nn.functional.embedding",
         "renormalize the weight outside of the compiled function",
     )
+    nan = Rule(
+        Reason.HOST_SYNC,
+        "on a CPU its derivative asks whether the result is a NaN",
+        f"{MEASURED}; torch/csrc/autograd/FunctionsManual.cpp, evenly_distribute_backward",
+        "take amin or amax, or sort",
+    )
     read, store = (
         {"bool_index": mask, "host_index": numbers},
         {
@@ -816,6 +822,9 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         *(("torch", n) for n in _with_vjp(("embedding", "embedding_bag"))),
     )
     rows |= {key: {"renorm": renorm} for key in embeddings}
+    # Under a dispatch mode, and so on the tape, PyTorch takes the formula of a GPU: it asks nobody, and the zeros that
+    # it makes may have another sign.
+    rows |= {("torch", name): {"on_cpu": nan} for name in _names("median_vjp min_vjp nanmedian_vjp")}
     return rows
 
 
