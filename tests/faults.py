@@ -11,7 +11,8 @@ import torch
 
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime import copies
-from thunder_cg.runtime.region import Program, RuntimeRegion
+from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.region import RuntimeRegion
 
 Fault = Callable[[torch.device], None]
 

@@ -35,7 +35,7 @@ from thunder_cg import CaptureError, explain
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime import copies, cuda, tape
 from thunder_cg.runtime.recording import Outputs, RegionGraph
-from thunder_cg.runtime.region import Program
+from thunder_cg.runtime.region import RuntimeRegion
 
 
 class Net(nn.Module):
@@ -294,7 +294,7 @@ def steps(backend: str, fail: Callable[..., Switch]) -> dict[str, Switch]:
         "capture": fail(pool, "capture"),
         "graph": fail(graph, "__init__"),
         "alias": fail(pool, "alias"),
-        "guard": fail(Program, "_late_guard"),
+        "guard": fail(RuntimeRegion, "_late_guard"),
         "results": fail(Outputs, "allocate"),
     }
     if backend == "cuda":

@@ -74,7 +74,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import CaptureError, explain
-from thunder_cg.runtime.region import Program
+from thunder_cg.runtime.region import RuntimeRegion
 
 CALLS = 5
 
@@ -779,17 +779,17 @@ def test_strict_training(twins, device):
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_interrupted_capture(twins, device, monkeypatch, kind):
-    record = Program._record
+    record = RuntimeRegion._record
     pending = [kind]
 
-    def interrupted(self, call, index, args):
-        results = record(self, call, index, args)
-        if self.kind in pending:
+    def interrupted(self, call, args):
+        results = record(self, call, args)
+        if self.program.kind in pending:
             pending.clear()
             raise KeyboardInterrupt
         return results
 
-    monkeypatch.setattr(Program, "_record", interrupted)
+    monkeypatch.setattr(RuntimeRegion, "_record", interrupted)
     plain, graphed = twins(MLP())
     for _ in range(CALLS + 2):
         x = torch.randn(4, 8, device=device)

@@ -42,7 +42,7 @@ LAYERS = (
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.
 KNOW_THUNDER = {
     "analysis/ops.py",
-    "runtime/region.py",
+    "runtime/functions.py",
     "shortcut/calls.py",
     "shortcut/dispatch.py",
     "shortcut/guards.py",

@@ -30,7 +30,9 @@ from thunder_cg.options import Options
 from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import resolve
-from thunder_cg.runtime.region import Program, RuntimeRegion, keep, region_function, watched_function
+from thunder_cg.runtime.functions import region_function, watched_function
+from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.region import RuntimeRegion, keep
 from thunder_cg.shortcut.dispatch import install
 
 
@@ -95,7 +97,9 @@ class CudagraphTransform(Transform):
         start = time.perf_counter_ns()
         forward = self._forward_of(computation_trace)
         ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
-        plan = partition(ops, classify(ops, self._rules, self._backend.device_type))
+        plan = partition(
+            ops, classify(ops, self._rules, self._backend.device_type, sets_numbers=self._backend.sets_numbers)
+        )
         trace, program = _Emission(self, computation_trace, ops, plan, forward).emit()
         if TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
@@ -168,10 +172,10 @@ class _Emission:
             name = f"CUDAGraph{next(transform._numbers)}"
             made = RuntimeRegion(name, region, boundary, function=lambda: ())
             symbols = [self._ops.ops[i].symbol for i in region.ops]
-            inputs = [self._proxies[n] for n in boundary.inputs]
+            inputs = [self._proxies[n] for n in (*boundary.inputs, *boundary.numbers)]
             results = [self._proxies[slot.name] for slot in made.slots]
             made.function = region_function(name, symbols, inputs, results, transform._backend)
-            if transform.options.verify is not None:
+            if made.is_always_verified or transform.options.verify is not None:
                 made.watched = watched_function(name, symbols, inputs, made.device, transform._backend)
             for exit in boundary.exits:
                 if exit.inside and exit.leaves:
@@ -233,8 +237,8 @@ class _Emission:
         region = program.regions[index]
         return executor.bind(
             region.name,
-            program.region_caller(index),
-            [call, *(self._proxies[n] for n in region.boundary.inputs)],
+            region.run,
+            [call, *(self._proxies[n] for n in (*region.boundary.inputs, *region.boundary.numbers))],
             [
                 self._copies.get(s.name, self._proxies[s.name]) if s.leaves else self._proxies[s.name]
                 for s in region.slots

@@ -23,7 +23,7 @@ from thunder_cg import CaptureError, DisagreementWarning, explain
 from thunder_cg.analysis import rules
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime import verify as verification
-from thunder_cg.runtime.region import Program
+from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.verify import _fingerprint, _is_tolerable, _same
 
 HERE = "test_verify.py"

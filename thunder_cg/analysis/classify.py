@@ -70,15 +70,16 @@ class UserRules:
         return next((name for name in _names(op) if name in self.deny), None) if self.deny else None
 
 
-def classify(ops: Ops, user: UserRules, device_type: str) -> tuple[Verdict, ...]:
+def classify(ops: Ops, user: UserRules, device_type: str, *, sets_numbers: bool = False) -> tuple[Verdict, ...]:
     """One verdict per op, in the same order.
 
     Args:
         ops: A trace.
         user: The user's rows.
         device_type: ``"cuda"`` or ``"cpu"``: what the backend captures.
+        sets_numbers: whether the backend can give the kernels of a graph new numbers.
     """
-    judge = _Judge(ops.values, user, device_type)
+    judge = _Judge(ops.values, user, device_type, sets_numbers)
     return tuple(judge.verdict(op) for op in ops.ops)
 
 
@@ -87,6 +88,7 @@ class _Judge:
     values: Mapping[str, Value]
     user: UserRules
     device_type: str
+    sets_numbers: bool
 
     def verdict(self, op: Op) -> Verdict:
         if op.structure:
@@ -108,7 +110,10 @@ class _Judge:
         if self.user.allows(op):
             return Verdict(True, Reason.USER_ALLOW, "named in allow=", "", device)
         if op.is_fusion:
-            return Verdict(True, Reason.FUSION, f"all {len(op.subs)} operators inside are allowed", "", device)
+            detail = f"all {len(op.subs)} operators inside are allowed"
+            if numbers := self.kernel_numbers(op):
+                detail += f"; {_listed(sorted(numbers))} are set before each launch"
+            return Verdict(True, Reason.FUSION, detail, "", device)
         row = rules.ALLOW.get(rules.find(op.executor, op.id))
         return Verdict(True, Reason.ALLOWED, row.detail if row else "all operators inside are allowed", "", device)
 
@@ -143,7 +148,8 @@ class _Judge:
 
     def takes_known(self, op: Op) -> Rule | None:
         """Is everything that a graph would bake in the same at every call?"""
-        numbers = [name for name in op.inputs if self.values[name].kind == "number"]
+        settable = self.kernel_numbers(op)
+        numbers = [name for name in op.inputs if self.values[name].kind == "number" and name not in settable]
         if numbers:
             detail = f"it takes {_listed(numbers)}, which a graph would keep as it was when captured"
             return Rule(
@@ -172,7 +178,8 @@ class _Judge:
             return _unknown(op, f"{op.executor or 'an unknown executor'} is not a fusion executor that the rules know")
         allowed = key in rules.ALLOW
         for sub in op.subs:
-            inner = None if self.is_constant(sub) else self.objection(sub)
+            constant = self.is_constant(sub) or (op.is_fusion and self.is_given_numbers(op, sub))
+            inner = None if constant else self.objection(sub)
             # What an allowed symbol is made of documents it; an unknown name in there proves nothing.
             if inner is not None and not (allowed and inner.reason is Reason.UNKNOWN):
                 return Rule(
@@ -190,10 +197,30 @@ class _Judge:
         return (
             denied is not None
             and denied.reason is Reason.RUNTIME_NUMBER
+            and not any(self.values[name].kind == "tensor" for name in op.outputs)
             and not any(
                 self.values[name].kind == "number" or self.values[name].symbolic for name in (*op.inputs, *op.outputs)
             )
         )
+
+    def kernel_numbers(self, op: Op) -> set[str]:
+        """Numbers that a fusion takes and only hands to its kernels, as `rules.KERNEL_NUMBERS` says."""
+        if not (self.sets_numbers and op.is_fusion):
+            return set()
+        numbers = {name for name in op.inputs if self.values[name].kind == "number"}
+        for sub in op.subs:
+            keys = rules.KERNEL_NUMBERS.get((op.executor, sub.id or ""), frozenset())
+            elsewhere = [
+                name for name in sub.inputs if name not in {given for key, given in sub.keywords if key in keys}
+            ]
+            numbers -= {*elsewhere, *sub.outputs}
+        return numbers
+
+    def is_given_numbers(self, fusion: Op, sub: Op) -> bool:
+        """Is what the rules have against the operator no more than numbers, which its kernels are given?"""
+        keys = rules.KERNEL_NUMBERS.get((fusion.executor, sub.id or ""))
+        given = {name for key, name in sub.keywords if keys is not None and key in keys}
+        return bool(given) and given <= self.kernel_numbers(fusion)
 
     def returns_known(self, op: Op) -> Rule | None:
         numbers = [name for name in op.outputs if self.values[name].kind == "number"]

@@ -95,6 +95,8 @@ class Op:
     """Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence."""
     traits: frozenset[str] = frozenset()
     """What the literal arguments say that the id does not; see `_traits`."""
+    keywords: tuple[tuple[str, str], ...] = ()
+    """Keyword arguments that are proxies, and the names of those."""
     symbol: Any = field(default=None, compare=False, repr=False)
     """The bound symbol itself, for the transform."""
 
@@ -201,6 +203,7 @@ class _Reader:
             line=_line(bound),
             tags=frozenset(tag.name for tag in symbol.tags or ()),
             traits=frozenset(_traits(bound, id_)),
+            keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, Proxy)),
             symbol=bound,
         )
 

@@ -596,7 +596,16 @@ _PRIM_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
             "thunder/core/prims.py",
             "draw with the default generator, as dropout and rand do",
         ),
-        _names("GET_AND_UPDATE_RNG_STATE UNIFORM_PHILOX"),
+        _names("GET_AND_UPDATE_RNG_STATE"),
+    ),
+    (
+        Rule(
+            Reason.RUNTIME_NUMBER,
+            "it draws by a seed and an offset that are numbers on the host",
+            "thunder/core/prims.py",
+            "draw with the default generator, as dropout and rand do",
+        ),
+        _names("UNIFORM_PHILOX"),
     ),
     (
         Rule(
@@ -833,6 +842,12 @@ DENY_IF: Mapping[Key, Mapping[str, Rule]] = MappingProxyType(_conditional())
 
 FUSION_EXECUTORS = frozenset({"nvfuser", "torchcompile", "torchcompile_cat", "torchcompile_xentropy"})
 """Fusions of these are as safe as the worst operator inside of them."""
+
+KERNEL_NUMBERS: Mapping[Key, frozenset[str]] = MappingProxyType(
+    {("nvfuser", "UNIFORM_PHILOX"): frozenset({"seed", "offset"})}
+)
+"""Of prims inside of a fusion of an executor, the keywords whose numbers are arguments of the fusion's kernels, so that
+a graph can be given new ones before each launch. Every recording that makes use of it is verified before it counts."""
 
 PURE_EXECUTORS = frozenset({"custom_op"})
 """Operators of these neither write an input nor return a view of one: ``torch.library.custom_op`` checks that, and

@@ -18,7 +18,7 @@ import torch
 
 from thunder_cg.analysis.ops import Op
 from thunder_cg.errors import NotCompiledError
-from thunder_cg.runtime.region import Program
+from thunder_cg.runtime.program import Program
 
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
 

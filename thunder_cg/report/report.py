@@ -13,7 +13,8 @@ from typing import Any, Literal
 from thunder_cg.analysis.partition import Eager, Plan
 from thunder_cg.report import html, text
 from thunder_cg.report.programs import Located, Outside, locate, source
-from thunder_cg.runtime.region import Program, RuntimeRegion
+from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.region import RuntimeRegion
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,16 @@
-"""What a backend has to offer: pools that can warm up, capture and poison, and graphs that can be replayed."""
+"""What a backend has to offer: pools that can warm up, capture and poison, and graphs that can be replayed.
+
+Note [Numbers of a graph]
+    A graph bakes in the numbers that its kernels get. A few are new in each call and yet fit for a graph: arguments
+    that a kernel gets as they are, such as the seed and the offset of nvFuser's random draws. The function is captured
+    with a mark in the place of each, a number that occurs nowhere else; where a mark is found among the kernels'
+    arguments, each launch puts the call's number. A mark that is not found breaks the capture. That none was used in
+    another way, say doubled on the host, is seen when the new graph is replayed beside an eager run.
+"""
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -22,10 +31,20 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
             torch._foreach_copy_(list(targets), list(sources))
 
 
+def marks(count: int) -> list[int]:
+    """Numbers that stand for others in a capture; see Note [Numbers of a graph]."""
+    return [secrets.randbits(61) | 1 << 61 for _ in range(count)]
+
+
 class Graph(Protocol):
     """A recorded sequence of work."""
 
-    def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
+    def replay(
+        self,
+        sources: Sequence[torch.Tensor] = (),
+        targets: Sequence[torch.Tensor] = (),
+        numbers: Sequence[int] = (),
+    ) -> None:
         """Runs the work again, on the caller's current stream, reading and writing the recorded addresses.
 
         Raises `ReplayRefused` if nothing ran but copies in.
@@ -33,13 +52,17 @@ class Graph(Protocol):
         Args:
             sources: are copied to the capture's ``buffers`` first.
             targets: get the tensors that the capture found to be ``leaving``. Both are laid out as those.
+            numbers: in the place of the capture's ``marks``.
         """
 
     def conditions(self, code: Code) -> list[str]:
         """What has to hold where `write_replay` writes, as expressions."""
 
     def write_replay(self, code: Code, sources: Sequence[str], targets: Sequence[str], depth: int) -> None:
-        """Writes what `replay` does with the tensors that these expressions stand for, after a first replay."""
+        """Writes what `replay` does with the tensors that these expressions stand for, after a first replay.
+
+        Not for a graph with numbers.
+        """
 
 
 class Pool(Protocol):
@@ -63,10 +86,12 @@ class Pool(Protocol):
         args: Sequence[Any],
         buffers: Sequence[torch.Tensor] = (),
         leaving: Leaving = lambda outputs: (),
+        marks: Sequence[int] = (),
     ) -> tuple[Graph, Sequence[Any]]:
         """Records ``fn`` without executing it. Returns the graph and the tensors that its replays write.
 
-        ``leaving`` says of the outputs what a replay copies out. Whatever ``fn`` raises passes through, with the
+        ``leaving`` says of the outputs what a replay copies out, ``marks`` which numbers among the arguments stand for
+        those that replays get. Whatever ``fn`` raises passes through, with the
         process left as if nothing had been tried.
         """
 
@@ -88,6 +113,7 @@ class Backend(Protocol):
 
     name: str
     device_type: str
+    sets_numbers: bool  # see Note [Numbers of a graph]
     poisons: bool  # whether to fill an arena with NaN at its release even without debug=True
 
     def pool(self, device: torch.device) -> Pool:

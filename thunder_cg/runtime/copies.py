@@ -123,7 +123,7 @@ def launch(executable: Any, index: int) -> None:
     """Launches on the current stream of device ``index``."""
     (error,) = driver.cuGraphLaunch(executable, torch._C._cuda_getCurrentRawStream(index))
     if error:
-        _refused("to launch a graph", error)
+        refused("to launch a graph", error)
 
 
 def write_launch(code: Code, executable: Any, index: int, depth: int) -> None:
@@ -133,10 +133,11 @@ def write_launch(code: Code, executable: Any, index: int, depth: int) -> None:
         f"(error,) = {code.name(driver.cuGraphLaunch, 'launch')}({code.name(executable, 'graph')}, {stream})", depth
     )
     code.add("if error:", depth)
-    code.add(f"{code.name(_refused, 'driver_refused')}('to launch a graph', error)", depth + 1)
+    code.add(f"{code.name(refused, 'driver_refused')}('to launch a graph', error)", depth + 1)
 
 
-def _refused(what: str, error: Any) -> None:
+def refused(what: str, error: Any) -> None:
+    """Raises what a replay raises that the driver did not take."""
     raise ReplayRefused(f"the CUDA driver refused {what}: {error!r}")
 
 
@@ -187,7 +188,7 @@ class _Node:
             self._words[self._varying] = array("Q", addresses)
         (error,) = driver.cuGraphExecKernelNodeSetParams(self._executable, self._node, self._parameters)
         if error:
-            _refused("new addresses for the copies of a graph", error)
+            refused("new addresses for the copies of a graph", error)
 
     def write_point(self, code: Code, tensor: str, depth: int) -> None:
         """Writes what `point` does for one tensor."""
@@ -200,7 +201,7 @@ class _Node:
         set_parameters = code.name(driver.cuGraphExecKernelNodeSetParams, "set_parameters")
         code.add(f"(error,) = {set_parameters}({', '.join(arguments)})", depth)
         code.add("if error:", depth)
-        code.add(f"{code.name(_refused, 'driver_refused')}('new addresses for a copy', error)", depth + 1)
+        code.add(f"{code.name(refused, 'driver_refused')}('new addresses for a copy', error)", depth + 1)
 
 
 class Copies:

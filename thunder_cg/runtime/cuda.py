@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 
 from thunder_cg.errors import BackendError, ReplayRefused
-from thunder_cg.runtime import copies
+from thunder_cg.runtime import copies, numbers
 from thunder_cg.runtime.backend import Function, Leaving, copy_all
 from thunder_cg.runtime.code import Code
 
@@ -132,6 +132,7 @@ class CudaBackend:
     name = "cuda"
     device_type = "cuda"
     poisons = False
+    sets_numbers = numbers.available
 
     def __init__(self) -> None:
         if torch.version.cuda is None:
@@ -164,6 +165,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph(keep_graph=self._nodes)
         self._in = self._nodes_for(buffers, into=True)
         self._out: copies.Copies | None = None
+        self._numbers: numbers.Numbers | None = None
         self._launch: Callable[[], Any] = self._first_launch
         self._executable: Any = None  # what the driver can launch alone
 
@@ -193,26 +195,38 @@ class CudaGraph:
         """Ends the capture, whatever came of it."""
         self._graph.capture_end()
 
+    def mark(self, marks: Sequence[int]) -> None:
+        """Finds the kernels that take these numbers."""
+        if marks:
+            self._numbers = numbers.Numbers(self._graph, marks)
+
     def instantiate(self) -> None:
         """Makes the captured graph ready to be launched."""
         if self._nodes:
             self._graph.instantiate()
             executable = copies.executable(self._graph)
-            for part in (self._in, self._out):
+            for part in (self._in, self._out, self._numbers):
                 if part is not None:
                     part.bind(executable)
 
-    def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
+    def replay(
+        self,
+        sources: Sequence[torch.Tensor] = (),
+        targets: Sequence[torch.Tensor] = (),
+        numbers: Sequence[int] = (),
+    ) -> None:
         """See :class:`thunder_cg.runtime.backend.Graph`."""
         if self._nodes and (copies.thread.index != self._index or copies.get_device() != self._index):
             with torch.cuda.device(self._index):
                 copies.enter(self._index, self._context)
-                self._replay(sources, targets)
+                self._replay(sources, targets, numbers)
         else:
-            self._replay(sources, targets)
+            self._replay(sources, targets, numbers)
 
-    def _replay(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def _replay(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         try:
+            if self._numbers is not None:
+                self._numbers.set(numbers)
             if self._in is not None:
                 self._in.point(sources)
             elif sources:
@@ -343,6 +357,7 @@ class CudaPool:
         args: Sequence[Any],
         buffers: Sequence[torch.Tensor] = (),
         leaving: Leaving = lambda outputs: (),
+        marks: Sequence[int] = (),
     ) -> tuple[CudaGraph, Sequence[Any]]:
         with _one_capture, _no_garbage_collection(), self._on_side_stream():
             graph = CudaGraph(self._index, buffers)
@@ -357,6 +372,7 @@ class CudaPool:
                         graph.end()
                     raise
                 graph.end()
+                graph.mark(marks)
                 graph.instantiate()
             except BaseException as error:
                 self._mend()

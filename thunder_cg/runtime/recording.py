@@ -478,6 +478,7 @@ class RegionGraph:
         "guard",
         "guarded",
         "nbytes_in",
+        "numbers",
         "outputs",
         "targets",
         "touched",
@@ -488,6 +489,7 @@ class RegionGraph:
     fixed: list[Any]  # per result: the address that it stays at, or None
     guard: Guard | None  # for the arguments that were not there when the call began
     guarded: tuple[int, ...]
+    numbers: slice  # of the arguments: those after the tensors, see Note [Numbers of a graph]
     check: Any  # what verifies it later, or None
 
     # Arguments whose version advances: not all that may be written are, nor do all operators say so.
@@ -497,6 +499,7 @@ class RegionGraph:
         self._loads = tuple(loads)
         self._stores = tuple(load for load in loads if load.arg in written)
         self.touched = frozenset()
+        self.numbers = slice(0, 0)
         self.targets = [load.target for load in loads]
         self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
 
@@ -530,7 +533,7 @@ class RegionGraph:
             sources = [load.source(args) for load in self._loads]
         except Exception as error:
             raise ReplayRefused(error) from error
-        self.graph.replay(sources, targets)
+        self.graph.replay(sources, targets, args[self.numbers])
         if self._stores or not self.outputs.is_plain:
             with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
                 for store in self._stores:

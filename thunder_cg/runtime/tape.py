@@ -49,6 +49,7 @@ class TapeBackend:
 
     name = "tape"
     device_type = "cpu"
+    sets_numbers = True
     poisons = True
 
     def pool(self, device: torch.device) -> TapePool:
@@ -164,20 +165,38 @@ class TapeGraph:
     """The recorded calls."""
 
     def __init__(
-        self, steps: Sequence[_Step], buffers: Sequence[torch.Tensor], leaving: Sequence[torch.Tensor]
+        self,
+        steps: Sequence[_Step],
+        buffers: Sequence[torch.Tensor],
+        leaving: Sequence[torch.Tensor],
+        marks: Sequence[int],
     ) -> None:
         self._steps = steps
         self._buffers = buffers
         self._leaving = leaving
+        self._marks = marks
+        numbers = [{leaf for leaf in tree_leaves((step.args, step.kwargs)) if type(leaf) is int} for step in steps]
+        self._marked = [not found.isdisjoint(marks) for found in numbers]
+        if missing := set(marks).difference(*numbers):
+            raise CaptureRefused(f"{len(missing)} of {len(marks)} numbers of the call reach no kernel as they are")
 
-    def replay(self, sources: Sequence[torch.Tensor] = (), targets: Sequence[torch.Tensor] = ()) -> None:
+    def replay(
+        self,
+        sources: Sequence[torch.Tensor] = (),
+        targets: Sequence[torch.Tensor] = (),
+        numbers: Sequence[int] = (),
+    ) -> None:
+        given = dict(zip(self._marks, numbers))
         with torch.no_grad(), _disable_current_modes():
             try:
                 copy_all(self._buffers, sources)
             except Exception as error:
                 raise ReplayRefused(error) from error
-            for step in self._steps:
-                output = step.fn(*step.args, **step.kwargs)
+            for step, is_marked in zip(self._steps, self._marked):
+                args, kwargs = step.args, step.kwargs
+                if is_marked:
+                    args, kwargs = tree_map_only(int, lambda number: given.get(number, number), (args, kwargs))
+                output = step.fn(*args, **kwargs)
                 if step.results:
                     leaves = tree_leaves(output)
                     for leaf, tensor in step.results:
@@ -218,6 +237,7 @@ class TapePool:
         args: Sequence[Any],
         buffers: Sequence[torch.Tensor] = (),
         leaving: Leaving = lambda outputs: (),
+        marks: Sequence[int] = (),
     ) -> tuple[TapeGraph, Sequence[Any]]:
         tape = _Tape(self._device)
         generator = torch.get_rng_state()
@@ -230,7 +250,7 @@ class TapePool:
             tape.undo()
             torch.set_rng_state(generator)
         self._tensors.extend(weakref.ref(tensor) for step in tape.steps for _, tensor in step.results)
-        return TapeGraph(tape.steps, buffers, leaving(outputs)), outputs
+        return TapeGraph(tape.steps, buffers, leaving(outputs), marks), outputs
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the CPU nothing hands memory out twice, so what stands for it may own it."""

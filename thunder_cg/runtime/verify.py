@@ -30,7 +30,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg.analysis.ops import Op, Ops
-from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all
+from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, marks
 from thunder_cg.runtime.copies import span
 from thunder_cg.runtime.recording import Load, RegionGraph, address, overlaps_itself, place
 
@@ -114,15 +114,17 @@ class _Prints:
     @classmethod
     def record(cls, region: RuntimeRegion, pool: Pool, args: Sequence[Any], static: frozenset[int]) -> _Prints:
         assert region.watched is not None
-        captured = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        captured: list[Any] = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
         loads = place(pool, args, static, captured)
         targets = [load.target for load in loads]
         copy_all(targets, [load.source(args) for load in loads])
-        graph, taken = pool.capture(region.watched, [captured], targets)
+        numbers = marks(len(region.boundary.numbers))
+        captured += numbers
+        graph, taken = pool.capture(region.watched, [captured], targets, marks=numbers)
         return cls(graph, tuple(loads), tuple(map(pool.alias, taken)))
 
-    def take(self, args: Sequence[Any]) -> list[list[int]]:
-        self.graph.replay([load.source(args) for load in self.loads])
+    def take(self, args: Sequence[Any], numbers: Sequence[int]) -> list[list[int]]:
+        self.graph.replay([load.source(args) for load in self.loads], numbers=numbers)
         return [taken.tolist() for taken in self.taken]
 
 
@@ -231,7 +233,7 @@ class _Trial:
         self._images = {at: (storages[at], storages[at].clone()) for at in (written | reused) - {0}}
         self._writable = written - {0}
         self._has_replayed = False
-        self._others = {i: t for i, t in enumerate(args) if t is not None and address(t) not in written}
+        self._others = {i: t for i, t in enumerate(args) if isinstance(t, torch.Tensor) and address(t) not in written}
         self._prints = self._fingerprints()
 
     def _states(self) -> list[torch.Tensor]:
@@ -286,7 +288,7 @@ class _Trial:
             return
         eager = [taken.tolist() for taken in self.run(region.watched).results]
         self.rewind()
-        yield from zip(eager, graph.take(self._args))
+        yield from zip(eager, graph.take(self._args, self._args[self._graph.numbers]))
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:

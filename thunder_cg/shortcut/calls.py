@@ -22,9 +22,11 @@ from thunder.executors.torch_autograd import connect_to_autograd
 from thunder_cg.analysis.ops import computing
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.executor import executor
+from thunder_cg.runtime.call import Call, Others
 from thunder_cg.runtime.code import Code
+from thunder_cg.runtime.obstacles import graph_is_retained
+from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
-from thunder_cg.runtime.region import Call, Others, Program, graph_is_retained
 from thunder_cg.shortcut.accumulate import Accumulators, Keeper
 from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
 

@@ -10,8 +10,8 @@ from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.trace import TraceCtx, _tracectx
 
+from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Recording
-from thunder_cg.runtime.region import Program
 from thunder_cg.shortcut.calls import REFUSED, Compiled, ThroughTrace, Training
 from thunder_cg.shortcut.guards import NotNow, PrologueGuard, Unsuited
 from thunder_cg.shortcut.straight import inference

@@ -21,8 +21,8 @@ from thunder_cg.analysis.aliasing import has_effect
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime import recording as recordings
 from thunder_cg.runtime.code import Code
+from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
-from thunder_cg.runtime.region import Program
 from thunder_cg.shortcut.calls import REFUSED, Compiled, Region, Result, Tensors, made_by_region
 from thunder_cg.shortcut.guards import PrologueGuard
 

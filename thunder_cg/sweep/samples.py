@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import numpy
 import torch
@@ -170,15 +171,14 @@ def _twin(tensor: torch.Tensor, memo: dict[int, torch.UntypedStorage]) -> torch.
 @cache
 def table() -> tuple[Any, ...]:
     """``op_db``. The package of PyTorch's tests asks for `expecttest`, of which nothing here has a need, and forbids
-    the process to set any flag of ``torch.backends``, which is undone."""
-    may_set_flags = not torch.backends.flags_frozen()
+    the process to set any flag of ``torch.backends``, which is ignored."""
     if find_spec("expecttest") is None:
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
-    from torch.testing._internal import common_methods_invocations as source
+    with patch.object(torch.backends, "disable_global_flags", lambda: None):
+        from torch.testing._internal import common_methods_invocations as source
 
-    torch.backends.__allow_nonbracketed_mutation_flag = may_set_flags
     source.wrapper_set_seed = _unseeded  # type: ignore[attr-defined]
     return tuple(source.op_db)
 

@@ -18,7 +18,7 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.rules import Key, Reason
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.backend import Pool, resolve
-from thunder_cg.runtime.region import Program
+from thunder_cg.runtime.program import Program
 from thunder_cg.sweep.samples import DRAWS, Call, twins
 from thunder_cg.transform import cudagraph_transform
 

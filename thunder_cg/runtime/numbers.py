@@ -1,0 +1,95 @@
+"""Numbers among the arguments of a CUDA graph's kernels that are set anew before each launch.
+
+See Note [Numbers of a graph].
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime import copies
+from thunder_cg.runtime.copies import check, refused
+
+driver: Any = copies.driver  # type: ignore[attr-defined]
+available = driver is not None
+
+
+class _Kernel:
+    """One kernel node, with arguments of its own in the place of those that it was captured with."""
+
+    def __init__(
+        self, node: Any, parameters: Any, arguments: Sequence[ctypes.Array[Any]], marks: Sequence[int]
+    ) -> None:
+        self._node, self._parameters, self._arguments = node, parameters, arguments
+        self._pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        self._parameters.kernelParams = ctypes.addressof(self._pointers)
+        self.places = [
+            (number, ctypes.c_uint64.from_buffer(argument, offset))
+            for argument in arguments
+            for offset in range(0, len(argument) - 7, 8)
+            for number, mark in enumerate(marks)
+            if int.from_bytes(argument[offset : offset + 8], "little") == mark
+        ]
+
+    @classmethod
+    def all_of(cls, graph: torch.cuda.CUDAGraph, marks: Sequence[int]) -> Iterator[_Kernel]:
+        handle = driver.CUgraph(graph.raw_cuda_graph())
+        _, count = check(driver.cuGraphGetNodes(handle))
+        nodes, _ = check(driver.cuGraphGetNodes(handle, count))
+        for node in nodes:
+            if check(driver.cuGraphNodeGetType(node)) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+                parameters = check(driver.cuGraphKernelNodeGetParams(node))
+                yield cls(node, parameters, _arguments(parameters), marks)
+
+    def set(self, executable: Any, numbers: Sequence[int]) -> None:
+        for number, place in self.places:
+            place.value = numbers[number]
+        (error,) = driver.cuGraphExecKernelNodeSetParams(executable, self._node, self._parameters)
+        if error:
+            refused("new numbers for a kernel of a graph", error)
+
+
+class Numbers:
+    """What a captured graph takes in the place of marks.
+
+    Args:
+        graph: captured, and not yet instantiated.
+        marks: that were among the arguments of what was captured.
+
+    Raises:
+        CaptureRefused: a mark is no argument of any kernel.
+    """
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, marks: Sequence[int]) -> None:
+        self._kernels = [kernel for kernel in _Kernel.all_of(graph, marks) if kernel.places]
+        missing = set(range(len(marks))).difference(number for kernel in self._kernels for number, _ in kernel.places)
+        if missing:
+            raise CaptureRefused(f"{len(missing)} of {len(marks)} numbers of the call reach no kernel as they are")
+
+    def bind(self, executable: Any) -> None:
+        """Tells which executable graph the kernels are part of."""
+        self._executable = executable
+
+    def set(self, numbers: Sequence[int]) -> None:
+        """Has the next launches use these."""
+        for kernel in self._kernels:
+            kernel.set(self._executable, numbers)
+
+
+def _arguments(parameters: Any) -> list[ctypes.Array[Any]]:
+    """Copies of the arguments that a kernel was captured with; none if it takes them in another way."""
+    if not parameters.kernelParams:
+        return []
+    found: list[ctypes.Array[Any]] = []
+    while True:
+        error, _, size = driver.cuFuncGetParamInfo(parameters.func, len(found))
+        if error == driver.CUresult.CUDA_ERROR_INVALID_VALUE:  # there are no more
+            return found
+        check((error,))
+        pointer = ctypes.c_void_p.from_address(parameters.kernelParams + ctypes.sizeof(ctypes.c_void_p) * len(found))
+        found.append(ctypes.create_string_buffer(ctypes.string_at(pointer.value or 0, size), size))
