@@ -273,15 +273,32 @@ class Source:
         return cls(arg, id(tensor), address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
 
 
-def place(pool: Pool, args: Sequence[Any], static: frozenset[int], captured: list[Any]) -> list[Load]:
-    """Puts memory of the pool into ``captured`` for each argument that is not static, and says what goes there."""
+def plain(args: Sequence[Any], written: Set[int]) -> list[Any]:
+    """The arguments as warm-ups and captures see them, without history or class.
+
+    They require grad if they did: ``matmul`` chooses its kernel by that, even where no gradients are recorded. Only
+    what is written does not, as Thunder refuses to write to a leaf that requires grad.
+    """
+    return [
+        arg.detach().requires_grad_(arg.requires_grad and i not in written) if isinstance(arg, torch.Tensor) else arg
+        for i, arg in enumerate(args)
+    ]
+
+
+def replaced(args: Sequence[Any], buffers: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The arguments, with buffers where there are some."""
+    return [arg if new is None else new.requires_grad_(arg.requires_grad) for arg, new in zip(args, buffers)]
+
+
+def place(pool: Pool, args: Sequence[Any], static: frozenset[int], buffers: list[Any]) -> list[Load]:
+    """Puts memory of the pool into ``buffers`` for each argument that is not static, and says what goes there."""
     loads = []
     for i, arg in enumerate(args):
         if i not in static and arg is not None:
             if arg._is_zerotensor():  # products with other zeros may differ in sign
                 raise CaptureRefused(f"argument {i} is a tensor of zeros without memory")
-            captured[i] = static_buffer(pool, arg)
-            loads.append(Load(i, pool.alias(captured[i]), overlaps_itself(arg)))
+            buffers[i] = static_buffer(pool, arg)
+            loads.append(Load(i, pool.alias(buffers[i]), overlaps_itself(arg)))
     return loads
 
 
