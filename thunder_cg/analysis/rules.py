@@ -479,7 +479,7 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Thunder writes it out in other operators, or computes it while it traces",
         _names(
             """
-            bitcast dropout_vjp erf_vjp erfc_vjp erfinv_vjp exp2_vjp expm1_vjp log1p_vjp logsumexp_vjp matmul_vjp mm
+            bitcast dropout_vjp erf_vjp erfc_vjp erfinv_vjp exp2_vjp expm1_vjp log1p_vjp logsumexp_vjp mm
             mm_vjp rand scalar_tensor_vjp shape softmax_vjp torch.linalg.multi_dot
             """
         ),
@@ -491,7 +491,7 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
             ccol_indices_vjp coalesce_vjp col_indices_vjp crow_indices_copy_vjp crow_indices_vjp dense_dim_vjp dsmm
             dsmm_vjp hsmm_vjp hspmm_vjp indices_copy indices_copy_vjp indices_vjp is_coalesced_vjp
             row_indices_copy_vjp row_indices_vjp saddmm saddmm_vjp smm_vjp sparse_dim_vjp sparse_mask_vjp
-            sspaddmm_vjp to_dense_vjp values_copy values_copy_vjp values_vjp
+            sspaddmm_vjp values_copy values_copy_vjp values_vjp
             """
         ),
     ),
@@ -763,10 +763,19 @@ _OTHERS_DENY: tuple[tuple[str, Rule, tuple[str, ...]], ...] = (
 def _deny() -> dict[Key, Rule]:
     rows = _torch_deny()
     for rule, names in _PRIM_DENY:
-        rows.update(_rows(None, rule, names))
+        rows.update(
+            _rows(None, _unmeasured(rule, "executors make operators of it, which have rows of their own"), names)
+        )
     for executor, rule, names in _OTHERS_DENY:
-        rows.update(_rows(executor, rule, names))
+        alone = "without tensors it stays eager whatever a row says"
+        rows.update(
+            _rows(executor, _unmeasured(rule, alone if executor == "python" else "it was not installed"), names)
+        )
     return rows
+
+
+def _unmeasured(rule: Rule, why: str) -> Rule:
+    return replace(rule, source=f"{NOT_REACHED}: {why}; {rule.source}")
 
 
 DENY: Mapping[Key, Rule] = MappingProxyType(_deny())
