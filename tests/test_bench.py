@@ -313,6 +313,7 @@ def test_cases_in_processes_of_their_own(tmp_path: Path, capsys: pytest.CaptureF
 def _ends(how: str, progress: Progress, ready: Any) -> list[Row]:
     progress.tick("preparing what breaks")
     if how == "early":
+        os.write(2, b"out of luck\n")
         os.abort()
     ready()
     progress.tick("timing what breaks")
@@ -325,8 +326,8 @@ def test_a_process_that_dies_is_a_row_that_says_when() -> None:
     tasks = [Task(how, 2, _ends, (how,)) for how in ("early", "late", "never")]
     rows = {task.name: rows for task, rows in measured_in_processes(tasks, 2, Progress(6, io.StringIO()))}
     assert rows["never"] == [Row("never", OURS, 1.0)]
-    assert rows["early"][0].failure == "its process ended with exit code -6 while preparing what breaks"
-    assert rows["late"][0].failure == "its process ended with exit code 3 while timing what breaks"
+    assert rows["early"][0].failure == "the process ended with status -6, preparing what breaks: out of luck"
+    assert rows["late"][0].failure == "the process ended with status 3, timing what breaks"
 
 
 def test_command_lists_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,8 @@ Every test compares with uncaptured Thunder, bit for bit.
 | hooks keep saved tensors for longer than their graph lives    | test_checkpointed_from_outside         |
 | a graph is retained and run again                             | test_retained_graph                    |
 | a gradient without memory of its own                          | test_sparse_gradients                  |
+| a gradient is zeros without any memory                        | test_zeros_without_memory              |
+| a kernel is chosen by whether its operand requires grad       | test_kernels_that_ask_for_grad         |
 | a write to an output is not noticed through another           | test_versions_of_outputs               |
 | a dispatch mode does not see what runs                        | test_dispatch_modes                    |
 | random numbers freeze, or the generator stands still          | test_random_numbers                    |
@@ -548,6 +550,29 @@ def test_sparse_gradients(twins, device):
             nn.functional.embedding(rows, f(leaf), sparse=sparse).sum().backward()
             grads.append(leaf.grad.to_dense())
         same(*grads)
+
+
+@pytest.mark.parametrize("deny", [(), ["torch.sgn_vjp"]], ids=["made in a region", "given to a region"])
+def test_zeros_without_memory(twins, device, deny):
+    """PyTorch's derivative of sgn is a ZeroTensor, and so are products with one."""
+    plain, graphed = twins(lambda x: work(torch.sgn(work(x))), deny=deny)
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        (mine,) = torch.autograd.grad(plain(a).sum(), a)
+        (its,) = torch.autograd.grad(graphed(b).sum(), b)
+        same(mine + 0.0, its + 0.0)
+        assert mine._is_zerotensor() == its._is_zerotensor()
+    assert replays(graphed) >= CALLS - 1
+
+
+def test_kernels_that_ask_for_grad(twins, device):
+    """``matmul`` folds the batch if what it folds it for requires grad, whether gradients are recorded or not."""
+    plain, graphed = twins(lambda v, x: work(torch.matmul(v, x)))
+    for _ in range(CALLS):
+        v, x = torch.randn(64, device=device, requires_grad=True), torch.randn(5, 64, 33, device=device)
+        same(plain(v, x).detach(), graphed(v, x).detach())
+    assert replays(graphed) >= CALLS - 1
 
 
 def test_versions_of_outputs(twins, device):

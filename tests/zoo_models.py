@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +56,12 @@ class Crash(Net):
         os._exit(3)
 
 
+class Hang(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(600)
+        return x
+
+
 def _batch(tiny: bool, trains: bool) -> Batch:
     return Batch((torch.randn(6, 4),), labels=torch.randint(3, (6,)))
 
@@ -63,4 +70,4 @@ def entry(model: type[nn.Module]) -> Entry:
     return Entry(model.__name__, "tests", lambda tiny: model().train(), _batch)
 
 
-MODELS = {model.__name__: entry(model) for model in (Net, Item, Branch, Sinc, Broken, Crash)}
+MODELS = {model.__name__: entry(model) for model in (Net, Item, Branch, Sinc, Broken, Crash, Hang)}

@@ -190,6 +190,12 @@ def test_trait_of_a_renormalized_embedding(traces_of):
     assert [sorted(op.traits) for op in only(ops, "embedding_bag")] == [["renorm"], ["renorm"], []]
 
 
+def test_trait_of_a_derivative_that_looks_for_nans_on_a_cpu(traces_of):
+    forward, backward = traces_of(lambda x: (x.min(), x.amin()), torch.randn(3, requires_grad=True))
+    assert not any(op.traits for op in forward.ops)
+    assert [(op.id, set(op.traits)) for op in backward.ops if op.traits] == [("min_vjp", {"on_cpu"})]
+
+
 def test_records_are_frozen_and_compare_without_the_symbol(traces_of):
     (ops,) = traces_of(lambda x: torch.sin(x), torch.randn(3))
     (sin,) = only(ops, "sin")

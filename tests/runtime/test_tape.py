@@ -48,6 +48,15 @@ def test_replay_skips_python(pool):
     assert calls == [1]
 
 
+def test_arguments_that_are_one_object_stay_one(pool):
+    x = torch.ones(2)
+    call = TapeBackend().fusion(lambda a, b: a + (a is b))
+    graph, (y,) = pool.capture(lambda t: [call(t, t)], [x])
+    x.fill_(5)
+    graph.replay()
+    assert y.tolist() == [6, 6]
+
+
 def test_a_fusion_is_one_call(pool):
     seen = []
 

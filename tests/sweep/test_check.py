@@ -97,12 +97,24 @@ def test_an_allowed_symbol_that_fails(backend, end):
 
 
 def test_a_denied_symbol_that_passes_everything():
+    assert "allow it" in about("one_hot", on("tape", one_hot={"forced pass": 4}))[0]
     harmless = on("tape", eigvals={"forced pass": 4})
     assert about("eigvals", harmless) == []  # a CPU waits for nothing
     (text,) = about("eigvals", harmless, on("cuda", eigvals={"forced pass": 4, "alone pass": 1}))
     assert "allow it" in text
     for end in ("forced fail", "forced wrong", "forced barred", "alone fail"):
         assert about("eigvals", harmless, on("cuda", eigvals={"forced pass": 4, end: 1})) == []
+
+
+def test_what_only_a_gpu_can_tell_says_so():
+    assert "up to a GPU" in DENY[("torch", "eigvals")].source
+    assert "a CPU does" in about("eigvals", on("tape", eigvals={"forced pass": 4, "forced wrong": 1}))[0]
+    assert [key for key in rules.UP_TO_A_GPU if key not in DENY or key in rules.UNREACHED] == []
+
+
+def test_a_derivative_that_thunder_has_no_symbol_for():
+    assert ("torch", "abs_vjp") in ALLOW and "abs_vjp" not in torchex.ex.opmap
+    assert about("abs_vjp", on("tape")) == []
 
 
 def test_a_symbol_without_a_row():

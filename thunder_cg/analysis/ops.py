@@ -295,8 +295,10 @@ def _line(bound: BoundSymbol) -> str | None:
 #   seeded                   a seed or a generator is given
 #   dropout                  a dropout probability other than zero
 #   renorm                   max_norm is given, which rewrites the embedding's rows
+#   on_cpu                   tensors are on a CPU, where some derivatives have another formula
 _INDEXING = frozenset({"__getitem__", "copy_with_setitem_impl", "index_put", "INDEX_PUT", "COPY_WITH_SETITEM"})
 _FILLS = frozenset({"index_fill", "index_fill_vjp", "masked_fill", "masked_fill_vjp"})
+_READ_ON_CPU = frozenset({"median_vjp", "min_vjp", "nanmedian_vjp"})
 _BYTES = frozenset({"bool8", "uint8"})
 
 
@@ -315,6 +317,12 @@ def _traits(bound: BoundSymbol, id_: str | None) -> Iterator[str]:
         yield "dropout"
     if named.get("max_norm") is not None:
         yield "renorm"
+    if name in _READ_ON_CPU and any(_is_on_cpu(p) for p in _proxies(bound.args)):
+        yield "on_cpu"
+
+
+def _is_on_cpu(proxy: Proxy) -> bool:
+    return isinstance(proxy, TensorProxy) and proxy.device.device_str() == "cpu"
 
 
 def _index_traits(args: tuple[Any, ...]) -> Iterator[str]:

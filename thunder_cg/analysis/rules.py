@@ -13,8 +13,8 @@ Note [How the rules were checked]
     denies is captured by force, through ``allow=``: it fails, is wrong, or is barred, as for a number that a replay
     would not compute again. What Thunder does not compile is captured without it. A row whose source begins with
     `MEASURED` has such a measurement; one that begins with `NOT_REACHED` has none, and says why not. ``tape`` runs
-    kernels of the CPU, which hardly ever wait for anything: that a row is denied rightly is for a GPU to show. A test
-    compares all of it with the rows.
+    kernels of the CPU, which hardly ever wait for anything: whether a row of `UP_TO_A_GPU` is denied rightly is for a
+    GPU to show. A test compares all of it with the rows.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ __all__ = [
     "RANDOM",
     "RANDOM_IF",
     "UNREACHED",
+    "UP_TO_A_GPU",
     "VIEWS",
     "WRITES",
     "WRITES_IF",
@@ -141,7 +142,7 @@ _LINEAR_ALGEBRA = _names("""
 """)
 _REDUCTIONS = _names("""
     all amax amin aminmax any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum
-    cumulative_trapezoid diff dist kthvalue logcumsumexp logsumexp mean median min msort nanmean nanmedian
+    cumulative_trapezoid diff dist histogram kthvalue logcumsumexp logsumexp mean median min msort nanmean nanmedian
     nanquantile nansum quantile renorm sort std std_mean sum topk trapezoid trapz var var_mean
 """)
 _NEURAL = _names("""
@@ -182,12 +183,12 @@ _FREE_VIEWS = _names("""
     unsqueeze update_aliases view view_as view_as_complex view_as_real vsplit
 """)
 _MAY_VIEW = _names("""
-    __getitem__ alpha_dropout bfloat16 bool byte cartesian_prod cdouble cfloat chain_matmul chalf
-    channel_shuffle char column_stack conj_physical contiguous diag double dropout dropout1d dropout2d dropout3d
-    einsum feature_alpha_dropout feature_dropout fftshift flatten half ifftshift int interpolate
-    native_channel_shuffle pixel_shuffle pixel_unshuffle prod ravel reshape reshape_as resolve_conj resolve_neg
-    rot90 short slice_inverse sum_to_size tile to to_dense torch.linalg.multi_dot torch_pack_for_fsdp_prim_impl
-    torch_pad_prim_impl torch_prims_reshape_impl torch_stride_order_prim_impl
+    __getitem__ alpha_dropout bfloat16 bool byte cartesian_prod cdouble cfloat chain_matmul chalf channel_shuffle char
+    column_stack conj_physical contiguous diag double dropout dropout1d dropout2d dropout3d einsum feature_alpha_dropout
+    feature_dropout fftshift flatten half ifftshift int interpolate module_load native_channel_shuffle pixel_shuffle
+    pixel_unshuffle prod ravel reshape reshape_as resize resize_as resolve_conj resolve_neg rot90 short slice_inverse
+    sum_to_size tile to to_dense torch.linalg.multi_dot torch_pack_for_fsdp_prim_impl torch_pad_prim_impl
+    torch_prims_reshape_impl torch_stride_order_prim_impl
 """)
 _RANDOM = _names("""
     alpha_dropout binomial dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout
@@ -241,8 +242,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         ),
         _names(
             """
-            choose_qparams_optimized corrcoef cov ctc_loss gaussian_nll_loss histogram istft lobpcg matrix_exp mode
-            one_hot
+            choose_qparams_optimized corrcoef cov ctc_loss gaussian_nll_loss istft lobpcg matrix_exp mode one_hot
             """
         ),
     ),
@@ -331,14 +331,14 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
     (
         Rule(
             Reason.SIDE_EFFECT,
-            "it changes state that a replay would not change: Python attributes, storage sizes, named dimensions or "
+            "it changes state that a replay would not change: Python attributes, named dimensions or "
             "buffers kept in a dict",
             "thunder/executors/torchex.py and torch.Tensor",
             "do it outside of the compiled function",
         ),
         _names(
             """
-            align_as align_to module_load refine_names rename resize resize_as retain_grad torch_pack_prim_impl
+            align_as align_to refine_names rename retain_grad torch_pack_prim_impl
             torch_stash_grad_for_fsdp_prim_impl torch_unpack_prim_impl torch_update_bucket_view_prim_impl
             """
         ),
@@ -424,6 +424,7 @@ def _with_sources(rows: Mapping[Key, Rule]) -> dict[Key, Rule]:
 
 def _source(key: Key, known: str) -> str:
     basis = f"{NOT_REACHED}: {UNREACHED[key]}" if key in UNREACHED else MEASURED
+    basis += "; up to a GPU, as on the tape it does no harm" if key in UP_TO_A_GPU else ""
     return basis if known == MEASURED else f"{basis}; {known}"
 
 
@@ -436,7 +437,7 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Thunder compiles no call that comes to it, and PyTorch itself refuses it",
         _names(
             """
-            _grouped_mm max_pool3d_with_indices_backward native_norm ops.rngprims.philox_rand slice_inverse
+            _grouped_mm native_norm ops.rngprims.philox_rand slice_inverse
             """
         ),
     ),
@@ -447,20 +448,22 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
             _native_multi_head_attention_vjp airy_ai_vjp aminmax_vjp argwhere_vjp batch_norm_backward_elemt_vjp
             batch_norm_backward_reduce_vjp batch_norm_elemt_vjp batch_norm_gather_stats_vjp
             batch_norm_gather_stats_with_counts_vjp batch_norm_stats_vjp batch_norm_update_stats_vjp bessel_j0_vjp
-            bessel_j1_vjp bessel_y0_vjp bessel_y1_vjp bincount_vjp binomial_vjp bool_vjp bucketize_vjp byte_vjp
-            char_vjp chebyshev_polynomial_t_vjp chebyshev_polynomial_u_vjp chebyshev_polynomial_v_vjp
-            chebyshev_polynomial_w_vjp count_nonzero_vjp detach_copy_vjp fake_quantize_per_channel_affine_vjp
-            fused_moving_avg_obs_fake_quant_vjp gammainc_vjp gammaincc_vjp gcd_vjp geqrf_vjp greater_equal_vjp
-            greater_vjp heaviside_vjp hermite_polynomial_h_vjp hermite_polynomial_he_vjp histogram_vjp int_vjp
-            isclose_vjp isin_vjp isneginf_vjp isposinf_vjp isreal_vjp laguerre_polynomial_l_vjp lcm_vjp
-            ldl_factor_ex_vjp ldl_factor_vjp ldl_solve_vjp legendre_polynomial_p_vjp less_equal_vjp less_vjp
-            modified_bessel_i0_vjp modified_bessel_i1_vjp modified_bessel_k0_vjp modified_bessel_k1_vjp
-            module_load_vjp narrow_copy_vjp native_channel_shuffle_vjp native_norm_vjp new_empty_vjp new_full_vjp
-            new_ones_vjp nonzero_vjp not_equal_vjp numpy_vjp scaled_modified_bessel_k0_vjp
-            scaled_modified_bessel_k1_vjp searchsorted_vjp shifted_chebyshev_polynomial_t_vjp
-            shifted_chebyshev_polynomial_u_vjp shifted_chebyshev_polynomial_v_vjp shifted_chebyshev_polynomial_w_vjp
-            short_vjp slice_inverse_vjp spherical_bessel_j0_vjp unique_consecutive_vjp unique_vjp unravel_index_vjp
-            view_as_complex_copy_vjp
+            bessel_j1_vjp bessel_y0_vjp bessel_y1_vjp bincount_vjp binomial_vjp bool_vjp bucketize_vjp byte_vjp char_vjp
+            chebyshev_polynomial_t_vjp chebyshev_polynomial_u_vjp chebyshev_polynomial_v_vjp chebyshev_polynomial_w_vjp
+            choose_qparams_optimized_vjp count_nonzero_vjp data_ptr_vjp detach_copy_vjp dim_order_vjp element_size_vjp
+            equal_vjp fake_quantize_per_channel_affine_vjp fused_moving_avg_obs_fake_quant_vjp gammainc_vjp
+            gammaincc_vjp gcd_vjp geqrf_vjp get_device_vjp has_names_vjp greater_equal_vjp greater_vjp heaviside_vjp
+            hermite_polynomial_h_vjp hermite_polynomial_he_vjp histogram_vjp int_vjp is_conj_vjp is_contiguous_vjp
+            is_distributed_vjp is_inference_vjp is_neg_vjp is_nonzero_vjp is_pinned_vjp is_same_size_vjp is_set_to_vjp
+            is_shared_vjp is_signed_vjp isclose_vjp isin_vjp isneginf_vjp isposinf_vjp isreal_vjp
+            laguerre_polynomial_l_vjp lcm_vjp ldl_factor_ex_vjp ldl_factor_vjp ldl_solve_vjp legendre_polynomial_p_vjp
+            less_equal_vjp less_vjp modified_bessel_i0_vjp modified_bessel_i1_vjp modified_bessel_k0_vjp
+            modified_bessel_k1_vjp module_load_vjp narrow_copy_vjp native_channel_shuffle_vjp native_norm_vjp
+            ndimension_vjp nelement_vjp new_empty_vjp new_full_vjp new_ones_vjp nonzero_vjp not_equal_vjp numpy_vjp
+            scaled_modified_bessel_k0_vjp scaled_modified_bessel_k1_vjp searchsorted_vjp
+            shifted_chebyshev_polynomial_t_vjp shifted_chebyshev_polynomial_u_vjp shifted_chebyshev_polynomial_v_vjp
+            shifted_chebyshev_polynomial_w_vjp short_vjp slice_inverse_vjp spherical_bessel_j0_vjp tolist_vjp
+            unique_consecutive_vjp unique_vjp unravel_index_vjp view_as_complex_copy_vjp
             """
         ),
     ),
@@ -468,7 +471,7 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Thunder raises, and so does PyTorch for tensors as regions have them: on a device, unnamed, without a history",
         _names(
             """
-            align_as align_as_vjp align_to align_to_vjp pin_memory pin_memory_vjp retain_grad
+            align_as align_as_vjp align_to align_to_vjp pin_memory pin_memory_vjp retain_grad retain_grad_vjp
             """
         ),
     ),
@@ -476,8 +479,8 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Thunder writes it out in other operators, or computes it while it traces",
         _names(
             """
-            bitcast dropout_vjp erf_vjp erfc_vjp erfinv_vjp exp2_vjp expm1_vjp log1p_vjp matmul_vjp rand shape
-            torch.linalg.multi_dot
+            bitcast dropout_vjp erf_vjp erfc_vjp erfinv_vjp exp2_vjp expm1_vjp log1p_vjp logsumexp_vjp mm
+            mm_vjp rand scalar_tensor_vjp shape softmax_vjp torch.linalg.multi_dot
             """
         ),
     ),
@@ -488,7 +491,7 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
             ccol_indices_vjp coalesce_vjp col_indices_vjp crow_indices_copy_vjp crow_indices_vjp dense_dim_vjp dsmm
             dsmm_vjp hsmm_vjp hspmm_vjp indices_copy indices_copy_vjp indices_vjp is_coalesced_vjp
             row_indices_copy_vjp row_indices_vjp saddmm saddmm_vjp smm_vjp sparse_dim_vjp sparse_mask_vjp
-            sspaddmm_vjp to_dense_vjp values_copy values_copy_vjp values_vjp
+            sspaddmm_vjp values_copy values_copy_vjp values_vjp
             """
         ),
     ),
@@ -539,6 +542,19 @@ ONLY_ON_A_GPU: frozenset[Key] = frozenset(
 )
 """Symbols that no call comes to on a CPU, whose operators refuse, or look at what their arguments hold."""
 
+_GPU_TELLS = _names("""
+    fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant geqrf isin ldl_factor ldl_factor_ex ldl_solve lstm
+    masked_scatter_vjp ormqr trace_vjp
+""")
+_GPU_TELLS_BOTH_WAYS = _names("""
+    cholesky_inverse cholesky_solve cpu det eig eigvals gru householder_product inv inv_ex inverse logdet lu lu_factor
+    lu_factor_ex lu_solve lu_unpack matrix_exp matrix_power mode orgqr pinv pinverse qr rnn_relu rnn_tanh slogdet solve
+    solve_ex solve_triangular tensorinv tensorsolve triangular_solve
+""")
+
+UP_TO_A_GPU: frozenset[Key] = frozenset(("torch", name) for name in (*_GPU_TELLS, *_with_vjp(_GPU_TELLS_BOTH_WAYS)))
+"""Denied symbols that the tape captures by force without harm: only a GPU can tell that they must not be captured."""
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Prims, inside of fusions
 # ----------------------------------------------------------------------------------------------------------------------
@@ -584,7 +600,7 @@ _PRIM_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         Rule(
             Reason.HOST_SYNC,
             "it copies numbers from Python to the device",
-            MEASURED,
+            _DECOMPOSED,
             "make the tensor once, outside of the compiled function",
         ),
         _names("NUMPY_ARRAY_TO_TORCH_TENSOR TENSOR_FROM_SEQUENCE"),
@@ -747,10 +763,19 @@ _OTHERS_DENY: tuple[tuple[str, Rule, tuple[str, ...]], ...] = (
 def _deny() -> dict[Key, Rule]:
     rows = _torch_deny()
     for rule, names in _PRIM_DENY:
-        rows.update(_rows(None, rule, names))
+        rows.update(
+            _rows(None, _unmeasured(rule, "executors make operators of it, which have rows of their own"), names)
+        )
     for executor, rule, names in _OTHERS_DENY:
-        rows.update(_rows(executor, rule, names))
+        alone = "without tensors it stays eager whatever a row says"
+        rows.update(
+            _rows(executor, _unmeasured(rule, alone if executor == "python" else "it was not installed"), names)
+        )
     return rows
+
+
+def _unmeasured(rule: Rule, why: str) -> Rule:
+    return replace(rule, source=f"{NOT_REACHED}: {why}; {rule.source}")
 
 
 DENY: Mapping[Key, Rule] = MappingProxyType(_deny())
@@ -807,6 +832,12 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         "torch.nn.functional.embedding",
         "renormalize the weight outside of the compiled function",
     )
+    nan = Rule(
+        Reason.HOST_SYNC,
+        "on a CPU its derivative asks whether the result is a NaN",
+        f"{MEASURED}; torch/csrc/autograd/FunctionsManual.cpp, evenly_distribute_backward",
+        "take amin or amax, or sort",
+    )
     read, store = (
         {"bool_index": mask, "host_index": numbers},
         {
@@ -825,6 +856,9 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         *(("torch", n) for n in _with_vjp(("embedding", "embedding_bag"))),
     )
     rows |= {key: {"renorm": renorm} for key in embeddings}
+    # Under a dispatch mode, and so on the tape, PyTorch takes the formula of a GPU: it asks nobody, and the zeros that
+    # it makes may have another sign.
+    rows |= {("torch", name): {"on_cpu": nan} for name in _names("median_vjp min_vjp nanmedian_vjp")}
     return rows
 
 

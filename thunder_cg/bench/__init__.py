@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -96,8 +97,10 @@ def _measure_all(settings: Settings, results: Results) -> None:
     tasks = [task for each in settings.chosen for task in _tasks(settings, each)]
     progress = Progress(sum(task.ticks for task in tasks))
     swept: set[str] = set()
+    left = Counter(task.arguments[1] for task in tasks)
     for task, rows in _rows(settings, tasks, progress):
         _, sweep, size = task.arguments
+        left[sweep] -= 1
         if sweep is None:
             results.add(rows)
         else:
@@ -108,7 +111,7 @@ def _measure_all(settings: Settings, results: Results) -> None:
         progress.clear()
         if sweep is None:
             print(table(rows), flush=True)
-        elif size == max(other.arguments[2] for other in tasks if other.arguments[1] == sweep):
+        elif not left[sweep]:
             points = [point for point in results.points if point.unit == sweep]
             print(sweeps(Results(results.environment, points=points)), flush=True)
 
@@ -163,7 +166,6 @@ def _measure(
         ready: given in a process of its own: called once all is prepared.
     """
     if ready is not None:
-        faulthandler.enable()
         _warm_up(settings)
     if unit is None:
         case = next(each for each in settings.chosen if isinstance(each, Case) and each.name == settings.only)

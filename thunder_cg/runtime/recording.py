@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from thunder_cg.errors import ReplayRefused
+from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph, Pool, copy_all
 from thunder_cg.runtime.copies import span
@@ -61,8 +61,8 @@ def settings() -> tuple[Any, ...]:
 
 
 def address(tensor: torch.Tensor | None) -> int:
-    """Where the tensor's storage begins; 0 if it has no memory."""
-    return 0 if tensor is None else tensor.untyped_storage().data_ptr()
+    """Where the tensor's storage begins; 0 if it has no memory, as the derivative of `torch.sgn` has none."""
+    return 0 if tensor is None or tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
 
 
 def layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
@@ -273,13 +273,32 @@ class Source:
         return cls(arg, id(tensor), address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
 
 
-def place(pool: Pool, args: Sequence[Any], static: frozenset[int], captured: list[Any]) -> list[Load]:
-    """Puts memory of the pool into ``captured`` for each argument that is not static, and says what goes there."""
+def plain(args: Sequence[Any], written: Set[int]) -> list[Any]:
+    """The arguments as warm-ups and captures see them, without history or class.
+
+    They require grad if they did: ``matmul`` chooses its kernel by that, even where no gradients are recorded. Only
+    what is written does not, as Thunder refuses to write to a leaf that requires grad.
+    """
+    return [
+        arg.detach().requires_grad_(arg.requires_grad and i not in written) if isinstance(arg, torch.Tensor) else arg
+        for i, arg in enumerate(args)
+    ]
+
+
+def replaced(args: Sequence[Any], buffers: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The arguments, with buffers where there are some."""
+    return [arg if new is None else new.requires_grad_(arg.requires_grad) for arg, new in zip(args, buffers)]
+
+
+def place(pool: Pool, args: Sequence[Any], static: frozenset[int], buffers: list[Any]) -> list[Load]:
+    """Puts memory of the pool into ``buffers`` for each argument that is not static, and says what goes there."""
     loads = []
     for i, arg in enumerate(args):
         if i not in static and arg is not None:
-            captured[i] = static_buffer(pool, arg)
-            loads.append(Load(i, pool.alias(captured[i]), overlaps_itself(arg)))
+            if arg._is_zerotensor():  # products with other zeros may differ in sign
+                raise CaptureRefused(f"argument {i} is a tensor of zeros without memory")
+            buffers[i] = static_buffer(pool, arg)
+            loads.append(Load(i, pool.alias(buffers[i]), overlaps_itself(arg)))
     return loads
 
 
@@ -319,8 +338,9 @@ class Outputs:
         self._makers: list[tuple[int, Output]] = []
         groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for i, tensor in enumerate(produced):
-            if not isinstance(tensor, torch.Tensor) or tensor.device != device:
-                # None, or the seed of an attention without dropout, which lives on the host: no replay changes these.
+            if not isinstance(tensor, torch.Tensor) or tensor.device != device or tensor._is_zerotensor():
+                # None, zeros without memory, or the seed of an attention without dropout, which lives on the host: no
+                # replay changes these.
                 self._constants[i] = tensor
                 self._makers.append((i, _constant(tensor)))
             elif (source := by_address.get(address(tensor))) is not None:

@@ -27,6 +27,8 @@ from thunder_cg.runtime.recording import (
     address,
     overlaps_itself,
     place,
+    plain,
+    replaced,
 )
 from thunder_cg.runtime.verify import Check, Disagreement, verified
 
@@ -239,7 +241,7 @@ class RuntimeRegion:
         type of its inputs would otherwise be compiled again in the middle of a capture.
         """
         names, alive = self.boundary.inputs, self.boundary.alive
-        taken = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        taken = plain(args, self.written)
         for i in inside:
             taken[i] = call.owned[names[i]]
         for name in [n for n in call.owned if n not in alive]:
@@ -301,7 +303,7 @@ class RuntimeRegion:
         entry.check = check
         entry.load(args)
         taken = self._take(call, args, inside)
-        captured = [arg if buffer is None else buffer for arg, buffer in zip(taken, buffers)]
+        captured = replaced(taken, buffers)
         del taken, buffers
         sources = _sources(self, captured, inside)
         # A result must not get the address of an input that it could be taken for a view of, and what is read back

@@ -106,15 +106,16 @@ class _Tape(TorchDispatchMode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if writes:
             self._keep_images(inputs)
-        seen_args, seen_kwargs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        seen = {id(t): t.detach() for t in inputs}  # attention has other kernels if query and key are one object
+        seen_args, seen_kwargs = tree_map_only(torch.Tensor, lambda t: seen[id(t)], (args, kwargs))
         output = fn(*args, **kwargs)
-        addresses = {t.untyped_storage().data_ptr() for t in inputs}
+        addresses = {_address(t) for t in inputs}
         results = []
         for leaf, tensor in enumerate(tree_leaves(output)):
             if isinstance(tensor, torch.Tensor):
                 self._check_device(tensor)
-                if tensor.untyped_storage().data_ptr() not in addresses:
-                    self._own.add(tensor.untyped_storage().data_ptr())
+                if not tensor._is_zerotensor() and _address(tensor) not in addresses:
+                    self._own.add(_address(tensor))
                     results.append((leaf, tensor.detach()))
         if results or not may_skip:  # what neither writes nor makes anything is a view, and views stay
             self.steps.append(_Step(fn, seen_args, seen_kwargs, tuple(results)))
@@ -144,16 +145,21 @@ class _Tape(TorchDispatchMode):
 
     def _keep_images(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            address = storage.data_ptr()
-            if address and address not in self._own and address not in self._before:
-                self._before[address] = (storage, storage.clone())
+            at = _address(tensor)
+            if at and at not in self._own and at not in self._before:
+                storage = tensor.untyped_storage()
+                self._before[at] = (storage, storage.clone())
 
     def undo(self) -> None:
         """Capturing executes nothing: what the recorded calls wrote outside is put back."""
         for storage, image in self._before.values():
             storage.copy_(image)
         self._before.clear()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of its storage. PyTorch's derivative of ``torch.sgn`` has none: it is zeros without memory."""
+    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
 
 
 class TapeGraph:

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, marks
 from thunder_cg.runtime.copies import span
-from thunder_cg.runtime.recording import Load, RegionGraph, address, overlaps_itself, place
+from thunder_cg.runtime.recording import Load, RegionGraph, address, overlaps_itself, place, plain, replaced
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.region import RuntimeRegion
@@ -114,8 +114,9 @@ class _Prints:
     @classmethod
     def record(cls, region: RuntimeRegion, pool: Pool, args: Sequence[Any], static: frozenset[int]) -> _Prints:
         assert region.watched is not None
-        captured: list[Any] = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
-        loads = place(pool, args, static, captured)
+        buffers: list[Any] = [None] * len(args)
+        loads = place(pool, args, static, buffers)
+        captured = replaced(plain(args, region.written), buffers)
         targets = [load.target for load in loads]
         copy_all(targets, [load.source(args) for load in loads])
         numbers = marks(len(region.boundary.numbers))
@@ -267,7 +268,7 @@ class _Trial:
             return arg
         storage = memory.get(address(arg))
         if storage is None:
-            return arg.detach()
+            return arg.detach().requires_grad_(arg.requires_grad)
         moved = torch.empty(0, dtype=arg.dtype, device=arg.device)
         moved.set_(storage, arg.storage_offset(), arg.size(), arg.stride())
         moved = moved.conj() if arg.is_conj() else moved

@@ -13,18 +13,21 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from thunder_cg.bench.progress import Progress
 from thunder_cg.sweep.check import disagreements
-from thunder_cg.sweep.measure import Record, Task
+from thunder_cg.sweep.measure import Record, Task, measure
 from thunder_cg.sweep.results import Journal, Results, environment
 from thunder_cg.sweep.samples import Case, cases
-from thunder_cg.sweep.workers import Workers
+from thunder_cg.workers import Parent, Workers
 
 TOGETHER = 24  # samples of a task
+SECONDS = 240.0  # for a task; past it the worker is hung
+EACH = 100  # tasks of a worker: what Thunder compiled is never all given up, and collecting garbage gets slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +93,11 @@ def _measured(settings: Settings, chosen: dict[str, Case], before: Sequence[Reco
     tasks += [task for record in before if record.task in first for task in _rest(record, last) if task not in done]
     if not tasks:
         return
-    workers = Workers(settings.device.type, settings.jobs, tasks)
+    workers = Workers(partial(_work, settings.device.type), tasks, settings.jobs, SECONDS, each=EACH)
     progress = Progress(len(tasks))
-    for record in workers.records():
+    for answer in workers.answers():
+        record = answer.result or Record(answer.task)
+        record.crash = answer.failure
         if record.task.start == 0:
             rest = _rest(record, last)
             workers.add(rest)
@@ -100,6 +105,11 @@ def _measured(settings: Settings, chosen: dict[str, Case], before: Sequence[Reco
         progress.tick(record.task.name)
         yield record
     progress.clear()
+
+
+def _work(device: str, task: Task, parent: Parent) -> None:
+    for record in measure(task, device):
+        parent.give(record)
 
 
 def _rest(record: Record, last: int) -> list[Task]:

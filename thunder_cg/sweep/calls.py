@@ -237,6 +237,10 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("igamma", lambda a, x: torch.igamma(a.detach(), x), _P, _P),
     ("igammac", lambda a, x: torch.igammac(a.detach(), x), _P, _P),
     ("detach_copy", lambda x: torch.detach_copy(x), _X),
+    # what returns its argument, which by itself needs no backward
+    *((f"{name}, of a product", lambda x, name=name: getattr(torch, name)(x * 2) * 3, _X) for name in
+      ("conj", "conj_physical", "positive", "resolve_conj", "resolve_neg")),
+    ("to_dense, of a product", lambda x: (x * 2).to_dense() * 3, _X),
     # special functions
     *((name, getattr(torch.special, name), _P, _P) for name in ("gammainc", "gammaincc")),
     *((name, getattr(torch.special, name), _floats(4, 5, low=2, high=4)) for name in ("gammaln", "psi")),
@@ -289,6 +293,7 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("unique", lambda i: i.unique(), _whole(9, high=5)),
     ("unique_consecutive", lambda i: torch.unique_consecutive(i), _whole(9, high=5)),
     ("isin", lambda i, j: torch.isin(i, j), _whole(9, high=5), _I),
+    ("isin, of many", lambda i, j: torch.isin(i, j), _whole(9, high=5), _whole(40, high=5)),
     ("bincount", lambda i: torch.bincount(i), _whole(9, high=5)),
     ("histc", lambda x: torch.histc(x, 4), _X),
     ("histogram", lambda x: torch.histogram(x, 4), _X),

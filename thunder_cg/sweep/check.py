@@ -9,6 +9,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Key
 from thunder_cg.sweep.measure import Counts, key_of
 from thunder_cg.sweep.results import Results
+from thunder_cg.sweep.samples import exists
 
 FOLDER = Path(__file__).parents[1] / "results"
 SHOWN = frozenset({"fail", "wrong", "barred"})
@@ -23,17 +24,18 @@ def packaged() -> list[Results]:
 def disagreements(files: Sequence[Results]) -> list[str]:
     """Where rules and measurements differ, a sentence each.
 
-    A kernel that asks the host harms nothing where host and device are one: that a denied symbol must not be captured
-    is shown on some machine in `files`, on a GPU if there is one among them.
+    That a denied symbol must not be captured is shown on some machine in `files`. A kernel that asks the host harms
+    nothing where host and device are one: of `rules.UP_TO_A_GPU` it is shown on a GPU, once there is one among them.
     """
     found = [text for file in files for text in _wrong_rows(file)]
     on_gpu = any(file.environment["backend"] == "cuda" for file in files)
-    symbols = {symbol for file in files for symbol in file.symbols}
+    symbols = {symbol for file in files for symbol in file.symbols if key_of(symbol) in rules.DENY}
     for symbol in sorted(symbols):
-        key = key_of(symbol)
-        ends = _ends(files, symbol)
-        if key in rules.DENY and ends and on_gpu and ends.isdisjoint(SHOWN):
+        is_shown = not _ends(files, symbol).isdisjoint(SHOWN)
+        if not is_shown and (on_gpu or key_of(symbol) not in rules.UP_TO_A_GPU):
             found.append(f"{symbol}: denied, but captured by force it does what it does uncaptured; allow it")
+        if is_shown and key_of(symbol) in rules.UP_TO_A_GPU and not on_gpu:
+            found.append(f"{symbol}: its row says that only a GPU can tell, and a CPU does; take it out of UP_TO_A_GPU")
     for key in (*rules.ALLOW, *rules.DENY):
         found += _claims(files, key, on_gpu)
     return found
@@ -71,6 +73,8 @@ def _ends(files: Iterable[Results], symbol: str) -> set[str]:
 def _claims(files: Sequence[Results], key: Key, on_gpu: bool) -> Iterable[str]:
     """A row says that it was measured, or why not."""
     executor, id_ = key
+    if executor == "torch" and not exists(str(id_)):
+        return
     symbol = f"{executor or 'prim'}.{id_}"
     measured = bool(_ends(files, symbol))
     source = (rules.ALLOW.get(key) or rules.DENY[key]).source

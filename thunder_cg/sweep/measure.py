@@ -105,6 +105,7 @@ def measure(task: Task, device: str) -> Iterator[Record]:
         traced = [graded[number] for number, _ in mine if number not in forward.untraced and number < len(graded)]
         eager_with_gradients = backward.as_decided(traced)
         yield record
+        backward.untraced |= dict(graded[number] for number in forward.untraced if number < len(graded))
         backward.by_force({key: some for key, some in eager_with_gradients.items() if key not in eager})
         backward.alone()
     forward.by_force(eager)

@@ -216,14 +216,23 @@ def _case(op: Any, name: str, fn: Callable[..., Any], dtype: torch.dtype, inplac
         str(dtype).removeprefix("torch."),
         differentiable=op.supports_autograd and not inplace and (dtype.is_floating_point or dtype.is_complex),
         defined=not op.name.startswith(("empty", "new_empty")),
-        symbol="" if inplace else symbol_of(getattr(known_to_thunder.get(fn), "name", op.name)),
+        symbol="" if inplace or op.name.startswith("sparse.") else symbol_of(_known_as(fn) or op.name),
     )
+
+
+def _known_as(fn: Callable[..., Any]) -> str:
+    return getattr(known_to_thunder.get(fn), "name", "")
+
+
+def exists(name: str) -> bool:
+    """Whether the torch executor has a symbol of that name. It has no derivatives of what Thunder derives itself."""
+    return name in torchex.ex.opmap
 
 
 def symbol_of(name: str) -> str:
     """The torch executor's symbol for an operator that is called so, or ""."""
     last = name.rsplit(".", 1)[-1]
-    return next((f"torch.{n}" for n in (last, last.removeprefix("linalg_")) if n in torchex.ex.opmap), "")
+    return next((f"torch.{n}" for n in (last, last.removeprefix("linalg_")) if exists(n)), "")
 
 
 def _samples(

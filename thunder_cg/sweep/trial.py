@@ -157,6 +157,8 @@ def _alone(call: Call, tensors: Sequence[torch.Tensor], grad: bool, seed: int | 
         return results
     roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
     wanted = [t for t in tensors if t.requires_grad]
+    if not roots:
+        raise NotImplementedError("nothing that it returns requires grad")
     return [*torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)]
 
 

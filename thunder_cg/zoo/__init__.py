@@ -60,14 +60,14 @@ def run(settings: Settings) -> int:
     results = results_for(settings.json, settings.device)
     order = [*importlib.import_module(settings.catalogue).MODELS]
     jobs = [
-        Job(settings.catalogue, entry, mode, settings.device, settings.calls, settings.timeout)
+        Job(settings.catalogue, entry.name, entry.package, mode, settings.device, settings.calls)
         for entry in settings.chosen
         for mode in MODES
     ]
     progress = Progress(len(jobs))
     progress.tick(f"{len(jobs)} rows", 0)
     wrong = False
-    for row in measure_all(jobs, settings.jobs or max(1, (os.cpu_count() or 1) // 2)):
+    for row in measure_all(jobs, settings.jobs or max(1, (os.cpu_count() or 1) // 2), settings.timeout):
         results.add(row, order)
         if settings.json is not None:
             results.write(settings.json)
