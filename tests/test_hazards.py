@@ -9,6 +9,9 @@ Every test compares with uncaptured Thunder, bit for bit.
 | outputs that share memory stop sharing it                     | test_outputs_that_alias                |
 | a view of an input is no view any more                        | test_views_of_inputs                   |
 | an input that is returned is another tensor                   | test_returned_inputs                   |
+| so is one that is passed twice                                | test_returned_inputs_passed_twice      |
+| a view of an input is taken for the input                     | test_views_that_outlive_what_they_show |
+| what was detached from an input is a view of it again         | test_detached_inputs                   |
 | a view of a parameter is no view any more                     | test_views_of_parameters               |
 | in-place writes to an input are lost                          | test_written_inputs                    |
 | a write through one alias is not seen through the other       | test_aliased_arguments                 |
@@ -146,6 +149,48 @@ def test_returned_inputs(twins, device):
         x, y = torch.randn(2, 4, 4, device=device)
         a, _, b = graphed(x, y)
         assert a is x and b is y
+
+
+def test_returned_inputs_passed_twice(twins, device):
+    """What autograd does not know for an input becomes a result with a gradient."""
+
+    def fn(x, y, w):
+        a, b = x.to(torch.float32), y.to(torch.float32)  # which they are already
+        return a, work(w) + a * b, b
+
+    w = torch.randn(4, 4, device=device, requires_grad=True)
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        for f in (plain, graphed):
+            a, result, b = f(x, x, w)
+            assert a is x and b is x and not x.requires_grad and result.requires_grad
+
+
+def test_views_that_outlive_what_they_show(twins, device):
+    """Python gives a tensor the identity of one that has died, as names of the input do on the way through a region."""
+
+    def fn(x):
+        y = work(x)
+        z = x.detach()
+        return y, z[1:], z.view(-1)
+
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        same(plain(x), graphed(x))
+
+
+def test_detached_inputs(twins, device):
+    plain, graphed = twins(lambda x: (work(x), x.t().detach(), x.t(), x[1:].detach()))
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        a, b = plain(x), graphed(x)
+        same(a, b)
+        assert [t._is_view() for t in a] == [t._is_view() for t in b] == [False, False, True, False]
+        version = x._version
+        b[1].mul_(2)
+        assert x._version > version
 
 
 def test_views_of_parameters(twins, device):

@@ -257,10 +257,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An input that results of its region may be views of, as it was when the region ran."""
+    """An input that results of its region may be views of, as it was when the region ran.
+
+    It holds the tensor, because a result could get the identity of one that died on the way.
+    """
 
     arg: int
-    identity: int
+    tensor: torch.Tensor
     address: int  # of the storage
     pointer: int  # of the first element
     offset: int
@@ -270,7 +273,7 @@ class Source:
     @classmethod
     def of(cls, arg: int, tensor: torch.Tensor) -> Source:
         offset, conj = int(tensor.storage_offset()), tensor.is_conj()
-        return cls(arg, id(tensor), address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
+        return cls(arg, tensor, address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
 
 
 def place(pool: Pool, args: Sequence[Any], static: frozenset[int], captured: list[Any]) -> list[Load]:
@@ -312,6 +315,7 @@ class Outputs:
             device: the region's.
             alias: makes of a tensor one that does not own its memory.
         """
+        by_identity = {id(source.tensor): source for source in reversed(sources)}
         by_address = {source.address: source for source in reversed(sources) if source.address}
         self.fixed: list[int] = []  # results that stay at their address in the arena
         self._constants: dict[int, Any] = {}
@@ -323,7 +327,7 @@ class Outputs:
                 # None, or the seed of an attention without dropout, which lives on the host: no replay changes these.
                 self._constants[i] = tensor
                 self._makers.append((i, _constant(tensor)))
-            elif (source := by_address.get(address(tensor))) is not None:
+            elif (source := by_identity.get(id(tensor)) or by_address.get(address(tensor))) is not None:
                 self._sources[i] = source.arg
                 self._makers.append((i, _view_of_input(tensor, source)))
             elif leaves[i]:
@@ -391,22 +395,23 @@ def _constant(value: Any) -> Output:
 def _view_of_input(tensor: torch.Tensor, source: Source) -> Output:
     """What makes of an argument the view that ``tensor`` was of the captured one."""
     arg, size, stride, dtype = source.arg, tensor.size(), tensor.stride(), tensor.dtype
-    if id(tensor) == source.identity:
+    if tensor is source.tensor:
         return lambda args: args[arg]
-    if source.dtype == dtype and source.conj == tensor.is_conj() and not tensor.is_neg():
-        shift = tensor.storage_offset() - source.offset
-        return lambda args: args[arg].as_strided(size, stride, args[arg].storage_offset() + shift)
+    shift = tensor.storage_offset() - source.offset
     shift_bytes = tensor.data_ptr() - source.pointer
-    conj, neg, is_view = tensor.is_conj(), tensor.is_neg(), tensor._is_view()
+    conj, neg = tensor.is_conj(), tensor.is_neg()
 
-    def make(args: Sequence[Any]) -> torch.Tensor:
+    def simple(args: Sequence[Any]) -> Any:
+        return args[arg].as_strided(size, stride, args[arg].storage_offset() + shift)
+
+    def general(args: Sequence[Any]) -> Any:
         at = args[arg].data_ptr() - address(args[arg]) + shift_bytes
         view = _tracked_view(args[arg], dtype, at // dtype.itemsize, size, stride)
         view = view.conj() if conj else view
-        view = view._neg_view() if neg else view
-        return view if is_view else view.detach()
+        return view._neg_view() if neg else view
 
-    return make
+    make = simple if source.dtype == dtype and source.conj == conj and not neg else general
+    return make if tensor._is_view() else lambda args: make(args).detach()
 
 
 @dataclass(frozen=True, slots=True)

@@ -727,9 +727,9 @@ class Program:
         captured = [arg if buffer is None else buffer for arg, buffer in zip(taken, buffers)]
         del taken, buffers
         sources = _sources(region, captured, inside)
-        # A result must not get the address of an input that it could be taken for a view of, and what is read back
-        # after a replay must not have been reused on the way.
-        kept = [captured[i] for i in (*(source.arg for source in sources), *written)]
+        # A result must not get the address of an input that it could be taken for a view of (the sources are kept), and
+        # what is read back after a replay must not have been reused on the way.
+        kept = [captured[i] for i in written]
         versions = {i: (t, t._version) for i in written - inside if not (t := captured[i]).is_inference()}
         produced: list[Any] = []
 
@@ -748,6 +748,7 @@ class Program:
         outputs.disown()
         entry.touched = frozenset(i for i, (t, version) in versions.items() if t._version != version)
         del kept, versions
+        sources.clear()
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
         try:
