@@ -7,6 +7,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | an output changes when the next call runs                     | test_outputs_are_kept                  |
 | writing into an output breaks a later call                    | test_outputs_may_be_written            |
 | outputs that share memory stop sharing it                     | test_outputs_that_alias                |
+| an output that is returned twice becomes two                  | test_outputs_returned_twice            |
 | a view of an input is no view any more                        | test_views_of_inputs                   |
 | an input that is returned is another tensor                   | test_returned_inputs                   |
 | so is one that is passed twice                                | test_returned_inputs_passed_twice      |
@@ -14,6 +15,8 @@ Every test compares with uncaptured Thunder, bit for bit.
 | what was detached from an input is a view of it again         | test_detached_inputs                   |
 | a view of a parameter is no view any more                     | test_views_of_parameters               |
 | in-place writes to an input are lost                          | test_written_inputs                    |
+| so is the version of what is written in inference mode        | test_versions_in_inference_mode        |
+| what PyTorch does not allow to write is written               | test_written_leaves                    |
 | a write through one alias is not seen through the other       | test_aliased_arguments                 |
 | buffers are updated more than once a call                     | test_batchnorm_statistics              |
 | a reassigned buffer                                           | test_reassigned_buffer                 |
@@ -130,6 +133,22 @@ def test_outputs_that_alias(twins, device):
         same(a, b)
 
 
+def test_outputs_returned_twice(twins, device):
+    def fn(x, w):
+        y, t = work(w) * x, x.t()
+        return y, t, y.view_as(y), t.to(y.dtype)  # Thunder takes them for the same
+
+    for f in twins(fn):
+        for _ in range(CALLS):
+            x = torch.randn(4, 4, device=device)
+            w = torch.ones(4, 4, device=device, requires_grad=True)
+            y, t, again, also = f(x, w)
+            once = torch.autograd.grad(y.sum(), w, retain_graph=True)[0]
+            assert y is again and t is also
+            y.mul_(2)
+            same(torch.autograd.grad(again.sum(), w)[0], 2 * once)
+
+
 def test_views_of_inputs(twins, device):
     plain, graphed = twins(lambda x: (work(x) + x.sum(), x.view(-1), x.t(), x[:, 1:]))
     for _ in range(CALLS):
@@ -232,6 +251,34 @@ def test_written_inputs(twins, device):
         same(plain(strided[0], y), graphed(strided[1], v))
         same(strided[0], strided[1])
     assert replays(graphed) > 0
+
+
+def test_versions_in_inference_mode(twins, device):
+    def fn(x):
+        x.mul_(2)
+        return work(x)
+
+    for f in twins(fn):
+        x = torch.randn(4, 4, device=device)
+        for _ in range(CALLS):
+            version = x._version
+            with torch.inference_mode():
+                f(x)
+            assert x._version > version
+
+
+def test_written_leaves(twins, device):
+    def fn(x, y):
+        z = x.view_as(x)  # another name for x, which an eager operator gives to the region
+        n = y.sum().item()
+        z.copy_(work(y) * n)
+        return work(z) * 2
+
+    for f in twins(fn):
+        for _ in range(CALLS):
+            x, y = torch.randn(4, 4, device=device, requires_grad=True), torch.randn(4, 4, device=device)
+            with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+                f(x, y)
 
 
 def test_aliased_arguments(twins, device):

@@ -224,14 +224,18 @@ def _tracked_view(
 
 
 def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
-    """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place."""
+    """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place.
+
+    It is an inference tensor only if ``like`` is: those have no version, which would show what a capture writes.
+    """
     item = like.element_size()
     shift = like.data_ptr() % ALIGNMENT // item
-    memory = pool.memory(max(1, (shift + span(like)) * item))
-    buffer = _view(memory, like.dtype, shift, like.size(), like.stride())
-    if like.is_conj():
-        buffer = buffer.conj()
-    return buffer._neg_view() if like.is_neg() else buffer
+    with torch.inference_mode(like.is_inference()):
+        memory = pool.memory(max(1, (shift + span(like)) * item))
+        buffer = _view(memory, like.dtype, shift, like.size(), like.stride())
+        if like.is_conj():
+            buffer = buffer.conj()
+        return buffer._neg_view() if like.is_neg() else buffer
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -292,10 +296,11 @@ Output = Callable[[Sequence[Any]], Any]
 class Outputs:
     """How a region's results reach the caller: as fixed addresses, as views of inputs, or as copies.
 
-    Results that leave are copied, and those that share memory keep sharing it: one copy per storage.
+    Results that leave are copied, and those that share memory keep sharing it: one copy per storage. Those that are one
+    tensor stay one: of two, autograd would not know that what is written to one is written to the other.
     """
 
-    __slots__ = ("_are_plain", "_constants", "_makers", "_new", "_owned", "_sources", "fixed", "nbytes")
+    __slots__ = ("_are_plain", "_constants", "_makers", "_new", "_owned", "_same", "_sources", "fixed", "nbytes")
 
     def __init__(
         self,
@@ -321,12 +326,19 @@ class Outputs:
         self._constants: dict[int, Any] = {}
         self._sources: dict[int, int] = {}  # result that is a view of an input -> that input
         self._makers: list[tuple[int, Output]] = []
+        self._same: list[tuple[int, int]] = []  # result that leaves, and an earlier one that is the same tensor
+        first: dict[int, int] = {}
         groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for i, tensor in enumerate(produced):
             if not isinstance(tensor, torch.Tensor) or tensor.device != device:
                 # None, or the seed of an attention without dropout, which lives on the host: no replay changes these.
                 self._constants[i] = tensor
                 self._makers.append((i, _constant(tensor)))
+                continue
+            if leaves[i] and (same := first.setdefault(id(tensor), i)) != i:
+                self._same.append((i, same))
+                if same in self._sources:
+                    self._sources[i] = self._sources[same]
             elif (source := by_identity.get(id(tensor)) or by_address.get(address(tensor))) is not None:
                 self._sources[i] = source.arg
                 self._makers.append((i, _view_of_input(tensor, source)))
@@ -336,7 +348,7 @@ class Outputs:
                 self.fixed.append(i)
         self._new = [_Copy.of(group, alias) for group in groups.values()]
         self._owned = [[tensor for _, tensor in group] for group in groups.values()]
-        for i in (i for group in groups.values() for i, _ in group):
+        for i in (*(i for group in groups.values() for i, _ in group), *(i for i, _ in self._same)):
             produced[i] = None
         self.nbytes = sum(copy.nbytes for copy in self._new)
         self._are_plain = not any(copy.parts for copy in self._new)
@@ -360,7 +372,7 @@ class Outputs:
     @property
     def is_plain(self) -> bool:
         """Whether every result is a copy of one tensor, or stays where it is."""
-        return not self._makers and self._are_plain
+        return not self._makers and not self._same and self._are_plain
 
     def disown(self) -> None:
         """Gives up the memory of what leaves, without a first delivery."""
@@ -386,6 +398,8 @@ class Outputs:
         """Puts the views of arguments, and what never changes, into ``results``; ``args`` are the call's."""
         for i, make in self._makers:
             results[i] = make(args)
+        for i, same in self._same:
+            results[i] = results[same]
 
 
 def _constant(value: Any) -> Output:

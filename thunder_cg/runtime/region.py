@@ -79,6 +79,7 @@ _WATCHED = (
     "a torch dispatch or function mode is active, which has to see every operator, and would see none in a replay"
 )
 _DUAL = "forward-mode AD is active, and a graph computes no tangents"
+_LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
 _RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
 
 
@@ -443,7 +444,7 @@ class Program:
                 names = ", ".join(repr(self.inputs[i]) for i in sorted(self._written)[:3])
                 return f"an input that is written in place ({names}) shares memory with another; pass separate tensors"
             if self._no_leaves and any(map(_is_graded_leaf, map(inputs.__getitem__, self._written))):
-                return "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
+                return _LEAF
         return None
 
     def _key(self, inputs: Sequence[torch.Tensor]) -> Any:
@@ -533,6 +534,8 @@ class Program:
                             self._eager(call, f"{region.name} could not be replayed: {_sentence(error)}")
                     else:
                         self._miss(call, region)
+            elif self._no_leaves and any(_is_graded_leaf(args[i]) for i in region.written):
+                self._eager(call, _LEAF, strict=False)  # which raises, where a detached leaf would be written
             elif call.mode is Mode.CAPTURE:
                 if region.tries:
                     return self._capture(call, index, args)
