@@ -7,10 +7,16 @@ Every test compares with uncaptured Thunder, bit for bit.
 | an output changes when the next call runs                     | test_outputs_are_kept                  |
 | writing into an output breaks a later call                    | test_outputs_may_be_written            |
 | outputs that share memory stop sharing it                     | test_outputs_that_alias                |
+| an output that is returned twice becomes two                  | test_outputs_returned_twice            |
 | a view of an input is no view any more                        | test_views_of_inputs                   |
 | an input that is returned is another tensor                   | test_returned_inputs                   |
+| so is one that is passed twice                                | test_returned_inputs_passed_twice      |
+| a view of an input is taken for the input                     | test_views_that_outlive_what_they_show |
+| what was detached from an input is a view of it again         | test_detached_inputs                   |
 | a view of a parameter is no view any more                     | test_views_of_parameters               |
 | in-place writes to an input are lost                          | test_written_inputs                    |
+| so is the version of what is written in inference mode        | test_versions_in_inference_mode        |
+| what PyTorch does not allow to write is written               | test_written_leaves                    |
 | a write through one alias is not seen through the other       | test_aliased_arguments                 |
 | buffers are updated more than once a call                     | test_batchnorm_statistics              |
 | a reassigned buffer                                           | test_reassigned_buffer                 |
@@ -129,6 +135,22 @@ def test_outputs_that_alias(twins, device):
         same(a, b)
 
 
+def test_outputs_returned_twice(twins, device):
+    def fn(x, w):
+        y, t = work(w) * x, x.t()
+        return y, t, y.view_as(y), t.to(y.dtype)  # Thunder takes them for the same
+
+    for f in twins(fn):
+        for _ in range(CALLS):
+            x = torch.randn(4, 4, device=device)
+            w = torch.ones(4, 4, device=device, requires_grad=True)
+            y, t, again, also = f(x, w)
+            once = torch.autograd.grad(y.sum(), w, retain_graph=True)[0]
+            assert y is again and t is also
+            y.mul_(2)
+            same(torch.autograd.grad(again.sum(), w)[0], 2 * once)
+
+
 def test_views_of_inputs(twins, device):
     plain, graphed = twins(lambda x: (work(x) + x.sum(), x.view(-1), x.t(), x[:, 1:]))
     for _ in range(CALLS):
@@ -148,6 +170,48 @@ def test_returned_inputs(twins, device):
         x, y = torch.randn(2, 4, 4, device=device)
         a, _, b = graphed(x, y)
         assert a is x and b is y
+
+
+def test_returned_inputs_passed_twice(twins, device):
+    """What autograd does not know for an input becomes a result with a gradient."""
+
+    def fn(x, y, w):
+        a, b = x.to(torch.float32), y.to(torch.float32)  # which they are already
+        return a, work(w) + a * b, b
+
+    w = torch.randn(4, 4, device=device, requires_grad=True)
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        for f in (plain, graphed):
+            a, result, b = f(x, x, w)
+            assert a is x and b is x and not x.requires_grad and result.requires_grad
+
+
+def test_views_that_outlive_what_they_show(twins, device):
+    """Python gives a tensor the identity of one that has died, as names of the input do on the way through a region."""
+
+    def fn(x):
+        y = work(x)
+        z = x.detach()
+        return y, z[1:], z.view(-1)
+
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        same(plain(x), graphed(x))
+
+
+def test_detached_inputs(twins, device):
+    plain, graphed = twins(lambda x: (work(x), x.t().detach(), x.t(), x[1:].detach()))
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        a, b = plain(x), graphed(x)
+        same(a, b)
+        assert [t._is_view() for t in a] == [t._is_view() for t in b] == [False, False, True, False]
+        version = x._version
+        b[1].mul_(2)
+        assert x._version > version
 
 
 def test_views_of_parameters(twins, device):
@@ -189,6 +253,34 @@ def test_written_inputs(twins, device):
         same(plain(strided[0], y), graphed(strided[1], v))
         same(strided[0], strided[1])
     assert replays(graphed) > 0
+
+
+def test_versions_in_inference_mode(twins, device):
+    def fn(x):
+        x.mul_(2)
+        return work(x)
+
+    for f in twins(fn):
+        x = torch.randn(4, 4, device=device)
+        for _ in range(CALLS):
+            version = x._version
+            with torch.inference_mode():
+                f(x)
+            assert x._version > version
+
+
+def test_written_leaves(twins, device):
+    def fn(x, y):
+        z = x.view_as(x)  # another name for x, which an eager operator gives to the region
+        n = y.sum().item()
+        z.copy_(work(y) * n)
+        return work(z) * 2
+
+    for f in twins(fn):
+        for _ in range(CALLS):
+            x, y = torch.randn(4, 4, device=device, requires_grad=True), torch.randn(4, 4, device=device)
+            with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
+                f(x, y)
 
 
 def test_aliased_arguments(twins, device):

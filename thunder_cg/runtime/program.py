@@ -20,7 +20,7 @@ from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode, Others
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Part, Recording, Sharing, layout, settings
-from thunder_cg.runtime.region import RuntimeRegion, is_plain
+from thunder_cg.runtime.region import LEAF, RuntimeRegion, is_graded_leaf, is_plain
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
@@ -78,7 +78,7 @@ class Program:
             names = region.boundary.inputs
             region.in_arena = [i for i, n in enumerate(names) if n in made and n in region.boundary.shared]
             made |= {s.name for s in region.slots if not s.leaves}
-        self._no_leaves = any(map(_writes_with_grad, ops.ops))
+        self.no_leaves = any(map(_writes_with_grad, ops.ops))
 
     # How a call begins
 
@@ -258,8 +258,8 @@ class Program:
             if not Sharing.of(inputs, static, self._written).admits(inputs):
                 names = ", ".join(repr(self.inputs[i]) for i in sorted(self._written)[:3])
                 return f"an input that is written in place ({names}) shares memory with another; pass separate tensors"
-            if self._no_leaves and any(map(_is_graded_leaf, map(inputs.__getitem__, self._written))):
-                return "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
+            if self.no_leaves and any(map(is_graded_leaf, map(inputs.__getitem__, self._written))):
+                return LEAF
         return None
 
     def _key(self, inputs: Sequence[torch.Tensor]) -> Any:
@@ -349,10 +349,6 @@ class Program:
     def arena_bytes(self) -> int:
         """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""
         return sum(arena.nbytes() for arena in self._pair._used)
-
-
-def _is_graded_leaf(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_leaf and tensor.requires_grad
 
 
 def _writes_with_grad(op: Op) -> bool:

@@ -224,14 +224,18 @@ def _tracked_view(
 
 
 def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
-    """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place."""
+    """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place.
+
+    It is an inference tensor only if ``like`` is: those have no version, which would show what a capture writes.
+    """
     item = like.element_size()
     shift = like.data_ptr() % ALIGNMENT // item
-    memory = pool.memory(max(1, (shift + span(like)) * item))
-    buffer = _view(memory, like.dtype, shift, like.size(), like.stride())
-    if like.is_conj():
-        buffer = buffer.conj()
-    return buffer._neg_view() if like.is_neg() else buffer
+    with torch.inference_mode(like.is_inference()):
+        memory = pool.memory(max(1, (shift + span(like)) * item))
+        buffer = _view(memory, like.dtype, shift, like.size(), like.stride())
+        if like.is_conj():
+            buffer = buffer.conj()
+        return buffer._neg_view() if like.is_neg() else buffer
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,10 +261,13 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """An input that results of its region may be views of, as it was when the region ran."""
+    """An input that results of its region may be views of, as it was when the region ran.
+
+    It holds the tensor, because a result could get the identity of one that died on the way.
+    """
 
     arg: int
-    identity: int
+    tensor: torch.Tensor
     address: int  # of the storage
     pointer: int  # of the first element
     offset: int
@@ -270,7 +277,7 @@ class Source:
     @classmethod
     def of(cls, arg: int, tensor: torch.Tensor) -> Source:
         offset, conj = int(tensor.storage_offset()), tensor.is_conj()
-        return cls(arg, id(tensor), address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
+        return cls(arg, tensor, address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
 
 
 def plain(args: Sequence[Any], written: Set[int]) -> list[Any]:
@@ -308,10 +315,11 @@ Output = Callable[[Sequence[Any]], Any]
 class Outputs:
     """How a region's results reach the caller: as fixed addresses, as views of inputs, or as copies.
 
-    Results that leave are copied, and those that share memory keep sharing it: one copy per storage.
+    Results that leave are copied, and those that share memory keep sharing it: one copy per storage. Those that are one
+    tensor stay one: of two, autograd would not know that what is written to one is written to the other.
     """
 
-    __slots__ = ("_are_plain", "_constants", "_makers", "_new", "_owned", "_sources", "fixed", "nbytes")
+    __slots__ = ("_are_plain", "_constants", "_makers", "_new", "_owned", "_same", "_sources", "fixed", "nbytes")
 
     def __init__(
         self,
@@ -331,11 +339,14 @@ class Outputs:
             device: the region's.
             alias: makes of a tensor one that does not own its memory.
         """
+        by_identity = {id(source.tensor): source for source in reversed(sources)}
         by_address = {source.address: source for source in reversed(sources) if source.address}
         self.fixed: list[int] = []  # results that stay at their address in the arena
         self._constants: dict[int, Any] = {}
         self._sources: dict[int, int] = {}  # result that is a view of an input -> that input
         self._makers: list[tuple[int, Output]] = []
+        self._same: list[tuple[int, int]] = []  # result that leaves, and an earlier one that is the same tensor
+        first: dict[int, int] = {}
         groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
         for i, tensor in enumerate(produced):
             if not isinstance(tensor, torch.Tensor) or tensor.device != device or tensor._is_zerotensor():
@@ -343,7 +354,12 @@ class Outputs:
                 # replay changes these.
                 self._constants[i] = tensor
                 self._makers.append((i, _constant(tensor)))
-            elif (source := by_address.get(address(tensor))) is not None:
+                continue
+            if leaves[i] and (same := first.setdefault(id(tensor), i)) != i:
+                self._same.append((i, same))
+                if same in self._sources:
+                    self._sources[i] = self._sources[same]
+            elif (source := by_identity.get(id(tensor)) or by_address.get(address(tensor))) is not None:
                 self._sources[i] = source.arg
                 self._makers.append((i, _view_of_input(tensor, source)))
             elif leaves[i]:
@@ -352,7 +368,7 @@ class Outputs:
                 self.fixed.append(i)
         self._new = [_Copy.of(group, alias) for group in groups.values()]
         self._owned = [[tensor for _, tensor in group] for group in groups.values()]
-        for i in (i for group in groups.values() for i, _ in group):
+        for i in (*(i for group in groups.values() for i, _ in group), *(i for i, _ in self._same)):
             produced[i] = None
         self.nbytes = sum(copy.nbytes for copy in self._new)
         self._are_plain = not any(copy.parts for copy in self._new)
@@ -376,7 +392,7 @@ class Outputs:
     @property
     def is_plain(self) -> bool:
         """Whether every result is a copy of one tensor, or stays where it is."""
-        return not self._makers and self._are_plain
+        return not self._makers and not self._same and self._are_plain
 
     def disown(self) -> None:
         """Gives up the memory of what leaves, without a first delivery."""
@@ -402,6 +418,8 @@ class Outputs:
         """Puts the views of arguments, and what never changes, into ``results``; ``args`` are the call's."""
         for i, make in self._makers:
             results[i] = make(args)
+        for i, same in self._same:
+            results[i] = results[same]
 
 
 def _constant(value: Any) -> Output:
@@ -411,22 +429,23 @@ def _constant(value: Any) -> Output:
 def _view_of_input(tensor: torch.Tensor, source: Source) -> Output:
     """What makes of an argument the view that ``tensor`` was of the captured one."""
     arg, size, stride, dtype = source.arg, tensor.size(), tensor.stride(), tensor.dtype
-    if id(tensor) == source.identity:
+    if tensor is source.tensor:
         return lambda args: args[arg]
-    if source.dtype == dtype and source.conj == tensor.is_conj() and not tensor.is_neg():
-        shift = tensor.storage_offset() - source.offset
-        return lambda args: args[arg].as_strided(size, stride, args[arg].storage_offset() + shift)
+    shift = tensor.storage_offset() - source.offset
     shift_bytes = tensor.data_ptr() - source.pointer
-    conj, neg, is_view = tensor.is_conj(), tensor.is_neg(), tensor._is_view()
+    conj, neg = tensor.is_conj(), tensor.is_neg()
 
-    def make(args: Sequence[Any]) -> torch.Tensor:
+    def simple(args: Sequence[Any]) -> Any:
+        return args[arg].as_strided(size, stride, args[arg].storage_offset() + shift)
+
+    def general(args: Sequence[Any]) -> Any:
         at = args[arg].data_ptr() - address(args[arg]) + shift_bytes
         view = _tracked_view(args[arg], dtype, at // dtype.itemsize, size, stride)
         view = view.conj() if conj else view
-        view = view._neg_view() if neg else view
-        return view if is_view else view.detach()
+        return view._neg_view() if neg else view
 
-    return make
+    make = simple if source.dtype == dtype and source.conj == conj and not neg else general
+    return make if tensor._is_view() else lambda args: make(args).detach()
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,7 @@ from thunder_cg.runtime.verify import Check, Disagreement, verified
 if TYPE_CHECKING:
     from thunder_cg.runtime.program import Program
 
+LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
 _MAX_TRIES = 3  # captures of a region that may fail for a reason that can pass, such as too little memory
 
 
@@ -123,6 +124,8 @@ class RuntimeRegion:
                         self.program.eager(call, f"{self.name} could not be replayed: {_sentence(error)}")
                 else:
                     self._miss(call)
+        elif self.program.no_leaves and any(is_graded_leaf(args[i]) for i in self.written):
+            self.program.eager(call, LEAF, strict=False)  # which raises, where a detached leaf would be written
         elif call.mode is Mode.CAPTURE:
             if self.tries:
                 return self._capture(call, args)
@@ -306,9 +309,9 @@ class RuntimeRegion:
         captured = replaced(taken, buffers)
         del taken, buffers
         sources = _sources(self, captured, inside)
-        # A result must not get the address of an input that it could be taken for a view of, and what is read back
-        # after a replay must not have been reused on the way.
-        kept = [captured[i] for i in (*(source.arg for source in sources), *written)]
+        # A result must not get the address of an input that it could be taken for a view of (the sources are kept), and
+        # what is read back after a replay must not have been reused on the way.
+        kept = [captured[i] for i in written]
         versions = {i: (t, t._version) for i in written - inside if not (t := captured[i]).is_inference()}
         produced: list[Any] = []
 
@@ -329,6 +332,7 @@ class RuntimeRegion:
         outputs.disown()
         entry.touched = frozenset(i for i, (t, version) in versions.items() if t._version != version)
         del kept, versions
+        sources.clear()
         entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
         entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
         try:
@@ -417,6 +421,10 @@ def _memory(value: Any) -> int:
     """Where the memory of a plain tensor begins; 0 for anything else."""
     has_memory = isinstance(value, torch.Tensor) and is_plain(value) and value.layout is torch.strided
     return address(value) if has_memory else 0
+
+
+def is_graded_leaf(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_leaf and tensor.requires_grad
 
 
 def is_plain(tensor: Any) -> bool:
