@@ -479,7 +479,7 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
         "Thunder writes it out in other operators, or computes it while it traces",
         _names(
             """
-            bitcast dropout_vjp erf_vjp erfc_vjp erfinv_vjp exp2_vjp expm1_vjp log1p_vjp logsumexp_vjp mm
+            bitcast dropout_vjp erf_vjp erfc_vjp erfinv_vjp exp2_vjp expm1_vjp log1p_vjp mm
             mm_vjp rand scalar_tensor_vjp shape softmax_vjp torch.linalg.multi_dot
             """
         ),

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 DRAWS = 5  # a warm-up, a capture, and three replays
 DTYPES = (
     torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.int64, torch.bool,
+    torch.float8_e4m3fn,
 )  # fmt: skip
 
 
