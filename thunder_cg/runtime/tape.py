@@ -106,7 +106,8 @@ class _Tape(TorchDispatchMode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if writes:
             self._keep_images(inputs)
-        seen = {id(t): t.detach() for t in inputs}  # attention has other kernels if query and key are one object
+        # Attention has other kernels if query and key are one object; compiled fusions ask whether gradients are wanted.
+        seen = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
         seen_args, seen_kwargs = tree_map_only(torch.Tensor, lambda t: seen[id(t)], (args, kwargs))
         output = fn(*args, **kwargs)
         addresses = {_address(t) for t in inputs}
