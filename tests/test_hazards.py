@@ -19,6 +19,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | what PyTorch does not allow to write is written               | test_written_leaves                    |
 | a write through one alias is not seen through the other       | test_aliased_arguments                 |
 | buffers are updated more than once a call                     | test_batchnorm_statistics              |
+| so are they in inference mode                                 | test_statistics_in_inference_mode      |
 | a reassigned buffer                                           | test_reassigned_buffer                 |
 | the layout of an input changes                                | test_layouts                           |
 | a conjugate that is taken only when it is read                 | test_lazy_conjugates                   |
@@ -310,6 +311,16 @@ def test_batchnorm_statistics(twins, device):
         same_state(plain, graphed)
     assert plain.get_buffer("1.num_batches_tracked") == CALLS + 1
     assert replays(graphed) > 0
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_statistics_in_inference_mode(twins, device, norm):
+    plain, graphed = twins(nn.Sequential(nn.Tanh(), norm(3, track_running_stats=True), nn.Tanh()))
+    for _ in range(CALLS):
+        x = torch.randn(2, 3, 8, device=device)
+        with torch.inference_mode():
+            same(plain(x), graphed(x))
+        same_state(plain, graphed)
 
 
 def test_reassigned_buffer(twins, device):

@@ -372,7 +372,7 @@ def _autograd(tensor: torch.Tensor) -> tuple[Any, ...]:
     try:
         return tensor.requires_grad, tensor.grad_fn is None
     except RuntimeError as error:
-        return tensor.requires_grad, str(error)
+        return tensor.requires_grad, str(error).partition(" is a view ")[2]  # before that: which function made it
 
 
 def _is_forbidden(tensor: torch.Tensor) -> bool:

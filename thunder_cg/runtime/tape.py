@@ -38,8 +38,16 @@ _MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl
 # Change what a tensor looks like and no memory. Later steps see the tensor as it looked when they were recorded.
 _RESHAPES = {_aten.as_strided_, _aten.squeeze_, _aten.t_, _aten.transpose_, _aten.unsqueeze_}
 
-# Write to their arguments and do not say so in their schemas: running statistics.
-_WRITERS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
+# Write to their arguments and do not say so in their schemas: running statistics. In inference mode, PyTorch does not
+# take the composite ones apart before a dispatch mode sees them.
+_WRITERS = {
+    _aten.batch_norm,
+    _aten._batch_norm_impl_index,
+    _aten.instance_norm,
+    _aten.native_batch_norm,
+    _aten.cudnn_batch_norm,
+    _aten.miopen_batch_norm,
+}
 
 _active = threading.local()
 
