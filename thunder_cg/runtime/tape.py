@@ -114,7 +114,7 @@ class _Tape(TorchDispatchMode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if writes:
             self._keep_images(inputs)
-        # Attention has other kernels if query and key are one object; compiled fusions ask whether gradients are wanted.
+        # Attention has other kernels if query and key are one object; compiled fusions ask who requires grad.
         seen = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
         seen_args, seen_kwargs = tree_map_only(torch.Tensor, lambda t: seen[id(t)], (args, kwargs))
         output = fn(*args, **kwargs)
