@@ -367,16 +367,20 @@ def _kind(tensor: torch.Tensor, is_leaf: bool | None = None) -> tuple[Any, ...]:
     )
 
 
+def _forbidden(tensor: torch.Tensor) -> str:
+    """Why PyTorch forbids to use the tensor, as it does after some writes to the base of a view; "" if it does not."""
+    try:
+        tensor.grad_fn  # noqa: B018
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 def _autograd(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Whether it requires grad, and is a leaf. Of a view that a write to its base came after, PyTorch may not say."""
-    try:
-        return tensor.requires_grad, tensor.grad_fn is None
-    except RuntimeError as error:
-        return tensor.requires_grad, str(error).partition(" is a view ")[2]  # before that: which function made it
-
-
-def _is_forbidden(tensor: torch.Tensor) -> bool:
-    return isinstance(_autograd(tensor)[1], str)
+    if why := _forbidden(tensor):
+        return tensor.requires_grad, why.partition(" is a view ")[2]  # before that: which function made it
+    return tensor.requires_grad, tensor.grad_fn is None
 
 
 def _is_ambiguous(tensor: torch.Tensor) -> bool:
@@ -384,10 +388,7 @@ def _is_ambiguous(tensor: torch.Tensor) -> bool:
 
     PyTorch forbids to use it. With graphs the view is made when the write is done, and may be used.
     """
-    try:
-        return tensor.grad_fn is NotImplemented
-    except RuntimeError as error:
-        return str(error).startswith("A view was created in no_grad mode")
+    return _forbidden(tensor).startswith("A view was created in no_grad mode")
 
 
 def _owned(plain: Sequence[torch.Tensor], graphed: Sequence[torch.Tensor]) -> set[int]:
@@ -414,7 +415,7 @@ def compare_tensors(where: str, plain: Sequence[torch.Tensor], graphed: Sequence
         is_leaf = None
         if _is_ambiguous(a):
             is_leaf = _autograd(b)[1]
-        elif i in owned and _is_forbidden(a):  # see OnlyThunderRaises
+        elif i in owned and _forbidden(a):  # see OnlyThunderRaises
             is_leaf = not a.requires_grad
         kinds = _kind(a, is_leaf), _kind(b)
         if kinds[0] != kinds[1]:
@@ -574,7 +575,7 @@ class Pair:
         error = str(self.plain.error)
         if "is a view and its base or another view of its base has been modified" in error:
             plain, graphed = self.plain.reachable(), self.graphed.reachable()
-            return any(_is_forbidden(plain[i]) for i in _owned(plain, graphed))
+            return any(_forbidden(plain[i]) for i in _owned(plain, graphed))
         written = any(not t.is_inference() and t._version for made in self.plain.made for t in made.tensors)
         return isinstance(step, Backward) and written and "modified by an inplace operation" in error
 

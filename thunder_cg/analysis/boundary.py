@@ -34,17 +34,17 @@ class Boundary:
 
     Attributes:
         inputs: tensors that the region reads or writes and does not make, in order of first use.
-        numbers: what its kernels are given before each launch; see `rules.KERNEL_NUMBERS`.
         written: those of them whose memory the region may write.
         shared: those of them that an exit may be a view of.
+        numbers: what its kernels are given before each launch; see `rules.KERNEL_NUMBERS`.
         exits: what the region makes for others, in order of making.
         alive: of all values, those whose memory is still needed when the region has run.
     """
 
     inputs: tuple[str, ...]
-    numbers: tuple[str, ...]
     written: frozenset[str]
     shared: frozenset[str]
+    numbers: tuple[str, ...]
     exits: tuple[Exit, ...]
     alive: frozenset[str]
 
@@ -101,9 +101,9 @@ def boundaries(ops: Ops, plan: Plan, returned: Set[str], saved: Set[str]) -> tup
         result.append(
             Boundary(
                 inputs=tensors,
-                numbers=tuple(n for n in inputs if ops.values[n].kind == "number"),
                 written=frozenset(n for n in tensors if root[n] in touched),
                 shared=frozenset(n for n in tensors if root[n] in exit_roots),
+                numbers=tuple(n for n in inputs if ops.values[n].kind == "number"),
                 exits=tuple(exits),
                 alive=frozenset(n for n in candidates if last[root[n]] > at),
             )

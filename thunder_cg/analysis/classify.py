@@ -209,17 +209,12 @@ class _Judge:
             return set()
         numbers = {name for name in op.inputs if self.values[name].kind == "number"}
         for sub in op.subs:
-            keys = rules.KERNEL_NUMBERS.get((op.executor, sub.id or ""), frozenset())
-            elsewhere = [
-                name for name in sub.inputs if name not in {given for key, given in sub.keywords if key in keys}
-            ]
-            numbers -= {*elsewhere, *sub.outputs}
+            numbers -= {*sub.inputs, *sub.outputs} - _handed_on(op, sub)
         return numbers
 
     def is_given_numbers(self, fusion: Op, sub: Op) -> bool:
         """Is what the rules have against the operator no more than numbers, which its kernels are given?"""
-        keys = rules.KERNEL_NUMBERS.get((fusion.executor, sub.id or ""))
-        given = {name for key, name in sub.keywords if keys is not None and key in keys}
+        given = _handed_on(fusion, sub)
         return bool(given) and given <= self.kernel_numbers(fusion)
 
     def returns_known(self, op: Op) -> Rule | None:
@@ -228,6 +223,12 @@ class _Judge:
             detail = f"it returns {_listed(numbers)}, a Python number, which a replay would not compute again"
             return Rule(Reason.RUNTIME_NUMBER, detail, "", "return a 0-dim tensor instead")
         return None
+
+
+def _handed_on(fusion: Op, sub: Op) -> set[str]:
+    """What the operator only hands to the fusion's kernels."""
+    keys = rules.KERNEL_NUMBERS.get((fusion.executor, sub.id), frozenset())
+    return {name for key, name in sub.keywords if key in keys}
 
 
 def _denied(op: Op) -> Rule | None:

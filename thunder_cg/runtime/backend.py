@@ -11,11 +11,12 @@ Note [Numbers of a graph]
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
 
+from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.code import Code
 
 Function = Callable[..., Sequence[Any]]
@@ -34,6 +35,12 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
 def marks(count: int) -> list[int]:
     """Numbers that stand for others in a capture; see Note [Numbers of a graph]."""
     return [secrets.randbits(61) | 1 << 61 for _ in range(count)]
+
+
+def check_marks(marks: Sequence[int], found: Set[int]) -> None:
+    """Raises `CaptureRefused` if one of ``marks`` was not ``found`` among the arguments of what was captured."""
+    if missing := set(marks) - found:
+        raise CaptureRefused(f"{len(missing)} of {len(marks)} numbers of the call reach no kernel as they are")
 
 
 class Graph(Protocol):
@@ -91,8 +98,8 @@ class Pool(Protocol):
         """Records ``fn`` without executing it. Returns the graph and the tensors that its replays write.
 
         ``leaving`` says of the outputs what a replay copies out, ``marks`` which numbers among the arguments stand for
-        those that replays get. Whatever ``fn`` raises passes through, with the
-        process left as if nothing had been tried.
+        those that replays get. Whatever ``fn`` raises passes through, with the process left as if nothing had been
+        tried.
         """
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime import copies
+from thunder_cg.runtime.backend import check_marks
 from thunder_cg.runtime.copies import check, refused
 
 driver: Any = copies.driver  # type: ignore[attr-defined]
@@ -67,9 +67,7 @@ class Numbers:
 
     def __init__(self, graph: torch.cuda.CUDAGraph, marks: Sequence[int]) -> None:
         self._kernels = [kernel for kernel in _Kernel.all_of(graph, marks) if kernel.places]
-        missing = set(range(len(marks))).difference(number for kernel in self._kernels for number, _ in kernel.places)
-        if missing:
-            raise CaptureRefused(f"{len(missing)} of {len(marks)} numbers of the call reach no kernel as they are")
+        check_marks(marks, {marks[number] for kernel in self._kernels for number, _ in kernel.places})
 
     def bind(self, executable: Any) -> None:
         """Tells which executable graph the kernels are part of."""

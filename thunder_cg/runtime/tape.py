@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_cg.errors import CaptureRefused, ReplayRefused
-from thunder_cg.runtime.backend import Function, Leaving, copy_all
+from thunder_cg.runtime.backend import Function, Leaving, check_marks, copy_all
 from thunder_cg.runtime.code import Code
 
 _aten = torch.ops.aten
@@ -187,8 +187,7 @@ class TapeGraph:
         self._marks = marks
         numbers = [{leaf for leaf in tree_leaves((step.args, step.kwargs)) if type(leaf) is int} for step in steps]
         self._marked = [not found.isdisjoint(marks) for found in numbers]
-        if missing := set(marks).difference(*numbers):
-            raise CaptureRefused(f"{len(missing)} of {len(marks)} numbers of the call reach no kernel as they are")
+        check_marks(marks, set().union(*numbers))
 
     def replay(
         self,
