@@ -38,16 +38,8 @@ _MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl
 # Change what a tensor looks like and no memory. Later steps see the tensor as it looked when they were recorded.
 _RESHAPES = {_aten.as_strided_, _aten.squeeze_, _aten.t_, _aten.transpose_, _aten.unsqueeze_}
 
-# Write to their arguments and do not say so in their schemas: running statistics. In inference mode, PyTorch does not
-# take the composite ones apart before a dispatch mode sees them.
-_WRITERS = {
-    _aten.batch_norm,
-    _aten._batch_norm_impl_index,
-    _aten.instance_norm,
-    _aten.native_batch_norm,
-    _aten.cudnn_batch_norm,
-    _aten.miopen_batch_norm,
-}
+# Write to their arguments and do not say so in their schemas: running statistics.
+_WRITERS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
 
 _active = threading.local()
 
@@ -98,11 +90,22 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and (output := self._composite(func, args, kwargs)) is not NotImplemented:
+            return output
         self._refuse(func, args, kwargs)
         if func.overloadpacket in _RESHAPES:
             return func(*args, **kwargs)
         mutable = func._schema.is_mutable or func.overloadpacket in _WRITERS
         return self._record(func, args, kwargs, writes=mutable, may_skip=not mutable)
+
+    def _composite(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Takes a composite operator apart, as PyTorch does before a mode sees it, but not in inference mode.
+
+        What its parts make is a view, or not, as without a mode.
+        """
+        with torch._C._PreserveDispatchKeyGuard(), self:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
+            return func.decompose(*args, **kwargs)
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _disable_current_modes():
