@@ -140,7 +140,7 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "{r} = torch.add({a}, torch.rand({a}.shape, device={a}.device))",
         "{r} = torch.mul({a}, torch.randn({a}.shape, device={a}.device))",
         "{r} = torch.rand_like({a})",
-        "{r} = torch.bernoulli(torch.sigmoid({a}))",
+        "{r} = torch.bernoulli(torch.mul(torch.gt({a}, {k}), 0.4))",
     ),
     "opaque": (
         "{r} = ops.keep({a})",
