@@ -62,7 +62,7 @@ def check(result: Sequence[Any]) -> Any:
     """The values of a call of the CUDA driver; RuntimeError if it failed."""
     error, *values = result
     if error:
-        raise RuntimeError(f"the CUDA driver refused to prepare a copy: {error!r}")
+        raise RuntimeError(f"the CUDA driver refused: {error!r}")
     return values[0] if len(values) == 1 else values
 
 

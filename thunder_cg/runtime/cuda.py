@@ -5,11 +5,12 @@ Note [Warm-up inside the pool]
     therefore run on the same side stream, and the memory that the warm-up used is the memory that the capture gets.
 
 Note [cuBLAS workspaces]
-    PyTorch keeps one cuBLAS workspace per thread and stream, for good, and a graph has its address baked in. Three
-    things follow. Graphs that share a workspace race when they are replayed on two streams, so no two arenas and no
-    user share a side stream. Whoever calls ``_cuda_clearCublasWorkspaces`` (Inductor does) frees workspaces that graphs
-    still use, so ours are in a pool that nothing else allocates from, where their memory stays unused. And for the same
-    reason this module calls it only when no CUDA graph is alive in the process, to give the memory back.
+    PyTorch keeps one cuBLAS workspace per thread and stream, for good, and a graph has its address baked in. Two things
+    follow. Graphs that share a workspace race when they are replayed on two streams, so no two arenas and no user share
+    a side stream. And whoever calls ``_cuda_clearCublasWorkspaces`` (Inductor does) frees workspaces that graphs still
+    use, so ours are in a pool that nothing else allocates from, where their memory stays unused. This module never
+    calls it, as nobody knows which graphs are alive in a process: a side stream that is no longer used keeps its
+    workspace (32 MiB on an H200) for the next arena.
 
 Note [Memory for a pool]
     Where memory runs out, the caching allocator frees what it caches and tries again, but not while this thread's
@@ -19,7 +20,6 @@ Note [Memory for a pool]
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,11 +30,12 @@ from typing import Any, ClassVar
 import torch
 
 from thunder_cg.errors import BackendError, ReplayRefused
-from thunder_cg.runtime import copies, numbers
+from thunder_cg.runtime import copies, nodes, numbers
 from thunder_cg.runtime.backend import Function, Leaving, copy_all
 from thunder_cg.runtime.code import Code
 
 _one_capture = threading.Lock()
+_broken: list[torch.cuda.CUDAGraph] = []  # see CudaPool._mend
 
 
 class _Side:
@@ -64,16 +65,6 @@ class _Side:
     def give_back(self) -> None:
         with self._lock:
             self._idle.append(self)
-            if not sys.is_finalizing() and not _a_graph_may_be_alive():
-                torch._C._cuda_clearCublasWorkspaces()
-                for side in self._idle:
-                    side._close()
-
-    def _close(self) -> None:
-        if self._pool is not None:
-            torch._C._cuda_releasePool(self.index, self._pool)
-        self._pool = None
-        self._prepared.clear()
 
     def prepare(self) -> None:
         """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
@@ -86,11 +77,6 @@ class _Side:
             operand = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
             torch.addmm(operand[0], operand, operand)  # by cuBLASLt
         self._prepared.add(threading.get_ident())
-
-
-def _a_graph_may_be_alive() -> bool:
-    """Whether the process may hold a CUDA graph. What ``gc.freeze`` put aside, nobody lists."""
-    return gc.get_freeze_count() > 0 or any(isinstance(o, torch.cuda.CUDAGraph) for o in gc.get_objects())
 
 
 def _new_stream(index: int) -> torch.cuda.Stream:
@@ -195,8 +181,10 @@ class CudaGraph:
         """Ends the capture, whatever came of it."""
         self._graph.capture_end()
 
-    def mark(self, marks: Sequence[int]) -> None:
-        """Finds the kernels that take these numbers."""
+    def inspect(self, marks: Sequence[int]) -> None:
+        """Raises `CaptureRefused` if no replay can be right; finds the kernels that take ``marks``."""
+        if self._nodes:
+            nodes.refuse_memory_of_the_host(nodes.handle(self._graph))
         if marks:
             self._numbers = numbers.Numbers(self._graph, marks)
 
@@ -362,35 +350,38 @@ class CudaPool:
         with _one_capture, _no_garbage_collection(), self._on_side_stream():
             graph = CudaGraph(self._index, buffers)
             try:
-                graph.begin(self._id)
                 try:
+                    graph.begin(self._id)
                     graph.load()
                     outputs = fn(*args)
                     graph.leave(leaving(outputs))
                 except BaseException:
-                    with suppress(RuntimeError):  # the error that broke the capture is the one to report
-                        graph.end()
+                    if torch._C._cuda_isCurrentStreamCapturing():
+                        with suppress(RuntimeError):  # the error that broke the capture is the one to report
+                            graph.end()
                     raise
                 graph.end()
-                graph.mark(marks)
+                graph.inspect(marks)
                 graph.instantiate()
             except BaseException as error:
-                self._mend()
+                self._mend(graph)
                 if isinstance(error, torch.OutOfMemoryError):
                     torch.cuda.empty_cache()  # see Note [Memory for a pool]
                 raise
         return graph, outputs
 
-    def _mend(self) -> None:
+    def _mend(self, graph: CudaGraph) -> None:
         """Undoes what a capture that CUDA broke off leaves behind in the process (torch 2.9 to 2.11).
 
         The allocator still counts a capture into the pool as under way and refuses the next, so there is a new pool.
+        So does the allocator of pinned memory, for good, and asks the graph about it, so the graph is kept for good.
         The default generator refuses to draw until some capture has succeeded. A generator with a fresh state would
         draw too, but graphs recorded before are tied to the old state, so what mends it is a capture that succeeds.
         """
         with suppress(RuntimeError):  # a capture that ended in good order is not under way
             torch._C._cuda_endAllocateToPool(self._index, self._id)
             self._spoilt.append(self._id)
+            _broken.append(graph._graph)
             self._id = _open_pool(self._index)
         self._anchor = self._empty_graph()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.runtime import copies
+from thunder_cg.runtime import copies, nodes
 from thunder_cg.runtime.backend import check_marks
 from thunder_cg.runtime.copies import check, refused
 
@@ -38,11 +38,8 @@ class _Kernel:
 
     @classmethod
     def all_of(cls, graph: torch.cuda.CUDAGraph, marks: Sequence[int]) -> Iterator[_Kernel]:
-        handle = driver.CUgraph(graph.raw_cuda_graph())
-        _, count = check(driver.cuGraphGetNodes(handle))
-        nodes, _ = check(driver.cuGraphGetNodes(handle, count))
-        for node in nodes:
-            if check(driver.cuGraphNodeGetType(node)) == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+        for node, kind in nodes.nodes(nodes.handle(graph)):
+            if kind == driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
                 parameters = check(driver.cuGraphKernelNodeGetParams(node))
                 yield cls(node, parameters, _arguments(parameters), marks)
 

@@ -15,7 +15,7 @@ import torch
 from thunder_cg.analysis.boundary import Boundary
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
-from thunder_cg.errors import CaptureError, DisagreementWarning, ReplayRefused
+from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, ReplayRefused
 from thunder_cg.runtime.backend import marks
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.recording import (
@@ -275,11 +275,12 @@ class RuntimeRegion:
             raise
 
     def _fail(self, error: Exception) -> None:
-        """Keeps the reason, and whether to try again: what fails in an operator fails again, but for want of memory."""
+        """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
         op = _failing_op(error, self, self.program.ops.ops)
         place = f"{op.name} at {self.program.ops.line(op) or 'an unknown line'}: " if op is not None else ""
         text = place + _sentence(error)
-        self.tries = self.tries - 1 if op is None or _is_out_of_memory(error) else 0
+        may_pass = _is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
+        self.tries = self.tries - 1 if may_pass else 0
         again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
         self.failure = text + (again if self.tries else "")
 
