@@ -326,7 +326,8 @@ def test_a_process_that_dies_is_a_row_that_says_when() -> None:
     tasks = [Task(how, 2, _ends, (how,)) for how in ("early", "late", "never")]
     rows = {task.name: rows for task, rows in measured_in_processes(tasks, 2, Progress(6, io.StringIO()))}
     assert rows["never"] == [Row("never", OURS, 1.0)]
-    assert rows["early"][0].failure == "the process ended with status -6, preparing what breaks: out of luck"
+    said, _, where = rows["early"][0].failure.partition(": File ")
+    assert said == "the process ended with status -6, preparing what breaks: out of luck" and "in _ends" in where
     assert rows["late"][0].failure == "the process ended with status 3, timing what breaks"
 
 

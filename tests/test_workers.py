@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 
@@ -45,6 +46,23 @@ def test_what_goes_wrong_costs_its_task() -> None:
     assert pids[0] == pids[1] and len({*pids}) == 3  # a process is reused until a task spoils it
     assert found["crashes"].result[1] == "a word" and "SAID_TO_WORKERS" not in os.environ
     assert ends(found["hangs"].result), "what a task started lives on"
+
+
+def kill_or_retire(task: str, parent: Parent) -> None:
+    parent.give(os.getpid())
+    if task == "dies":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if task == "retires":
+        parent.retire()
+
+
+def test_a_process_that_retires_or_dies() -> None:
+    workers = Workers(kill_or_retire, ["fine", "retires", "after", "dies"], 1, seconds=60, each=9)
+    found = {answer.task: answer for answer in workers.answers()}
+    assert found["fine"].result == found["retires"].result != found["after"].result == found["dies"].result
+    assert found["dies"].failure.startswith("the process ended with status -11: File ")
+    assert "in kill_or_retire" in found["dies"].failure
+    assert not any(found[name].failure for name in ("fine", "retires", "after"))
 
 
 def ends(pid: int) -> bool:

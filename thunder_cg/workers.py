@@ -6,13 +6,14 @@ prepared at once, and those that ask for their turn then go on one by one.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection, get_context
@@ -39,6 +40,10 @@ class Parent:
     def give(self, result: Any) -> None:
         """The result as far as it is known; the last one counts."""
         self._pipe.send(("give", result))
+
+    def retire(self) -> None:
+        """No other task is to be done in this process: what was done here may have spoilt it."""
+        self._pipe.send(("retire", None))
 
     def wait(self) -> None:
         """Waits until nothing else is at work."""
@@ -209,6 +214,8 @@ class Workers(Generic[T]):
             self._heard(worker.answer.task, *content)
         elif kind == "give":
             worker.answer.result = content
+        elif kind == "retire":
+            worker.begun = self._each
         elif kind == "wait":
             worker.waits = True
             yield replace(worker.answer)
@@ -219,8 +226,7 @@ class Workers(Generic[T]):
 
     def _failed(self, worker: _Worker[T], how: str) -> Answer[T]:
         with open(worker.words.name, encoding="utf-8", errors="replace") as file:
-            last = [line.strip() for line in file if line.strip()][-1:]
-        why = ": ".join([", ".join(filter(None, (how, worker.doing))), *last])[:300]
+            why = ": ".join([", ".join(filter(None, (how, worker.doing))), *_last_words(file)])[:300]
         if not worker.ready:
             raise RuntimeError(f"a worker does not start: {why}")
         return self._ended(worker, why)
@@ -234,12 +240,21 @@ class Workers(Generic[T]):
         return replace(answer, failure=failure, final=True)
 
 
+def _last_words(lines: Iterable[str]) -> list[str]:
+    """The last line that a process printed, and where in Python it crashed, if it could say so."""
+    said = [line.strip() for line in lines if line.strip()]
+    crash = next((i for i, line in enumerate(said) if line.startswith("Fatal Python error")), len(said))
+    where = [line for line in said[crash:] if line.startswith("File ")]
+    return [*said[:crash][-1:], *where[:1]]
+
+
 def _serve(pipe: connection.Connection, words: str, work: Callable[[Any, Parent], None]) -> None:
     """A worker: does what it is sent, until nobody sends any more."""
     os.setsid()
     said = os.open(words, os.O_WRONLY | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
+    faulthandler.enable(2)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     pipe.send(("ready", None))

@@ -511,7 +511,7 @@ def test_kernels_that_are_not_deterministic_on_cuda(twins, backend, device):
         pytest.skip("the CPU adds in order")
 
     def fn(x, index):
-        return torch.sin(torch.zeros(4, 64, device=x.device).index_add(0, index, x * 1.5)) * 2
+        return torch.sin(torch.zeros(4, 64, device=x.device).index_add(0, index, x * 0.01)) * 2
 
     _, graphed = twins(fn, verify=1)
     for _ in range(8):

@@ -19,7 +19,7 @@ import torch
 from thunder_cg.bench import accuracy
 from thunder_cg.bench.cases import Case
 from thunder_cg.bench.progress import Progress
-from thunder_cg.bench.variants import OURS, THUNDER, VARIANTS, Subject
+from thunder_cg.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Subject
 from thunder_cg.report.report import explain
 
 ROUNDS = 5  # turns that every variant gets
@@ -174,7 +174,7 @@ def measure_case(
     """
     try:
         # One code object serves all variants that go through Dynamo, which would drop to eager past eight of them.
-        with torch._dynamo.config.patch(recompile_limit=64), _workspaces_stay():
+        with torch._dynamo.config.patch(recompile_limit=64):
             return _measure(case, device, names, calls, progress, compare, ready)
     finally:
         torch._dynamo.reset()  # with the next case, nothing of this one is left, compiled or in memory
@@ -204,18 +204,34 @@ def _measure(
     except Exception as error:
         progress.tick(f"{case.name}: failed", ticks(names))
         return [Row(case.name, EVERY_VARIANT, failure=reason(error))]
-    contenders: list[Contender] = []
+    contenders: dict[str, Contender] = {}
     rows: dict[str, Row] = {}
-    for name in names:
-        progress.tick(f"{case.name}: preparing {name}")
-        try:
-            contender = Contender(name, template)
-            if judge is not None:
-                judge.judge(contender)
-            contenders.append(contender)
-        except Exception as error:
-            rows[name] = Row(case.name, name, failure=reason(error))
-    ready()
+
+    def prepare(some: Sequence[str]) -> None:
+        for name in some:
+            progress.tick(f"{case.name}: preparing {name}")
+            try:
+                contender = Contender(name, template)
+                if judge is not None:
+                    judge.judge(contender)
+                contenders[name] = contender
+            except Exception as error:
+                rows[name] = Row(case.name, name, failure=reason(error))
+
+    # When Inductor records, it frees all cuBLAS workspaces, and other variants' graphs write to theirs.
+    prepare([name for name in names if name == REDUCE_OVERHEAD])
+    with _workspaces_stay():
+        prepare([name for name in names if name != REDUCE_OVERHEAD])
+        ready()
+        rows |= _take_turns(
+            case, [contenders[name] for name in names if name in contenders], len(names), calls, progress
+        )
+    return [rows[name] for name in names]
+
+
+def _take_turns(case: Case, contenders: list[Contender], count: int, calls: int, progress: Progress) -> dict[str, Row]:
+    """The rows of these, of ``count`` that were to be prepared."""
+    rows: dict[str, Row] = {}
     for round in range(ROUNDS):
         for contender in [*contenders]:
             progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}, {contender.row.variant}")
@@ -224,9 +240,8 @@ def _measure(
             except Exception as error:
                 contenders.remove(contender)
                 rows[contender.row.variant] = Row(case.name, contender.row.variant, failure=reason(error))
-        progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}", len(names) - len(contenders))
-    rows |= {contender.row.variant: contender.finish() for contender in contenders}
-    return [rows[name] for name in names]
+        progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}", count - len(contenders))
+    return rows | {contender.row.variant: contender.finish() for contender in contenders}
 
 
 def subject(case: Case, device: torch.device) -> Subject:
@@ -272,7 +287,7 @@ class _Judge:
 
 @contextmanager
 def _workspaces_stay() -> Iterator[None]:
-    """Keeps Inductor from freeing all cuBLAS workspaces when it records: other variants' graphs write to theirs."""
+    """Keeps Inductor from freeing all cuBLAS workspaces."""
     with patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True):
         yield
 

@@ -97,7 +97,7 @@ def _measured(settings: Settings, chosen: dict[str, Case], before: Sequence[Reco
     progress = Progress(len(tasks))
     for answer in workers.answers():
         record = answer.result or Record(answer.task)
-        record.crash = answer.failure
+        record.end(answer.failure)
         if record.task.start == 0:
             rest = _rest(record, last)
             workers.add(rest)
@@ -110,6 +110,8 @@ def _measured(settings: Settings, chosen: dict[str, Case], before: Sequence[Reco
 def _work(device: str, task: Task, parent: Parent) -> None:
     for record in measure(task, device):
         parent.give(record)
+    if device == "cuda" and record.is_forced:  # a library may write to the host's memory whenever it is replayed
+        parent.retire()
 
 
 def _rest(record: Record, last: int) -> list[Task]:

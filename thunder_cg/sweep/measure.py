@@ -49,6 +49,7 @@ class Record:
             where "barred" is what even `allow=` does not capture; "alone pass" and so on of what Thunder does not
             compile and was captured without it.
         notes: of what did not pass, the first of each kind.
+        forcing: the symbol that is being captured by force; "" if none is.
     """
 
     task: Task
@@ -62,6 +63,22 @@ class Record:
     symbols: dict[str, Counts] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     crash: str = ""
+    forcing: str = ""
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether anything was captured that the rules deny."""
+        ends = {(key_of(symbol), end.split()[0]) for symbol, counts in self.symbols.items() for end in counts}
+        return any(how == "forced" or (how == "alone" and key in rules.DENY) for key, how in ends)
+
+    def end(self, failure: str) -> None:
+        """The process that measured has failed. If it was capturing by force, that is what came of it."""
+        if failure and self.forcing:
+            self.count(self.forcing, "forced fail")
+            self.note(self.forcing, "fail", f"{self.task.name}: {failure}")
+        else:
+            self.crash = failure
+        self.forcing = ""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,9 +123,11 @@ def measure(task: Task, device: str) -> Iterator[Record]:
         eager_with_gradients = backward.as_decided(traced)
         yield record
         backward.untraced |= dict(graded[number] for number in forward.untraced if number < len(graded))
-        backward.by_force({key: some for key, some in eager_with_gradients.items() if key not in eager})
+        for _ in backward.by_force({key: some for key, some in eager_with_gradients.items() if key not in eager}):
+            yield record
         backward.alone()
-    forward.by_force(eager)
+    for _ in forward.by_force(eager):
+        yield record
     forward.alone()
     gc.collect()  # what was compiled refers to itself, and holds memory of the device
     if device == "cuda":
@@ -214,8 +233,11 @@ class _Measure:
         gradients = " with gradients" if self.grad else ""
         return f"{self.case.name}[{number}]{gradients}" + (f": {text}" if text else "")
 
-    def by_force(self, eager: Mapping[Key, Numbered]) -> None:
+    def by_force(self, eager: Mapping[Key, Numbered]) -> Iterator[None]:
+        """Yields before each symbol that is captured by force, and when all are done."""
         for key, numbered in eager.items():
+            self.record.forcing = label(key)
+            yield
             singly, rest = numbered[:SINGLY], numbered[SINGLY:]
             shown = 0
             for one in singly:
@@ -225,6 +247,8 @@ class _Measure:
             else:
                 if rest and not shown:
                     self.force(key, rest)
+        self.record.forcing = ""
+        yield
 
     def force(self, key: Key, batch: Numbered) -> bool:
         """Captures a denied symbol. Returns whether it failed, was wrong, or could not even be tried."""
