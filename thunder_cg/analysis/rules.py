@@ -149,8 +149,8 @@ _NEURAL = _names("""
     adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
     adaptive_max_pool1d_with_indices adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d
     adaptive_max_pool3d_with_indices affine_grid affine_grid_generator batch_norm batch_norm_backward_elemt
-    batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats batch_norm_gather_stats_with_counts
-    batch_norm_stats batch_norm_update_stats bilinear binary_cross_entropy binary_cross_entropy_with_logits
+    batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats_with_counts batch_norm_stats
+    batch_norm_update_stats bilinear binary_cross_entropy binary_cross_entropy_with_logits
     cdist celu constant_pad_nd conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
     convolution cosine_embedding_loss cosine_similarity elu fake_quantize_per_tensor_affine fold gelu
     grid_sample grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru_cell hardshrink hardsigmoid
@@ -191,7 +191,7 @@ _MAY_VIEW = _names("""
     torch_prims_reshape_impl torch_stride_order_prim_impl
 """)
 _RANDOM = _names("""
-    alpha_dropout binomial dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout
+    alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout
     fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
     fractional_max_pool3d_with_indices gumbel_softmax multi_head_attention_forward multinomial_helper
     native_dropout poisson rand randint randint_like randn rrelu uniform
@@ -268,9 +268,10 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
             Reason.HOST_SYNC,
             "it copies numbers from Python to the device, and a graph would replay the copy from memory that is gone",
             MEASURED,
-            "make the tensor once, outside of the compiled function, or with torch.full or torch.arange",
+            "make the tensor once, outside of the compiled function, or with torch.full or torch.arange; "
+            "batch_norm_gather_stats_with_counts takes one",
         ),
-        _names("tensor new_tensor unravel_index"),
+        _names("tensor new_tensor unravel_index batch_norm_gather_stats"),
     ),
     (
         Rule(
@@ -289,6 +290,15 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
             "draw with the default generator, as dropout and rand do",
         ),
         _names("get_and_update_rng_state_impl ops.rngprims.philox_rand"),
+    ),
+    (
+        Rule(
+            Reason.RANDOM_STATE,
+            "a graph draws other numbers than it does without one",
+            MEASURED,
+            "sum draws of bernoulli",
+        ),
+        _names("binomial"),
     ),
     (
         Rule(
@@ -543,8 +553,8 @@ ONLY_ON_A_GPU: frozenset[Key] = frozenset(
 """Symbols that no call comes to on a CPU, whose operators refuse, or look at what their arguments hold."""
 
 _GPU_TELLS = _names("""
-    fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant geqrf isin ldl_factor ldl_factor_ex ldl_solve lstm
-    masked_scatter_vjp ormqr trace_vjp
+    binomial fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant geqrf isin ldl_factor ldl_factor_ex
+    ldl_solve lstm masked_scatter_vjp ormqr trace_vjp
 """)
 _GPU_TELLS_BOTH_WAYS = _names("""
     cholesky_inverse cholesky_solve cpu det eig eigvals gru householder_product inv inv_ex inverse logdet lu lu_factor
@@ -941,7 +951,7 @@ RANDOM: frozenset[Key] = frozenset(
         *(("torch", name) for name in _with_vjp(_RANDOM)),
         *(
             ("torch", name)
-            for name in _with_vjp(_names("gru lstm rnn_relu rnn_tanh lobpcg _native_multi_head_attention"))
+            for name in _with_vjp(_names("binomial gru lstm rnn_relu rnn_tanh lobpcg _native_multi_head_attention"))
         ),
         ("torch", "get_and_update_rng_state_impl"),
         *((None, name) for name in (*_PRIM_RANDOM, "GET_AND_UPDATE_RNG_STATE")),

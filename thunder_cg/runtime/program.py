@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from thunder_cg.analysis.aliasing import has_effect
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.errors import CaptureError
@@ -79,6 +80,9 @@ class Program:
             region.in_arena = [i for i, n in enumerate(names) if n in made and n in region.boundary.shared]
             made |= {s.name for s in region.slots if not s.leaves}
         self.no_leaves = any(map(_writes_with_grad, ops.ops))
+        captured = [ops.ops[i] for region in regions for i in region.region.ops]
+        # Whether replays write to nothing but the arena and their results, and draw nothing.
+        self.is_invisible = not any(r.boundary.written for r in regions) and not any(map(has_effect, captured))
 
     # How a call begins
 

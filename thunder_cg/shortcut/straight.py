@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 
-from thunder_cg.analysis.aliasing import has_effect
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime import recording as recordings
 from thunder_cg.runtime.code import Code
-from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
 from thunder_cg.shortcut.calls import REFUSED, Compiled, Region, Result, Tensors, made_by_region
 from thunder_cg.shortcut.guards import PrologueGuard
@@ -48,7 +46,7 @@ def inference(
     first += guard.arity_conditions(code)
     rest = [*guard.surroundings.conditions(code), *_settings_conditions(code, region.guard.settings)]
     rest.append(guard.attributes_condition(code))
-    may_wait = _is_invisible(program)
+    may_wait = program.is_invisible
     checks = f"({' and '.join(rest)})"
     code.add("try:")
     if may_wait:
@@ -91,12 +89,6 @@ def inference(
     code.add(f"{code.name(counted, 'counted')}()")
     code.add(f"return {result.expression(code, found)}")
     return code.function("call(*args, **kwargs)")
-
-
-def _is_invisible(program: Program) -> bool:
-    """Whether a replay of the program's only region has no effects; see Note [Checks after the launch]."""
-    (region,) = program.regions
-    return not region.boundary.written and not any(has_effect(program.ops.ops[i]) for i in region.region.ops)
 
 
 def _settings_conditions(code: Code, expected: Sequence[Any]) -> list[str]:

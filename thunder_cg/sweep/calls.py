@@ -32,12 +32,12 @@ def _mask(*shape: int) -> Make:
     return lambda device, grad: torch.rand(shape, device=device) < 0.5
 
 
-def _positive(size: int) -> Make:
-    """A matrix with a Cholesky decomposition."""
+def _positive(size: int, *batch: int) -> Make:
+    """Matrices with a Cholesky decomposition."""
 
     def make(device: str, grad: bool) -> torch.Tensor:
-        values = torch.rand(size, size, device=device)
-        return (values @ values.T + torch.eye(size, device=device)).requires_grad_(grad)
+        values = torch.rand(*batch, size, size, device=device)
+        return (values @ values.mT + torch.eye(size, device=device)).requires_grad_(grad)
 
     return make
 
@@ -146,7 +146,7 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("multinomial", lambda x: torch.multinomial(x, 2), _P),
     ("multinomial with replacement", lambda x: torch.multinomial(x, 7, replacement=True), _P),
     ("poisson", lambda x: torch.poisson(x), _P),
-    ("binomial", lambda n, p: torch.binomial(n.round(), p), _floats(4, 5, low=1, high=9), _P),
+    ("binomial", lambda n, p: torch.binomial(n, p), _whole(4, 5, low=1, high=9, dtype=torch.float32), _P),
     ("native_dropout", lambda x: torch.native_dropout(x, 0.3, True), _X),
     *((f"{name}", getattr(functional, name), _floats(2, 3, 4, 4), 0.4, True) for name in
       ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
@@ -183,6 +183,10 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
       for name, g in (("gru", 3), ("rnn_relu", 1), ("rnn_tanh", 1))),
     ("lstm", lambda x, h, k, a, b, c, d: torch.lstm(x, (h, k), [a, b, c, d], True, 1, 0.0, False, False, False),
      _floats(6, 3, 4), _floats(1, 3, 5), _floats(1, 3, 5), _floats(20, 4), _floats(20, 5), _floats(20), _floats(20)),
+    *((f"{name}, with dropout", lambda x, h, *w, name=name: getattr(torch, name)(
+        x, (h, h * 2) if name == "lstm" else h, [*w], True, 2, 0.5, True, False, False), _floats(6, 3, 4),
+       _floats(2, 3, 5), *(_floats(*size) for n in (4, 5) for size in ((g * 5, n), (g * 5, 5), (g * 5,), (g * 5,))))
+      for name, g in (("gru", 3), ("lstm", 4), ("rnn_relu", 1), ("rnn_tanh", 1))),
     # normalization
     ("batch_norm_stats", lambda x: torch.batch_norm_stats(x, 1e-5), _floats(4, 3, 5)),
     ("batch_norm_elemt", lambda x, w, b, m, v: torch.batch_norm_elemt(x, w, b, m, v, 1e-5), _floats(4, 3, 5),
@@ -327,6 +331,25 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("linalg.tensorsolve", lambda x, y: torch.linalg.tensorsolve(x.reshape(2, 2, 4), y.reshape(2, 2)), _positive(4),
      _floats(4)),
     ("linalg.householder_product", torch.linalg.householder_product, _SQUARE, _floats(4)),
+    *((f"{name} of {what}", fn, matrix)  # the library is chosen by size and batch
+      for what, matrix in (("a large one", _positive(600)), ("a batch", _positive(40, 9)), ("many", _positive(6, 70)))
+      for name, fn in (
+          ("cholesky_ex", torch.linalg.cholesky_ex),
+          ("det", torch.linalg.det),
+          ("geqrf", torch.geqrf),
+          ("householder_product", lambda x: torch.linalg.householder_product(*torch.geqrf(x))),
+          ("inv_ex", torch.linalg.inv_ex),
+          ("logdet", torch.logdet),
+          ("lu_solve", lambda x: torch.linalg.lu_solve(*torch.linalg.lu_factor(x), x)),
+          ("lu_unpack", lambda x: torch.lu_unpack(*torch.linalg.lu_factor(x))),
+          ("orgqr", lambda x: torch.orgqr(*torch.geqrf(x))),
+          ("ormqr", lambda x: torch.ormqr(*torch.geqrf(x), x)),
+          ("qr", torch.linalg.qr),
+          ("slogdet", torch.linalg.slogdet),
+          ("solve_ex", lambda x: torch.linalg.solve_ex(x, x)),
+          ("solve_triangular", lambda x: torch.linalg.solve_triangular(x, x, upper=True)),
+          ("triangular_solve", lambda x: torch.triangular_solve(x, x)),
+      )),
     # sparse
     ("to_sparse", lambda x: x.to_sparse(), _SQUARE),
     *((name, lambda x, name=name: getattr(x, name)(), _sparse("coo")) for name in

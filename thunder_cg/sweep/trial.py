@@ -306,9 +306,12 @@ def _anchored(ops: Sequence[Op]) -> set[int]:
 
 
 def _keys(op: Op) -> Iterable[Key]:
-    """The symbol; of a fusion, those inside of it as well."""
-    yield _key(op)
-    if op.is_fusion:
+    """The symbol; of a fusion, those inside of it as well; of one without a row, those that it consists of."""
+    key = _key(op)
+    consists = bool(op.subs) and not op.is_fusion and key not in rules.ALLOW and key not in rules.DENY
+    if not consists:
+        yield key
+    if consists or op.is_fusion:
         for sub in op.subs:
             yield from _keys(sub)
 
