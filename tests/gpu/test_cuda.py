@@ -77,6 +77,34 @@ def test_concurrent_streams_hold_different_memory():
     assert model is not None
 
 
+def test_draws_on_two_streams():
+    """The first graph is at its matrix products when the second is launched, and only then draws."""
+
+    def fn(x):
+        y = x
+        for _ in range(30):
+            y = torch.matmul(y, x) * 1e-3
+        return torch.rand_like(y) + y * 0
+
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    plain = [thunder.jit(fn) for _ in streams]
+    graphed = [thunder.jit(fn, transforms=[cudagraph_transform()]) for _ in streams]  # with arenas of their own
+    x = torch.randn(2048, 2048, device="cuda")
+    for _ in range(6):
+        found = []
+        for compiled in (plain, graphed):
+            torch.manual_seed(3)
+            torch.cuda.synchronize()
+            results = []
+            for fn_of_stream, stream in zip(compiled, streams):
+                with torch.cuda.stream(stream):
+                    results.append(fn_of_stream(x))
+            torch.cuda.synchronize()
+            found.append(results)
+        same(*found)
+    assert all(replays(compiled) >= 4 for compiled in graphed)
+
+
 def test_memory_of_dropped_models_comes_back():
     x = torch.randn(256, 1024, device="cuda")
     big().cuda()(x).sum().backward()

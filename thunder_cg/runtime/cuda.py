@@ -12,6 +12,11 @@ Note [cuBLAS workspaces]
     calls it, as nobody knows which graphs are alive in a process: a side stream that is no longer used keeps its
     workspace (32 MiB on an H200) for the next arena.
 
+Note [Draws on several streams]
+    All graphs read the seed and the offset of what they draw from one pair of numbers in the device's memory, which
+    PyTorch sets on the caller's stream before a launch. A launch on another stream would set them anew under the
+    kernels of the last one. So it waits for that.
+
 Note [Memory for a pool]
     Where memory runs out, the caching allocator frees what it caches and tries again, but not while this thread's
     memory is routed to a pool, as it is in warm-ups and captures. So here that is done when they have failed.
@@ -36,6 +41,8 @@ from thunder_cg.runtime.code import Code
 
 _one_capture = threading.Lock()
 _broken: list[torch.cuda.CUDAGraph] = []  # see CudaPool._mend
+_one_draw = threading.Lock()
+_drew_on: dict[int, torch.cuda.Stream] = {}  # by device: see Note [Draws on several streams]
 
 
 class _Side:
@@ -265,12 +272,21 @@ class CudaGraph:
     def _launch_with_generator(self) -> None:
         """PyTorch's replay, which moves the generator on before it launches: back again if that fails."""
         generator = torch.cuda.default_generators[self._index]
-        before = generator.get_offset()
-        try:
-            self._graph.replay()
-        except Exception as error:
-            generator.set_offset(before)
-            raise ReplayRefused(error) from error
+        with _one_draw:
+            before = generator.get_offset()
+            try:
+                self._wait_for_draws()
+                self._graph.replay()
+            except Exception as error:
+                generator.set_offset(before)
+                raise ReplayRefused(error) from error
+
+    def _wait_for_draws(self) -> None:
+        last = _drew_on.get(self._index)
+        if last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(self._index):
+            _drew_on[self._index] = current = torch.cuda.current_stream(self._index)
+            if last is not None:
+                current.wait_stream(last)
 
 
 class CudaPool:
