@@ -615,6 +615,8 @@ def check(
     pair = Pair(example, operators.executors, device, made.to(device), transform)
     try:
         pair.run()
+        if device == "cuda":
+            torch.cuda.synchronize()
     except Exception as error:
         raise Mismatch(f"{error}\n\n{reproduction(example, device)}") from error
     return pair

@@ -58,7 +58,7 @@ class _Side:
         self.stream = _new_stream(index)
         self.spare = _new_stream(index)  # for what must not wait for the other one
         self._pool: Any = None
-        self._prepared: set[int] = set()  # threads
+        self._of_thread = threading.local()  # not by number, which another thread has when this one is gone
 
     @classmethod
     def take(cls, index: int) -> _Side:
@@ -75,7 +75,7 @@ class _Side:
 
     def prepare(self) -> None:
         """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
-        if threading.get_ident() in self._prepared:
+        if getattr(self._of_thread, "is_prepared", False):
             return
         if self._pool is None:
             self._pool = _open_pool(self.index)
@@ -83,7 +83,7 @@ class _Side:
             torch.cuda.current_blas_handle()
             operand = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
             torch.addmm(operand[0], operand, operand)  # by cuBLASLt
-        self._prepared.add(threading.get_ident())
+        self._of_thread.is_prepared = True
 
 
 def _new_stream(index: int) -> torch.cuda.Stream:
