@@ -42,6 +42,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a gradient without memory of its own                          | test_sparse_gradients                  |
 | a gradient is zeros without any memory                        | test_zeros_without_memory              |
 | a kernel is chosen by whether its operand requires grad       | test_kernels_that_ask_for_grad         |
+| a kernel is chosen by whether its arguments are one tensor    | test_one_tensor_for_several_arguments  |
 | a write to an output is not noticed through another           | test_versions_of_outputs               |
 | a dispatch mode does not see what runs                        | test_dispatch_modes                    |
 | random numbers freeze, or the generator stands still          | test_random_numbers                    |
@@ -1107,3 +1108,27 @@ def test_frozen_before_backward(twins, device):
         assert (graphed.second.weight.grad is None) == (step % 3 == 2)
         same_state(plain, graphed)
     assert replays(graphed) > 0
+
+
+class Attention(nn.Module):
+    """Its kernel is another one if query, key and value are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, q, k, v):
+        m = self.layer
+        weights = m.in_proj_weight, m.in_proj_bias, m.out_proj.weight, m.out_proj.bias
+        return torch.tanh(torch._native_multi_head_attention(q, k, v, 8, 2, *weights, need_weights=False)[0])
+
+
+@pytest.mark.parametrize("verify", [None, 1])
+def test_one_tensor_for_several_arguments(twins, device, verify):
+    plain, graphed = twins(Attention().eval().requires_grad_(False), verify=verify)
+    with torch.no_grad():
+        for _ in range(CALLS):
+            x, y, z = (torch.randn(2, 5, 8, device=device) for _ in range(3))
+            for inputs in ((x, x, x), (x, y, z), (x, y, y), (x, x, x)):
+                same(plain(*inputs), graphed(*inputs))
+    assert replays(graphed) > 2 * CALLS and not any(region["quarantined"] for region in regions(graphed))

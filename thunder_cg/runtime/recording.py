@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -284,12 +284,18 @@ def plain(args: Sequence[Any], written: Set[int]) -> list[Any]:
     """The arguments as warm-ups and captures see them, without history or class.
 
     They require grad if they did: ``matmul`` chooses its kernel by that, even where no gradients are recorded. Only
-    what is written does not, as Thunder refuses to write to a leaf that requires grad.
+    what is written does not, as Thunder refuses to write to a leaf that requires grad. And those that are one tensor
+    stay one, as an attention of a tensor with itself has another kernel.
     """
-    return [
-        arg.detach().requires_grad_(arg.requires_grad and i not in written) if isinstance(arg, torch.Tensor) else arg
-        for i, arg in enumerate(args)
-    ]
+    made: dict[tuple[int, bool], torch.Tensor] = {}
+
+    def of(arg: torch.Tensor, is_written: bool) -> torch.Tensor:
+        key = id(arg), is_written
+        if key not in made:
+            made[key] = arg.detach().requires_grad_(arg.requires_grad and not is_written)
+        return made[key]
+
+    return [of(arg, i in written) if isinstance(arg, torch.Tensor) else arg for i, arg in enumerate(args)]
 
 
 def replaced(args: Sequence[Any], buffers: Sequence[torch.Tensor | None]) -> list[Any]:
@@ -297,11 +303,19 @@ def replaced(args: Sequence[Any], buffers: Sequence[torch.Tensor | None]) -> lis
     return [arg if new is None else new.requires_grad_(arg.requires_grad) for arg, new in zip(args, buffers)]
 
 
-def place(pool: Pool, args: Sequence[Any], static: frozenset[int], buffers: list[Any]) -> list[Load]:
-    """Puts memory of the pool into ``buffers`` for each argument that is not static, and says what goes there."""
+def place(
+    pool: Pool, args: Sequence[Any], static: frozenset[int], same: Mapping[int, int], buffers: list[Any]
+) -> list[Load]:
+    """Puts memory of the pool into ``buffers`` for each argument that is not static, and says what goes there.
+
+    Args:
+        same: arguments that are the same tensor as another one, which is static or comes before, and that one.
+    """
     loads = []
     for i, arg in enumerate(args):
-        if i not in static and arg is not None:
+        if i in same:
+            buffers[i] = buffers[same[i]]
+        elif i not in static and arg is not None:
             if arg._is_zerotensor():  # products with other zeros may differ in sign
                 raise CaptureRefused(f"argument {i} is a tensor of zeros without memory")
             buffers[i] = static_buffer(pool, arg)

@@ -299,9 +299,10 @@ class RuntimeRegion:
         _check_inputs(names, args, static, written)
 
         leaves = [slot.leaves for slot in self.slots]
-        check = Check.record(self, pool, args, static, inside) if verifies else None
+        same = self._same(args, static, inside)
+        check = Check.record(self, pool, args, static, same, inside) if verifies else None
         buffers: list[Any] = [None] * len(args)
-        loads = place(pool, args, static, buffers)
+        loads = place(pool, args, static, same, buffers)
         entry = RegionGraph(loads, written)
         entry.numbers = slice(len(names), None)
         entry.check = check
@@ -345,6 +346,18 @@ class RuntimeRegion:
         self._note(call, entry, produced, static)
         call.part.graphs[self.index] = entry
         return results
+
+    def _same(self, args: Sequence[Any], static: frozenset[int], inside: frozenset[int]) -> dict[int, int]:
+        """Arguments that are the same tensor as another one, and that one, where a guard checks that they stay so."""
+        first: dict[tuple[int, bool], int] = {}
+        found: dict[int, int] = {}
+        apart = inside | self.written
+        read = [i for i, arg in enumerate(args) if arg is not None and i not in apart]
+        for i in sorted(read, key=lambda i: i not in static):  # what is static comes first
+            key = id(args[i]), self.boundary.inputs[i] in self.program.position  # which guard
+            if (other := first.setdefault(key, i)) != i and i not in static:
+                found[i] = other
+        return found
 
     def _late_guard(
         self,

@@ -20,7 +20,7 @@ Note [What is no disagreement]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -90,11 +90,17 @@ class Check:
 
     @classmethod
     def record(
-        cls, region: RuntimeRegion, pool: Pool, args: Sequence[Any], static: frozenset[int], inside: frozenset[int]
+        cls,
+        region: RuntimeRegion,
+        pool: Pool,
+        args: Sequence[Any],
+        static: frozenset[int],
+        same: Mapping[int, int],
+        inside: frozenset[int],
     ) -> Check:
         """Records what is needed, while the region's arguments still own their memory."""
         try:
-            return cls(inside, _Prints.record(region, pool, args, static))
+            return cls(inside, _Prints.record(region, pool, args, static, same))
         except Exception:  # the capture of the region will say why
             return cls(inside, None)
 
@@ -112,10 +118,17 @@ class _Prints:
     taken: tuple[torch.Tensor, ...]
 
     @classmethod
-    def record(cls, region: RuntimeRegion, pool: Pool, args: Sequence[Any], static: frozenset[int]) -> _Prints:
+    def record(
+        cls,
+        region: RuntimeRegion,
+        pool: Pool,
+        args: Sequence[Any],
+        static: frozenset[int],
+        same: Mapping[int, int],
+    ) -> _Prints:
         assert region.watched is not None
         buffers: list[Any] = [None] * len(args)
-        loads = place(pool, args, static, buffers)
+        loads = place(pool, args, static, same, buffers)
         captured = replaced(plain(args, region.written), buffers)
         targets = [load.target for load in loads]
         copy_all(targets, [load.source(args) for load in loads])
@@ -256,7 +269,8 @@ class _Trial:
         """Runs the ops, on copies of what they write."""
         self.rewind()
         memory = {at: self._images[at][1].clone() for at in self._writable}
-        inputs = [self._moved(arg, memory) for arg in self._args]
+        one = {id(arg): self._moved(arg, memory) for arg in self._args}
+        inputs = [one[id(arg)] for arg in self._args]
         written = {i: inputs[i] for i in self._written}
         results = list((fn or self._region.function)(inputs))
         return _Run(results, written, self._states(), memory)
