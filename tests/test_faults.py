@@ -568,13 +568,18 @@ def test_gradients_that_are_what_the_forward_saved(pair):
 
 def test_nothing_is_left_of_a_model_with_faults(transform, device):
     shared = transform()
-    before = torch.cuda.memory_allocated() if device == "cuda" else 0
-    jmodel = thunder.jit(Net().to(device), transforms=[shared])
 
     def call(model):
         x = torch.randn(6, 4, device=device)
         sum(result.sum() for result in model(x)).backward()
 
+    other = thunder.jit(Other().to(device), transforms=[shared])
+    for _ in range(3):  # makes the workspace of a stream, which outlives it
+        other(torch.randn(6, 4, device=device)).sum().backward()
+    del other
+    gc.collect()
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    jmodel = thunder.jit(Net().to(device), transforms=[shared])
     call(jmodel)
     faulty = [FaultyRegion(region) for program in programs(jmodel) for region in program.regions]
     for region in faulty:
