@@ -36,7 +36,7 @@ class Mode(enum.Enum):
 class Call:
     """One call of a trace pair: the arena that it holds and how its regions run."""
 
-    __slots__ = ("__weakref__", "arena", "key", "mode", "number", "owned", "part", "recording", "verifies")
+    __slots__ = ("__weakref__", "arena", "key", "mode", "owned", "part", "recording", "verifies")
 
     def __init__(self) -> None:
         self.mode = Mode.EAGER
@@ -45,7 +45,6 @@ class Call:
         self.recording: Recording | None = None
         self.part: Part | None = None
         self.key: Any = None  # the layout that a warm-up is for
-        self.number = 0  # among the program's calls
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
 
     @classmethod

@@ -63,7 +63,6 @@ class Program:
         self._recordings: list[Recording] = []  # newest first
         self._used: list[Arena] = []  # kept alive from the warm-up on
         self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # whose backward is still to come
-        self._steady = 0  # such calls since the last that was neither recorded nor replayed
         self._warm: set[Any] = set()
         self._moves: Counter[int] = Counter()
         self._retired = 0
@@ -141,14 +140,6 @@ class Program:
         """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
         pair = self._pair
         return not pair._waiting and not any(other is not arena and other.is_held() for other in pair._used)
-
-    @property
-    def is_steady(self) -> bool:
-        """Whether calls that are in flight together are all replays by now, as far as the last calls tell."""
-        most = len(self._used)
-        return most <= 1 or (
-            self._steady >= most and not any(self.calls - call.number < most for call in self._waiting)
-        )
 
     @property
     def recordings(self) -> list[Recording]:
@@ -278,8 +269,6 @@ class Program:
     def end(self, call: Call, *others: Any) -> Others:
         """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
         self._seal(call)
-        self._steady = self._steady + 1 if call.mode in (Mode.CAPTURE, Mode.REPLAY) else 0
-        call.number = self.calls
         self._waiting.add(call)
         result = Others(others)
         result.call = call

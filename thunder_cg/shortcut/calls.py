@@ -188,7 +188,6 @@ class Training:
         if (
             self._recording.dropped
             or self._obstacle() is not None
-            or not program.is_steady  # Thunder's nodes run on another thread: the two would sum in another order
             or torch._C._are_functorch_transforms_active()
             or not region.guard.holds(tensors)
             or not self._others.hold(values)
@@ -211,7 +210,7 @@ class Training:
             for position, i in self._updated:
                 arguments[position] = results[i]
         step = step._replace(accumulators=self._keeper.keep(arguments))
-        outputs = _apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
+        _, *outputs = _apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
         for i, output in zip(self._outputs, outputs):
             results[i] = output
         return self._result.of(values, results)
@@ -347,6 +346,13 @@ class _Step(NamedTuple):
 
 
 class _Node(torch.autograd.Function):
+    """A call's node in the autograd graph.
+
+    Its first output is a tensor of no device, as that of Thunder's own nodes is: autograd runs both on the thread that
+    called ``backward``, one after the other. Of calls in flight, some go the short way and some do not, and gradients
+    of one parameter are summed in the order in which nodes run.
+    """
+
     @staticmethod
     def forward(ctx: Any, step: _Step, outputs: list[Any], constant: list[int], *arguments: Any) -> Any:
         # As Thunder does it: a saved view of an output would keep itself alive.
@@ -354,10 +360,10 @@ class _Node(torch.autograd.Function):
         ctx.step = step._replace(passed=[])
         if constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in constant])
-        return tuple(outputs)
+        return (torch.empty(0, device="meta"), *outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
+    def backward(ctx: Any, _: Any, *gradients: Any) -> Any:
         if ctx.step is None:
             raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
         backward, call, saved, _, accumulators = ctx.step
