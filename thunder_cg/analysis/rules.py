@@ -467,10 +467,10 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
             is_distributed_vjp is_inference_vjp is_neg_vjp is_nonzero_vjp is_pinned_vjp is_same_size_vjp is_set_to_vjp
             is_shared_vjp is_signed_vjp isclose_vjp isin_vjp isneginf_vjp isposinf_vjp isreal_vjp
             laguerre_polynomial_l_vjp lcm_vjp ldl_factor_ex_vjp ldl_factor_vjp ldl_solve_vjp legendre_polynomial_p_vjp
-            less_equal_vjp less_vjp modified_bessel_i0_vjp modified_bessel_i1_vjp modified_bessel_k0_vjp
+            less_equal_vjp less_vjp matrix_rank_vjp modified_bessel_i0_vjp modified_bessel_i1_vjp modified_bessel_k0_vjp
             modified_bessel_k1_vjp module_load_vjp narrow_copy_vjp native_channel_shuffle_vjp native_norm_vjp
-            ndimension_vjp nelement_vjp new_empty_vjp new_full_vjp new_ones_vjp nonzero_vjp not_equal_vjp numpy_vjp
-            scaled_modified_bessel_k0_vjp scaled_modified_bessel_k1_vjp searchsorted_vjp
+            ndimension_vjp nelement_vjp new_empty_vjp new_full_vjp new_ones_vjp nonzero_static_vjp nonzero_vjp
+            not_equal_vjp numpy_vjp scaled_modified_bessel_k0_vjp scaled_modified_bessel_k1_vjp searchsorted_vjp
             shifted_chebyshev_polynomial_t_vjp shifted_chebyshev_polynomial_u_vjp shifted_chebyshev_polynomial_v_vjp
             shifted_chebyshev_polynomial_w_vjp short_vjp slice_inverse_vjp spherical_bessel_j0_vjp tolist_vjp
             unique_consecutive_vjp unique_vjp unravel_index_vjp view_as_complex_copy_vjp
@@ -490,7 +490,7 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
         _names(
             """
             bitcast dropout_vjp erf_vjp erfc_vjp erfinv_vjp exp2_vjp expm1_vjp log1p_vjp mm
-            mm_vjp rand scalar_tensor_vjp shape softmax_vjp torch.linalg.multi_dot
+            mm_vjp rand shape torch.linalg.multi_dot
             """
         ),
     ),
