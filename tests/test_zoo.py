@@ -193,8 +193,8 @@ def test_models_of_other_packages(name: str, mode: str) -> None:
     model = models.MODELS[name]
     pytest.importorskip(model.package)
     found = measure(model, mode, CPU, calls=1)
-    if found.failure.startswith("ThunderError") and name.startswith("ViT"):  # with some versions of torchvision
-        pytest.skip(found.failure)
+    if name.startswith("ViT") and mode == TRAINING and found.failure.startswith("ThunderError"):
+        pytest.skip(found.failure)  # with some versions of torchvision
     assert (found.failure, found.agrees) == ("", "yes")
     assert found.replayed == found.regions > 0
 

@@ -7,10 +7,11 @@ microseconds.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -81,6 +82,8 @@ def run(settings: Settings) -> int:
     if settings.plots is not None:
         optional("matplotlib")
     results = results_for(settings.json, settings.device)
+    with suppress(OSError, AttributeError):  # where standard error is no file
+        faulthandler.enable()  # with one job, nobody else says where it crashed
     _measure_all(settings, results)
     if goals(results):
         print(goals_table(goals(results)))

@@ -304,14 +304,15 @@ def replaced(args: Sequence[Any], buffers: Sequence[torch.Tensor | None]) -> lis
 
 
 def place(
-    pool: Pool, args: Sequence[Any], static: frozenset[int], same: Mapping[int, int], buffers: list[Any]
-) -> list[Load]:
-    """Puts memory of the pool into ``buffers`` for each argument that is not static, and says what goes there.
+    pool: Pool, args: Sequence[Any], static: frozenset[int], same: Mapping[int, int]
+) -> tuple[list[Load], list[Any]]:
+    """Memory of the pool for each argument that is not static, by argument, and before it what goes there.
 
     Args:
         same: arguments that are the same tensor as another one, which is static or comes before, and that one.
     """
-    loads = []
+    loads: list[Load] = []
+    buffers: list[Any] = [None] * len(args)
     for i, arg in enumerate(args):
         if i in same:
             buffers[i] = buffers[same[i]]
@@ -320,9 +321,10 @@ def place(
                 raise CaptureRefused(f"argument {i} is a tensor of zeros without memory")
             buffers[i] = static_buffer(pool, arg)
             loads.append(Load(i, pool.alias(buffers[i]), overlaps_itself(arg)))
-    return loads
+    return loads, buffers
 
 
+Placing = Callable[[], tuple[list[Load], list[Any]]]  # `place` for the arguments of one region
 Output = Callable[[Sequence[Any]], Any]
 
 

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -299,10 +300,9 @@ class RuntimeRegion:
         _check_inputs(names, args, static, written)
 
         leaves = [slot.leaves for slot in self.slots]
-        same = self._same(args, static, inside)
-        check = Check.record(self, pool, args, static, same, inside) if verifies else None
-        buffers: list[Any] = [None] * len(args)
-        loads = place(pool, args, static, same, buffers)
+        placing = partial(place, pool, args, static, self._same(args, static, inside))
+        check = Check.record(self, pool, args, placing, inside) if verifies else None
+        loads, buffers = placing()
         entry = RegionGraph(loads, written)
         entry.numbers = slice(len(names), None)
         entry.check = check

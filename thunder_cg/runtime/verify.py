@@ -20,7 +20,7 @@ Note [What is no disagreement]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, marks
 from thunder_cg.runtime.copies import span
-from thunder_cg.runtime.recording import Load, RegionGraph, address, overlaps_itself, place, plain, replaced
+from thunder_cg.runtime.recording import Load, Placing, RegionGraph, address, overlaps_itself, plain, replaced
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.region import RuntimeRegion
@@ -90,17 +90,11 @@ class Check:
 
     @classmethod
     def record(
-        cls,
-        region: RuntimeRegion,
-        pool: Pool,
-        args: Sequence[Any],
-        static: frozenset[int],
-        same: Mapping[int, int],
-        inside: frozenset[int],
+        cls, region: RuntimeRegion, pool: Pool, args: Sequence[Any], placing: Placing, inside: frozenset[int]
     ) -> Check:
         """Records what is needed, while the region's arguments still own their memory."""
         try:
-            return cls(inside, _Prints.record(region, pool, args, static, same))
+            return cls(inside, _Prints.record(region, pool, args, placing))
         except Exception:  # the capture of the region will say why
             return cls(inside, None)
 
@@ -118,17 +112,9 @@ class _Prints:
     taken: tuple[torch.Tensor, ...]
 
     @classmethod
-    def record(
-        cls,
-        region: RuntimeRegion,
-        pool: Pool,
-        args: Sequence[Any],
-        static: frozenset[int],
-        same: Mapping[int, int],
-    ) -> _Prints:
+    def record(cls, region: RuntimeRegion, pool: Pool, args: Sequence[Any], placing: Placing) -> _Prints:
         assert region.watched is not None
-        buffers: list[Any] = [None] * len(args)
-        loads = place(pool, args, static, same, buffers)
+        loads, buffers = placing()
         captured = replaced(plain(args, region.written), buffers)
         targets = [load.target for load in loads]
         copy_all(targets, [load.source(args) for load in loads])
