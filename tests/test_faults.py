@@ -320,6 +320,9 @@ def test_a_step_of_a_capture_fails(pair, backend, fail, trace):
                 twins.call()
                 twins.arm[trace] = lambda switch=switch, fault=fault, times=times: switch.arm(fault, times=times)
                 twins.call()
+                if name == "side stream" and fault is out_of_memory and times == 1:  # allocations are tried again
+                    assert switch.hits == 1 and failure(twins, trace) == "None"
+                    continue
                 assert reason in failure(twins, trace) and "2 of 3 tries left" in failure(twins, trace), name
                 before = replays(twins.graphed)
                 if times == 1:
@@ -426,7 +429,7 @@ def test_a_launch_is_refused(pair, monkeypatch, fail, backend, model, trains):
                 assert launches.allow() >= 1
                 said = "captured" if calls == 1 else "replayed"
                 found = programs(twins.graphed)[trace].fallbacks
-                assert any(f"could not be {said}: " in s and "out of memory" in s for s in found), found
+                assert any(f"could not be {said}: " in s and re.search("out.of.memory", s, re.I) for s in found), found
                 assert any(s in str(explain(twins.graphed)) for s in found)
                 before = replays(twins.graphed)
                 twins.after(other_too=calls == 4)

@@ -56,6 +56,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a capture is interrupted half way                             | test_interrupted_capture               |
 | two threads share memory                                      | test_threads                           |
 | more calls in flight than arenas                              | test_too_many_in_flight                |
+| a model in many parts, all in flight at once                  | test_an_arena_for_each_function       |
 | another capture is under way                                  | test_outer_capture                     |
 | a switch that kernels are chosen by is flipped                | test_switches                          |
 | memory of a dropped model stays                               | test_dropped_models                    |
@@ -69,6 +70,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -958,6 +960,22 @@ def test_too_many_in_flight(twins, device):
         same_state(plain, graphed)
     forward = explain(graphed).to_dict()["traces"][0]
     assert any("max_arenas=2" in reason for reason in forward["fallbacks"])
+
+
+def test_an_arena_for_each_function(transform, device):
+    """As the many parts that thunderfx makes of a model: all their forwards are in flight before the first backward."""
+    shared = transform(max_arenas=1)
+    models = [MLP().to(device) for _ in range(4)]
+    plain = [thunder.jit(copy.deepcopy(model)) for model in models]
+    graphed = [thunder.jit(model, transforms=[shared]) for model in models]
+    for _ in range(4):
+        x = torch.randn(4, 8, device=device)
+        for some in (plain, graphed):
+            sum(model(x).square().sum() for model in some).backward()
+        for a, b in zip(plain, graphed):
+            same_state(a, b)
+    assert [replays(model) for model in graphed] == [6] * 4
+    assert not any(trace["fallbacks"] for model in graphed for trace in explain(model).to_dict()["traces"])
 
 
 def test_outer_capture(twins, device, backend):

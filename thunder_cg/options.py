@@ -25,7 +25,7 @@ class Options:
             number N: also of one call in N, for as long as the process runs. None: never.
         debug: fill an arena with NaN when it is released, so that memory used too late shows. ``tape`` always does.
         max_recordings: recordings kept per trace pair and arena; past it the oldest goes.
-        max_arenas: memory pools of this transform; a call that finds all of them taken runs eagerly.
+        max_arenas: memory pools per trace pair; a call that finds all of them taken runs eagerly.
     """
 
     allow: frozenset[str] = frozenset()

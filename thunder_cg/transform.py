@@ -326,7 +326,8 @@ def cudagraph_transform(
             the ops once more, and needs the memory of an eager run and of a copy of what the graph writes or reuses.
         debug: fill memory with NaN when nobody may read it any more.
         max_recordings: recordings kept for one compiled function and arena; the oldest goes first.
-        max_arenas: memory pools; a call that finds all of them held by calls in flight runs eagerly.
+        max_arenas: memory pools for each compiled function; a call that finds all of them held by calls in flight runs
+            eagerly.
 
     Returns:
         The transform, for ``thunder.jit(fn, transforms=[...])``. One instance may serve any number of models.

@@ -298,7 +298,7 @@ def _line(bound: BoundSymbol) -> str | None:
 #   on_cpu                   tensors are on a CPU, where some derivatives have another formula
 _INDEXING = frozenset({"__getitem__", "copy_with_setitem_impl", "index_put", "INDEX_PUT", "COPY_WITH_SETITEM"})
 _FILLS = frozenset({"index_fill", "index_fill_vjp", "masked_fill", "masked_fill_vjp"})
-_READ_ON_CPU = frozenset({"median_vjp", "min_vjp", "nanmedian_vjp"})
+_OTHERS_ON_CPU = frozenset({"median_vjp", "min_vjp", "nanmedian_vjp", "ormqr_vjp"})
 _BYTES = frozenset({"bool8", "uint8"})
 
 
@@ -317,7 +317,7 @@ def _traits(bound: BoundSymbol, id_: str | None) -> Iterator[str]:
         yield "dropout"
     if named.get("max_norm") is not None:
         yield "renorm"
-    if name in _READ_ON_CPU and any(_is_on_cpu(p) for p in _proxies(bound.args)):
+    if name in _OTHERS_ON_CPU and any(_is_on_cpu(p) for p in _proxies(bound.args)):
         yield "on_cpu"
 
 

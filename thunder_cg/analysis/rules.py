@@ -137,8 +137,9 @@ _LAYOUT = _names("""
     view_as_complex_copy view_as_real_copy view_copy vstack
 """)
 _LINEAR_ALGEBRA = _names("""
-    addbmm addmm addmv addr baddbmm bmm cross dot frobenius_norm ger inner kron matmul mm mv norm_except_dim
-    outer tensordot trace tril triu vander vdot vecdot vector_norm
+    addbmm addmm addmv addr baddbmm bmm cholesky_ex cross det dot frobenius_norm geqrf ger householder_product inner
+    inv_ex kron logdet lu_solve lu_unpack matmul mm mv norm_except_dim orgqr ormqr outer qr slogdet solve_ex
+    solve_triangular tensordot trace triangular_solve tril triu vander vdot vecdot vector_norm
 """)
 _REDUCTIONS = _names("""
     all amax amin aminmax any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum
@@ -152,7 +153,8 @@ _NEURAL = _names("""
     batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats_with_counts batch_norm_stats
     batch_norm_update_stats bilinear binary_cross_entropy binary_cross_entropy_with_logits
     cdist celu constant_pad_nd conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
-    convolution cosine_embedding_loss cosine_similarity elu fake_quantize_per_tensor_affine fold gelu
+    convolution cosine_embedding_loss cosine_similarity elu fake_quantize_per_tensor_affine fold
+    fused_moving_avg_obs_fake_quant gelu
     grid_sample grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru_cell hardshrink hardsigmoid
     hardswish hardtanh hinge_embedding_loss huber_loss instance_norm kl_div l1_loss layer_norm leaky_relu linear
     local_response_norm log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d lstm_cell margin_ranking_loss
@@ -191,7 +193,7 @@ _MAY_VIEW = _names("""
     torch_prims_reshape_impl torch_stride_order_prim_impl
 """)
 _RANDOM = _names("""
-    alpha_dropout dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout
+    alpha_dropout binomial dropout dropout1d dropout2d dropout3d feature_alpha_dropout feature_dropout
     fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
     fractional_max_pool3d_with_indices gumbel_softmax multi_head_attention_forward multinomial_helper
     native_dropout poisson rand randint randint_like randn rrelu uniform
@@ -256,10 +258,9 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
         ),
         _names(
             """
-            cholesky cholesky_ex cholesky_inverse cholesky_solve cond det eig eigh eigvals eigvalsh geqrf
-            householder_product inv inv_ex inverse ldl_factor ldl_factor_ex ldl_solve logdet lstsq lu lu_factor
-            lu_factor_ex lu_solve lu_unpack matrix_norm matrix_power matrix_rank norm nuclear_norm orgqr ormqr pinv
-            pinverse qr slogdet solve solve_ex solve_triangular svd svdvals tensorinv tensorsolve triangular_solve
+            cholesky cholesky_inverse cholesky_solve cond eig eigh eigvals eigvalsh inv inverse ldl_factor ldl_factor_ex
+            ldl_solve lstsq lu lu_factor lu_factor_ex matrix_norm matrix_power matrix_rank norm nuclear_norm pinv
+            pinverse solve svd svdvals tensorinv tensorsolve
             """
         ),
     ),
@@ -290,15 +291,6 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
             "draw with the default generator, as dropout and rand do",
         ),
         _names("get_and_update_rng_state_impl ops.rngprims.philox_rand"),
-    ),
-    (
-        Rule(
-            Reason.RANDOM_STATE,
-            "a graph draws other numbers than it does without one",
-            MEASURED,
-            "sum draws of bernoulli",
-        ),
-        _names("binomial"),
     ),
     (
         Rule(
@@ -390,7 +382,7 @@ _TORCH_DENY: tuple[tuple[Rule, tuple[str, ...]], ...] = (
             """
             fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight
             fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16
-            fbgemm_pack_quantized_matrix fused_moving_avg_obs_fake_quant int_repr
+            fbgemm_pack_quantized_matrix int_repr
             """
         ),
     ),
@@ -468,7 +460,7 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
             is_shared_vjp is_signed_vjp isclose_vjp isin_vjp isneginf_vjp isposinf_vjp isreal_vjp
             laguerre_polynomial_l_vjp lcm_vjp ldl_factor_ex_vjp ldl_factor_vjp ldl_solve_vjp legendre_polynomial_p_vjp
             less_equal_vjp less_vjp matrix_rank_vjp modified_bessel_i0_vjp modified_bessel_i1_vjp modified_bessel_k0_vjp
-            modified_bessel_k1_vjp module_load_vjp narrow_copy_vjp native_channel_shuffle_vjp native_norm_vjp
+            modified_bessel_k1_vjp module_load_vjp narrow_copy_vjp native_norm_vjp
             ndimension_vjp nelement_vjp new_empty_vjp new_full_vjp new_ones_vjp nonzero_static_vjp nonzero_vjp
             not_equal_vjp numpy_vjp scaled_modified_bessel_k0_vjp scaled_modified_bessel_k1_vjp searchsorted_vjp
             shifted_chebyshev_polynomial_t_vjp shifted_chebyshev_polynomial_u_vjp shifted_chebyshev_polynomial_v_vjp
@@ -553,13 +545,11 @@ ONLY_ON_A_GPU: frozenset[Key] = frozenset(
 """Symbols that no call comes to on a CPU, whose operators refuse, or look at what their arguments hold."""
 
 _GPU_TELLS = _names("""
-    binomial fake_quantize_per_channel_affine fused_moving_avg_obs_fake_quant geqrf isin ldl_factor ldl_factor_ex
-    ldl_solve lstm masked_scatter_vjp ormqr trace_vjp
+    fake_quantize_per_channel_affine isin ldl_factor ldl_factor_ex ldl_solve lstm masked_scatter_vjp trace_vjp
 """)
 _GPU_TELLS_BOTH_WAYS = _names("""
-    cholesky_inverse cholesky_solve cpu det eig eigvals gru householder_product inv inv_ex inverse logdet lu lu_factor
-    lu_factor_ex lu_solve lu_unpack matrix_exp matrix_power mode orgqr pinv pinverse qr rnn_relu rnn_tanh slogdet solve
-    solve_ex solve_triangular tensorinv tensorsolve triangular_solve
+    cholesky_inverse cholesky_solve cpu eig eigvals gru inv inverse lu lu_factor lu_factor_ex matrix_exp matrix_power
+    mode pinv pinverse rnn_relu rnn_tanh solve tensorinv tensorsolve
 """)
 
 UP_TO_A_GPU: frozenset[Key] = frozenset(("torch", name) for name in (*_GPU_TELLS, *_with_vjp(_GPU_TELLS_BOTH_WAYS)))
@@ -848,6 +838,12 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         f"{MEASURED}; torch/csrc/autograd/FunctionsManual.cpp, evenly_distribute_backward",
         "take amin or amax, or sort",
     )
+    other = Rule(
+        Reason.UNVERIFIED,
+        "on a CPU, PyTorch takes another formula for its derivative in a capture, and a gradient has other strides",
+        MEASURED,
+        "multiply by what torch.linalg.householder_product makes",
+    )
     read, store = (
         {"bool_index": mask, "host_index": numbers},
         {
@@ -869,6 +865,7 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
     # Under a dispatch mode, and so on the tape, PyTorch takes the formula of a GPU: it asks nobody, and the zeros that
     # it makes may have another sign.
     rows |= {("torch", name): {"on_cpu": nan} for name in _names("median_vjp min_vjp nanmedian_vjp")}
+    rows |= {("torch", "ormqr_vjp"): {"on_cpu": other}}
     return rows
 
 
@@ -951,7 +948,7 @@ RANDOM: frozenset[Key] = frozenset(
         *(("torch", name) for name in _with_vjp(_RANDOM)),
         *(
             ("torch", name)
-            for name in _with_vjp(_names("binomial gru lstm rnn_relu rnn_tanh lobpcg _native_multi_head_attention"))
+            for name in _with_vjp(_names("gru lstm rnn_relu rnn_tanh lobpcg _native_multi_head_attention"))
         ),
         ("torch", "get_and_update_rng_state_impl"),
         *((None, name) for name in (*_PRIM_RANDOM, "GET_AND_UPDATE_RNG_STATE")),

@@ -79,7 +79,7 @@ class Arena:
 
 
 class Arenas:
-    """The arenas of one transform.
+    """The arenas of one transform, up to a limit for each trace pair: what was split has many calls in flight at once.
 
     Programs keep an arena alive; when the last one that used it is gone, it goes too.
     """
@@ -90,6 +90,11 @@ class Arenas:
         self._poison = poison
         self._lock = threading.Lock()
         self._arenas: list[weakref.ref[Arena]] = []
+        self._pairs: weakref.WeakSet[object] = weakref.WeakSet()
+
+    def join(self, pair: object) -> None:
+        """Raises the limit while ``pair`` lives, by what each may have."""
+        self._pairs.add(pair)
 
     def hold(self, preferred: list[Arena]) -> Arena | None:
         """Takes a free arena, one of ``preferred`` if possible, a new one if none is free; None past the limit."""
@@ -101,7 +106,7 @@ class Arenas:
             for arena in alive:
                 if arena.try_hold():
                     return arena
-            if len(alive) >= self._limit:
+            if len(alive) >= self._limit * len(self._pairs):
                 return None
             arena = Arena(self._backend, self._poison)
             arena.try_hold()

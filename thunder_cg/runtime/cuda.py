@@ -19,7 +19,8 @@ Note [Draws on several streams]
 
 Note [Memory for a pool]
     Where memory runs out, the caching allocator frees what it caches and tries again, but not while this thread's
-    memory is routed to a pool, as it is in warm-ups and captures. So here that is done when they have failed.
+    memory is routed to a pool, as it is in warm-ups and captures. So here that is done when they have failed, and again
+    before a capture is tried anew, since what was in the way may be cached by then.
 """
 
 from __future__ import annotations
@@ -299,6 +300,7 @@ class CudaPool:
         self._last: torch.cuda.Stream | None = None  # the caller's stream that used the pool last
         self._last_raw = 0
         self._spoilt: list[Any] = []  # pools of captures that broke
+        self._ran_out = False  # whether memory did in the last capture
         self._anchor: torch.cuda.CUDAGraph | None = None
         self._open = True
         self._id = _open_pool(self._index)
@@ -363,6 +365,9 @@ class CudaPool:
         leaving: Leaving = lambda outputs: (),
         marks: Sequence[int] = (),
     ) -> tuple[CudaGraph, Sequence[Any]]:
+        if self._ran_out:
+            torch.cuda.empty_cache()  # see Note [Memory for a pool]
+            self._ran_out = False
         with _one_capture, _no_garbage_collection(), self._on_side_stream():
             graph = CudaGraph(self._index, buffers)
             try:
@@ -382,7 +387,8 @@ class CudaPool:
             except BaseException as error:
                 self._mend(graph)
                 if isinstance(error, torch.OutOfMemoryError):
-                    torch.cuda.empty_cache()  # see Note [Memory for a pool]
+                    torch.cuda.empty_cache()
+                    self._ran_out = True
                 raise
         return graph, outputs
 

@@ -60,6 +60,7 @@ class Program:
         self.backend = backend
         self._arenas = arenas
         self._pair = forward if forward is not None else self  # the program that owns the pair's recordings
+        arenas.join(self._pair)
         self._recordings: list[Recording] = []  # newest first
         self._used: list[Arena] = []  # kept alive from the warm-up on
         self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # whose backward is still to come

@@ -27,7 +27,6 @@ _aten = torch.ops.aten
 # Measured under torch.cuda.set_sync_debug_mode("error") on an H200, torch 2.11.
 _HOST_SYNC = {
     _aten._linalg_svd,
-    _aten.linalg_cholesky_ex,
     _aten._linalg_eigh,
     _aten.histc,
     _aten.repeat_interleave,

@@ -45,9 +45,10 @@ class Record:
         stale: samples for which no fresh values are to be had.
         untraced, undifferentiated: why Thunder does not, and of how many samples.
         symbols: by symbol: how often it came to which end: "forward pass", "backward wrong", "forward
-            nondeterministic", "forward fail"; "forced fail" and so on of what is denied and was captured by force,
-            where "barred" is what even `allow=` does not capture; "alone pass" and so on of what Thunder does not
-            compile and was captured without it.
+            nondeterministic", "forward fail"; "forward barred" where the run time refused the graph, whatever op it
+            was for; "forced fail" and so on of what is denied and was captured by force, where "barred" is what even
+            `allow=` does not capture; "alone pass" and so on of what Thunder does not compile and was captured without
+            it.
         notes: of what did not pass, the first of each kind.
         forcing: the symbol that is being captured by force; "" if none is.
     """
@@ -216,9 +217,11 @@ class _Measure:
             record.traced += len(batch)
         if trial.failure is not None:
             blamed, text = trial.failure
-            for key in [blamed] if blamed is not None else trial.eager or [("sweep", "unknown")]:
-                record.count(label(key), "forward fail")
-                record.note(label(key), "fail", self.where(batch, text))
+            end = "barred" if blamed is None and "CaptureRefused" in text else "fail"
+            unknown = self.case.symbol or "sweep.unknown"
+            for symbol in [label(blamed)] if blamed is not None else [label(key) for key in trial.eager] or [unknown]:
+                record.count(symbol, f"forward {end}")
+                record.note(symbol, end, self.where(batch, text))
         if trial.unfit:
             record.note(self.case.name, "not replayed", self.where(batch, trial.unfit))
         outcome = _worst(trial.verdicts)
