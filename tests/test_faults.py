@@ -374,38 +374,40 @@ class Launches:
     """The ways to launch a graph, which all can be refused. PyTorch's has moved the generator on by then."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, fail: Callable[..., Switch], backend: str) -> None:
-        self._refuses = Switch()  # of the driver, for graphs that draw nothing
         if backend == "tape":
-            self._switches = [fail(tape.TapeGraph, "replay")]
-        else:
-            self._switches = [fail(torch.cuda.CUDAGraph, "replay")]
-            launch = copies.driver.cuGraphLaunch
-            self._switches.append(self._refuses)
-            monkeypatch.setattr(copies.driver, "cuGraphLaunch", lambda *args: self._refused() or launch(*args))
+            self._switch, self._fault = fail(tape.TapeGraph, "replay"), self._refuse_replay
+            return
+        self._switch, self._fault = Switch(), exception
+        replay, launch = torch.cuda.CUDAGraph.replay, copies.driver.cuGraphLaunch
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: self._refused_replay() or replay(graph))
+        monkeypatch.setattr(copies.driver, "cuGraphLaunch", lambda *args: self._refused_launch() or launch(*args))
 
-    def _refused(self) -> Any:
+    @staticmethod
+    def _refuse_replay(device: torch.device) -> None:
+        raise ReplayRefused("CUDA error: out of memory")
+
+    def _is_refused(self) -> bool:
         try:
-            self._refuses(torch.device("cuda"))
+            self._switch(torch.device("cuda"))
         except Broken:
-            return (copies.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
-        return None
+            return True
+        return False
 
-    def refuse(self, *, skip: int = 0, times: int = 1) -> None:
-        def fault(device: torch.device) -> None:
-            if device.type == "cpu":
-                raise ReplayRefused("CUDA error: out of memory")
+    def _refused_replay(self) -> None:
+        if self._is_refused():
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.set_offset(generator.get_offset() + 4)
             raise RuntimeError("CUDA error: out of memory")
 
-        for switch in self._switches:
-            switch.arm(fault if switch is not self._refuses else exception, skip=skip, times=times)
+    def _refused_launch(self) -> Any:
+        return (copies.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,) if self._is_refused() else None
+
+    def refuse(self, *, skip: int = 0, times: int = 1) -> None:
+        self._switch.arm(self._fault, skip=skip, times=times)
 
     def allow(self) -> int:
-        hits = sum(switch.hits for switch in self._switches)
-        for switch in self._switches:
-            switch.disarm()
-            switch.hits = 0
+        hits, self._switch.hits = self._switch.hits, 0
+        self._switch.disarm()
         return hits
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.recording import Guard, Outputs, Sharing, Source, overlaps_itself, static_buffer
+from thunder_cg.runtime.region import _check_inputs
 from thunder_cg.runtime.tape import TapeBackend
 
 
@@ -119,3 +121,9 @@ def test_outputs_are_copies_views_or_stay():
     outputs.derive(again, [other])
     assert again[0].untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     assert again[1].tolist() == [7] * 6
+
+
+def test_an_input_on_another_device_than_the_trace_says_is_refused():
+    none: frozenset[int] = frozenset()
+    with pytest.raises(CaptureRefused, match="input 'seed' is on cpu, and the graph on meta"):
+        _check_inputs(["x", "seed"], [torch.empty(2, device="meta"), torch.tensor(0)], none, none, torch.device("meta"))

@@ -295,6 +295,7 @@ def _line(bound: BoundSymbol) -> str | None:
 #   seeded                   a seed or a generator is given
 #   dropout                  a dropout probability other than zero
 #   renorm                   max_norm is given, which rewrites the embedding's rows
+#   sorter                   a permutation that sorts is given
 #   on_cpu                   tensors are on a CPU, where some derivatives have another formula
 _INDEXING = frozenset({"__getitem__", "copy_with_setitem_impl", "index_put", "INDEX_PUT", "COPY_WITH_SETITEM"})
 _FILLS = frozenset({"index_fill", "index_fill_vjp", "masked_fill", "masked_fill_vjp"})
@@ -317,6 +318,8 @@ def _traits(bound: BoundSymbol, id_: str | None) -> Iterator[str]:
         yield "dropout"
     if named.get("max_norm") is not None:
         yield "renorm"
+    if named.get("sorter") is not None:
+        yield "sorter"
     if name in _OTHERS_ON_CPU and any(_is_on_cpu(p) for p in _proxies(bound.args)):
         yield "on_cpu"
 

@@ -844,6 +844,12 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         MEASURED,
         "multiply by what torch.linalg.householder_product makes",
     )
+    sorter = Rule(
+        Reason.HOST_SYNC,
+        "whether the sorter is in range is asked on the host",
+        MEASURED,
+        "sort the values with it first: sorted_sequence.gather(-1, sorter)",
+    )
     read, store = (
         {"bool_index": mask, "host_index": numbers},
         {
@@ -865,7 +871,7 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
     # Under a dispatch mode, and so on the tape, PyTorch takes the formula of a GPU: it asks nobody, and the zeros that
     # it makes may have another sign.
     rows |= {("torch", name): {"on_cpu": nan} for name in _names("median_vjp min_vjp nanmedian_vjp")}
-    rows |= {("torch", "ormqr_vjp"): {"on_cpu": other}}
+    rows |= {("torch", "ormqr_vjp"): {"on_cpu": other}, ("torch", "searchsorted"): {"sorter": sorter}}
     return rows
 
 

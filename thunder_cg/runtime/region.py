@@ -297,7 +297,7 @@ class RuntimeRegion:
             i for i, name in enumerate(names) if args[i] is not None and self.program.is_static(name, recording)
         )
         written = self.written
-        _check_inputs(names, args, static, written)
+        _check_inputs(names, args, static, written, self.device)
 
         leaves = [slot.leaves for slot in self.slots]
         placing = partial(place, pool, args, static, self._same(args, static, inside))
@@ -446,10 +446,15 @@ def is_plain(tensor: Any) -> bool:
     return tensor is None or type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
-def _check_inputs(names: Sequence[str], args: Sequence[Any], static: frozenset[int], written: frozenset[int]) -> None:
+def _check_inputs(
+    names: Sequence[str], args: Sequence[Any], static: frozenset[int], written: frozenset[int], device: torch.device
+) -> None:
     for i, (name, arg) in enumerate(zip(names, args)):
         if not is_plain(arg):
             raise TypeError(f"input {name!r} is a {type(arg).__name__}, not a plain tensor")
+        # An attention's seed is, if it ran without a graph, whatever the trace says.
+        if arg is not None and arg.device != device:
+            raise CaptureRefused(f"input {name!r} is on {arg.device}, and the graph on {device}")
         if i in written and i not in static and overlaps_itself(arg):
             raise ValueError(f"input {name!r} is written in place and overlaps itself")
     if written and not Sharing.of(args, set(static), written).admits(args):
