@@ -68,7 +68,8 @@ class Call:
         return owned is not None and isinstance(tensor, torch.Tensor) and owned.data_ptr() == tensor.data_ptr()
 
     def __del__(self) -> None:
-        self.release()
+        if hasattr(self, "arena"):  # not so of a copy that was never finished
+            self.release()
 
 
 class Others(tuple):

@@ -365,10 +365,10 @@ class CudaPool:
         leaving: Leaving = lambda outputs: (),
         marks: Sequence[int] = (),
     ) -> tuple[CudaGraph, Sequence[Any]]:
-        if self._ran_out:
-            torch.cuda.empty_cache()  # see Note [Memory for a pool]
-            self._ran_out = False
         with _one_capture, _no_garbage_collection(), self._on_side_stream():
+            if self._ran_out:
+                torch.cuda.empty_cache()  # see Note [Memory for a pool]
+                self._ran_out = False
             graph = CudaGraph(self._index, buffers)
             try:
                 try:
