@@ -43,6 +43,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a gradient is zeros without any memory                        | test_zeros_without_memory              |
 | a kernel is chosen by whether its operand requires grad       | test_kernels_that_ask_for_grad         |
 | a kernel is chosen by whether its arguments are one tensor    | test_one_tensor_for_several_arguments  |
+| a tensor is not on the device that the trace says             | test_seed_on_the_host                  |
 | a write to an output is not noticed through another           | test_versions_of_outputs               |
 | a dispatch mode does not see what runs                        | test_dispatch_modes                    |
 | random numbers freeze, or the generator stands still          | test_random_numbers                    |
@@ -681,6 +682,30 @@ def test_kernels_that_ask_for_grad(twins, device):
         v, x = torch.randn(64, device=device, requires_grad=True), torch.randn(5, 64, 33, device=device)
         same(plain(v, x).detach(), graphed(v, x).detach())
     assert replays(graphed) >= CALLS - 1
+
+
+def test_seed_on_the_host(twins, device, backend):
+    """An attention that runs without a graph leaves its seed there, whatever the trace says, for its backward."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self):
+            w = self.w[None, None]
+            return nn.functional.scaled_dot_product_attention(w, w, w)[0, 0]
+
+    plain, graphed = twins(Attention())
+    for _ in range(CALLS):
+        for model in (plain, graphed):
+            model().square().sum().backward()
+        same_state(plain, graphed)
+    if backend == "cuda":
+        (backward,) = regions(graphed)  # the attention alone is too small for one
+        assert "is on cpu, and the graph on cuda:0" in backward["failure"]
+    else:
+        assert replays(graphed) == 2 * (CALLS - 1)
 
 
 def test_versions_of_outputs(twins, device):

@@ -271,6 +271,12 @@ def test_table() -> None:
     assert lines[-1] == "a GPU, driver 1.2, torch 2.11.0, 2026-11-21; bfloat16, real sizes."
 
 
+def test_what_fails_alike_is_said_once() -> None:
+    rows = [Row("C", "p", mode, failure="TypeError: <function f at 0x7f2a>") for mode in (FORWARD, TRAINING)]
+    (cells,) = [text for text in markdown(rows, ENVIRONMENT).splitlines() if text.startswith("| C")]
+    assert cells.endswith("| forward and training fail: TypeError: <function f> |")
+
+
 def test_lines() -> None:
     assert line(SAMPLE[0]) == "A, forward, thunder.jit: 100 of 100 ops, 1 region; 2,000 -> 500 us; same bits: yes"
     assert line(SAMPLE[3]) == "B, training: TypeError: no"

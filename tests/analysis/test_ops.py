@@ -179,6 +179,14 @@ def test_trait_of_a_seed(traces_of):
     assert [sorted(op.traits) for op in only(ops, "multinomial_helper")] == [["seeded"], []]
 
 
+def test_trait_of_a_sorter(traces_of):
+    def model(s, x, order):
+        return torch.searchsorted(s, x), torch.searchsorted(s, x, sorter=order)
+
+    (ops,) = traces_of(model, torch.rand(4), torch.rand(3), torch.arange(4))
+    assert [sorted(op.traits) for op in only(ops, "searchsorted")] == [[], ["sorter"]]
+
+
 def test_trait_of_a_renormalized_embedding(traces_of):
     """Thunder refuses max_norm in ``embedding`` itself, but not in what it registers for torch by itself."""
 

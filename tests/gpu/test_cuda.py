@@ -56,27 +56,6 @@ def test_user_streams():
     assert replays(graphed) > 30
 
 
-def test_a_seed_on_the_host():
-    """An attention that runs without a graph has its seed there, whatever the trace says, and its backward gets it."""
-
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.randn(4, 4))
-
-        def forward(self):
-            w = self.w[None, None]
-            return nn.functional.scaled_dot_product_attention(w, w, w)[0, 0]
-
-    plain, graphed = twin(Attention(), debug=True)
-    for _ in range(4):
-        for model in (plain, graphed):
-            model().square().sum().backward()
-        torch.cuda.synchronize()
-        same_state(plain, graphed)
-    assert replays(graphed) == 0 and "is on cpu, and the graph on cuda:0" in str(explain(graphed))
-
-
 def test_concurrent_streams_hold_different_memory():
     """Two streams at once, a call in flight on each: the second must not start before the first released its arena."""
     _, graphed = twin(big(256), debug=True)

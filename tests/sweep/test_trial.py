@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import cycle
+
 import pytest
 import torch
 
-from thunder_cg.sweep.measure import Record, Task, label, measure
+from thunder_cg.sweep.measure import Record, Task, _Measure, label, measure
 from thunder_cg.sweep.samples import DRAWS, Call, Case, Sample, calls, cases, twins
-from thunder_cg.sweep.trial import NotTraced, attempt, capture_alone, verdict
+from thunder_cg.sweep.trial import NotTraced, Trial, attempt, capture_alone, verdict
 
 
 def made(fn, *shapes: tuple[int, ...], device: str, grad: bool = False) -> list[Call]:
@@ -98,6 +100,27 @@ def test_a_crash_by_force_is_what_came_of_it():
     assert record.notes == {"torch.inv fail": "linalg_inv [0:24]: status -11"}
     harmless = Record(Task(0, "add", 24), symbols={"torch.add": {"forward pass": 2, "alone pass": 1}})
     assert not harmless.is_forced
+
+
+@pytest.mark.parametrize(("off", "expected"), [(1e-3, "nondeterministic"), (3e-3, "nondeterministic"), (9e-3, "wrong")])
+def test_a_sum_that_varies_is_judged_by_how_much(off, expected):
+    """Calls without a graph are 1e-3 apart, which is more than a tolerance has for a value of 1."""
+    drift = cycle([0.0, 1e-3])
+    usual, mine = torch.ones(3), torch.ones(3) + off
+    assert verdict([([usual], [mine])], lambda draw: [usual + next(drift)]) == expected
+    assert verdict([([usual], [mine])], lambda draw: [usual.clone()]) == "wrong"  # it does not vary at all
+    assert verdict([([usual], [mine.double()])], lambda draw: [usual + next(drift)]) == "wrong"
+    assert verdict([([usual], [mine * torch.nan])], lambda draw: [usual + next(drift)]) == "wrong"
+
+
+def test_a_graph_that_is_refused_for_no_operator_in_particular():
+    case = Case("dot", lambda device, grad: (), symbol="torch.dot")
+    record = Record(Task(0, "dot", 24))
+    measured = _Measure(case, "cpu", False, record)
+    measured.take(Trial(failure=(None, "CaptureRefused: it copies 4 bytes from the host's memory")), [(3, None)])
+    assert record.symbols == {"torch.dot": {"forward barred": 1}} and "dot[3]" in record.notes["torch.dot barred"]
+    measured.take(Trial(failure=(("torch", "dot"), "torch.dot at a.py:1: CaptureRefused: it waits")), [(4, None)])
+    assert record.symbols["torch.dot"] == {"forward barred": 1, "forward fail": 1}
 
 
 @pytest.mark.parametrize("conj", [False, True])

@@ -207,7 +207,7 @@ _ENTRIES = (
         "T5ForConditionalGeneration",
         "T5Config",
         {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
-        # Through thunderfx, PyTorch's fused attention finds the strides of T5's bias wrong on a GPU, without graphs too.
+        # Through thunderfx, the fused attention of a GPU refuses the strides of T5's bias, without graphs too.
         {"use_cache": False, "decoder_start_token_id": 0, "attn_implementation": "eager"},
     ),
     Entry("ViT B/16, Hugging Face", "transformers", _hugging_face_vit, _hugging_face_images),

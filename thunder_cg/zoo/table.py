@@ -97,11 +97,11 @@ def _outside(rows: Sequence[Row]) -> str:
     for (kind, what, why), count in counts.items():
         said.setdefault((kind, why), []).append(f"{what} ×{count}" if count > 1 else what)
     parts = [f"{_SAID[kind]}{f' ({why})' if why else ''}: {', '.join(names)}" for (kind, why), names in said.items()]
-    why: dict[str, list[str]] = {}
+    failed: dict[str, list[str]] = {}
     for row in rows:
         if row.failure:
-            why.setdefault(re.sub(" at 0x[0-9a-f]+", "", row.failure), []).append(row.mode)
-    failures = [f"{' and '.join(modes)} fail{'s' * (len(modes) == 1)}: {reason}" for reason, modes in why.items()]
+            failed.setdefault(re.sub(" at 0x[0-9a-f]+", "", row.failure), []).append(row.mode)
+    failures = [f"{' and '.join(modes)} fail{'s' * (len(modes) == 1)}: {text}" for text, modes in failed.items()]
     different = [f"{row.mode}: {row.agrees}" for row in rows if not row.agrees.startswith("yes") and row.agrees]
     return "; ".join([*parts, *failures, *different]).replace("|", "/").replace("\n", " ")
 
