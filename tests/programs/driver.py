@@ -191,13 +191,16 @@ class World:
         match layout:
             case "transposed":
                 return memory[: variant.rows * WIDTH].view(WIDTH, variant.rows).t()
-            case "offset":
+            case "offset" if self.device == "cpu" or not self._attends():  # whose kernels read sixteen bytes at once
                 return memory[1 : 1 + variant.rows * WIDTH].view(size)
             case "strided":
                 return memory[: 2 * variant.rows * WIDTH].view(variant.rows, 2 * WIDTH)[:, ::2]
             case "expanded":
                 return memory[:WIDTH].expand(size)
         return memory[: variant.rows * WIDTH].view(size).clone()
+
+    def _attends(self) -> bool:
+        return any("scaled_dot_product_attention" in line for line in self.example.program.lines)
 
     def _chosen(self, back: int) -> Made | None:
         return self.made[-1 - back % len(self.made)] if self.made else None
