@@ -191,7 +191,7 @@ class World:
         match layout:
             case "transposed":
                 return memory[: variant.rows * WIDTH].view(WIDTH, variant.rows).t()
-            case "offset" if self.device == "cpu" or not self._attends():  # whose kernels read sixteen bytes at once
+            case "offset" if self.device == "cpu" or not self._attends():  # pytorch/pytorch#183484
                 return memory[1 : 1 + variant.rows * WIDTH].view(size)
             case "strided":
                 return memory[: 2 * variant.rows * WIDTH].view(variant.rows, 2 * WIDTH)[:, ::2]
