@@ -57,7 +57,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a capture is interrupted half way                             | test_interrupted_capture               |
 | two threads share memory                                      | test_threads                           |
 | more calls in flight than arenas                              | test_too_many_in_flight                |
-| a model in many parts, all in flight at once                  | test_an_arena_for_each_function       |
+| a model in many parts, all in flight at once                  | test_an_arena_for_each_function        |
 | another capture is under way                                  | test_outer_capture                     |
 | a switch that kernels are chosen by is flipped                | test_switches                          |
 | memory of a dropped model stays                               | test_dropped_models                    |

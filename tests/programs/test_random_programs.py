@@ -75,7 +75,8 @@ def test_programs(
         )(seed(start)(agrees))
     )()
     print(f"seed {start}: " + ", ".join(f"{n} {what}" for what, n in counts.most_common()))
-    assert counts["patterns"] >= 3 * wanted and counts["replays"] > counts["calls"] / 4
+    least = 5 if device == "cpu" else 3  # on a GPU, Thunder's own assertions end more of them
+    assert counts["patterns"] >= least * wanted and counts["replays"] > counts["calls"] / 4
     assert counts["without a call"] <= max(2, wanted // 3), "most of what is generated ought to run"
 
 

@@ -147,23 +147,22 @@ _REDUCTIONS = _names("""
     nanquantile nansum quantile renorm sort std std_mean sum topk trapezoid trapz var var_mean
 """)
 _NEURAL = _names("""
-    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d
-    adaptive_max_pool1d_with_indices adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d
-    adaptive_max_pool3d_with_indices affine_grid affine_grid_generator batch_norm batch_norm_backward_elemt
-    batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats_with_counts batch_norm_stats
-    batch_norm_update_stats bilinear binary_cross_entropy binary_cross_entropy_with_logits
-    cdist celu constant_pad_nd conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
-    convolution cosine_embedding_loss cosine_similarity elu fake_quantize_per_tensor_affine fold
-    fused_moving_avg_obs_fake_quant gelu
-    grid_sample grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru_cell hardshrink hardsigmoid
-    hardswish hardtanh hinge_embedding_loss huber_loss instance_norm kl_div l1_loss layer_norm leaky_relu linear
-    local_response_norm log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d lstm_cell margin_ranking_loss
-    max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool2d_with_indices_backward
-    max_pool3d max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool1d max_unpool2d max_unpool3d
-    mish mse_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss native_batch_norm
-    native_group_norm native_layer_norm nll_loss pad pairwise_distance pdist poisson_nll_loss prelu relu relu6
-    rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention selu silu smooth_l1_loss soft_margin_loss softmax
-    softplus softshrink softsign tanhshrink threshold torch.ops.aten._adaptive_avg_pool2d_backward
+    adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool1d_with_indices
+    adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices
+    affine_grid affine_grid_generator batch_norm batch_norm_backward_elemt batch_norm_backward_reduce
+    batch_norm_elemt batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats bilinear
+    binary_cross_entropy binary_cross_entropy_with_logits cdist celu constant_pad_nd conv1d conv2d conv3d conv_tbc
+    conv_transpose1d conv_transpose2d conv_transpose3d convolution cosine_embedding_loss cosine_similarity elu
+    fake_quantize_per_tensor_affine fold fused_moving_avg_obs_fake_quant gelu grid_sample grid_sampler
+    grid_sampler_2d grid_sampler_3d group_norm gru_cell hardshrink hardsigmoid hardswish hardtanh
+    hinge_embedding_loss huber_loss instance_norm kl_div l1_loss layer_norm leaky_relu linear local_response_norm
+    log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d lstm_cell margin_ranking_loss max_pool1d
+    max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool2d_with_indices_backward max_pool3d
+    max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool1d max_unpool2d max_unpool3d mish mse_loss
+    multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss native_batch_norm native_group_norm
+    native_layer_norm nll_loss pad pairwise_distance pdist poisson_nll_loss prelu relu relu6 rnn_relu_cell
+    rnn_tanh_cell scaled_dot_product_attention selu silu smooth_l1_loss soft_margin_loss softmax softplus softshrink
+    softsign tanhshrink threshold torch.ops.aten._adaptive_avg_pool2d_backward
     torch.ops.aten._log_softmax_backward_data torch.ops.aten.log_sigmoid_backward torch_nll_loss_backward_impl
     triplet_margin_loss triplet_margin_with_distance_loss
 """)
@@ -460,9 +459,9 @@ _UNREACHED: tuple[tuple[str, tuple[str, ...]], ...] = (
             is_shared_vjp is_signed_vjp isclose_vjp isin_vjp isneginf_vjp isposinf_vjp isreal_vjp
             laguerre_polynomial_l_vjp lcm_vjp ldl_factor_ex_vjp ldl_factor_vjp ldl_solve_vjp legendre_polynomial_p_vjp
             less_equal_vjp less_vjp matrix_rank_vjp modified_bessel_i0_vjp modified_bessel_i1_vjp modified_bessel_k0_vjp
-            modified_bessel_k1_vjp module_load_vjp narrow_copy_vjp native_norm_vjp
-            ndimension_vjp nelement_vjp new_empty_vjp new_full_vjp new_ones_vjp nonzero_static_vjp nonzero_vjp
-            not_equal_vjp numpy_vjp scaled_modified_bessel_k0_vjp scaled_modified_bessel_k1_vjp searchsorted_vjp
+            modified_bessel_k1_vjp module_load_vjp narrow_copy_vjp native_norm_vjp ndimension_vjp nelement_vjp
+            new_empty_vjp new_full_vjp new_ones_vjp nonzero_static_vjp nonzero_vjp not_equal_vjp numpy_vjp
+            scaled_modified_bessel_k0_vjp scaled_modified_bessel_k1_vjp searchsorted_vjp
             shifted_chebyshev_polynomial_t_vjp shifted_chebyshev_polynomial_u_vjp shifted_chebyshev_polynomial_v_vjp
             shifted_chebyshev_polynomial_w_vjp short_vjp slice_inverse_vjp spherical_bessel_j0_vjp tolist_vjp
             unique_consecutive_vjp unique_vjp unravel_index_vjp view_as_complex_copy_vjp

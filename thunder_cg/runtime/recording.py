@@ -287,15 +287,12 @@ def plain(args: Sequence[Any], written: Set[int]) -> list[Any]:
     what is written does not, as Thunder refuses to write to a leaf that requires grad. And those that are one tensor
     stay one, as an attention of a tensor with itself has another kernel.
     """
-    made: dict[tuple[int, bool], torch.Tensor] = {}
-
-    def of(arg: torch.Tensor, is_written: bool) -> torch.Tensor:
-        key = id(arg), is_written
-        if key not in made:
-            made[key] = arg.detach().requires_grad_(arg.requires_grad and not is_written)
-        return made[key]
-
-    return [of(arg, i in written) if isinstance(arg, torch.Tensor) else arg for i, arg in enumerate(args)]
+    made = {
+        (id(arg), i in written): arg.detach().requires_grad_(arg.requires_grad and i not in written)
+        for i, arg in enumerate(args)
+        if isinstance(arg, torch.Tensor)
+    }
+    return [made.get((id(arg), i in written), arg) for i, arg in enumerate(args)]
 
 
 def replaced(args: Sequence[Any], buffers: Sequence[torch.Tensor | None]) -> list[Any]:

@@ -452,7 +452,7 @@ def _check_inputs(
     for i, (name, arg) in enumerate(zip(names, args)):
         if not is_plain(arg):
             raise TypeError(f"input {name!r} is a {type(arg).__name__}, not a plain tensor")
-        # An attention's seed is, if it ran without a graph, whatever the trace says.
+        # The seed of an attention that ran without a graph is on the host, whatever the trace says.
         if arg is not None and arg.device != device:
             raise CaptureRefused(f"input {name!r} is on {arg.device}, and the graph on {device}")
         if i in written and i not in static and overlaps_itself(arg):

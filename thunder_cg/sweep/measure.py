@@ -218,8 +218,8 @@ class _Measure:
         if trial.failure is not None:
             blamed, text = trial.failure
             end = "barred" if blamed is None and "CaptureRefused" in text else "fail"
-            unknown = self.case.symbol or "sweep.unknown"
-            for symbol in [label(blamed)] if blamed is not None else [label(key) for key in trial.eager] or [unknown]:
+            keys = trial.eager if blamed is None else [blamed]
+            for symbol in [*map(label, keys)] or [self.case.symbol or "sweep.unknown"]:
                 record.count(symbol, f"forward {end}")
                 record.note(symbol, end, self.where(batch, text))
         if trial.unfit:
