@@ -12,6 +12,7 @@ import torch
 from support import twice
 
 from thunder_cg import cudagraph_transform
+from thunder_cg.runtime import cuda
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it before CUDA starts
 
@@ -57,6 +58,12 @@ def twins(transform: Callable[..., Any], device: str) -> Callable[..., tuple[Any
         return twice(fn, transform(**options), **(jit or {}))
 
     return make
+
+
+@pytest.fixture
+def each_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA, too, results leave as soon as they can, however small they are."""
+    monkeypatch.setattr(cuda, "_TOGETHER", 0)
 
 
 @pytest.fixture

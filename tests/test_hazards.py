@@ -67,6 +67,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | Thunder connects a call to autograd in spite of no_grad       | test_gradients_despite_no_grad         |
 | an input that might have been written counts as written       | test_versions_of_what_is_only_read     |
 | a parameter is frozen between forward and backward            | test_frozen_before_backward            |
+| what has left is still written, or read, by what comes later  | test_results_that_leave_early          |
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import CaptureError, explain
+from thunder_cg.runtime.leaving import Departed, Leaving
 from thunder_cg.runtime.region import RuntimeRegion
 
 CALLS = 5
@@ -1151,6 +1153,37 @@ def test_frozen_before_backward(twins, device):
         assert (graphed.second.weight.grad is None) == (step % 3 == 2)
         same_state(plain, graphed)
     assert replays(graphed) > 0
+
+
+@pytest.mark.usefixtures("each_leaves_alone")
+def test_results_that_leave_early(twins, device, monkeypatch):
+    went = []
+    settle = Leaving.settle
+
+    def settles(self, results):
+        settled = settle(self, results)
+        went.append([isinstance(result, Departed) for result in settled])
+        return settled
+
+    monkeypatch.setattr(Leaving, "settle", settles)
+
+    def fn(x, y):
+        early, written, viewed, read, reshaped = (work(x + i) for i in range(5))
+        view = viewed.t()
+        z = work(read) + y
+        written.mul_(z)
+        same = early.to(early.dtype)
+        view = view + 1
+        transposed = (reshaped * 2).t()
+        return early, written, viewed, view, read, transposed, x.t(), same, work(y + z)
+
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x, y = torch.randn(2, 4, 4, device=device)
+        same(plain(x, y), graphed(x, y))
+    assert replays(graphed) >= CALLS - 1
+    assert len(went) == 2 and went[0] == went[1]  # the warm-up and the capture, which is to have the same memory
+    assert sum(went[0]) >= 3 and not went[0][-1]
 
 
 class Attention(nn.Module):

@@ -174,7 +174,8 @@ class _Emission:
             symbols = [self._ops.ops[i].symbol for i in region.ops]
             inputs = [self._proxies[n] for n in (*boundary.inputs, *boundary.numbers)]
             results = [self._proxies[slot.name] for slot in made.slots]
-            made.function = region_function(name, symbols, inputs, results, transform._backend)
+            leaving = {exit.name: region.ops.index(exit.last) for exit in boundary.exits if exit.last is not None}
+            made.function = region_function(name, symbols, inputs, results, leaving, transform._backend)
             if made.is_always_verified or transform.options.verify is not None:
                 made.watched = watched_function(name, symbols, inputs, made.device, transform._backend)
             for exit in boundary.exits:

@@ -57,3 +57,17 @@ def test_memory_that_leaves_and_is_written_later_is_handed_out_once(trace):
 def test_an_exit_may_be_a_view_of_what_it_shares_memory_with(trace):
     (edge,) = edges(trace().add("a", "g").add("g", "h").op("reshape", "b", "i").returns("h i"), "h i")
     assert "b" in edge.shared and "a" not in edge.shared
+
+
+def test_what_leaves_early(trace):
+    t = trace().add("a", "g").add("g", "h").op("reshape", "h", "i").add("i", "j").add("a", "k").add("k", "l")
+    (edge,) = edges(t.returns("g h k l"), "g h k l")
+    last = {exit.name: exit.last for exit in edge.exits}
+    assert last == {"g": 1, "h": 3, "k": None, "l": None}
+
+
+def test_what_does_not_leave_early(trace):
+    """What shares memory with another result, or with an input, what is saved as well, and what is made last."""
+    t = trace().add("a", "g").op("reshape", "g", "h").op("reshape", "b", "i").add("a", "j").add("j", "k")
+    (edge,) = edges(t.returns("g h i j k"), "g h i j k", "j")
+    assert all(exit.last is None for exit in edge.exits) and len(edge.exits) == 5

@@ -42,7 +42,7 @@ def operators() -> Iterator[Operators]:
     made.close()
 
 
-@pytest.mark.usefixtures("deterministic")
+@pytest.mark.usefixtures("deterministic", "each_leaves_alone")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_programs(
     part: int, operators: Operators, device: str, transform: Callable[..., Any], pytestconfig: pytest.Config

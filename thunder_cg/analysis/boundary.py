@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.aliasing import is_opaque, roots, writes
+from thunder_cg.analysis.aliasing import is_opaque, reads, roots, writes
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.analysis.rules import Reason
@@ -21,11 +22,16 @@ class Exit:
 
     A value may be handed out twice: ``inside``, at its address in the arena, for what runs while the call holds the
     arena, and as a copy that ``leaves`` and belongs to the caller.
+
+    Attributes:
+        last: the op after which the region touches its memory no more, so that it may leave before the region's end;
+            None if something else shares the memory.
     """
 
     name: str
     inside: bool
     leaves: bool
+    last: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +104,7 @@ def boundaries(ops: Ops, plan: Plan, returned: Set[str], saved: Set[str]) -> tup
             elif used or name in returned:
                 exits.append(Exit(name, inside=used, leaves=name in returned))
         exit_roots = {root[exit.name] for exit in exits}
+        exits = _with_last(exits, mine, root, {root[n] for n in tensors})
         result.append(
             Boundary(
                 inputs=tensors,
@@ -110,6 +117,19 @@ def boundaries(ops: Ops, plan: Plan, returned: Set[str], saved: Set[str]) -> tup
         )
         candidates = [n for n in candidates if last[root[n]] > at] + [exit.name for exit in exits]
     return tuple(result)
+
+
+def _with_last(exits: list[Exit], ops: Sequence[Op], root: Mapping[str, str], entered: Set[str]) -> list[Exit]:
+    """The exits of a region of these ops, with their `last`; ``entered`` are the roots of its inputs."""
+    touched = {name: op.index for op in ops for name in reads(op, root)}
+    count = Counter(root[exit.name] for exit in exits)
+    may_go = {r for r, n in count.items() if n == 1 and r not in entered and touched[r] != ops[-1].index}
+    return [
+        replace(exit, last=touched[root[exit.name]])
+        if exit.leaves and not exit.inside and root[exit.name] in may_go
+        else exit
+        for exit in exits
+    ]
 
 
 def _last_uses(root: Mapping[str, str], used_in: Mapping[str, set[int]], saved: Set[str], end: int) -> dict[str, int]:

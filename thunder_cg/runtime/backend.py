@@ -20,7 +20,7 @@ from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.code import Code
 
 Function = Callable[..., Sequence[Any]]
-Leaving = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
+Sources = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -84,6 +84,8 @@ class Pool(Protocol):
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         """Runs ``fn`` for real, with its memory in the pool, so that a capture after it can have the same memory.
 
+        Its last argument is a `Leaving`. What departed has its copy outside of the pool.
+
         Where memory runs out, the generators are left as they were, so that ``fn`` can be tried again.
         """
 
@@ -92,13 +94,14 @@ class Pool(Protocol):
         fn: Function,
         args: Sequence[Any],
         buffers: Sequence[torch.Tensor] = (),
-        leaving: Leaving = lambda outputs: (),
+        leaving: Sources | None = None,
         marks: Sequence[int] = (),
     ) -> tuple[Graph, Sequence[Any]]:
         """Records ``fn`` without executing it. Returns the graph and the tensors that its replays write.
 
-        ``leaving`` says of the outputs what a replay copies out, ``marks`` which numbers among the arguments stand for
-        those that replays get. Whatever ``fn`` raises passes through, with the process left as if nothing had been
+        ``leaving`` says of the outputs what a replay copies out: first what departed, in that order, as ``fn`` gets a
+        `Leaving` as its last argument then. ``marks`` says which numbers among the arguments stand for those that
+        replays get. Whatever ``fn`` raises passes through, with the process left as if nothing had been
         tried.
         """
 

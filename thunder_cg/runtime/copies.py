@@ -209,21 +209,33 @@ class Copies:
 
     Args:
         index: of the device.
-        fixed: tensors of the graph, without gaps of more than their own size.
-        into: whether they are what is written (inputs), not what is read (results).
+        into: whether the fixed memory is what is written (inputs), not what is read (results).
     """
 
-    def __init__(self, index: int, fixed: Sequence[torch.Tensor], *, into: bool) -> None:
-        self._present = [i for i, tensor in enumerate(fixed) if tensor.numel()]
-        self._all = len(self._present) == len(fixed)
-        spans = [(fixed[i].data_ptr(), span(fixed[i]) * fixed[i].element_size()) for i in self._present]
-        chunks = [spans[i : i + _MANY] for i in range(0, len(spans), _MANY)]
-        self._nodes = [_Node(index, chunk, varies=0 if into else 1) for chunk in chunks]
+    def __init__(self, index: int, *, into: bool) -> None:
+        self._index = index
+        self._varies = 0 if into else 1
+        self._present: list[int] = []  # of all tensors, those that have elements
+        self._count = 0
+        self._nodes: list[_Node] = []
+        self._places: list[slice] = []  # of each node's addresses
 
-    def record(self, stream: int) -> None:
-        """Adds the copies to the capture under way on ``stream``."""
-        for node in self._nodes:
+    def record(self, fixed: Sequence[torch.Tensor]) -> None:
+        """Adds copies to the capture under way on the current stream, after those that were added before.
+
+        Args:
+            fixed: tensors of the graph, without gaps of more than their own size.
+        """
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        present = [tensor for tensor in fixed if tensor.numel()]
+        for i in range(0, len(present), _MANY):
+            spans = [(t.data_ptr(), span(t) * t.element_size()) for t in present[i : i + _MANY]]
+            self._nodes.append(node := _Node(self._index, spans, self._varies))
+            start = len(self._present) + i
+            self._places.append(slice(start, start + len(spans)))
             node.record(stream)
+        self._present += [self._count + i for i, tensor in enumerate(fixed) if tensor.numel()]
+        self._count += len(fixed)
 
     def bind(self, executable: Any) -> None:
         """Tells which executable graph they are part of."""
@@ -232,21 +244,21 @@ class Copies:
 
     def write_point(self, code: Code, tensors: Sequence[str], depth: int) -> None:
         """Writes what `point` does with the tensors that these expressions stand for."""
-        if self._all and len(tensors) == 1:
+        if self._count == len(self._present) == 1:
             self._nodes[0].write_point(code, tensors[0], depth)
         else:
             code.add(f"{code.name(self.point, 'point')}([{', '.join(tensors)}])", depth)
 
     def point(self, tensors: Sequence[torch.Tensor]) -> None:
         """Has the next launches copy from, or to, these, laid out as the fixed ones."""
-        if not self._all:
+        if self._count != len(self._present):
             tensors = [tensors[i] for i in self._present]
         addresses = [tensor.data_ptr() for tensor in tensors]
         if len(self._nodes) == 1:
             self._nodes[0].point(addresses)
         else:
-            for i, node in enumerate(self._nodes):
-                node.point(addresses[i * _MANY : (i + 1) * _MANY])
+            for node, place in zip(self._nodes, self._places):
+                node.point(addresses[place])
 
 
 def span(tensor: torch.Tensor) -> int:
@@ -254,6 +266,21 @@ def span(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size()) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a copy of the tensor's memory, laid out alike, is a copy of the tensor."""
+    return not tensor.is_conj() and not tensor.is_neg() and (tensor.numel() == 0 or is_dense(tensor))
 
 
 def is_compact(tensor: torch.Tensor) -> bool:

@@ -37,12 +37,14 @@ import torch
 
 from thunder_cg.errors import BackendError, ReplayRefused
 from thunder_cg.runtime import copies, nodes, numbers
-from thunder_cg.runtime.backend import Function, Leaving, copy_all
+from thunder_cg.runtime.backend import Function, Sources, copy_all
 from thunder_cg.runtime.code import Code
+from thunder_cg.runtime.leaving import Leaving
 
 _one_capture = threading.Lock()
 _broken: list[torch.cuda.CUDAGraph] = []  # see CudaPool._mend
 _one_draw = threading.Lock()
+_TOGETHER = 32 * 2**20  # bytes that leave a region together, before its end
 _drew_on: dict[int, torch.cuda.Stream] = {}  # by device: see Note [Draws on several streams]
 
 
@@ -120,6 +122,17 @@ def _routed(index: int, pool: Any) -> Iterator[None]:
         torch._C._cuda_releasePool(index, pool)
 
 
+@contextmanager
+def _not_routed(index: int, pool: Any) -> Iterator[None]:
+    """Inside `_routed`, what this thread allocates here does not live in the pool."""
+    torch._C._cuda_endAllocateToPool(index, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)  # as beginning has taken it once more
+
+
 class CudaBackend:
     """Captures into CUDA graphs."""
 
@@ -154,19 +167,18 @@ class CudaGraph:
     def __init__(self, index: int, buffers: Sequence[torch.Tensor]) -> None:
         self._index = index
         self._buffers = buffers
-        self._leaving: Sequence[torch.Tensor] = ()
         self._nodes = copies.available(index)
         self._graph = torch.cuda.CUDAGraph(keep_graph=self._nodes)
-        self._in = self._nodes_for(buffers, into=True)
-        self._out: copies.Copies | None = None
+        self._in = copies.Copies(index, into=True) if self._may_copy(buffers) else None
+        self._out = copies.Copies(index, into=False)
+        self.left = 0  # how many tensors it copies out
+        self._late: Sequence[torch.Tensor] = ()  # what it does not: that is copied after each launch
         self._numbers: numbers.Numbers | None = None
         self._launch: Callable[[], Any] = self._first_launch
         self._executable: Any = None  # what the driver can launch alone
 
-    def _nodes_for(self, tensors: Sequence[torch.Tensor], *, into: bool) -> copies.Copies | None:
-        if not (self._nodes and tensors and all(copies.is_compact(tensor) for tensor in tensors)):
-            return None
-        return copies.Copies(self._index, tensors, into=into)
+    def _may_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return self._nodes and len(tensors) > 0 and all(copies.is_compact(tensor) for tensor in tensors)
 
     def begin(self, pool: Any) -> None:
         """Begins the capture on the current stream."""
@@ -176,14 +188,19 @@ class CudaGraph:
         """Captures the copies in."""
         self._context = copies.context() if self._nodes else None
         if self._in is not None:
-            self._in.record(torch._C._cuda_getCurrentRawStream(self._index))
+            self._in.record(self._buffers)
+
+    def admits(self, tensor: torch.Tensor) -> bool:
+        """Whether it may leave before the end."""
+        return self._nodes and _is_alone(tensor)
 
     def leave(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Captures copies of ``tensors`` to what each replay says."""
-        self._leaving = tensors
-        self._out = self._nodes_for(tensors, into=False)
-        if self._out is not None:
-            self._out.record(torch._C._cuda_getCurrentRawStream(self._index))
+        """Captures copies of ``tensors`` to what each replay says, after those that left before."""
+        if self._may_copy(tensors):
+            self._out.record(tensors)
+            self.left += len(tensors)
+        else:
+            self._late = tensors
 
     def end(self) -> None:
         """Ends the capture, whatever came of it."""
@@ -227,15 +244,15 @@ class CudaGraph:
                 self._in.point(sources)
             elif sources:
                 copy_all(self._buffers, sources)
-            if self._out is not None:
-                self._out.point(targets)
+            if self.left:
+                self._out.point(targets[: self.left])
             self._launch()
         except ReplayRefused:
             raise
         except Exception as error:
             raise ReplayRefused(error) from error
-        if self._out is None and targets:
-            copy_all(targets, self._leaving)
+        if self._late:
+            copy_all(targets[self.left :], self._late)
 
     def conditions(self, code: Code) -> list[str]:
         if not self._nodes:
@@ -249,14 +266,14 @@ class CudaGraph:
             self._in.write_point(code, sources, depth)
         elif sources:
             code.add(f"{copy}({code.name(self._buffers, 'buffers')}, [{', '.join(sources)}])", depth)
-        if self._out is not None:
-            self._out.write_point(code, targets, depth)
+        if self.left:
+            self._out.write_point(code, targets[: self.left], depth)
         if self._executable is not None:
             copies.write_launch(code, self._executable, self._index, depth)
         else:
             code.add(f"{code.name(self._launch_with_generator, 'launch')}()", depth)
-        if self._out is None and targets:
-            code.add(f"{copy}([{', '.join(targets)}], {code.name(self._leaving, 'leaving')})", depth)
+        if self._late:
+            code.add(f"{copy}([{', '.join(targets[self.left :])}], {code.name(self._late, 'late')})", depth)
 
     def _first_launch(self) -> None:
         """PyTorch's replay puts the generator's state in place; a graph that draws nothing needs only the driver."""
@@ -288,6 +305,12 @@ class CudaGraph:
             _drew_on[self._index] = current = torch.cuda.current_stream(self._index)
             if last is not None:
                 current.wait_stream(last)
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether nothing else uses the tensor's memory."""
+    owners = 3 if tensor._is_view() else 2  # the tensor, what it is a view of, and the storage made here
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == owners)
 
 
 class CudaPool:
@@ -350,19 +373,29 @@ class CudaPool:
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.cuda.get_rng_state(self._index)
         try:
+            current = torch.cuda.current_stream(self._index)
             with self._on_side_stream(), _routed(self._index, self._id):  # Note [Warm-up inside the pool]
-                return fn(*args)
+                leave = Leaving(self._device, partial(self._send, current), _TOGETHER, _is_alone)
+                return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:
             torch.cuda.set_rng_state(generator, self._index)
             torch.cuda.empty_cache()  # see Note [Memory for a pool]
             raise
+
+    def _send(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of these, in memory of ``stream`` that is not the pool's."""
+        with _not_routed(self._index, self._id), torch.cuda.stream(stream):
+            made = [torch.empty_like(tensor) for tensor in tensors]
+        self._side.stream.wait_stream(stream)
+        copy_all(made, tensors)
+        return made
 
     def capture(
         self,
         fn: Function,
         args: Sequence[Any],
         buffers: Sequence[torch.Tensor] = (),
-        leaving: Leaving = lambda outputs: (),
+        leaving: Sources | None = None,
         marks: Sequence[int] = (),
     ) -> tuple[CudaGraph, Sequence[Any]]:
         with _one_capture, _no_garbage_collection(), self._on_side_stream():
@@ -374,8 +407,12 @@ class CudaPool:
                 try:
                     graph.begin(self._id)
                     graph.load()
-                    outputs = fn(*args)
-                    graph.leave(leaving(outputs))
+                    if leaving is None:
+                        outputs = fn(*args)
+                    else:
+                        leave = Leaving(self._device, partial(self._depart, graph), _TOGETHER, graph.admits)
+                        outputs = leave.settle(fn(*args, leave))
+                        graph.leave(leaving(outputs)[graph.left :])
                 except BaseException:
                     if torch._C._cuda_isCurrentStreamCapturing():
                         with suppress(RuntimeError):  # the error that broke the capture is the one to report
@@ -391,6 +428,10 @@ class CudaPool:
                     self._ran_out = True
                 raise
         return graph, outputs
+
+    def _depart(self, graph: CudaGraph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        graph.leave(tensors)
+        return [self.alias(tensor) for tensor in tensors]
 
     def _mend(self, graph: CudaGraph) -> None:
         """Undoes what a capture that CUDA broke off leaves behind in the process (torch 2.9 to 2.11).

@@ -12,7 +12,8 @@ from torch._C._dynamo.guards import TensorGuards
 from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph, Pool, copy_all
-from thunder_cg.runtime.copies import span
+from thunder_cg.runtime.copies import is_dense, is_whole, span
+from thunder_cg.runtime.leaving import Departed
 
 # Kernels choose vector widths by the alignment of their operands, and with them the order of a sum.
 ALIGNMENT = 16
@@ -192,17 +193,7 @@ class Sharing:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements may share memory, as in an expanded tensor."""
-    return torch._debug_has_internal_overlap(tensor) != 0 and not _dense(tensor)
-
-
-def _dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size()) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    return torch._debug_has_internal_overlap(tensor) != 0 and not is_dense(tensor)
 
 
 def _view(
@@ -345,8 +336,9 @@ class Outputs:
         """Looks at what a region produced.
 
         Args:
-            produced: its results. Those that leave are taken out of the list: their memory is given up one by one, as
-                they are delivered for the first time, so that all gradients never exist twice.
+            produced: its results, some of which may have departed. Those that leave are taken out of the list: their
+                memory is given up one by one, as they are delivered for the first time, so that all gradients never
+                exist twice.
             sources: the inputs that results may be views of.
             leaves: of each result, whether it leaves the arena.
             device: the region's.
@@ -361,7 +353,12 @@ class Outputs:
         self._same: list[tuple[int, int]] = []  # result that leaves, and an earlier one that is the same tensor
         first: dict[int, int] = {}
         groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        departed: dict[int, _Copy] = {}
         for i, tensor in enumerate(produced):
+            if isinstance(tensor, Departed):
+                assert tensor.tensor is not None
+                departed[tensor.order] = _Copy.whole(tensor.tensor, i)
+                continue
             if not isinstance(tensor, torch.Tensor) or tensor.device != device or tensor._is_zerotensor():
                 # None, zeros without memory, or the seed of an attention without dropout, which lives on the host: no
                 # replay changes these.
@@ -379,7 +376,8 @@ class Outputs:
                 groups.setdefault(address(tensor) or -1 - i, []).append((i, tensor))
             else:
                 self.fixed.append(i)
-        self._new = [_Copy.of(group, alias) for group in groups.values()]
+        early = [departed[order] for order in sorted(departed)]
+        self._new = [*early, *(_Copy.of(group, alias) for group in groups.values())]
         self._owned = [[tensor for _, tensor in group] for group in groups.values()]
         for i in (*(i for group in groups.values() for i, _ in group), *(i for i, _ in self._same)):
             produced[i] = None
@@ -395,7 +393,7 @@ class Outputs:
         return self._sources
 
     def sources(self) -> list[torch.Tensor]:
-        """What leaves: the memory to copy, one tensor for each storage."""
+        """What leaves: the memory to copy, one tensor for each storage; first what departed, in that order."""
         return [copy.source for copy in self._new]
 
     def plain_copies(self) -> dict[int, torch.Tensor]:
@@ -475,9 +473,8 @@ class _Copy:
     @classmethod
     def of(cls, group: Sequence[tuple[int, torch.Tensor]], alias: Callable[[torch.Tensor], torch.Tensor]) -> _Copy:
         (i, tensor), *others = group
-        plain = not tensor.is_conj() and not tensor.is_neg()
-        if not others and plain and (tensor.numel() == 0 or _dense(tensor)):
-            return cls(alias(tensor), (), i, tensor.numel() * tensor.element_size())
+        if not others and is_whole(tensor):
+            return cls.whole(alias(tensor), i)
         start = min(t.data_ptr() for _, t in group)
         start -= (start - address(tensor)) % ALIGNMENT
         stop = max(t.data_ptr() + span(t) * t.element_size() for _, t in group)
@@ -496,6 +493,11 @@ class _Copy:
         )
         whole = _view(tensor, torch.uint8, start - address(tensor), (max(stop - start, 0),), (1,))
         return cls(alias(whole), parts, i, stop - start)
+
+    @classmethod
+    def whole(cls, source: torch.Tensor, result: int) -> _Copy:
+        """Of one result, which is all of ``source``."""
+        return cls(source, (), result, source.numel() * source.element_size())
 
     def allocate(self, results: list[Any]) -> torch.Tensor:
         """Puts the results on new memory, which is returned, and is still to be filled from ``source``."""

@@ -19,6 +19,7 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, ReplayRefused
 from thunder_cg.runtime.backend import marks
 from thunder_cg.runtime.call import Call, Mode
+from thunder_cg.runtime.leaving import Departed, Leaving
 from thunder_cg.runtime.recording import (
     Guard,
     Outputs,
@@ -203,10 +204,10 @@ class RuntimeRegion:
         assert call.arena is not None
         began = False
 
-        def function(inputs: list[Any]) -> Sequence[Any]:
+        def function(inputs: list[Any], leave: Leaving) -> Sequence[Any]:
             nonlocal began
             began = True
-            return self.function(inputs)
+            return self.function(inputs, leave)
 
         may_rerun = not self.boundary.written and self.boundary.alive.issuperset(call.owned)
         while True:
@@ -224,9 +225,14 @@ class RuntimeRegion:
                     raise
                 may_rerun = False
         self.stats.eager_runs += 1
+        gone = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], Departed)}
+        for i in gone:
+            produced[i] = None
         outputs = Outputs(produced, sources, [slot.leaves for slot in self.slots], self.device, pool.alias)
         results: list[Any] = [None] * len(produced)
         outputs.deliver_owned(results, args)
+        for i, departed in gone.items():
+            results[i] = departed.tensor
         for i in outputs.fixed:
             results[i] = produced[i]
             if call.mode is Mode.WARMUP:

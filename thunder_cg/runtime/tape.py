@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_cg.errors import CaptureRefused, ReplayRefused
-from thunder_cg.runtime.backend import Function, Leaving, check_marks, copy_all
+from thunder_cg.runtime.backend import Function, Sources, check_marks, copy_all
 from thunder_cg.runtime.code import Code
+from thunder_cg.runtime.leaving import Leaving
 
 _aten = torch.ops.aten
 
@@ -77,6 +78,23 @@ class _Step:
     results: tuple[tuple[int, torch.Tensor], ...]  # leaf of the output, the tensor whose memory it has
 
 
+@dataclass(frozen=True, slots=True)
+class _Departure:
+    """A copy of what leaves before the end. On a GPU its memory is used for something else from then on."""
+
+    first: int  # of the targets that get the copies
+    tensors: tuple[torch.Tensor, ...]
+
+    def run(self, targets: Sequence[torch.Tensor]) -> None:
+        copy_all(targets[self.first : self.first + len(self.tensors)], self.tensors)
+        for tensor in self.tensors:
+            _poison(tensor.untyped_storage())
+
+
+def _poison(storage: torch.UntypedStorage) -> None:
+    cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
+
+
 class _Tape(TorchDispatchMode):
     """Records calls while they run, and afterwards undoes what they did to memory that it did not allocate."""
 
@@ -85,7 +103,16 @@ class _Tape(TorchDispatchMode):
         self._device = device
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.steps: list[_Step] = []
+        self.steps: list[_Step | _Departure] = []
+        self._departed = 0
+
+    def depart(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Records that these leave, and returns what holds their memory."""
+        with _disable_current_modes():
+            kept = [tensor.detach() for tensor in tensors]
+        self.steps.append(_Departure(self._departed, tuple(kept)))
+        self._departed += len(kept)
+        return kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -173,12 +200,18 @@ def _address(tensor: torch.Tensor) -> int:
     return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
 
 
+def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    made = [torch.empty_like(tensor) for tensor in tensors]
+    copy_all(made, tensors)
+    return made
+
+
 class TapeGraph:
     """The recorded calls."""
 
     def __init__(
         self,
-        steps: Sequence[_Step],
+        steps: Sequence[_Step | _Departure],
         buffers: Sequence[torch.Tensor],
         leaving: Sequence[torch.Tensor],
         marks: Sequence[int],
@@ -187,7 +220,12 @@ class TapeGraph:
         self._buffers = buffers
         self._leaving = leaving
         self._marks = marks
-        numbers = [{leaf for leaf in tree_leaves((step.args, step.kwargs)) if type(leaf) is int} for step in steps]
+        numbers = [
+            {leaf for leaf in tree_leaves((step.args, step.kwargs)) if type(leaf) is int}
+            if isinstance(step, _Step)
+            else set()
+            for step in steps
+        ]
         self._marked = [not found.isdisjoint(marks) for found in numbers]
         check_marks(marks, set().union(*numbers))
 
@@ -203,7 +241,12 @@ class TapeGraph:
                 copy_all(self._buffers, sources)
             except Exception as error:
                 raise ReplayRefused(error) from error
+            departed = 0
             for step, is_marked in zip(self._steps, self._marked):
+                if isinstance(step, _Departure):
+                    step.run(targets)
+                    departed += len(step.tensors)
+                    continue
                 args, kwargs = step.args, step.kwargs
                 if is_marked:
                     args, kwargs = tree_map_only(int, lambda number: given.get(number, number), (args, kwargs))
@@ -212,7 +255,7 @@ class TapeGraph:
                     leaves = tree_leaves(output)
                     for leaf, tensor in step.results:
                         tensor.copy_(leaves[leaf])
-            copy_all(targets, self._leaving)
+            copy_all(targets[departed:], self._leaving[departed:])
 
     def conditions(self, code: Code) -> list[str]:
         return []
@@ -237,7 +280,8 @@ class TapePool:
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.get_rng_state()
         try:
-            return fn(*args)
+            leave = Leaving(self._device, _copied, 0)
+            return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:
             torch.set_rng_state(generator)
             raise
@@ -247,7 +291,7 @@ class TapePool:
         fn: Function,
         args: Sequence[Any],
         buffers: Sequence[torch.Tensor] = (),
-        leaving: Leaving = lambda outputs: (),
+        leaving: Sources | None = None,
         marks: Sequence[int] = (),
     ) -> tuple[TapeGraph, Sequence[Any]]:
         tape = _Tape(self._device)
@@ -255,13 +299,18 @@ class TapePool:
         _active.tape = tape
         try:
             with tape:
-                outputs = fn(*args)
+                if leaving is None:
+                    outputs = fn(*args)
+                else:
+                    leave = Leaving(self._device, tape.depart, 0)
+                    outputs = leave.settle(fn(*args, leave))
         finally:
             _active.tape = None
             tape.undo()
             torch.set_rng_state(generator)
-        self._tensors.extend(weakref.ref(tensor) for step in tape.steps for _, tensor in step.results)
-        return TapeGraph(tape.steps, buffers, leaving(outputs), marks), outputs
+        made = [step.results for step in tape.steps if isinstance(step, _Step)]
+        self._tensors.extend(weakref.ref(tensor) for results in made for _, tensor in results)
+        return TapeGraph(tape.steps, buffers, leaving(outputs) if leaving is not None else (), marks), outputs
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the CPU nothing hands memory out twice, so what stands for it may own it."""
@@ -276,7 +325,7 @@ class TapePool:
 
     def poison(self) -> None:
         for storage in self._storages().values():
-            cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
+            _poison(storage)
 
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, marks
 from thunder_cg.runtime.copies import span
+from thunder_cg.runtime.leaving import Leaving
 from thunder_cg.runtime.recording import Load, Placing, RegionGraph, address, overlaps_itself, plain, replaced
 
 if TYPE_CHECKING:
@@ -398,9 +399,9 @@ class _Keep(TorchDispatchMode):
 
 
 def _keeping_all(fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    def run(inputs: list[Any]) -> Sequence[Any]:
+    def run(inputs: list[Any], leave: Leaving) -> Sequence[Any]:
         with _Keep():
-            return fn(inputs)
+            return fn(inputs)  # nothing leaves
 
     return run
 
