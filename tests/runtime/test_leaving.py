@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
-import torch
+import weakref
 
+import pytest
+import thunder
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from thunder_cg import cudagraph_transform
+from thunder_cg.runtime import tape
 from thunder_cg.runtime.leaving import Departed, Leaving
 
 CPU = torch.device("cpu")
@@ -42,3 +49,53 @@ def test_only_whole_blocks_of_memory_go(tensor):
 def test_only_what_is_admitted_goes():
     leave = Leaving(CPU, lambda tensors: pytest.fail("it went"), 0, lambda tensor: False)
     assert leave(tensor := torch.zeros(2)) is tensor
+
+
+class Alive(TorchDispatchMode):
+    """How many bytes of what operators make are alive at once, at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                storage = tensor.untyped_storage()
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(storage, self._end, storage.nbytes())
+        return made
+
+    def _end(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, leaves):
+    """What a backward's arena has to hold, with and without results that leave early."""
+    most = {}
+    leaving = tape.Leaving
+
+    def warm_up(self, fn, args):
+        outside = []
+
+        def send(tensors):
+            with _disable_current_modes():
+                outside.extend(t.clone() for t in tensors)
+                return outside[-len(tensors) :]
+
+        leave = leaving(self._device, send, 0, lambda tensor: leaves)
+        with Alive() as alive:
+            made = leave.settle(fn(*args, leave))
+        most["backward" if most else "forward"] = alive.most
+        return made
+
+    monkeypatch.setattr(tape.TapePool, "warm_up", warm_up)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64, bias=False) for _ in range(8)])
+    nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    jmodel(torch.randn(2, 64)).sum().backward()
+    assert (most["backward"] < nbytes / 4) if leaves else (most["backward"] > nbytes)
