@@ -18,7 +18,7 @@ from thunder_cg.bench import accuracy, measure
 from thunder_cg.bench.accuracy import Outcome
 from thunder_cg.bench.cases import MLP, SMALL_GPT, SWEEPS, Case, cases
 from thunder_cg.bench.goals import Goal, goals, growth
-from thunder_cg.bench.measure import EVERY_VARIANT, ROUNDS, Row, measure_case, ticks
+from thunder_cg.bench.measure import CAPTURES, EVERY_VARIANT, ROUNDS, Contender, Row, measure_case, subject, ticks
 from thunder_cg.bench.models import Mlp, MlpWithItem, optional
 from thunder_cg.bench.plots import write_plots
 from thunder_cg.bench.processes import Task
@@ -38,6 +38,7 @@ from thunder_cg.bench.variants import (
     Subject,
     variants,
 )
+from thunder_cg.report.programs import locate
 
 CPU = torch.device("cpu")
 
@@ -95,6 +96,19 @@ def test_a_case_is_measured_under_every_variant(trains: bool) -> None:
     assert rows[OURS].bits == "same" and rows[OURS].analysis_ms > 0
     assert "ops eager" in rows[OURS].captured
     assert rows[THUNDER].bits == rows[THUNDER].captured == ""
+
+
+def test_captures_are_timed_when_nothing_else_runs() -> None:
+    contender = Contender(OURS, subject(tiny(trains=True), CPU))
+    contender.turn(2)
+
+    def captures() -> list[int]:
+        programs = [located.program for located in locate(contender.prepared.compiled).programs]
+        return [region.stats.captures for program in programs for region in program.regions]
+
+    assert captures() == [1, 1]
+    row = contender.finish()
+    assert captures() == [1 + CAPTURES] * 2 and row.capture_ms > 0
 
 
 def test_a_case_that_is_not_exact_is_compared_with_eager() -> None:
