@@ -268,7 +268,10 @@ def test_table() -> None:
         "| B (thunderfx) | 10 of 20 ops, 2 regions | Thunder varies | fails | -- | thunderfx leaves to Inductor: "
         "`addmm` ×8, `diff`; training fails: TypeError: no; forward: Thunder varies: loss of step 1 |"
     )
-    assert lines[-1] == "a GPU, driver 1.2, torch 2.11.0, 2026-11-21; bfloat16, real sizes."
+    caption = "a GPU, driver 1.2, torch 2.11.0, 2026-11-21; bfloat16, real sizes."
+    assert lines[-1] == f"{caption} What has no times here was compared, and not timed."
+    timed = [row for row in SAMPLE if row.captured_us]
+    assert markdown(timed, ENVIRONMENT).splitlines()[-1] == caption
 
 
 def test_what_fails_alike_is_said_once() -> None:

@@ -31,7 +31,6 @@ def line(row: Row) -> str:
 
 def markdown(rows: Sequence[Row], environment: Mapping[str, str]) -> str:
     """The table, and what it was measured on. Two dashes stand for what was not tried."""
-    timed = any(row.captured_us for row in rows)
     by_model: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_model.setdefault(row.model, {})[row.mode] = row
@@ -41,7 +40,7 @@ def markdown(rows: Sequence[Row], environment: Mapping[str, str]) -> str:
         mine = [row for row in (forward, training) if row is not None]
         cells = (_name(model, mine), *_cells(forward), *_cells(training), _outside(mine))
         lines.append(_line(cells))
-    return "\n".join([*lines, "", *_caption(environment, timed)])
+    return "\n".join([*lines, "", *_caption(environment, [row for row in rows if not row.failure])])
 
 
 def rewrite(text: str, table: str) -> str:
@@ -116,11 +115,13 @@ def _why(part: Outside) -> str:
     return part.why if part.kind in (EAGER, NOT_REPLAYED) else ""
 
 
-def _caption(environment: Mapping[str, str], timed: bool) -> Iterator[str]:
+def _caption(environment: Mapping[str, str], rows: Sequence[Row]) -> Iterator[str]:
     versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name not in _ENVIRONMENT)
     driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+    timed = [row for row in rows if row.captured_us]
     sizes = "bfloat16, real sizes" if timed else "tiny sizes; the `tape` backend, whose times say nothing"
-    yield f"{environment.get('device', '?')}{driver}, {versions}, {environment.get('date', '?')}; {sizes}."
+    rest = " What has no times here was compared, and not timed." if 0 < len(timed) < len(rows) else ""
+    yield f"{environment.get('device', '?')}{driver}, {versions}, {environment.get('date', '?')}; {sizes}.{rest}"
 
 
 _ENVIRONMENT = ("device", "driver", "backend", "date")
