@@ -89,7 +89,7 @@ class Contender:
         self._end_to_end: list[float] = []
         self._back_to_back: list[float] = []
         torch.manual_seed(0)
-        torch._dynamo.pgo.reset_code_state()  # else a size that varied in another variant is dynamic here from the start
+        torch._dynamo.pgo.reset_code_state()  # else sizes that varied in another variant are dynamic from the start
         with self._memory():
             start = time.perf_counter()
             self.prepared = VARIANTS[name](self.subject)

@@ -84,12 +84,17 @@ def results_for(path: Path | None, device: torch.device) -> Results:
     if path is None or not path.exists():
         return Results(here)
     found = Results.read(path)
-    for name, value in here.items():
-        if name != "date" and found.environment.get(name) != value:
-            raise ValueError(
-                f"{path} was measured with {name} {found.environment.get(name)}, here it is {value}; name another file"
-            )
+    check_environment(path, found.environment, here)
     return Results(here, found.rows, found.points)
+
+
+def check_environment(path: Path, before: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raises ValueError if ``path`` was measured on another machine, or with other versions: times do not compare."""
+    for name, value in here.items():
+        if name != "date" and before.get(name) != value:
+            raise ValueError(
+                f"{path} was measured with {name} {before.get(name)}, here it is {value}; name another file"
+            )
 
 
 def environment(device: torch.device) -> dict[str, str]:

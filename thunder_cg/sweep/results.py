@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from thunder_cg.bench.results import environment
+from thunder_cg.bench.results import check_environment, environment
 from thunder_cg.sweep.measure import Counts, Record
 
 REASONS = 4  # for which samples are not compiled, that are kept of a case
@@ -95,16 +95,9 @@ class Journal:
             except ValueError:  # the line that was being written when the sweep was stopped
                 continue
             if "environment" in content:
-                self._check(content["environment"])
+                check_environment(self._path, content["environment"], self._here)
             else:
                 yield Record.from_dict(content)
-
-    def _check(self, before: dict[str, str]) -> None:
-        for name, value in self._here.items():
-            if name != "date" and before.get(name) != value:
-                raise ValueError(
-                    f"{self._path} was measured with {name} {before.get(name)}, here it is {value}; name another file"
-                )
 
     def add(self, record: Record) -> None:
         if self._path is None:

@@ -65,11 +65,7 @@ def results_for(path: Path | None, device: torch.device) -> Results:
     if path is None or not path.exists():
         return Results(here)
     found = Results.read(path)
-    for name, value in here.items():
-        if name != "date" and found.environment.get(name) != value:
-            raise ValueError(
-                f"{path} was measured with {name} {found.environment.get(name)}, here it is {value}; name another file"
-            )
+    bench.check_environment(path, found.environment, here)
     return Results(here, found.rows)
 
 
