@@ -34,7 +34,7 @@ from torch import nn
 from thunder_cg import CaptureError, explain
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime import copies, cuda, tape
-from thunder_cg.runtime.recording import Outputs, RegionGraph
+from thunder_cg.runtime.recording import Outputs, RegionGraph, _Copy
 from thunder_cg.runtime.region import RuntimeRegion
 
 
@@ -341,6 +341,45 @@ def test_a_step_of_a_capture_fails(pair, backend, fail, trace):
                     twins.after()
                 base = twins.bytes() if base is None else base
                 assert twins.bytes() == base
+
+
+@pytest.mark.usefixtures("each_leaves_alone")
+def test_a_gradient_cannot_leave_a_capture(pair, backend, fail):
+    switch = fail(tape._Tape, "depart") if backend == "tape" else fail(cuda.CudaPool, "_depart")
+    twins = pair(Net())
+    for fault, reason in (KINDS["exception"], KINDS["memory"]):
+        twins.start()
+        twins.call()
+        twins.arm[1] = lambda fault=fault: switch.arm(fault)
+        twins.call()
+        assert switch.hits == 1
+        said = failure(twins, 1)
+        assert said.startswith(reason) and "2 of 3 tries left" in said, "no operator is to blame"
+        before = replays(twins.graphed)
+        twins.after()
+        assert replays(twins.graphed) == before + 4 and failure(twins, 1) == "None"
+
+
+@pytest.mark.usefixtures("each_leaves_alone")
+@pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
+@pytest.mark.parametrize("model", [Net, Other, Halves])
+def test_results_cannot_leave_a_warm_up(pair, backend, fail, model, trace):
+    """There is room for the ops, and none for copies: what is the caller's is in the arena, and stays the caller's."""
+    switches = [fail(tape, "_copied") if backend == "tape" else fail(cuda.CudaPool, "_send"), fail(_Copy, "allocate")]
+    twins = pair(model())
+    for fault, _ in (KINDS["exception"], KINDS["memory"]):
+        for some in (switches[:1], switches[1:], switches):
+            twins.start()
+            twins.arm[trace] = lambda some=some, fault=fault: [switch.arm(fault, times=99) for switch in some]
+            twins.steps += 1
+            expected, found = twins.step(twins.plain, True), twins.step(twins.graphed, True)
+            assert any(switch.hits for switch in some) or (trace == 0 and some is not switches)
+            for switch in switches:
+                switch.disarm()
+            before = replays(twins.graphed)
+            twins.after()
+            assert replays(twins.graphed) == before + 2 * len(regions(twins.graphed))
+            same([t for t in expected if t is not None], [t for t in found if t is not None])  # still
 
 
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])

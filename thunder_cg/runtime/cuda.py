@@ -375,7 +375,7 @@ class CudaPool:
         try:
             current = torch.cuda.current_stream(self._index)
             with self._on_side_stream(), _routed(self._index, self._id):  # Note [Warm-up inside the pool]
-                leave = Leaving(self._device, partial(self._send, current), _TOGETHER, _is_alone)
+                leave = Leaving(self._device, partial(self._send, current), _TOGETHER, _is_alone, must=False)
                 return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:
             torch.cuda.set_rng_state(generator, self._index)

@@ -7,6 +7,7 @@ each. So they wait, in the arena, until they are worth a copy together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,19 +39,23 @@ class Leaving:
         send: copies tensors out, or captures that, and returns what becomes the `tensor` of each. It may not keep them.
         together: bytes that wait to be sent together.
         admits: whether a tensor may go, which is a whole block of memory.
+        must: raise what ``send`` raises; else what could not be sent stays, and so does all after it.
     """
 
     def __init__(
         self,
         device: torch.device,
         send: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        together: int,
+        together: float,
         admits: Callable[[torch.Tensor], bool] = lambda tensor: True,
+        *,
+        must: bool = True,
     ) -> None:
         self._device = device
         self._send = send
         self._together = together
         self._admits = admits
+        self._must = must
         self._sent = 0
         self._waiting: list[torch.Tensor] = []
         self._departing: list[Departed] = []
@@ -64,11 +69,21 @@ class Leaving:
         self._departing.append(departed := Departed(self._sent + len(self._departing)))
         self._nbytes += tensor.numel() * tensor.element_size()
         if self._nbytes >= self._together:
-            for each, left in zip(self._departing, self._send(self._waiting)):
-                each.tensor = left
-            self._sent += len(self._departing)
-            self._waiting, self._departing, self._nbytes = [], [], 0
+            self._send_all()
         return departed
+
+    def _send_all(self) -> None:
+        try:
+            left = self._send(self._waiting)
+        except Exception:
+            if self._must:
+                raise
+            self._together = math.inf
+            return
+        for departed, tensor in zip(self._departing, left):
+            departed.tensor = tensor
+        self._sent += len(self._departing)
+        self._waiting, self._departing, self._nbytes = [], [], 0
 
     def _is_block(self, tensor: Any) -> bool:
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor._is_zerotensor():

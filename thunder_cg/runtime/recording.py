@@ -378,7 +378,7 @@ class Outputs:
                 self.fixed.append(i)
         early = [departed[order] for order in sorted(departed)]
         self._new = [*early, *(_Copy.of(group, alias) for group in groups.values())]
-        self._owned = [[tensor for _, tensor in group] for group in groups.values()]
+        self._owned = [*groups.values()]
         for i in (*(i for group in groups.values() for i, _ in group), *(i for i, _ in self._same)):
             produced[i] = None
         self.nbytes = sum(copy.nbytes for copy in self._new)
@@ -409,10 +409,21 @@ class Outputs:
         """Gives up the memory of what leaves, without a first delivery."""
         self._owned.clear()
 
-    def deliver_owned(self, results: list[Any], args: Sequence[Any]) -> None:
-        """The first delivery: like the others, but gives up the memory of what leaves piece by piece."""
+    def deliver_owned(self, results: list[Any], args: Sequence[Any], borrowed: Set[int] | None = None) -> None:
+        """The first delivery: like the others, but gives up the memory of what leaves piece by piece.
+
+        Args:
+            borrowed: where memory begins that is not the results' own. What has its own and cannot be copied, as there
+                is too little left, is handed out as it is. None: nothing is.
+        """
         for copy in self._new:
-            copy.allocate(results).copy_(copy.source)
+            try:
+                copy.allocate(results).copy_(copy.source)
+            except Exception:
+                if borrowed is None or address(copy.source) in borrowed:
+                    raise
+                for i, tensor in self._owned[0]:
+                    results[i] = tensor.detach()
             del self._owned[0]
         self.derive(results, args)
 

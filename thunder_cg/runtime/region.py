@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,7 +231,7 @@ class RuntimeRegion:
             produced[i] = None
         outputs = Outputs(produced, sources, [slot.leaves for slot in self.slots], self.device, pool.alias)
         results: list[Any] = [None] * len(produced)
-        outputs.deliver_owned(results, args)
+        outputs.deliver_owned(results, args, {_memory(arg) for arg in args})
         for i, departed in gone.items():
             results[i] = departed.tensor
         for i in outputs.fixed:
@@ -477,14 +478,15 @@ def _sentence(error: BaseException) -> str:
 
 def _failing_op(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) -> Op | None:
     """The op of the region that raised the error, if it was one of them."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        code = traceback.tb_frame.f_code
-        if code in (region.function.__code__, getattr(region.watched, "__code__", None)):
-            line = linecache.getline(code.co_filename, traceback.tb_lineno)
+    functions = (region.function.__code__, getattr(region.watched, "__code__", None))
+    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    if any(code is Leaving.__call__.__code__ for code, _ in frames):  # no op, but the copy of what one made
+        return None
+    for code, number in frames:
+        if code in functions:
+            line = linecache.getline(code.co_filename, number)
             made = set(re.findall(r"\w+", line.partition("=")[0]))
             return next((ops[i] for i in region.region.ops if made.intersection(ops[i].outputs)), None)
-        traceback = traceback.tb_next
     return None
 
 

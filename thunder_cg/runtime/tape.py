@@ -280,7 +280,7 @@ class TapePool:
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.get_rng_state()
         try:
-            leave = Leaving(self._device, _copied, 0)
+            leave = Leaving(self._device, _copied, 0, must=False)
             return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:
             torch.set_rng_state(generator)
