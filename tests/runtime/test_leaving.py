@@ -51,6 +51,21 @@ def test_only_what_is_admitted_goes():
     assert leave(tensor := torch.zeros(2)) is tensor
 
 
+def test_what_cannot_be_sent_stays():
+    calls = []
+
+    def send(tensors):
+        calls.append(len(tensors))
+        raise torch.OutOfMemoryError("no")
+
+    leave = Leaving(CPU, send, 8, must=False)
+    tensors = [torch.zeros(1), torch.zeros(1), torch.zeros(1)]
+    results = [leave(t) for t in tensors]
+    assert calls == [2] and all(a is b for a, b in zip(leave.settle(results), tensors))
+    with pytest.raises(torch.OutOfMemoryError):
+        Leaving(CPU, send, 0)(torch.zeros(1))
+
+
 class Alive(TorchDispatchMode):
     """How many bytes of what operators make are alive at once, at most."""
 
