@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ class Program:
         """What later calls may replay, newest first."""
         return self._recordings
 
-    @property
+    @cached_property
     def is_one_region(self) -> bool:
         """Whether the whole trace is one region."""
         return (

@@ -47,6 +47,18 @@ class Compiled:
         self.epilogue = (
             trace.python_callable(include_decorators=False) if self.has_plain_epilogue else entry.epilogue_fn
         )
+        self._made: dict[str, int] | str
+        try:  # in the first call already, and not in each that captures
+            self._made = made_by_region(entry.computation_traces[-1])
+        except Unsuited as error:
+            self._made = str(error)
+
+    @property
+    def made(self) -> dict[str, int]:
+        """The results of the forward's only region, and their positions. `Unsuited` if it is not all of the trace."""
+        if isinstance(self._made, str):
+            raise Unsuited(self._made)
+        return self._made
 
 
 class ThroughTrace:
@@ -160,7 +172,7 @@ class Training:
         self._others = Tensors(guard, [n for n in guard.metadata if n not in region.inputs], values)
         inputs = region.inputs or ("",)
         data, (saved, kept) = trace.bound_symbols[-1].args
-        made = made_by_region(trace)
+        made = compiled.made
         self._result = Result(compiled, guard, data["output"], made)
         self._outputs = [made.get(name, -1) for name in _names_of(data["flat_output"])]
         views = region.graph.outputs.view_sources()

@@ -21,7 +21,7 @@ from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime import recording as recordings
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
-from thunder_cg.shortcut.calls import REFUSED, Compiled, Region, Result, Tensors, made_by_region
+from thunder_cg.shortcut.calls import REFUSED, Compiled, Region, Result, Tensors
 from thunder_cg.shortcut.guards import PrologueGuard
 
 
@@ -37,7 +37,7 @@ def inference(
     trace = entry.computation_traces[-1]
     region = Region(program, recording)
     others = Tensors(guard, [name for name in guard.metadata if name not in region.inputs], values)
-    result = Result(compiled, guard, trace.bound_symbols[-1].args[0], made_by_region(trace))
+    result = Result(compiled, guard, trace.bound_symbols[-1].args[0], compiled.made)
 
     code = Code()
     refuse = f"return {code.name(REFUSED, 'refused')}"
