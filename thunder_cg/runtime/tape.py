@@ -82,11 +82,10 @@ class _Step:
 class _Departure:
     """A copy of what leaves before the end. On a GPU its memory is used for something else from then on."""
 
-    first: int  # of the targets that get the copies
     tensors: tuple[torch.Tensor, ...]
 
     def run(self, targets: Sequence[torch.Tensor]) -> None:
-        copy_all(targets[self.first : self.first + len(self.tensors)], self.tensors)
+        copy_all(targets, self.tensors)
         for tensor in self.tensors:
             _poison(tensor.untyped_storage())
 
@@ -104,14 +103,12 @@ class _Tape(TorchDispatchMode):
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.steps: list[_Step | _Departure] = []
-        self._departed = 0
 
     def depart(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Records that these leave, and returns what holds their memory."""
         with _disable_current_modes():
             kept = [tensor.detach() for tensor in tensors]
-        self.steps.append(_Departure(self._departed, tuple(kept)))
-        self._departed += len(kept)
+        self.steps.append(_Departure(tuple(kept)))
         return kept
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,8 +241,8 @@ class TapeGraph:
             departed = 0
             for step, is_marked in zip(self._steps, self._marked):
                 if isinstance(step, _Departure):
-                    step.run(targets)
-                    departed += len(step.tensors)
+                    first, departed = departed, departed + len(step.tensors)
+                    step.run(targets[first:departed])
                     continue
                 args, kwargs = step.args, step.kwargs
                 if is_marked:
