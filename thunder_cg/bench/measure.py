@@ -22,6 +22,7 @@ from thunder_cg.bench.progress import Progress
 from thunder_cg.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Subject
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import explain
+from thunder_cg.runtime.recording import Recording
 
 ROUNDS = 5  # turns that every variant gets
 TURN_SECONDS = 1.0  # a turn of slow calls has fewer of them, but no fewer than
@@ -162,10 +163,12 @@ class Contender:
     def _captures(self) -> list[float]:
         """Milliseconds of calls that find no recording any more, and make one."""
         programs = [located.program for located in locate(self.prepared.compiled).programs]
-        times = []
+        times: list[float] = []
+        dropped: list[Recording] = []  # which are freed when all is done
         with _quiet_collector():
             for _ in range(CAPTURES):
                 for program in programs:
+                    dropped += program.recordings
                     for recording in program.recordings:
                         program.drop(recording)
                 times.append(self._call()[1] * 1e3)

@@ -124,6 +124,7 @@ class Backend(Protocol):
     name: str
     device_type: str
     sets_numbers: bool  # see Note [Numbers of a graph]
+    runs_captures: bool  # whether a capture runs what it records, so that its inputs have to be there
     poisons: bool  # whether to fill an arena with NaN at its release even without debug=True
 
     def pool(self, device: torch.device) -> Pool:

@@ -139,6 +139,7 @@ class CudaBackend:
     name = "cuda"
     device_type = "cuda"
     poisons = False
+    runs_captures = False
     sets_numbers = numbers.available
 
     def __init__(self) -> None:
@@ -348,14 +349,20 @@ class CudaPool:
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
-        """The side stream after the caller's, and the caller's after it."""
+        """For what only allocates and records: the work of others is in no order with the side stream's."""
         with torch.cuda.device(self._index):
-            current = torch.cuda.current_stream()
             self._side.prepare()
+            with torch.cuda.stream(self._side.stream):
+                yield
+
+    @contextmanager
+    def _running_on_side_stream(self) -> Iterator[None]:
+        """The side stream after the caller's, and the caller's after it."""
+        current = torch.cuda.current_stream(self._index)
+        with self._on_side_stream():
             self._side.stream.wait_stream(current)
             try:
-                with torch.cuda.stream(self._side.stream):
-                    yield
+                yield
             finally:
                 current.wait_stream(self._side.stream)
 
@@ -374,7 +381,7 @@ class CudaPool:
         generator = torch.cuda.get_rng_state(self._index)
         try:
             current = torch.cuda.current_stream(self._index)
-            with self._on_side_stream(), _routed(self._index, self._id):  # Note [Warm-up inside the pool]
+            with self._running_on_side_stream(), _routed(self._index, self._id):  # Note [Warm-up inside the pool]
                 leave = Leaving(self._device, partial(self._send, current), _TOGETHER, _is_alone, must=False)
                 return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:

@@ -313,7 +313,8 @@ class RuntimeRegion:
         entry = RegionGraph(loads, written)
         entry.numbers = slice(len(names), None)
         entry.check = check
-        entry.load(args)
+        if self.program.backend.runs_captures:
+            entry.load(args)
         taken = self._take(call, args, inside)
         captured = replaced(taken, buffers)
         del taken, buffers

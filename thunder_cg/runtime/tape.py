@@ -51,6 +51,7 @@ class TapeBackend:
     device_type = "cpu"
     sets_numbers = True
     poisons = True
+    runs_captures = True
 
     def pool(self, device: torch.device) -> TapePool:
         return TapePool(device)

@@ -118,7 +118,8 @@ class _Prints:
         loads, buffers = placing()
         captured = replaced(plain(args, region.written), buffers)
         targets = [load.target for load in loads]
-        copy_all(targets, [load.source(args) for load in loads])
+        if region.program.backend.runs_captures:
+            copy_all(targets, [load.source(args) for load in loads])
         numbers = marks(len(region.boundary.numbers))
         captured += numbers
         graph, taken = pool.capture(region.watched, [captured], targets, marks=numbers)

@@ -94,8 +94,8 @@ def inference(
 def _settings_conditions(code: Code, expected: Sequence[Any]) -> list[str]:
     """That the process-wide settings are what they were."""
     return [
-        f"{code.name(read, 'setting')}({', '.join(map(repr, args))}) == {value!r}"
-        for (read, args), value in zip(recordings.SETTINGS, expected)
+        f"{code.name(read, f'setting{i}')}({', '.join(map(repr, args))}) == {value!r}"
+        for i, ((read, args), value) in enumerate(zip(recordings.SETTINGS, expected))
     ]
 
 
