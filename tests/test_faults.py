@@ -30,6 +30,7 @@ from faults import (
 )
 from support import regions, replays, same, same_state, shortcuts
 from torch import nn
+from torch._C._dynamo import guards as _c_guards
 
 from thunder_cg import CaptureError, explain
 from thunder_cg.errors import ReplayRefused
@@ -382,6 +383,24 @@ def test_results_cannot_leave_a_warm_up(pair, backend, fail, model, trace):
             same([t for t in expected if t is not None], [t for t in found if t is not None])  # still
 
 
+def test_a_write_to_a_result_that_could_not_leave(pair, device, fail):
+    """Where the backward needs it, too, it raises, as without graphs."""
+    switch = fail(_Copy, "allocate")
+    twins = pair(Net())
+    for model in (twins.plain, twins.graphed):
+        twins.start()
+        switch.arm(exception, times=99)
+        results = model(torch.randn(6, 4, device=device))
+        results[0].detach().add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            results[0].sum().backward()
+        del results
+    assert switch.hits
+    switch.disarm()
+    twins.sync()
+    twins.after()
+
+
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
 def test_a_warm_up_cannot_begin(pair, backend, fail, trace):
     """No pool, or no room for what cuBLAS needs on the pool's stream: the call runs eagerly."""
@@ -481,8 +500,8 @@ def test_a_launch_is_refused(pair, monkeypatch, fail, backend, model, trains):
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])
 @pytest.mark.parametrize("model", [Net, Other, Halves])
-def test_no_memory_for_the_results_of_a_replay(pair, fail, model, trains):
-    allocations = [fail(Outputs, "allocate"), fail(torch, "empty_like")]
+def test_no_memory_for_the_results_of_a_replay(pair, fail, device, model, trains):
+    allocations = [fail(Outputs, "allocate"), fail(_c_guards, f"_empty_strided_{device}")]
     twins = pair(model(), trains=trains)
     for trace in range(1 + trains):
         for calls in (2, 4):

@@ -256,10 +256,8 @@ class CudaGraph:
             copy_all(targets[self.left :], self._late)
 
     def conditions(self, code: Code) -> list[str]:
-        if not self._nodes:
-            return []
-        thread, get_device = code.name(copies.thread, "thread"), code.name(copies.get_device, "device")
-        return [f"{thread}.index == {self._index}", f"{get_device}() == {self._index}"]
+        found = [f"{code.name(copies.get_device, 'device')}() == {self._index}"]
+        return [f"{code.name(copies.thread, 'thread')}.index == {self._index}", *found] if self._nodes else found
 
     def write_replay(self, code: Code, sources: Sequence[str], targets: Sequence[str], depth: int) -> None:
         copy = code.name(copy_all, "copy_all")

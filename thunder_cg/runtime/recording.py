@@ -7,23 +7,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
+from torch._C._dynamo import guards as _c_guards
 
 from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph, Pool, copy_all
-from thunder_cg.runtime.copies import is_dense, is_whole, span
+from thunder_cg.runtime.code import Code
+from thunder_cg.runtime.copies import get_device, is_dense, is_whole, span
 from thunder_cg.runtime.leaving import Departed
 
 # Kernels choose vector widths by the alignment of their operands, and with them the order of a sum.
 ALIGNMENT = 16
 
 # Typed loosely, because torch's stubs are too narrow: one takes no lists of int, the other no list[Tensor].
-_tensor_guards: Callable[..., TensorGuards] = TensorGuards
+_tensor_guards: Callable[..., _c_guards.TensorGuards] = _c_guards.TensorGuards
 same_pointers: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
 
 
-def metadata_guard(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> TensorGuards:
+def metadata_guard(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> _c_guards.TensorGuards:
     """PyTorch's C++ check of all that tensors are besides addresses and values; no tensor may occur twice."""
     return _tensor_guards(
         *tensors,
@@ -54,6 +55,12 @@ SETTINGS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (torch._C._get_math_sdp_enabled, ()),
     (torch._C._get_cudnn_sdp_enabled, ()),
 )
+
+
+def _empty_strided(device: torch.device) -> Callable[..., torch.Tensor]:
+    """`torch.empty_strided` for the current device, without its dispatch, which takes half of its time."""
+    empty: Callable[..., torch.Tensor] = getattr(_c_guards, f"_empty_strided_{device.type}")
+    return empty
 
 
 def settings() -> tuple[Any, ...]:
@@ -323,7 +330,19 @@ class Outputs:
     tensor stay one: of two, autograd would not know that what is written to one is written to the other.
     """
 
-    __slots__ = ("_are_plain", "_constants", "_makers", "_new", "_owned", "_same", "_sources", "fixed", "nbytes")
+    __slots__ = (
+        "_are_plain",
+        "_constants",
+        "_device",
+        "_layouts",
+        "_makers",
+        "_new",
+        "_owned",
+        "_same",
+        "_sources",
+        "fixed",
+        "nbytes",
+    )
 
     def __init__(
         self,
@@ -383,6 +402,8 @@ class Outputs:
             produced[i] = None
         self.nbytes = sum(copy.nbytes for copy in self._new)
         self._are_plain = not any(copy.parts for copy in self._new)
+        self._device = device
+        self._layouts = [(tuple(s.size()), s.stride(), s.dtype) for s in self.sources()]
 
     def constants(self) -> dict[int, Any]:
         """Results that no replay changes, and what they are."""
@@ -396,10 +417,6 @@ class Outputs:
         """What leaves: the memory to copy, one tensor for each storage; first what departed, in that order."""
         return [copy.source for copy in self._new]
 
-    def plain_copies(self) -> dict[int, torch.Tensor]:
-        """Results that are copies of one tensor each, and of which; see `is_plain`."""
-        return {copy.result: copy.source for copy in self._new}
-
     @property
     def is_plain(self) -> bool:
         """Whether every result is a copy of one tensor, or stays where it is."""
@@ -409,32 +426,57 @@ class Outputs:
         """Gives up the memory of what leaves, without a first delivery."""
         self._owned.clear()
 
-    def deliver_owned(self, results: list[Any], args: Sequence[Any], borrowed: Set[int] | None = None) -> None:
+    def deliver_owned(self, results: list[Any], args: Sequence[Any], borrowed: Set[int] | None = None) -> set[int]:
         """The first delivery: like the others, but gives up the memory of what leaves piece by piece.
 
         Args:
             borrowed: where memory begins that is not the results' own. What has its own and cannot be copied, as there
                 is too little left, is handed out as it is. None: nothing is.
+
+        Returns:
+            where memory begins that was handed out as it is.
         """
+        handed_out = set()
         for copy in self._new:
             try:
                 copy.allocate(results).copy_(copy.source)
             except Exception:
                 if borrowed is None or address(copy.source) in borrowed:
                     raise
+                handed_out.add(address(copy.source))
                 for i, tensor in self._owned[0]:
                     results[i] = tensor.detach()
             del self._owned[0]
         self.derive(results, args)
+        return handed_out
 
     def allocate(self, results: list[Any]) -> list[torch.Tensor]:
         """Puts what leaves into ``results``, on new memory, which is returned, and is still to be filled."""
         if self._are_plain:
-            targets = [torch.empty_like(copy.source) for copy in self._new]
+            if self._device.type == "cpu" or get_device() == self._device.index:
+                empty = _empty_strided(self._device)
+                targets = [empty(*layout) for layout in self._layouts]
+            else:
+                targets = [torch.empty_like(copy.source) for copy in self._new]
             for copy, target in zip(self._new, targets):
                 results[copy.result] = target
             return targets
         return [copy.allocate(results) for copy in self._new]
+
+    def write_allocate(self, code: Code, otherwise: str, depth: int) -> dict[int, str]:
+        """Writes what `allocate` does where all are plain and the device is the current one, and what if it fails.
+
+        Returns the expression for each result.
+        """
+        empty = code.name(_empty_strided(self._device), "empty")
+        targets = {copy.result: f"result{n}" for n, copy in enumerate(self._new)}
+        if targets:
+            code.add("try:", depth)
+            for target, layout in zip(targets.values(), self._layouts):
+                code.add(f"{target} = {empty}(*{code.name(layout, 'layout')})", depth + 1)
+            code.add("except Exception:", depth)
+            code.add(otherwise, depth + 1)
+        return targets
 
     def derive(self, results: list[Any], args: Sequence[Any]) -> None:
         """Puts the views of arguments, and what never changes, into ``results``; ``args`` are the call's."""

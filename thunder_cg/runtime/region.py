@@ -231,14 +231,18 @@ class RuntimeRegion:
             produced[i] = None
         outputs = Outputs(produced, sources, [slot.leaves for slot in self.slots], self.device, pool.alias)
         results: list[Any] = [None] * len(produced)
-        outputs.deliver_owned(results, args, {_memory(arg) for arg in args})
+        alive = self.boundary.alive  # the memory of other arguments in the arena may be a result's by now
+        kept = [arg for i, (n, arg) in enumerate(zip(self.boundary.inputs, args)) if i not in inside or n in alive]
+        handed_out = outputs.deliver_owned(results, args, set(map(_memory, kept)))
         for i, departed in gone.items():
             results[i] = departed.tensor
         for i in outputs.fixed:
             results[i] = produced[i]
             if call.mode is Mode.WARMUP:
                 call.owned[self.slots[i].name] = produced[i]
-                results[i] = pool.alias(produced[i])
+                # What the caller writes to memory that it shares shows in its version, which a backward checks.
+                is_shared = _memory(produced[i]) in handed_out
+                results[i] = produced[i].detach() if is_shared else pool.alias(produced[i])
         return results
 
     def _inside(self, call: Call, args: Sequence[Any]) -> frozenset[int]:

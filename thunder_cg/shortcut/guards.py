@@ -102,7 +102,7 @@ class Surroundings:
         if gpu or cpu:
             found.append(f"{name(self._read, 'surroundings')}() == {name(self._state, 'expected')}")
         else:
-            found += [f"not {name(torch.is_autocast_enabled, 'autocast')}('{kind}')" for kind in ("cuda", "cpu")]
+            found.append(f"not {name(torch._C._is_any_autocast_enabled, 'autocast')}()")
         plain = f"not {name(_function_modes, 'function_modes')}() and not {name(hasattr, 'hasattr')}"
         plain += f"({name(torch._GLOBAL_DEVICE_CONTEXT, 'devices')}, 'device_context')"
         if self._device != _CPU:
@@ -124,11 +124,11 @@ _function_modes = torch._C._len_torch_function_stack
 
 def _unchanged(watched: Sequence[Any]) -> Callable[[], bool]:
     """One C++ check that objects have their types and dictionaries, and that no dictionary was written to."""
-    scope = dict(enumerate(watched))
+    scope = tuple(watched)
     manager = _c_guards.RootGuardManager()
     kind = GuardManagerType.GUARD_MANAGER
-    for i, item in scope.items():
-        guard: Any = manager.dict_getitem_manager(i, str(i), item, kind)
+    for i, item in enumerate(scope):
+        guard: Any = manager.tuple_getitem_manager(i, str(i), item, kind)
         if not isinstance(item, dict):
             _add(guard.add_type_match_guard, id(type(item)))
             guard, item = guard.get_generic_dict_manager(f"{i}.__dict__", vars(item), kind), vars(item)

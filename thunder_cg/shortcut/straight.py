@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime import recording as recordings
 from thunder_cg.runtime.code import Code
@@ -119,15 +117,7 @@ def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int, refu
         code.add(f"results = {code.name(graph.replay, 'replay')}({tensors})", depth)
         return lambda i: f"results[{i}]"
     sources = [f"{tensors}[{arg}]" for arg in graph.loaded]
-    copies = graph.outputs.plain_copies()
-    targets = {i: f"result{n}" for n, i in enumerate(copies)}
-    if targets:
-        code.add("try:", depth)
-        for i, target in targets.items():
-            make = code.name(torch.empty_like, "empty_like")
-            code.add(f"{target} = {make}({code.name(copies[i], 'like')})", depth + 1)
-        code.add("except Exception:", depth)
-        code.add(refuse, depth + 1)
+    targets = graph.outputs.write_allocate(code, refuse, depth)
     graph.graph.write_replay(code, sources, list(targets.values()), depth)
     fixed = code.name(graph.fixed, "fixed")
     return lambda i: targets.get(i, f"{fixed}[{i}]")

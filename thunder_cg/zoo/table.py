@@ -120,7 +120,8 @@ def _caption(environment: Mapping[str, str], rows: Sequence[Row]) -> Iterator[st
     driver = f", driver {environment['driver']}" if environment.get("driver") else ""
     timed = [row for row in rows if row.captured_us]
     sizes = "bfloat16, real sizes" if timed else "tiny sizes; the `tape` backend, whose times say nothing"
-    rest = " What has no times here was compared, and not timed." if 0 < len(timed) < len(rows) else ""
+    ran = [row for row in rows if not row.failure]
+    rest = " What has no times here was compared, and not timed." if 0 < len(timed) < len(ran) else ""
     yield f"{environment.get('device', '?')}{driver}, {versions}, {environment.get('date', '?')}; {sizes}.{rest}"
 
 
