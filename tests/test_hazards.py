@@ -58,6 +58,8 @@ Every test compares with uncaptured Thunder, bit for bit.
 | two threads share memory                                      | test_threads                           |
 | more calls in flight than arenas                              | test_too_many_in_flight                |
 | a model in many parts, all in flight at once                  | test_an_arena_for_each_function        |
+| memory that a region may reuse has another name               | test_memory_with_two_names             |
+| so has memory that the forward saved                          | test_saved_memory_with_two_names       |
 | another capture is under way                                  | test_outer_capture                     |
 | a switch that kernels are chosen by is flipped                | test_switches                          |
 | memory of a dropped model stays                               | test_dropped_models                    |
@@ -1153,6 +1155,51 @@ def test_frozen_before_backward(twins, device):
         assert (graphed.second.weight.grad is None) == (step % 3 == 2)
         same_state(plain, graphed)
     assert replays(graphed) > 0
+
+
+def test_memory_with_two_names(twins, device):
+    """An eager operator writes to what a region made, and another region reads that by the name it has then."""
+
+    def fn(x, y):
+        best, at = torch.max(work(x), 0)
+        low, middle = best < 0.1, (best >= 0.1) & (best < 0.3)
+        at[low] = -1
+        at[middle] = -2
+        first = at.clamp(min=0)
+        labels = y[first].to(torch.int64)
+        labels[at == -1] = 0
+        labels[at == -2] = -1
+        return first, labels, work(best)
+
+    plain, graphed = twins(fn)
+    y = torch.tensor([1, 2], device=device)
+    for _ in range(CALLS):
+        x = torch.randn(2, 64, device=device)
+        same(plain(x, y), graphed(x, y))
+    assert len(regions(graphed)) > 2 and replays(graphed) > CALLS
+
+
+class Products(nn.Module):
+    """Its backward transposes what its forward saved."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, x):
+        h = work(torch.matmul(x, self.first))
+        return work(torch.matmul(h, self.second)).sum()
+
+
+def test_saved_memory_with_two_names(twins, device):
+    plain, graphed = twins(Products(), deny=["torch.permute"])
+    for _ in range(CALLS):
+        x = torch.randn(6, 4, device=device)
+        for model in (plain, graphed):
+            model.zero_grad()
+            model(x).backward()
+        same_state(plain, graphed)
+    assert "permute" in str(explain(graphed)) and replays(graphed) == 2 * (CALLS - 1)
 
 
 @pytest.mark.usefixtures("each_leaves_alone")

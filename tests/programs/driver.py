@@ -656,5 +656,5 @@ variants = (
 patterns = (
 {patterns})
 example = Example(Program({program.inputs}, is_pure={program.is_pure}), variants, patterns)
-check(example, operators, "{device}", cudagraph_transform(debug=True), Module)
+check(example, operators, "{device}", cudagraph_transform(debug=True, deny={example.deny}), Module)
 """

@@ -114,6 +114,8 @@ TEMPLATES: dict[str, tuple[str, ...]] = {
         "{a}[0] = {b}[1]",
         "{a}[:, ::2] = {k}",
         "{a}[0, 1] = torch.sum({b})",
+        "{a}[torch.gt({a}, {k})] = {k}",
+        "{a}[torch.gt({b}, {k})] = 0.5",
     ),
     "buffer": (
         "self.b.add_(torch.mean({a}.detach().float())).mul_(0.5)",
@@ -170,6 +172,11 @@ CONSTANTS = (0.5, 1.5, -0.75, 2.0)
 _IMPURE = ("_(", "] = ", " += ", "self.b = ", "self.c = ", "rand", "dropout", "bernoulli", "norm(", "ops.")
 _WRITING = {*TEMPLATES["in-place"], *TEMPLATES["setitem"]}
 LINES = tuple(line for lines in TEMPLATES.values() for line in lines)
+# Operators, as Thunder's traces name them, that a program may leave eager: of views, of writes, and of all else.
+DENIED = (
+    *("permute", "expand", "unsqueeze", "torch_slice_prim_impl", "torch_prims_reshape_impl", "to", "shallow_copy"),
+    *("copy_", "update_aliases", "add", "mul", "tanh", "sum", "where", "matmul", "linear"),
+)
 
 
 @dataclass(frozen=True)
@@ -440,8 +447,13 @@ Pattern = tuple[Step, ...]
 
 @dataclass(frozen=True)
 class Example:
-    """One program, what it is compiled for, and patterns that run one after another on the one compiled module."""
+    """One program, what it is compiled for, and patterns that run one after another on the one compiled module.
+
+    Attributes:
+        deny: operators that stay eager beside the graphs.
+    """
 
     program: Program
     variants: tuple[Variant, ...]
     patterns: tuple[Pattern, ...]
+    deny: tuple[str, ...] = ()

@@ -7,6 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 from language import (
     BACKWARDS,
+    DENIED,
     FLIPS,
     LAYOUTS,
     LINES,
@@ -87,4 +88,5 @@ def examples(scope: dict[str, Any], least: int, most: int) -> st.SearchStrategy[
         programs(scope),
         st.tuples(_first, st.lists(_variants, max_size=2)).map(lambda found: (found[0], *found[1])),
         st.lists(patterns, min_size=least, max_size=most).map(tuple),
+        st.one_of(st.just(()), st.lists(st.sampled_from(DENIED), max_size=3, unique=True).map(tuple)),
     )

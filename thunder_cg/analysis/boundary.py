@@ -81,8 +81,9 @@ def boundaries(ops: Ops, plan: Plan, returned: Set[str], saved: Set[str]) -> tup
         if not op.structure:
             for written in writes(op, root):
                 written_in.setdefault(written, set()).add(at)
-    kept = _fresh_roots(ops, plan, root, made_in, written_in, returned)
-    last = _last_uses(root, used_in, saved, len(plan.steps))
+    lent = _lent_roots(ops, plan, root, used_in, saved)
+    kept = lent | _fresh_roots(ops, plan, root, made_in, written_in, returned)
+    last = _last_uses(root, used_in, saved, len(plan.steps)) | dict.fromkeys(lent, len(plan.steps))
 
     result = []
     candidates = [n for n in ops.args if n in root]  # inputs, and what earlier regions made
@@ -171,6 +172,26 @@ def _fresh_roots(
     leaving = {root[name] for name in returned if name in root}
     together = {r for r in leaving if len(makers.get(r, set()) | written_in.get(r, set())) > 1}
     return opaque | together
+
+
+def _lent_roots(
+    ops: Ops, plan: Plan, root: Mapping[str, str], used_in: Mapping[str, set[int]], saved: Set[str]
+) -> set[str]:
+    """Memory that a region or the backward gets by a name which an eager operator gave it, such as that of a view.
+
+    In an arena, only the values that regions make own their memory, and a region that needs one for the last time gives
+    it up before it runs. Who knows the memory by another name would find it reused. So all of that leaves, and what the
+    forward left in the arena stays to the end.
+    """
+    is_region = [isinstance(step, Region) for step in plan.steps]
+    eager = [ops.ops[step.op] for step in plan.steps if not isinstance(step, Region)]
+    return {
+        root[name]
+        for op in eager
+        if not op.structure
+        for name in op.outputs
+        if name in root and (name in saved or any(is_region[at] for at in used_in.get(name, ())))
+    }
 
 
 def _may_keep(op: Op, reason: Reason) -> bool:

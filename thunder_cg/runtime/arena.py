@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterable
 
 import torch
 
@@ -41,6 +42,14 @@ class Arena:
                     pool.poison()
         finally:
             self._held.release()
+
+    def forget(self, values: Iterable[torch.Tensor], kept: Iterable[torch.Tensor]) -> None:
+        """While a call runs: nobody owns the memory of ``values`` any more, but what is ``kept``: it may be reused."""
+        if self._poison:
+            spared = {tensor.untyped_storage().data_ptr() for tensor in kept}
+            for storage in [tensor.untyped_storage() for tensor in values]:
+                if storage.data_ptr() not in spared:
+                    self._pools[storage.device].forget(storage)
 
     def write_hold(self, code: Code, otherwise: str) -> None:
         """Writes `try_hold`, with what to do if it fails."""

@@ -108,6 +108,9 @@ class Pool(Protocol):
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as ``tensor`` without owning it: the pool may hand the memory out again."""
 
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        """Poisons memory that nobody owns any more, though a tensor that does not own it may still be there."""
+
     def poison(self) -> None:
         """Fills all memory of the pool that nobody owns with NaN."""
 

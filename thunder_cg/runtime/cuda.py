@@ -485,6 +485,9 @@ class CudaPool:
         pools = (self._id, *self._spoilt) if self._open else ()
         return [segment for pool in pools for segment in torch.cuda.memory_snapshot(pool)]
 
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)
+
     def poison(self) -> None:
         for segment in self._segments():
             for block in segment["blocks"]:

@@ -297,6 +297,8 @@ class Program:
                 recording.owned = {name: t for name, t in call.owned.items() if name in self._saved}
             else:
                 recording.owned.clear()
+            if call.arena is not None:
+                call.arena.forget(call.owned.values(), recording.owned.values())
 
     def admit(self, recording: Recording) -> None:
         """Keeps a recording for later calls; past the bound, the arena's oldest goes."""

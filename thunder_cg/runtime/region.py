@@ -259,8 +259,9 @@ class RuntimeRegion:
         taken = plain(args, self.written)
         for i in inside:
             taken[i] = call.owned[names[i]]
-        for name in [n for n in call.owned if n not in alive]:
-            del call.owned[name]
+        given_up = [call.owned.pop(name) for name in [n for n in call.owned if n not in alive]]
+        assert call.arena is not None
+        call.arena.forget(given_up, [*(taken[i] for i in inside), *call.owned.values()])
         return taken
 
     def _capture(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:

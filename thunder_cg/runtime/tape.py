@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -95,12 +96,18 @@ def _poison(storage: torch.UntypedStorage) -> None:
     cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
 
 
+def _poison_all(storages: Sequence[torch.UntypedStorage]) -> None:
+    for storage in storages:
+        _poison(storage)
+
+
 class _Tape(TorchDispatchMode):
     """Records calls while they run, and afterwards undoes what they did to memory that it did not allocate."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, free: Sequence[torch.UntypedStorage]) -> None:
         super().__init__()
         self._device = device
+        self._free = free
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.steps: list[_Step | _Departure] = []
@@ -145,6 +152,7 @@ class _Tape(TorchDispatchMode):
         seen = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
         seen_args, seen_kwargs = tree_map_only(torch.Tensor, lambda t: seen[id(t)], (args, kwargs))
         output = fn(*args, **kwargs)
+        _poison_all(self._free)
         addresses = {_address(t) for t in inputs}
         results = []
         for leaf, tensor in enumerate(tree_leaves(output)):
@@ -204,17 +212,36 @@ def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return made
 
 
+class _Reuse(TorchDispatchMode):
+    """On a GPU, any operator may get memory that is free."""
+
+    def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
+        super().__init__()
+        self._free = free
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        _poison_all(self._free)
+        return output
+
+
 class TapeGraph:
-    """The recorded calls."""
+    """The recorded calls.
+
+    Args:
+        free: memory of the arena that nobody owns while they run: any of them may get it.
+    """
 
     def __init__(
         self,
         steps: Sequence[_Step | _Departure],
+        free: Sequence[torch.UntypedStorage],
         buffers: Sequence[torch.Tensor],
         leaving: Sequence[torch.Tensor],
         marks: Sequence[int],
     ) -> None:
         self._steps = steps
+        self._free = free
         self._buffers = buffers
         self._leaving = leaving
         self._marks = marks
@@ -253,6 +280,7 @@ class TapeGraph:
                     leaves = tree_leaves(output)
                     for leaf, tensor in step.results:
                         tensor.copy_(leaves[leaf])
+                _poison_all(self._free)
             copy_all(targets[departed:], self._leaving[departed:])
 
     def conditions(self, code: Code) -> list[str]:
@@ -268,6 +296,7 @@ class TapePool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._free: list[torch.UntypedStorage] = []  # until the arena is released, which frees all the rest
 
     def enter(self) -> None:
         """There are no streams on a CPU."""
@@ -279,7 +308,8 @@ class TapePool:
         generator = torch.get_rng_state()
         try:
             leave = Leaving(self._device, _copied, 0, must=False)
-            return leave.settle(fn(*args, leave))
+            with _Reuse(self._free) if self._free else nullcontext():
+                return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:
             torch.set_rng_state(generator)
             raise
@@ -292,7 +322,7 @@ class TapePool:
         leaving: Sources | None = None,
         marks: Sequence[int] = (),
     ) -> tuple[TapeGraph, Sequence[Any]]:
-        tape = _Tape(self._device)
+        tape = _Tape(self._device, free := tuple(self._free))
         generator = torch.get_rng_state()
         _active.tape = tape
         try:
@@ -308,7 +338,7 @@ class TapePool:
             torch.set_rng_state(generator)
         made = [step.results for step in tape.steps if isinstance(step, _Step)]
         self._tensors.extend(weakref.ref(tensor) for results in made for _, tensor in results)
-        return TapeGraph(tape.steps, buffers, leaving(outputs) if leaving is not None else (), marks), outputs
+        return TapeGraph(tape.steps, free, buffers, leaving(outputs) if leaving is not None else (), marks), outputs
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the CPU nothing hands memory out twice, so what stands for it may own it."""
@@ -321,7 +351,12 @@ class TapePool:
         alive = (ref() for ref in self._tensors)
         return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in alive if t is not None}
 
+    def forget(self, storage: torch.UntypedStorage) -> None:
+        self._free.append(storage)
+        _poison(storage)
+
     def poison(self) -> None:
+        self._free.clear()
         for storage in self._storages().values():
             _poison(storage)
 
