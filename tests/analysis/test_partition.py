@@ -145,7 +145,7 @@ def test_arguments_may_overlap_once_one_is_written(trace):
     writing = trace().item("x", "n1").op("copy_", "a y", "b")
     assert dependencies(writing.done()) == [[], [0]]
     parameter = trace().item("x", "n1").op("copy_", "p2 p1", "b")
-    assert dependencies(parameter.done()) == [[], []]
+    assert dependencies(parameter.done()) == [[], [0]]
 
 
 def test_a_future_and_its_wait_are_eager_and_in_order(trace):
@@ -246,9 +246,9 @@ def random_trace(trace, rng, length, devices="a"):
 def pairs_in_order(ops):
     """Every pair that must keep its order, found pair by pair from the definitions."""
     root = dict(roots(ops))
-    moving = {root[n] for n in ops.args if n in root and not ops.values[n].static}
-    if any(moving & writes(op, root) for op in ops.ops):
-        root = {name: "<arguments>" if of in moving else of for name, of in root.items()}
+    arguments = {root[n] for n in ops.args if n in root}
+    if any(arguments & writes(op, root) for op in ops.ops):
+        root = {name: "<arguments>" if of in arguments else of for name, of in root.items()}
     outside = {root[n] for n in ops.args if n in root}
     for (i, a), (j, b) in itertools.combinations(enumerate(ops.ops), 2):
         uses = set(a.outputs) & set(b.inputs)

@@ -78,9 +78,8 @@ def partition(ops: Ops, verdicts: Sequence[Verdict]) -> Plan:
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Note [Overlapping arguments]
-# Thunder tells aliased arguments only by their first address, so two of them may overlap unnoticed. Where the trace
-# writes one argument that is not a parameter or buffer, all of those count as one memory for the order of reads and
-# writes.
+# Thunder tells aliased arguments only by their first address, and parameters and buffers not at all, so two of them may
+# overlap unnoticed. Where the trace writes one, all count as one memory for the order of reads and writes.
 
 
 def dependencies(ops: Ops) -> list[list[int]]:
@@ -133,11 +132,11 @@ def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
 
 
 def _with_overlaps(ops: Ops, root: Mapping[str, str]) -> Mapping[str, str]:
-    moving = {root[name] for name in ops.args if name in root and not ops.values[name].static}
-    if moving.isdisjoint(name for op in ops.ops for name in writes(op, root)):
+    outside = {root[name] for name in ops.args if name in root}
+    if outside.isdisjoint(name for op in ops.ops for name in writes(op, root)):
         return root
-    one = min(moving)
-    return {name: one if of in moving else of for name, of in root.items()}
+    one = min(outside)
+    return {name: one if of in outside else of for name, of in root.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
