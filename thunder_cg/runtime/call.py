@@ -10,8 +10,8 @@ Note [Who owns a recording's memory]
     In warm-ups and captures, the trace's variables hold addresses in the arena and the call owns the memory, so that it
     can give each value up the moment the last region that needs it begins, and the memory is reused as in an eager
     call. Afterwards nobody owns it: the recording keeps addresses. What a forward saved for a backward that has not
-    been captured yet must not be reused before it has: the recording owns it until then. What an eager operator makes of
-    such memory (a view, or what it wrote to) owns none of it, so no region gets any: see ``_lent_roots`` in boundary.py.
+    been captured yet must not be reused before it has: the recording owns it until then. What an eager operator makes
+    of such memory, a view or what it wrote to, owns none of it, so no region gets any: see `_lent_roots`, boundary.py.
 """
 
 from __future__ import annotations
