@@ -312,6 +312,10 @@ def _is_alone(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == owners)
 
 
+def _poison(storage: Any) -> None:  # what torch's stubs call a storage differs from call to call
+    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)
+
+
 class CudaPool:
     """A private pool of PyTorch's caching allocator and the side stream that fills it."""
 
@@ -354,13 +358,13 @@ class CudaPool:
                 yield
 
     @contextmanager
-    def _running_on_side_stream(self) -> Iterator[None]:
-        """The side stream after the caller's, and the caller's after it."""
+    def _running_on_side_stream(self) -> Iterator[torch.cuda.Stream]:
+        """The side stream after the caller's, which is handed out, and the caller's after it."""
         current = torch.cuda.current_stream(self._index)
         with self._on_side_stream():
             self._side.stream.wait_stream(current)
             try:
-                yield
+                yield current
             finally:
                 current.wait_stream(self._side.stream)
 
@@ -378,8 +382,8 @@ class CudaPool:
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.cuda.get_rng_state(self._index)
         try:
-            current = torch.cuda.current_stream(self._index)
-            with self._running_on_side_stream(), _routed(self._index, self._id):  # Note [Warm-up inside the pool]
+            # Note [Warm-up inside the pool]
+            with self._running_on_side_stream() as current, _routed(self._index, self._id):
                 leave = Leaving(self._device, partial(self._send, current), _TOGETHER, _is_alone, must=False)
                 return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:
@@ -486,7 +490,7 @@ class CudaPool:
         return [segment for pool in pools for segment in torch.cuda.memory_snapshot(pool)]
 
     def forget(self, storage: torch.UntypedStorage) -> None:
-        torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)
+        _poison(storage)
 
     def poison(self) -> None:
         for segment in self._segments():
@@ -495,7 +499,7 @@ class CudaPool:
                     storage = torch._C._construct_storage_from_data_pointer(
                         block["address"], torch.device("cuda", self._index), block["size"]
                     )
-                    torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)
+                    _poison(storage)
 
     def nbytes(self) -> int:
         return sum(segment["total_size"] for segment in self._segments())

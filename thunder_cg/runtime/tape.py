@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -88,17 +88,12 @@ class _Departure:
 
     def run(self, targets: Sequence[torch.Tensor]) -> None:
         copy_all(targets, self.tensors)
-        for tensor in self.tensors:
-            _poison(tensor.untyped_storage())
+        _poison(tensor.untyped_storage() for tensor in self.tensors)
 
 
-def _poison(storage: torch.UntypedStorage) -> None:
-    cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
-
-
-def _poison_all(storages: Sequence[torch.UntypedStorage]) -> None:
+def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
     for storage in storages:
-        _poison(storage)
+        cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
 
 
 class _Tape(TorchDispatchMode):
@@ -152,7 +147,7 @@ class _Tape(TorchDispatchMode):
         seen = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
         seen_args, seen_kwargs = tree_map_only(torch.Tensor, lambda t: seen[id(t)], (args, kwargs))
         output = fn(*args, **kwargs)
-        _poison_all(self._free)
+        _poison(self._free)
         addresses = {_address(t) for t in inputs}
         results = []
         for leaf, tensor in enumerate(tree_leaves(output)):
@@ -221,7 +216,7 @@ class _Reuse(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        _poison_all(self._free)
+        _poison(self._free)
         return output
 
 
@@ -280,7 +275,7 @@ class TapeGraph:
                     leaves = tree_leaves(output)
                     for leaf, tensor in step.results:
                         tensor.copy_(leaves[leaf])
-                _poison_all(self._free)
+                _poison(self._free)
             copy_all(targets[departed:], self._leaving[departed:])
 
     def conditions(self, code: Code) -> list[str]:
@@ -353,12 +348,11 @@ class TapePool:
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         self._free.append(storage)
-        _poison(storage)
+        _poison([storage])
 
     def poison(self) -> None:
         self._free.clear()
-        for storage in self._storages().values():
-            _poison(storage)
+        _poison(self._storages().values())
 
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())
