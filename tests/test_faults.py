@@ -291,13 +291,14 @@ def steps(backend: str, fail: Callable[..., Switch]) -> dict[str, Switch]:
     pool, graph = (tape.TapePool, tape.TapeGraph) if backend == "tape" else (cuda.CudaPool, cuda.CudaGraph)
     found = {
         "static buffer": fail(pool, "memory"),
-        "load": fail(RegionGraph, "load"),
         "capture": fail(pool, "capture"),
         "graph": fail(graph, "__init__"),
         "alias": fail(pool, "alias"),
         "guard": fail(RuntimeRegion, "_late_guard"),
         "results": fail(Outputs, "allocate"),
     }
+    if backend == "tape":
+        found["load"] = fail(RegionGraph, "load")
     if backend == "cuda":
         for name in ("begin", "load", "leave", "end", "instantiate"):
             found[f"after {name}"] = fail(graph, name, after=True)

@@ -61,6 +61,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a model in many parts, all in flight at once                  | test_an_arena_for_each_function        |
 | memory that a region may reuse has another name               | test_memory_with_two_names             |
 | so has memory that the forward saved                          | test_saved_memory_with_two_names       |
+| so has memory that a region without a graph passes on         | test_memory_that_is_passed_on          |
 | another capture is under way                                  | test_outer_capture                     |
 | a switch that kernels are chosen by is flipped                | test_switches                          |
 | memory of a dropped model stays                               | test_dropped_models                    |
@@ -1225,6 +1226,33 @@ def test_saved_memory_with_two_names(twins, device):
             model(x).backward()
         same_state(plain, graphed)
     assert "permute" in str(explain(graphed)) and replays(graphed) == 2 * (CALLS - 1)
+
+
+class Squares(nn.Module):
+    """Its second region gets one memory by two names and writes it, so it cannot be captured, and saves its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        h, g = work(torch.matmul(x, self.weight)), work(x)
+        v = g.t()
+        h = torch.addcmul(h, h, h)
+        v.add_(g)
+        return v, work(h).sum()
+
+
+def test_memory_that_is_passed_on(twins, device):
+    plain, graphed = twins(Squares(), deny=["torch.permute"])
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        for model in (plain, graphed):
+            model.zero_grad()
+            _in_flight, (_, loss) = model(x), model(x)
+            loss.backward()
+        same_state(plain, graphed)
+    assert "could not be captured" in str(explain(graphed)) and replays(graphed) > CALLS
 
 
 @pytest.mark.usefixtures("each_leaves_alone")

@@ -105,6 +105,49 @@ def test_draws_on_two_streams():
     assert all(replays(compiled) >= 4 for compiled in graphed)
 
 
+@pytest.mark.parametrize("what", ["arena", "capture"])
+def test_draws_that_wait_while_a_capture_begins(what):
+    """PyTorch sets what graphs draw from as a capture begins; for a graph that has yet to draw, it must not."""
+
+    def fn(x):
+        return torch.rand_like(x * 2 + 1) + x * 3
+
+    backend, device = CudaBackend(), torch.device("cuda", 0)
+    pool = backend.pool(device)
+    plain, graphed = thunder.jit(fn), thunder.jit(fn, transforms=[cudagraph_transform()])
+    x = torch.randn(1024, 1024, device="cuda")
+    pool.capture(lambda args: [args[0] + 1], [[x]])
+    for _ in range(3):
+        graphed(x)
+    torch.manual_seed(3)
+    expected = plain(x)
+    torch.manual_seed(3)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(500_000_000)
+        found = graphed(x)
+    if what == "arena":
+        backend.pool(device).close()
+    else:
+        pool.capture(lambda args: [args[0] + 1], [[x]])
+    torch.cuda.synchronize()
+    same(expected, found)
+    assert replays(graphed) == 3
+    pool.close()
+
+
+def test_memory_is_filled_before_it_is_used(deterministic):
+    """Where algorithms are to be deterministic, PyTorch fills new memory, here on a stream that is busy."""
+    pool = CudaBackend().pool(torch.device("cuda", 0))
+    pool.memory(1)
+    with torch.cuda.stream(pool._side.stream):
+        torch.cuda._sleep(500_000_000)
+    memory = pool.memory(4096).zero_()
+    torch.cuda.synchronize()
+    assert not memory.any()
+    pool.close()
+
+
 def test_memory_of_dropped_models_comes_back():
     """But for the cuBLAS workspace of the stream that the first one was captured on, which the others use as well."""
     x = torch.randn(256, 1024, device="cuda")

@@ -357,7 +357,7 @@ class World:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        return tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def _kind(tensor: torch.Tensor, is_leaf: bool | None = None) -> tuple[Any, ...]:

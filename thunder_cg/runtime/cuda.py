@@ -13,9 +13,9 @@ Note [cuBLAS workspaces]
     workspace (32 MiB on an H200) for the next arena.
 
 Note [Draws on several streams]
-    All graphs read the seed and the offset of what they draw from one pair of numbers in the device's memory, which
-    PyTorch sets on the caller's stream before a launch. A launch on another stream would set them anew under the
-    kernels of the last one. So it waits for that.
+    All graphs read the seed and the offset of what they draw from one pair of numbers in the device's memory. PyTorch
+    sets them on the current stream, before it launches a graph and as a capture begins. On another stream than the last
+    one, that would be under the kernels that still draw. So both wait for these, and for each other.
 
 Note [Memory for a pool]
     Where memory runs out, the caching allocator frees what it caches and tries again, but not while this thread's
@@ -41,9 +41,8 @@ from thunder_cg.runtime.backend import Function, Sources, copy_all
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.leaving import Leaving
 
-_one_capture = threading.Lock()
+_turn = threading.Lock()  # of captures, and of launches that draw: see Note [Draws on several streams]
 _broken: list[torch.cuda.CUDAGraph] = []  # see CudaPool._mend
-_one_draw = threading.Lock()
 _TOGETHER = 32 * 2**20  # bytes that leave a region together, before its end
 _drew_on: dict[int, torch.cuda.Stream] = {}  # by device: see Note [Draws on several streams]
 
@@ -289,21 +288,23 @@ class CudaGraph:
     def _launch_with_generator(self) -> None:
         """PyTorch's replay, which moves the generator on before it launches: back again if that fails."""
         generator = torch.cuda.default_generators[self._index]
-        with _one_draw:
+        with _turn:
             before = generator.get_offset()
             try:
-                self._wait_for_draws()
+                _wait_for_draws(self._index)
                 self._graph.replay()
             except Exception as error:
                 generator.set_offset(before)
                 raise ReplayRefused(error) from error
 
-    def _wait_for_draws(self) -> None:
-        last = _drew_on.get(self._index)
-        if last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(self._index):
-            _drew_on[self._index] = current = torch.cuda.current_stream(self._index)
-            if last is not None:
-                current.wait_stream(last)
+
+def _wait_for_draws(index: int) -> None:
+    """Orders the current stream, which draws next, after the one that drew last."""
+    last = _drew_on.get(index)
+    if last is None or last.cuda_stream != torch._C._cuda_getCurrentRawStream(index):
+        _drew_on[index] = current = torch.cuda.current_stream(index)
+        if last is not None:
+            current.wait_stream(last)
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:
@@ -332,8 +333,8 @@ class CudaPool:
         self._id = _open_pool(self._index)
         self._side = _Side.take(self._index)
         try:
-            with _one_capture, _no_garbage_collection():
-                self._anchor = self._empty_graph()
+            with _capturing(self._index):
+                self._anchor = self._empty_graph(torch.cuda.current_stream(self._index))
         except BaseException:
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._index, self._id)
@@ -350,23 +351,21 @@ class CudaPool:
             self._last, self._last_raw = current, raw
 
     @contextmanager
-    def _on_side_stream(self) -> Iterator[None]:
-        """For what only allocates and records: the work of others is in no order with the side stream's."""
+    def _on_side_stream(self) -> Iterator[torch.cuda.Stream]:
+        """The side stream after the caller's, which is handed out, and the caller's after it.
+
+        Even what only allocates or records runs kernels there: PyTorch fills new memory where algorithms are to be
+        deterministic, and sets what graphs draw from as a capture begins.
+        """
+        current = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index):
             self._side.prepare()
             with torch.cuda.stream(self._side.stream):
-                yield
-
-    @contextmanager
-    def _running_on_side_stream(self) -> Iterator[torch.cuda.Stream]:
-        """The side stream after the caller's, which is handed out, and the caller's after it."""
-        current = torch.cuda.current_stream(self._index)
-        with self._on_side_stream():
-            self._side.stream.wait_stream(current)
-            try:
-                yield current
-            finally:
-                current.wait_stream(self._side.stream)
+                self._side.stream.wait_stream(current)
+                try:
+                    yield current
+                finally:
+                    current.wait_stream(self._side.stream)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
@@ -383,7 +382,7 @@ class CudaPool:
         generator = torch.cuda.get_rng_state(self._index)
         try:
             # Note [Warm-up inside the pool]
-            with self._running_on_side_stream() as current, _routed(self._index, self._id):
+            with self._on_side_stream() as current, _routed(self._index, self._id):
                 leave = Leaving(self._device, partial(self._send, current), _TOGETHER, _is_alone, must=False)
                 return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:
@@ -407,7 +406,7 @@ class CudaPool:
         leaving: Sources | None = None,
         marks: Sequence[int] = (),
     ) -> tuple[CudaGraph, Sequence[Any]]:
-        with _one_capture, _no_garbage_collection(), self._on_side_stream():
+        with _capturing(self._index), self._on_side_stream() as current:
             if self._ran_out:
                 torch.cuda.empty_cache()  # see Note [Memory for a pool]
                 self._ran_out = False
@@ -431,7 +430,7 @@ class CudaPool:
                 graph.inspect(marks)
                 graph.instantiate()
             except BaseException as error:
-                self._mend(graph)
+                self._mend(graph, current)
                 if isinstance(error, torch.OutOfMemoryError):
                     torch.cuda.empty_cache()
                     self._ran_out = True
@@ -442,7 +441,7 @@ class CudaPool:
         graph.leave(tensors)
         return [self.alias(tensor) for tensor in tensors]
 
-    def _mend(self, graph: CudaGraph) -> None:
+    def _mend(self, graph: CudaGraph, current: torch.cuda.Stream) -> None:
         """Undoes what a capture that CUDA broke off leaves behind in the process (torch 2.9 to 2.11).
 
         The allocator still counts a capture into the pool as under way and refuses the next, so there is a new pool.
@@ -455,10 +454,10 @@ class CudaPool:
             self._spoilt.append(self._id)
             _broken.append(graph._graph)
             self._id = _open_pool(self._index)
-        self._anchor = self._empty_graph()
+        self._anchor = self._empty_graph(current)
 
-    def _empty_graph(self) -> torch.cuda.CUDAGraph:
-        """A graph of nothing in the pool, which keeps the pool in use.
+    def _empty_graph(self, current: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        """A graph of nothing in the pool, which keeps the pool in use; ``current`` is the caller's stream.
 
         PyTorch's allocator of pinned memory has a pool of the same id, which cannot be taken up again once no graph
         uses it any more.
@@ -466,8 +465,10 @@ class CudaPool:
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings(), torch.cuda.device(self._index), torch.cuda.stream(self._side.spare):
             warnings.simplefilter("ignore")  # it says that the graph is empty
+            self._side.spare.wait_stream(current)  # Note [Draws on several streams]
             graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
             graph.capture_end()
+            current.wait_stream(self._side.spare)
         return graph
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -515,12 +516,17 @@ class CudaPool:
 
 
 @contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """A CUDAGraph that is collected during a capture breaks the capture."""
+def _capturing(index: int) -> Iterator[None]:
+    """For a capture on a stream that the current one waits for: one at a time, after all draws.
+
+    A CUDAGraph that is collected during a capture breaks the capture.
+    """
     enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    with _turn:
+        gc.disable()
+        try:
+            _wait_for_draws(index)
+            yield
+        finally:
+            if enabled:
+                gc.enable()

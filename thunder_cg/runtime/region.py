@@ -135,7 +135,7 @@ class RuntimeRegion:
             self._forbid_eager()
         elif call.mode is Mode.WARMUP and self.tries:
             return self._warm_up(call, args)
-        return self._run(args)
+        return self._run(call, args)
 
     def _verify(self, call: Call, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
         """A replay that is compared with an eager run, which wins."""
@@ -150,7 +150,7 @@ class RuntimeRegion:
             self.failure = f"{outcome.disagreement.problem}; {outcome.disagreement.fix}"
             self.program.quarantine(call, self)
         if results is None:
-            results = self._run(args)
+            results = self._run(call, args)
         if (found := outcome.disagreement) is not None:  # last, since a filter may make an error of the warning
             self._forbid_eager()
             message = f"{self.name} is eager from now on: {found.problem}; {found.fix}"
@@ -170,10 +170,13 @@ class RuntimeRegion:
         if self.program.options.strict:
             raise CaptureError(self.name, str(self.failure), "deny the operator with deny=[...]")
 
-    def _run(self, args: Sequence[Any]) -> Sequence[Any]:
+    def _run(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Runs the region's ops eagerly. What leaves is no view of the arena's memory."""
         self.stats.eager_runs += 1
-        results = list(self.function(list(args)))
+        owners = list(args)
+        for i in self._inside(call, args):
+            owners[i] = call.owned[self.boundary.inputs[i]]
+        results = list(self.function(owners))
         for i in self.twice:  # what leaves becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
         if held := {_memory(args[i]) for i in self.in_arena} - {0}:
@@ -181,7 +184,15 @@ class RuntimeRegion:
             if any(leaves):
                 outputs = Outputs(results.copy(), (), leaves, self.device, torch.Tensor.detach)
                 outputs.deliver_owned(results, args)
+        self._share(call, results)
         return results
+
+    def _share(self, call: Call, results: Sequence[Any]) -> None:
+        """What shares memory with a value that the call owns owns it as well."""
+        owned = set(map(_memory, call.owned.values())) - {0}
+        for slot, result in zip(self.slots, results):
+            if not slot.leaves and _memory(result) in owned:
+                call.owned[slot.name] = result
 
     def _warm_up(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         try:
@@ -191,7 +202,7 @@ class RuntimeRegion:
         self._forbid_eager()
         self.program.fallbacks[f"{self.name} could not be warmed up: {self.failure}"] += 1
         call.mode = Mode.EAGER
-        return self._run(args)
+        return self._run(call, args)
 
     def _run_in_arena(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Runs the region's ops with their memory in the arena, and copies what leaves.
@@ -243,6 +254,8 @@ class RuntimeRegion:
                 # What the caller writes to memory that it shares shows in its version, which a backward checks.
                 is_shared = _memory(produced[i]) in handed_out
                 results[i] = produced[i].detach() if is_shared else pool.alias(produced[i])
+        if call.mode is Mode.CAPTURE:  # it runs in every replay, too, so nothing else that it makes has an address
+            self._share(call, results)
         return results
 
     def _inside(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
@@ -282,7 +295,7 @@ class RuntimeRegion:
             if inside == self._inside(call, args):
                 with suppress(_NotRun):
                     return self._run_in_arena(call, args)
-            return self._run(args)
+            return self._run(call, args)
         except Exception:
             self.failure, self.tries = before  # the operator itself raises: it may do better next time
             raise
