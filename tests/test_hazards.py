@@ -19,6 +19,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | what PyTorch does not allow to write is written               | test_written_leaves                    |
 | a write through one alias is not seen through the other       | test_aliased_arguments                 |
 | a parameter is read before an argument is written             | test_arguments_that_overlap_parameters |
+| a view of an argument is taken for one of a parameter         | test_views_that_overlap_parameters     |
 | buffers are updated more than once a call                     | test_batchnorm_statistics              |
 | so are they in inference mode                                 | test_statistics_in_inference_mode      |
 | a reassigned buffer                                           | test_reassigned_buffer                 |
@@ -1203,6 +1204,24 @@ def test_arguments_that_overlap_parameters(twins, device):
             inputs = part if step % 2 else torch.randn(2, 4, device=device).expand(2, 2, 4).clone()
             same(plain(inputs[0]), graphed(inputs[1]))
             same_state(plain, graphed)
+
+
+class Windows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.weight[1:], x[:, ::2], work(x)
+
+
+def test_views_that_overlap_parameters(twins):
+    plain, graphed = twins(Windows())
+    with torch.no_grad():
+        for _ in range(CALLS):
+            results = [model(model.get_parameter("weight").detach()[:2]) for model in (plain, graphed)]
+            same(*results)
+            assert [[t.requires_grad for t in found] for found in results] == [[True, False, False]] * 2
 
 
 class Products(nn.Module):

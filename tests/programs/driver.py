@@ -393,7 +393,7 @@ def _is_ambiguous(tensor: torch.Tensor) -> bool:
 
     PyTorch forbids to use it. With graphs the view is made when the write is done, and may be used.
     """
-    return _forbidden(tensor).startswith("A view was created in no_grad mode")
+    return _forbidden(tensor).startswith(("A view was created in no_grad mode", "A view was created in inference mode"))
 
 
 def _owned(plain: Sequence[torch.Tensor], graphed: Sequence[torch.Tensor]) -> set[int]:
@@ -543,7 +543,7 @@ class Pair:
         state = torch.get_rng_state(), torch.cuda.get_rng_state() if self.device == "cuda" else None
         deterministic = torch.are_deterministic_algorithms_enabled()
         versions, found, after = [], [], []
-        compiled = self.plain.compiled
+        compiled, kept = self.plain.compiled, len(self.plain.effects.kept)
         for world in (self.plain, self.graphed):
             _set_random_state(state)
             torch.use_deterministic_algorithms(deterministic, warn_only=True)
@@ -552,6 +552,8 @@ class Pair:
             found.append(world.take(step))
             after.append(_random_state(self.device))
             versions.append([v is not None and t._version != v for t, v in zip(reachable, before)])
+        if isinstance(step, Backward) and len(self.plain.effects.kept) > kept:
+            raise ThunderIsWrong("an effect was put off to the backward")
         if isinstance(step, Backward) and any(versions[0][: len(self.plain.not_gradients())]):
             raise ThunderIsWrong("a write was put off to the backward")
         if isinstance(step, Backward) and isinstance(self.plain.error, AssertionError):

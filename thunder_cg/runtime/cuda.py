@@ -494,6 +494,7 @@ class CudaPool:
         _poison(storage)
 
     def poison(self) -> None:
+        self.enter()  # a destructor may run where another stream is the current one
         for segment in self._segments():
             for block in segment["blocks"]:
                 if block["state"] == "inactive":

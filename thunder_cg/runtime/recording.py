@@ -388,7 +388,11 @@ class Outputs:
                 self._same.append((i, same))
                 if same in self._sources:
                     self._sources[i] = self._sources[same]
-            elif (source := by_identity.get(id(tensor)) or by_address.get(address(tensor))) is not None:
+            elif (
+                source := by_identity.get(id(tensor))
+                or by_identity.get(id(tensor._base))
+                or by_address.get(address(tensor))
+            ) is not None:
                 self._sources[i] = source.arg
                 self._makers.append((i, _view_of_input(tensor, source)))
             elif leaves[i]:
