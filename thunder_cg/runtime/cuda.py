@@ -17,6 +17,11 @@ Note [Draws on several streams]
     sets them on the current stream, before it launches a graph and as a capture begins. On another stream than the last
     one, that would be under the kernels that still draw. So both wait for these, and for each other.
 
+Note [Who destroys graphs]
+    PyTorch keeps a set of all graphs without a lock: a capture adds its graph while it does not hold the GIL, and a
+    destructor, which runs wherever the last reference goes, takes it out. So a graph is destroyed when no capture is
+    under way.
+
 Note [Memory for a pool]
     Where memory runs out, the caching allocator frees what it caches and tries again, but not while this thread's
     memory is routed to a pool, as it is in warm-ups and captures. So here that is done when they have failed, and again
@@ -41,10 +46,38 @@ from thunder_cg.runtime.backend import Function, Sources, copy_all
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.leaving import Leaving
 
-_turn = threading.Lock()  # of captures, and of launches that draw: see Note [Draws on several streams]
 _broken: list[torch.cuda.CUDAGraph] = []  # see CudaPool._mend
 _TOGETHER = 32 * 2**20  # bytes that leave a region together, before its end
 _drew_on: dict[int, torch.cuda.Stream] = {}  # by device: see Note [Draws on several streams]
+
+
+class _Turn:
+    """What is done one at a time: captures, launches that draw, and destructors of graphs. See the notes on these."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._dead: list[torch.cuda.CUDAGraph] = []  # see Note [Who destroys graphs]
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        if self._dead:
+            self.destroy([])
+
+    def destroy(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        """Takes the graphs out of the list, and destroys them: now, or else when the turn ends that somebody has."""
+        self._dead.extend(graphs)
+        graphs.clear()
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                self._dead.clear()
+            finally:
+                self._lock.release()
+
+
+_turn = _Turn()
 
 
 class _Side:
@@ -164,6 +197,8 @@ class CudaGraph:
         buffers: what each replay fills from the tensors it is given.
     """
 
+    _turn: ClassVar[_Turn] = _turn  # for a destructor when the interpreter has taken the module apart
+
     def __init__(self, index: int, buffers: Sequence[torch.Tensor]) -> None:
         self._index = index
         self._buffers = buffers
@@ -174,8 +209,12 @@ class CudaGraph:
         self.left = 0  # how many tensors it copies out
         self._late: Sequence[torch.Tensor] = ()  # what it does not: that is copied after each launch
         self._numbers: numbers.Numbers | None = None
-        self._launch: Callable[[], Any] = self._first_launch
+        self._is_launched = False
         self._executable: Any = None  # what the driver can launch alone
+
+    def __del__(self) -> None:
+        if "_graph" in self.__dict__:
+            self._turn.destroy([self.__dict__.pop("_graph")])
 
     def _may_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
         return self._nodes and len(tensors) > 0 and all(copies.is_compact(tensor) for tensor in tensors)
@@ -246,7 +285,12 @@ class CudaGraph:
                 copy_all(self._buffers, sources)
             if self.left:
                 self._out.point(targets[: self.left])
-            self._launch()
+            if self._executable is not None:
+                copies.launch(self._executable, self._index)
+            elif self._is_launched:
+                self._launch_with_generator()
+            else:
+                self._first_launch()
         except ReplayRefused:
             raise
         except Exception as error:
@@ -279,11 +323,9 @@ class CudaGraph:
         before = generator.get_offset()
         self._launch_with_generator()
         draws = generator.get_offset() != before
-        if draws or not self._nodes:
-            self._launch = self._launch_with_generator
-        else:
+        self._is_launched = True
+        if self._nodes and not draws:
             self._executable = copies.executable(self._graph)
-            self._launch = partial(copies.launch, self._executable, self._index)
 
     def _launch_with_generator(self) -> None:
         """PyTorch's replay, which moves the generator on before it launches: back again if that fails."""
@@ -328,13 +370,13 @@ class CudaPool:
         self._last_raw = 0
         self._spoilt: list[Any] = []  # pools of captures that broke
         self._ran_out = False  # whether memory did in the last capture
-        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._anchor: list[torch.cuda.CUDAGraph] = []
         self._open = True
         self._id = _open_pool(self._index)
         self._side = _Side.take(self._index)
         try:
             with _capturing(self._index):
-                self._anchor = self._empty_graph(torch.cuda.current_stream(self._index))
+                self._anchor.append(self._empty_graph(torch.cuda.current_stream(self._index)))
         except BaseException:
             with suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self._index, self._id)
@@ -454,7 +496,7 @@ class CudaPool:
             self._spoilt.append(self._id)
             _broken.append(graph._graph)
             self._id = _open_pool(self._index)
-        self._anchor = self._empty_graph(current)
+        self._anchor = [self._empty_graph(current)]
 
     def _empty_graph(self, current: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
         """A graph of nothing in the pool, which keeps the pool in use; ``current`` is the caller's stream.
@@ -509,7 +551,7 @@ class CudaPool:
     def close(self) -> None:
         if self._open:
             self._open = False
-            self._anchor = None
+            _turn.destroy(self._anchor)
             for pool in (self._id, *self._spoilt, *self._spoilt):  # a capture that broke still counts as a user
                 with suppress(RuntimeError):
                     torch._C._cuda_releasePool(self._index, pool)
