@@ -564,8 +564,8 @@ def _capturing(index: int) -> Iterator[None]:
 
     A CUDAGraph that is collected during a capture breaks the capture.
     """
-    enabled = gc.isenabled()
     with _turn:
+        enabled = gc.isenabled()
         gc.disable()
         try:
             _wait_for_draws(index)
