@@ -49,6 +49,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a write to an output is not noticed through another           | test_versions_of_outputs               |
 | a dispatch mode does not see what runs                        | test_dispatch_modes                    |
 | random numbers freeze, or the generator stands still          | test_random_numbers                    |
+| a capture changes what a graph draws that is still to run     | test_draws_while_another_captures      |
 | a number read from a tensor freezes                           | test_item                              |
 | an operator keeps, writes or returns its input                | test_opaque_operators                  |
 | so does one that is eager for another reason as well          | test_opaque_operators_with_numbers     |
@@ -772,6 +773,24 @@ def test_random_numbers(twins, device):
     same(*states)
     same_state(plain, graphed)
     assert not torch.equal(states[1][0], states[1][2])
+
+
+def test_draws_while_another_captures(twins, device):
+    """On CUDA the first graph waits until the second has been captured."""
+    first, second = twins(lambda x: work(torch.rand_like(x)) + x), twins(lambda x: work(torch.rand_like(x)) * x)
+    x = torch.randn(4, 4, device=device)
+    for rows in (2, 3):  # the second warms up and captures for each
+        y = torch.randn(rows, 4, device=device)
+        results = []
+        for f, g in zip(first, second):
+            torch.manual_seed(rows)
+            results.append([])
+            for _ in range(3):
+                if device == "cuda":
+                    torch.cuda._sleep(20_000_000)
+                results[-1] += [f(x), g(y)]
+        same(*results)
+    assert replays(first[1]) == 5 and replays(second[1]) == 4
 
 
 def test_item(twins, device):
