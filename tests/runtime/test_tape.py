@@ -41,6 +41,15 @@ def test_capture_executes_nothing(pool):
     assert y.data_ptr() == x.data_ptr()
 
 
+def test_views_are_views_in_inference_mode(pool):
+    x = torch.zeros(3, 4)
+    pool.forget(torch.zeros(4).untyped_storage())  # memory that operators reuse
+    with torch.inference_mode():
+        (warm,) = pool.warm_up(lambda t, leave: [t.reshape(-1)], [x])
+        _, (captured,) = pool.capture(lambda t: [t.reshape(-1)], [x])
+    assert warm._base is x and captured._base is x
+
+
 def test_replay_skips_python(pool):
     calls = []
     graph, _ = pool.capture(lambda t: [calls.append(1) or t + 1], [torch.zeros(2)])

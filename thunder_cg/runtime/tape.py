@@ -96,7 +96,29 @@ def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
         cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
 
 
-class _Tape(TorchDispatchMode):
+class _Mode(TorchDispatchMode):
+    """Sees each operator that is run, and no composite of others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled() and (output := self._composite(func, args, kwargs)) is not NotImplemented:
+            return output
+        return self._run(func, args, kwargs)
+
+    def _composite(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Takes a composite operator apart, as PyTorch does before a mode sees it, but not in inference mode.
+
+        What its parts make is a view, or not, as without a mode.
+        """
+        with torch._C._PreserveDispatchKeyGuard(), self:
+            torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
+            return func.decompose(*args, **kwargs)
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Tape(_Mode):
     """Records calls while they run, and afterwards undoes what they did to memory that it did not allocate."""
 
     def __init__(self, device: torch.device, free: Sequence[torch.UntypedStorage]) -> None:
@@ -114,24 +136,12 @@ class _Tape(TorchDispatchMode):
         self.steps.append(_Departure(tuple(kept)))
         return kept
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and (output := self._composite(func, args, kwargs)) is not NotImplemented:
-            return output
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         self._refuse(func, args, kwargs)
         if func.overloadpacket in _RESHAPES:
             return func(*args, **kwargs)
         mutable = func._schema.is_mutable or func.overloadpacket in _WRITERS
         return self._record(func, args, kwargs, writes=mutable, may_skip=not mutable)
-
-    def _composite(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Takes a composite operator apart, as PyTorch does before a mode sees it, but not in inference mode.
-
-        What its parts make is a view, or not, as without a mode.
-        """
-        with torch._C._PreserveDispatchKeyGuard(), self:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
-            return func.decompose(*args, **kwargs)
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with _disable_current_modes():
@@ -207,15 +217,15 @@ def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return made
 
 
-class _Reuse(TorchDispatchMode):
+class _Reuse(_Mode):
     """On a GPU, any operator may get memory that is free."""
 
     def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
         super().__init__()
         self._free = free
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        output = func(*args, **kwargs)
         _poison(self._free)
         return output
 
