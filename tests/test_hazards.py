@@ -1201,12 +1201,14 @@ def test_memory_with_two_names(twins, device):
     assert len(regions(graphed)) > 2 and replays(graphed) > CALLS
 
 
-class Overlap(nn.Module):
-    """Writes its input before it reads its parameter."""
-
+class Weighted(nn.Module):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(4, 4))
+
+
+class Overlap(Weighted):
+    """Writes its input before it reads its parameter."""
 
     def forward(self, x):
         x.mul_(work(x).sum().item())
@@ -1225,11 +1227,7 @@ def test_arguments_that_overlap_parameters(twins, device):
             same_state(plain, graphed)
 
 
-class Windows(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
-
+class Windows(Weighted):
     def forward(self, x):
         return self.weight[1:], x[:, ::2], work(x)
 
@@ -1266,12 +1264,8 @@ def test_saved_memory_with_two_names(twins, device):
     assert "permute" in str(explain(graphed)) and replays(graphed) == 2 * (CALLS - 1)
 
 
-class Squares(nn.Module):
+class Squares(Weighted):
     """Its second region gets one memory by two names and writes it, so it cannot be captured, and saves its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x):
         h, g = work(torch.matmul(x, self.weight)), work(x)
