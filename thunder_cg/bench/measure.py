@@ -243,9 +243,10 @@ def _measure(
     with _workspaces_stay():
         prepare([name for name in names if name != REDUCE_OVERHEAD])
         ready()
-        rows |= _take_turns(
-            case, [contenders[name] for name in names if name in contenders], len(names), calls, progress
-        )
+        with _frozen():
+            rows |= _take_turns(
+                case, [contenders[name] for name in names if name in contenders], len(names), calls, progress
+            )
     return [rows[name] for name in names]
 
 
@@ -310,6 +311,17 @@ def _workspaces_stay() -> Iterator[None]:
     """Keeps Inductor from freeing all cuBLAS workspaces."""
     with patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True):
         yield
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """Keeps the collector from what is there: it takes seconds for traces of thousands of operators, in every turn."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager
