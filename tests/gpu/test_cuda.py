@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
 import pytest
@@ -146,6 +147,24 @@ def test_memory_is_filled_before_it_is_used(deterministic):
     torch.cuda.synchronize()
     assert not memory.any()
     pool.close()
+
+
+def test_ids_of_pools_are_ordinary_numbers():
+    """Past 256 Python does not keep them alive by itself. See Note [Snapshots] in cuda.py."""
+    for _ in range(257):
+        torch.cuda.graph_pool_handle()
+    pool = CudaBackend().pool(torch.device("cuda", 0))
+    before = [sys.getrefcount(number) for number in pool._id]
+    memory = pool.memory(3 * MB)
+    for _ in range(3):
+        assert pool.nbytes() >= 3 * MB
+        pool.poison()
+    del memory
+    pool.poison()
+    assert [sys.getrefcount(number) for number in pool._id] == before
+    assert pool.nbytes() < torch.cuda.memory_reserved()  # the workspaces of its stream are elsewhere
+    pool.close()
+    assert pool.nbytes() == 0
 
 
 def test_memory_of_dropped_models_comes_back():

@@ -26,6 +26,11 @@ Note [Memory for a pool]
     Where memory runs out, the caching allocator frees what it caches and tries again, but not while this thread's
     memory is routed to a pool, as it is in warm-ups and captures. So here that is done when they have failed, and again
     before a capture is tried anew, since what was in the way may be cached by then.
+
+Note [Snapshots]
+    Asked for one pool, PyTorch's snapshot (2.10 and 2.11) gives up references to the two numbers of the pool's id that
+    it does not own. Past 256 they are ordinary objects, which are freed while the id still holds them. So it is asked
+    for all pools.
 """
 
 from __future__ import annotations
@@ -355,6 +360,12 @@ def _is_alone(tensor: torch.Tensor) -> bool:
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == owners)
 
 
+def segments(pools: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
+    """The memory that these pools reserve on any device, as PyTorch's snapshot has it. See Note [Snapshots]."""
+    everything = torch._C._cuda_memorySnapshot(None)["segments"]
+    return [segment for segment in everything if segment["segment_pool_id"] in pools]
+
+
 def _poison(storage: Any) -> None:  # what torch's stubs call a storage differs from call to call
     torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).fill_(0xFF)
 
@@ -529,8 +540,7 @@ class CudaPool:
         return alias._neg_view() if tensor.is_neg() else alias
 
     def _segments(self) -> list[dict[str, Any]]:
-        pools = (self._id, *self._spoilt) if self._open else ()
-        return [segment for pool in pools for segment in torch.cuda.memory_snapshot(pool)]
+        return segments((self._id, *self._spoilt)) if self._open else []
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         _poison(storage)
