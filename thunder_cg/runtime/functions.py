@@ -1,21 +1,19 @@
-"""A region's ops as a Python function, written and compiled by Thunder."""
+"""A region's ops as a Python function: each is written by Thunder."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from inspect import Parameter, Signature
 from itertools import count
-from types import FunctionType
 from typing import Any
 
+import thunder
 import torch
-from thunder.core import prims
-from thunder.core.proxies import AnyProxy, CollectionProxy, Proxy, TensorProxy
+from thunder.core.baseutils import build_callable
+from thunder.core.codeutils import module_shortname
+from thunder.core.proxies import AnyProxy, Proxy, TensorProxy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, tracectx
-from thunder.executors.passes import del_last_used
-from thunder.executors.pythonex import clear_mutable_collection
 
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.verify import fingerprints
@@ -29,7 +27,7 @@ def region_function(
     leaving: Mapping[str, int],
     backend: Backend,
 ) -> Callable[..., Sequence[Any]]:
-    """A region's Python function, as Thunder writes it: its symbols, each variable deleted after its last use.
+    """A region's Python function: its symbols, each variable deleted after its last use.
 
     It takes its inputs in a list, which it empties, so that their memory can be freed on the way, and a function that
     it gives each result that may leave early; what that returns is the result then.
@@ -37,14 +35,13 @@ def region_function(
     Args:
         leaving: names of results that may leave early, and the position of the symbol after which they may.
     """
-    names = {p.name for s in symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | {p.name for p in inputs}
     proxies = {proxy.name: proxy for proxy in results}
     after: dict[int, list[Proxy]] = {}
     for each, position in leaving.items():
         after.setdefault(position, []).append(proxies[each])
-    with tracectx(TraceCtx()):
-        leave = AnyProxy(None, name=_unused("leave", names))
-        body = []
+    body = []
+    with tracectx(TraceCtx()):  # where names are free
+        leave = AnyProxy(None, name=_unused("leave", _names(symbols, inputs)))
         for i, symbol in enumerate(symbols):
             body.append(_called_by(backend, symbol))
             body += [BoundSymbol(_LEAVE, (leave, proxy), {}, proxy, _call_ctx={}) for proxy in after.get(i, ())]
@@ -65,6 +62,10 @@ def _write_leave(bsym: BoundSymbol, out: Any, args: Sequence[Any], kwargs: Mappi
 _LEAVE = Symbol("cudagraph_leave", meta=None, is_fusion=True, python_printer=_write_leave)
 
 
+def _names(symbols: Sequence[Any], inputs: Sequence[Proxy]) -> set[str]:
+    return {p.name for s in symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | {p.name for p in inputs}
+
+
 def _unused(wish: str, names: Collection[str]) -> str:
     """``wish``, with as many underscores after it as it takes for no name to begin so."""
     return next(f"{wish}{'_' * n}" for n in count() if not any(name.startswith(f"{wish}{'_' * n}") for name in names))
@@ -74,8 +75,7 @@ def watched_function(
     name: str, symbols: Sequence[Any], inputs: Sequence[Proxy], device: torch.device, backend: Backend
 ) -> Callable[[list[Any]], Sequence[Any]]:
     """Like `region_function`, but it returns the fingerprints of what each symbol made."""
-    names = {p.name for s in symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | {p.name for p in inputs}
-    prefix = _unused("print", names)
+    prefix = _unused("print", _names(symbols, inputs))
     take = Symbol("cudagraph_fingerprints", meta=None, is_fusion=True)
     watched, taken = [], []
     with tracectx(TraceCtx()):
@@ -89,25 +89,31 @@ def watched_function(
 
 def _function(
     name: str, symbols: Sequence[Any], inputs: Sequence[Proxy], results: Sequence[Proxy], *others: Proxy
-) -> FunctionType:
+) -> Any:
     """Of the inputs in a list, and of ``others``."""
-    parameters = [Parameter(each, Parameter.POSITIONAL_OR_KEYWORD) for each in ("inputs", *(p.name for p in others))]
+    lines = [f"def {name}({', '.join(['inputs', *(p.name for p in others)])}):"]
+    lines += [f"  [{', '.join(p.name for p in inputs)}] = inputs", "  inputs.clear()"]
+    context: dict[str, Any] = {"torch": torch, "thunder": thunder}  # as in what Thunder compiles
+    with tracectx(TraceCtx()):
+        for symbol, names in zip(symbols, _last_used(symbols, results)):
+            lines += symbol.python(indent=1)
+            modules, functions, objects = symbol.gather_ctxs()
+            context |= {module_shortname(path): module for path, module in modules.items()} | functions | objects
+            if names:
+                lines.append(f"  del {', '.join(names)}")
+    lines.append(f"  return ({''.join(f'{p.name}, ' for p in results)})")
+    return build_callable(name, python_str="\n".join(lines), file_name=f"thunder.{name}", ctx=context)
 
-    def region_fn() -> None:
-        """Stands for the signature alone."""
 
-    region_fn.__name__ = name
-    region_fn.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    trace = TraceCtx(region_fn)
-    with tracectx(trace):
-        collection = CollectionProxy(list(inputs), name="inputs")
-        trace.args = (collection.collection(), *others)
-        prims.unpack_trivial(collection, name="inputs")
-        prims.unpack_sequence(collection, len(inputs))
-        trace.bound_symbols.append(clear_mutable_collection.bind(collection, output=None))
-        trace.bound_symbols += symbols
-        prims.python_return(tuple(results))
-    return del_last_used(trace).python_callable(include_decorators=False)
+def _last_used(symbols: Sequence[Any], results: Sequence[Proxy]) -> list[list[str]]:
+    """For each symbol, the variables that nothing after it needs."""
+    needed = {proxy.name for proxy in results}
+    found: list[list[str]] = []
+    for symbol in reversed(symbols):
+        mine = dict.fromkeys(p.name for p in (*symbol.flat_proxy_outs, *symbol.flat_proxy_args))
+        found.append([name for name in mine if name not in needed])
+        needed.update(mine)
+    return found[::-1]
 
 
 def _called_by(backend: Backend, symbol: Any) -> Any:
