@@ -146,10 +146,7 @@ class _Emission:
         self._backward = TraceTag.BACKWARD in trace.tags
         self._return = trace.bound_symbols[-1]
         self._trains = TraceTag.AUGMENTED_FORWARD in trace.tags
-        self._proxies: dict[str, Proxy] = {}
-        for symbol in trace.bound_symbols:
-            for proxy in (*symbol.flat_proxy_args, *symbol.flat_proxy_outs):
-                self._proxies.setdefault(proxy.name, proxy)
+        self._proxies: dict[str, Proxy] = {name: value.proxy for name, value in ops.values.items()}
 
     def emit(self) -> tuple[TraceCtx, Program]:
         trace = from_trace(self._old)
@@ -171,13 +168,13 @@ class _Emission:
         for region, boundary in zip(regions, edges):
             name = f"CUDAGraph{next(transform._numbers)}"
             made = RuntimeRegion(name, region, boundary, function=lambda: ())
-            symbols = [self._ops.ops[i].symbol for i in region.ops]
+            ops = [self._ops.ops[i] for i in region.ops]
             inputs = [self._proxies[n] for n in (*boundary.inputs, *boundary.numbers)]
             results = [self._proxies[slot.name] for slot in made.slots]
             leaving = {exit.name: region.ops.index(exit.last) for exit in boundary.exits if exit.last is not None}
-            made.function = region_function(name, symbols, inputs, results, leaving, transform._backend)
+            made.function = region_function(name, ops, inputs, results, leaving, transform._backend)
             if made.is_always_verified or transform.options.verify is not None:
-                made.watched = watched_function(name, symbols, inputs, made.device, transform._backend)
+                made.watched = watched_function(name, ops, inputs, made.device, transform._backend)
             for exit in boundary.exits:
                 if exit.inside and exit.leaves:
                     proxy = self._proxies[exit.name]

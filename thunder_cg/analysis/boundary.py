@@ -65,6 +65,7 @@ def boundaries(ops: Ops, plan: Plan, returned: Set[str], saved: Set[str]) -> tup
         saved: names that it keeps for its backward; they stay inside, for the call holds its arena until then.
     """
     root = roots(ops)
+    wrote = [writes(op, root) for op in ops.ops]
     step_of = {
         i: s for s, step in enumerate(plan.steps) for i in (step.ops if isinstance(step, Region) else (step.op,))
     }
@@ -78,9 +79,8 @@ def boundaries(ops: Ops, plan: Plan, returned: Set[str], saved: Set[str]) -> tup
         if op.id != "RETURN":  # what it uses is ``returned`` and ``saved``; Thunder may drop the rest again
             for name in op.inputs:
                 used_in.setdefault(name, set()).add(at)
-        if not op.structure:
-            for written in writes(op, root):
-                written_in.setdefault(written, set()).add(at)
+        for written in wrote[op.index]:
+            written_in.setdefault(written, set()).add(at)
     lent = _lent_roots(ops, plan, root, used_in, saved)
     kept = lent | _fresh_roots(ops, plan, root, made_in, written_in, returned)
     last = _last_uses(root, used_in, saved, len(plan.steps)) | dict.fromkeys(lent, len(plan.steps))
@@ -94,7 +94,7 @@ def boundaries(ops: Ops, plan: Plan, returned: Set[str], saved: Set[str]) -> tup
         made = {name for op in mine for name in op.outputs}
         inputs = dict.fromkeys(n for op in mine for n in op.inputs if n not in made or made_in[n] != at)
         tensors = tuple(n for n in inputs if ops.values[n].kind == "tensor")
-        touched = {r for op in mine for r in writes(op, root)}
+        touched = {r for op in mine for r in wrote[op.index]}
         exits = []
         for name in dict.fromkeys(n for op in mine for n in op.outputs):
             if made_in[name] != at or ops.values[name].kind != "tensor":

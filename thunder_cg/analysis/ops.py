@@ -69,6 +69,8 @@ class Value:
     """A parameter or buffer of the module: its address outlives the call."""
     dtype: str | None = None
     """Thunder's name of the element type, such as ``"float32"`` or ``"bool8"``; None unless tensor or future."""
+    proxy: Any = field(default=None, compare=False, repr=False)
+    """The proxy itself, for the transform."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ class _Reader:
 
     def value(self, proxy: Proxy) -> Value:
         if not isinstance(proxy, (TensorProxy, FutureTensorProxy)):
-            return Value(name=proxy.name, kind=_kind(proxy))
+            return Value(name=proxy.name, kind=_kind(proxy), proxy=proxy)
         symbolic = any(isinstance(size, NumberProxy) for size in proxy._shape)
         return Value(
             name=proxy.name,
@@ -228,6 +230,7 @@ class _Reader:
             symbolic=symbolic,
             static=proxy.name in self.static_names or ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
             dtype=_dtype(proxy),
+            proxy=proxy,
         )
 
 
@@ -355,6 +358,7 @@ def _has_number_list(key: Any) -> bool:
     )
 
 
+_NAMED = ("seed", "generator", "dropout_p", "max_norm", "sorter")  # arguments that rules are about
 # Thunder wraps most meta functions in a way that hides their signatures; then this is where an argument stands.
 _POSITIONS = {
     "EMBEDDING": {"max_norm": 3},
@@ -368,15 +372,20 @@ _POSITIONS = {
 
 
 def _named_arguments(bound: BoundSymbol, name: str) -> dict[str, Any]:
-    named = dict(zip(_parameter_names(bound.sym.meta), bound.args))
-    at = _POSITIONS.get(name, {})
-    named.update((argument, bound.args[i]) for argument, i in at.items() if i < len(bound.args))
-    return {**named, **bound.kwargs}
+    """Those of `_NAMED` that are given."""
+    args, kwargs = bound.args, bound.kwargs
+    found = {argument: args[i] for argument, i in _positions(bound.sym.meta, name) if i < len(args)}
+    if kwargs:
+        found.update((argument, kwargs[argument]) for argument in _NAMED if argument in kwargs)
+    return found
 
 
 @functools.lru_cache(maxsize=4096)
-def _parameter_names(meta: Any) -> tuple[str, ...]:
+def _positions(meta: Any, name: str) -> tuple[tuple[str, int], ...]:
+    """Where the arguments of `_NAMED` stand among the positional ones."""
     try:
-        return tuple(inspect.signature(meta).parameters)
+        parameters = [*inspect.signature(meta).parameters]
     except (TypeError, ValueError):  # no meta function, or a builtin one
-        return ()
+        parameters = []
+    found = {argument: parameters.index(argument) for argument in _NAMED if argument in parameters}
+    return tuple((found | _POSITIONS.get(name, {})).items())

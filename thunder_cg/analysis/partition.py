@@ -94,9 +94,13 @@ def dependencies(ops: Ops) -> list[list[int]]:
 
 
 def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
-    root = _with_overlaps(ops, root)
+    wrote = [writes(op, root) for op in ops.ops]
     outside = {root[name] for name in ops.args if name in root}
-    written = {name for op in ops.ops for name in writes(op, root)}
+    if not outside.isdisjoint(name for names in wrote for name in names):  # Note [Overlapping arguments]
+        one = min(outside)
+        root = {name: one if of in outside else of for name, of in root.items()}
+        outside, wrote = {one}, [writes(op, root) for op in ops.ops]
+    written = {name for names in wrote for name in names}
     producer: dict[str, int] = {}
     writer: dict[str, int] = {}
     readers: defaultdict[str, list[int]] = defaultdict(list)
@@ -105,7 +109,7 @@ def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
     found = []
     for index, op in enumerate(ops.ops):
         before = {producer[name] for name in op.inputs if name in producer}
-        touched, mine = reads(op, root), writes(op, root)
+        touched, mine = reads(op, root), wrote[index]
         before.update(writer[name] for name in touched if name in writer)
         for name in mine:
             before.update(readers.pop(name, ()))
@@ -129,14 +133,6 @@ def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
         producer.update(dict.fromkeys(op.outputs, index))
         found.append(sorted(before - {-1, index}))
     return found
-
-
-def _with_overlaps(ops: Ops, root: Mapping[str, str]) -> Mapping[str, str]:
-    outside = {root[name] for name in ops.args if name in root}
-    if outside.isdisjoint(name for op in ops.ops for name in writes(op, root)):
-        return root
-    one = min(outside)
-    return {name: one if of in outside else of for name, of in root.items()}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
