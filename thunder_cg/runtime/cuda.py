@@ -28,7 +28,7 @@ Note [Memory for a pool]
     before a capture is tried anew, since what was in the way may be cached by then.
 
 Note [Snapshots]
-    Asked for one pool, PyTorch's snapshot (2.10 and 2.11) gives up references to the two numbers of the pool's id that
+    Asked for one pool, PyTorch's snapshot (2.9 to 2.11) gives up references to the two numbers of the pool's id that
     it does not own. Past 256 they are ordinary objects, which are freed while the id still holds them. So it is asked
     for all pools.
 """
