@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from types import FunctionType, ModuleType
 from typing import Any
@@ -95,21 +96,14 @@ class FaultyRegion:
         self.switch = Switch()
         self.op = -1
         self._position = 0
+        self._at = sys.maxsize  # the instruction that called last
         function = region.function
         names = {name: self._wrap(value) for name, value in function.__globals__.items() if name != "__builtins__"}
-        names["clear_mutable_collection"] = self._start(function.__globals__["clear_mutable_collection"])
         region.function = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
     def arm(self, op: int, fault: Fault, *, times: int = 1) -> None:
         self.op = op
         self.switch.arm(fault, times=times)
-
-    def _start(self, first: Callable[..., Any]) -> Callable[..., Any]:
-        def start(*args: Any) -> Any:
-            self._position = 0
-            return first(*args)
-
-        return start
 
     def _wrap(self, value: Any) -> Any:
         if isinstance(value, ModuleType) or value is torch.Tensor:
@@ -118,8 +112,9 @@ class FaultyRegion:
             return value
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            position, self._position = self._position, self._position + 1
-            if position == self.op:
+            before, self._at = self._at, sys._getframe(1).f_lasti
+            self._position = self._position + 1 if self._at > before else 0  # no loops: it has begun anew
+            if self._position == self.op:
                 self.switch(self.region.device)
             return value(*args, **kwargs)
 
