@@ -169,8 +169,8 @@ class _Emission:
             name = f"CUDAGraph{next(transform._numbers)}"
             made = RuntimeRegion(name, region, boundary, function=lambda: ())
             ops = [self._ops.ops[i] for i in region.ops]
-            inputs = [self._proxies[n] for n in (*boundary.inputs, *boundary.numbers)]
-            results = [self._proxies[slot.name] for slot in made.slots]
+            inputs = (*boundary.inputs, *boundary.numbers)
+            results = [slot.name for slot in made.slots]
             leaving = {exit.name: region.ops.index(exit.last) for exit in boundary.exits if exit.last is not None}
             made.function = region_function(name, ops, inputs, results, leaving, transform._backend)
             if made.is_always_verified or transform.options.verify is not None:

@@ -375,9 +375,7 @@ def _named_arguments(bound: BoundSymbol, name: str) -> dict[str, Any]:
     """Those of `_NAMED` that are given."""
     args, kwargs = bound.args, bound.kwargs
     found = {argument: args[i] for argument, i in _positions(bound.sym.meta, name) if i < len(args)}
-    if kwargs:
-        found.update((argument, kwargs[argument]) for argument in _NAMED if argument in kwargs)
-    return found
+    return found | {argument: kwargs[argument] for argument in _NAMED if argument in kwargs}
 
 
 @functools.lru_cache(maxsize=4096)
