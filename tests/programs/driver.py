@@ -388,12 +388,15 @@ def _autograd(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.requires_grad, tensor.grad_fn is None
 
 
+_AMBIGUOUS = ("A view was created in no_grad mode", "A view was created in inference mode")
+
+
 def _is_ambiguous(tensor: torch.Tensor) -> bool:
     """Whether it is a view, made without grad mode, that a write to its base in grad mode came after.
 
     PyTorch forbids to use it. With graphs the view is made when the write is done, and may be used.
     """
-    return _forbidden(tensor).startswith(("A view was created in no_grad mode", "A view was created in inference mode"))
+    return _forbidden(tensor).startswith(_AMBIGUOUS)
 
 
 def _owned(plain: Sequence[torch.Tensor], graphed: Sequence[torch.Tensor]) -> set[int]:
@@ -558,7 +561,7 @@ class Pair:
             raise ThunderIsWrong("a write was put off to the backward")
         if isinstance(step, Backward) and isinstance(self.plain.error, AssertionError):
             raise ThunderIsWrong("an assertion of its own fails")
-        if isinstance(step, Backward) and "view was created in no_grad mode" in str(self.plain.error):
+        if isinstance(step, Backward) and str(self.plain.error).startswith(_AMBIGUOUS):
             raise ThunderIsWrong("a call without gradients is connected to autograd")  # by a view older than its write
         if not found[1] and self._is_modified(step):
             raise OnlyThunderRaises

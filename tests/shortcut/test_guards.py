@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import thunder
 import torch
 from support import same, shortcuts
 from torch import nn
+
+from thunder_cg.shortcut import guards
 
 
 class Act(nn.Module):
@@ -336,3 +339,21 @@ def test_attributes_that_keep_changing_are_checked_at_each_call(twins, device):
             x = torch.randn(2, 4, device=device)
             same(plain(x, x.clone()), graphed(x, x.clone()))
     assert shortcuts(graphed) == 77
+
+
+def test_what_an_interpreter_does_not_show_is_checked_at_each_call(twins, device, monkeypatch):
+    """CPython 3.13.0 tells nobody who watches a dictionary of a write to an attribute."""
+    assert guards._attributes_show == (sys.version_info[:3] != (3, 13, 0))
+    monkeypatch.setattr(guards, "_attributes_show", False)
+    plain, graphed, call = establish(*twins(Model()), device)
+    (entry,) = graphed._forward_fn._entries
+    assert not entry._guard._attributes.unchanged() and not entry._guard._homes.unchanged()
+    x, y = torch.randn(2, 2, 4, device=device)
+    before = shortcuts(graphed)
+    for model in (plain, graphed):
+        model._model.act.slope = 3.0
+    same(plain(x, y.clone()), graphed(x, y.clone()))
+    assert shortcuts(graphed) == before
+    for model in (plain, graphed):
+        model._model.act.slope = 2.0
+    assert call() == 1

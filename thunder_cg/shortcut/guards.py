@@ -124,6 +124,11 @@ _function_modes = torch._C._len_torch_function_stack
 
 def _unchanged(watched: Sequence[Any]) -> Callable[[], bool]:
     """One C++ check that objects have their types and dictionaries, and that no dictionary was written to."""
+    may = _attributes_show or all(isinstance(item, dict) for item in watched)
+    return _versions(watched) if may else _never
+
+
+def _versions(watched: Sequence[Any]) -> Callable[[], bool]:
     scope = tuple(watched)
     manager = _c_guards.RootGuardManager()
     kind = GuardManagerType.GUARD_MANAGER
@@ -145,6 +150,21 @@ def _add(guard: Callable[..., None], value: Any) -> None:
         guard(value, [], None)
     except TypeError:  # torch before 2.11
         guard(value, [])
+
+
+class _Probe:
+    attribute: int
+
+
+def _do_attributes_show() -> bool:
+    """Whether a write to an attribute is seen as one to the object's dictionary: not in CPython 3.13.0, by a bug."""
+    probe = _Probe()
+    unchanged = _versions([probe])
+    probe.attribute = 0
+    return not unchanged()
+
+
+_attributes_show = _do_attributes_show()
 
 
 class _Attributes:
