@@ -109,6 +109,10 @@ def default_device(model: Any):
         yield
     finally:
         torch.set_default_device(None)
+        try:
+            torch.get_default_device()
+        except AttributeError:  # torch 2.9 does not know it any more
+            del torch._GLOBAL_DEVICE_CONTEXT.device_context
 
 
 @contextmanager
