@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import thunder
 import torch
 from support import same, shortcuts
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from thunder_cg.shortcut import guards
 
@@ -162,6 +164,23 @@ def moved(model: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> AbstractC
     return setting(weight, "data", make(weight.data))
 
 
+KERNELS = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+
+
+def without(kernel: SDPBackend, model: Any) -> AbstractContextManager[None]:
+    return sdpa_kernel([other for other in KERNELS if other is not kernel])
+
+
+@contextmanager
+def switched(read: Callable[[], Any], write: Callable[[Any], Any], value: Any):
+    old = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(old)
+
+
 SURROUNDINGS = {
     "mode": other_mode,
     "grad mode": lambda m: torch.set_grad_enabled(not torch.is_grad_enabled()),  # at once, and for both models
@@ -197,6 +216,34 @@ SURROUNDINGS = {
     ),
     "buffer": lambda m: swapped(m, "shift", lambda t: t * 2),
     "buffer's dtype": lambda m: swapped(m, "shift", lambda t: t.to(torch.float16)),
+}
+
+# What kernels are chosen by.
+backends, cuda, products = torch.backends, torch.backends.cuda, torch.backends.cuda.matmul
+SURROUNDINGS |= {
+    "deterministic algorithms": lambda m: switched(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
+    ),
+    "cuDNN": lambda m: setting(backends.cudnn, "enabled", False),
+    "cuDNN's benchmark": lambda m: setting(backends.cudnn, "benchmark", True),
+    "cuDNN's deterministic algorithms": lambda m: setting(backends.cudnn, "deterministic", True),
+    "precision": lambda m: setting(backends, "fp32_precision", "tf32"),
+    "precision of products": lambda m: setting(products, "fp32_precision", "tf32"),
+    "precision of convolutions": lambda m: setting(backends.cudnn.conv, "fp32_precision", "ieee"),
+    "precision of RNNs": lambda m: setting(backends.cudnn.rnn, "fp32_precision", "ieee"),
+    "precision of products on the CPU": lambda m: setting(backends.mkldnn.matmul, "fp32_precision", "tf32"),
+    "reduction in float16": lambda m: setting(products, "allow_fp16_reduced_precision_reduction", False),
+    "reduction in bfloat16": lambda m: setting(products, "allow_bf16_reduced_precision_reduction", False),
+    "accumulation in float16": lambda m: setting(products, "allow_fp16_accumulation", True),
+    **{f"attention other than {kernel.name}": partial(without, kernel) for kernel in KERNELS},
+    "order of attentions": lambda m: sdpa_kernel(KERNELS[::-1], set_priority=True),
+    "reduction of attention": lambda m: switched(
+        cuda.fp16_bf16_reduction_math_sdp_allowed, cuda.allow_fp16_bf16_reduction_math_sdp, True
+    ),
+    "library of products": lambda m: switched(cuda.preferred_blas_library, cuda.preferred_blas_library, "cublaslt"),
+    "library of linear algebra": lambda m: switched(
+        cuda.preferred_linalg_library, cuda.preferred_linalg_library, "cusolver"
+    ),
 }
 
 Arguments = Callable[[torch.Tensor], tuple[tuple[Any, ...], dict[str, Any]]]

@@ -35,6 +35,14 @@ def metadata_guard(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> 
 
 _precision = torch._C._get_fp32_precision_getter
 
+
+def _preferred() -> tuple[int, ...]:
+    """The libraries for matrix products and for linear algebra, and the order of attention's kernels, as numbers."""
+    products: Any = torch._C._get_blas_preferred_backend()
+    algebra: Any = torch._C._get_linalg_preferred_backend()
+    return products.value, algebra.value, *torch._C._get_sdp_priority_order()
+
+
 # The process-wide switches that kernels are chosen by, as functions that read them. A graph has the choice baked in.
 SETTINGS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (torch.is_inference_mode_enabled, ()),
@@ -54,6 +62,8 @@ SETTINGS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (torch._C._get_mem_efficient_sdp_enabled, ()),
     (torch._C._get_math_sdp_enabled, ()),
     (torch._C._get_cudnn_sdp_enabled, ()),
+    (torch._C._get_math_sdp_allow_fp16_bf16_reduction, ()),
+    (_preferred, ()),
 )
 
 
