@@ -224,6 +224,11 @@ SURROUNDINGS |= {
     "deterministic algorithms": lambda m: switched(
         torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms, True
     ),
+    "deterministic algorithms, or a warning": lambda m: switched(
+        torch.is_deterministic_algorithms_warn_only_enabled,
+        lambda only: torch.use_deterministic_algorithms(False, warn_only=only),
+        True,
+    ),
     "cuDNN": lambda m: setting(backends.cudnn, "enabled", False),
     "cuDNN's benchmark": lambda m: setting(backends.cudnn, "benchmark", True),
     "cuDNN's deterministic algorithms": lambda m: setting(backends.cudnn, "deterministic", True),

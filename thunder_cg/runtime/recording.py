@@ -43,10 +43,11 @@ def _preferred() -> tuple[int, ...]:
     return products.value, algebra.value, *torch._C._get_sdp_priority_order()
 
 
-# The process-wide switches that kernels are chosen by, as functions that read them. A graph has the choice baked in.
+# The process-wide switches that kernels are chosen or refused by, as functions that read them: baked into a graph.
 SETTINGS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
     (torch.is_inference_mode_enabled, ()),
     (torch._C._get_deterministic_algorithms, ()),
+    (torch._C._get_deterministic_algorithms_warn_only, ()),
     (torch._C._get_cudnn_enabled, ()),
     (torch._C._get_cudnn_benchmark, ()),
     (torch._C._get_cudnn_deterministic, ()),
