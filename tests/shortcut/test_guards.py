@@ -96,15 +96,6 @@ def other_mode(model: Any):
 
 
 @contextmanager
-def default_dtype(model: Any):
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
-@contextmanager
 def default_device(model: Any):
     torch.set_default_device("meta")
     try:
@@ -186,7 +177,7 @@ SURROUNDINGS = {
     "grad mode": lambda m: torch.set_grad_enabled(not torch.is_grad_enabled()),  # at once, and for both models
     "inference mode": lambda m: torch.inference_mode(),
     "autocast": lambda m: torch.autocast(next(m.parameters()).device.type, torch.bfloat16),
-    "default dtype": default_dtype,
+    "default dtype": lambda m: switched(torch.get_default_dtype, torch.set_default_dtype, torch.float64),
     "default device": default_device,
     "device context": lambda m: torch.device("meta"),
     "attribute": lambda m: setting(m._model, "scale", 4.0),

@@ -123,12 +123,13 @@ _function_modes = torch._C._len_torch_function_stack
 
 
 def _unchanged(watched: Sequence[Any]) -> Callable[[], bool]:
-    """One C++ check that objects have their types and dictionaries, and that no dictionary was written to."""
+    """A check of dictionaries and objects by their `_versions`, or `_never`, where that would miss what changes."""
     may = _attributes_show or all(isinstance(item, dict) for item in watched)
     return _versions(watched) if may else _never
 
 
 def _versions(watched: Sequence[Any]) -> Callable[[], bool]:
+    """One C++ check that objects have their types and dictionaries, and that no dictionary was written to."""
     scope = tuple(watched)
     manager = _c_guards.RootGuardManager()
     kind = GuardManagerType.GUARD_MANAGER
