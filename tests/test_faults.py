@@ -160,6 +160,10 @@ class Twins:
             self.call(self.others)
         assert replays(other) == before + 2
 
+    def arena_bytes(self) -> int:
+        gc.collect()
+        return sum(arena.nbytes() for arena in arenas(self.graphed))
+
     def bytes(self) -> int:
         """Memory in use when all recordings are gone."""
         forget(self.graphed)
@@ -167,7 +171,7 @@ class Twins:
         if self.device == "cuda":
             torch.cuda.synchronize()
             return torch.cuda.memory_allocated()
-        return sum(arena.nbytes() for arena in arenas(self.graphed))
+        return self.arena_bytes()
 
 
 @pytest.fixture
@@ -222,6 +226,9 @@ def test_an_op_fails_in_a_capture(pair, trace):
     faulty, base = twins.faulty[trace], None
     program = programs(twins.graphed)[trace]
     assert len(faulty.region.region.ops) >= 12
+    for _ in range(3):
+        twins.call()
+    without_faults = twins.arena_bytes()
     for position, index in enumerate(faulty.region.region.ops):
         op = program.ops.ops[index]
         line = program.ops.line(op)
@@ -244,6 +251,7 @@ def test_an_op_fails_in_a_capture(pair, trace):
                 assert replays(twins.graphed) == before + 4 and failure(twins, trace) == "None"
             else:
                 assert replays(twins.graphed) == before + 2 and failure(twins, trace) == said
+            assert 0 < twins.arena_bytes() <= without_faults
             base = twins.bytes() if base is None else base
             assert twins.bytes() == base
 

@@ -154,14 +154,14 @@ def test_ids_of_pools_are_ordinary_numbers():
     for _ in range(257):
         torch.cuda.graph_pool_handle()
     pool = CudaBackend().pool(torch.device("cuda", 0))
-    before = [sys.getrefcount(number) for number in pool._id]
+    before = [sys.getrefcount(number) for number in pool._memory.id]
     memory = pool.memory(3 * MB)
     for _ in range(3):
         assert pool.nbytes() >= 3 * MB
         pool.poison()
     del memory
     pool.poison()
-    assert [sys.getrefcount(number) for number in pool._id] == before
+    assert [sys.getrefcount(number) for number in pool._memory.id] == before
     assert pool.nbytes() < torch.cuda.memory_reserved()  # the workspaces of its stream are elsewhere
     pool.close()
     assert pool.nbytes() == 0

@@ -20,6 +20,21 @@ from thunder_cg import cudagraph_transform, explain
 
 MB = 2**20
 
+ex = thunder.extend.OperatorExecutor("hidden")
+thunder.extend.register_executor(ex)
+executors = [ex, *thunder.get_default_executors()]
+like = lambda x: thunder.core.proxies.TensorProxy(like=x)
+waits = ex.register_operator("waits", fn=lambda x: x * x.sum().item(), meta=like)
+is_capturing = torch.cuda.is_current_stream_capturing
+raises = ex.register_operator("raises", fn=lambda x: 1 / 0 if is_capturing() else x + 1, meta=like)
+unknown = ex.register_operator("unknown", fn=lambda x: x * 2, meta=like)
+
+def reserved():
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
 def limit(nbytes):
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(nbytes / total)
@@ -57,6 +72,7 @@ def works():
 
 
 def run(script: str) -> None:
+    """In the process, ``MB``, operators that fail in captures, and what else the prelude makes are at hand."""
     source = _PRELUDE + textwrap.dedent(script)
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -115,32 +131,56 @@ def test_what_the_allocator_caches_is_given_to_a_warm_up():
     """)
 
 
+@pytest.mark.parametrize("op", ["waits", "raises"])
+def test_memory_comes_back_while_the_model_goes_on(op):
+    """The arena is no larger than that of the regions that can be captured."""
+    run(f"""
+    class Net(nn.Module):
+        def __init__(self, fails):
+            super().__init__()
+            self.first, self.second, self.fails = nn.Linear(1024, 1024), nn.Linear(1024, 1024), fails
+        def forward(self, x):
+            x = unknown(torch.tanh(self.first(x)))
+            return {op}(self.second(torch.tanh(self.second(torch.tanh(x)) * 2))) * 3 if self.fails else x
+    works()
+    arenas, grown = [], []
+    for fails in (False, True):
+        model = Net(fails).cuda().requires_grad_(False)
+        plain = thunder.jit(model, executors=executors)
+        jmodel = thunder.jit(model, executors=executors, transforms=[cudagraph_transform(allow=["{op}"])])
+        before = reserved()
+        for _ in range(6):
+            x = torch.randn(4096, 1024, device="cuda")
+            assert torch.equal(jmodel(x), plain(x))
+        assert captures(jmodel) == ([2, 0] if fails else [1]), explain(jmodel)
+        assert "{op} at " in str(explain(jmodel)) or not fails, explain(jmodel)
+        del x
+        grown.append(reserved() - before)
+        arenas.append(explain(jmodel).to_dict()["traces"][0]["arena_bytes"])
+        del jmodel, plain, model
+        gc.collect()  # before the next model needs a stream with a workspace of its own
+    works()
+    assert arenas[0] >= 2 * 16 * MB, arenas
+    assert arenas[1] <= arenas[0] and grown[1] <= grown[0] + 4 * MB, (arenas, grown)
+    """)
+
+
 def test_memory_comes_back_after_captures_that_failed():
     run("""
-    ex = thunder.extend.OperatorExecutor("hidden")
-    thunder.extend.register_executor(ex)
-    like = lambda x: thunder.core.proxies.TensorProxy(like=x)
-    sync = ex.register_operator("sync", fn=lambda x: x * x.sum().item(), meta=like)
-    executors = [ex, *thunder.get_default_executors()]
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
             self.first, self.second = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
         def forward(self, x):
-            return sync(self.second(torch.tanh(self.first(x)))) * 3
-    def reserved():
-        gc.collect()
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        return torch.cuda.memory_reserved()
+            return waits(self.second(torch.tanh(self.first(x)))) * 3
     works()
     before = reserved()
     for _ in range(3):
         model = Net().cuda().requires_grad_(False)
-        jmodel = thunder.jit(model, executors=executors, transforms=[cudagraph_transform(allow=["sync"])])
+        jmodel = thunder.jit(model, executors=executors, transforms=[cudagraph_transform(allow=["waits"])])
         for _ in range(4):
             jmodel(torch.randn(4096, 1024, device="cuda"))
-        assert captures(jmodel) == [0] and "sync" in str(explain(jmodel)), explain(jmodel)
+        assert captures(jmodel) == [0] and "waits" in str(explain(jmodel)), explain(jmodel)
         del jmodel, model
         gc.collect()  # before the next model needs a stream with a workspace of its own
     works()

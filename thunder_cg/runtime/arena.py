@@ -82,6 +82,11 @@ class Arena:
     def nbytes(self) -> int:
         return sum(pool.nbytes() for pool in self._pools.values())
 
+    def trim(self) -> None:
+        """Gives back memory that no graph needs. Only for the holder."""
+        for pool in self._pools.values():
+            pool.trim()
+
     def __del__(self) -> None:
         for pool in self._pools.values():
             pool.close()

@@ -114,6 +114,9 @@ class Pool(Protocol):
     def poison(self) -> None:
         """Fills all memory of the pool that nobody owns with NaN."""
 
+    def trim(self) -> None:
+        """Gives memory back if no graph needs any."""
+
     def nbytes(self) -> int:
         """Bytes of device memory that the pool occupies."""
 

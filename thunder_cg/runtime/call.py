@@ -56,6 +56,12 @@ class Call:
         call.mode = Mode.REPLAY
         return call
 
+    def give_up(self) -> None:
+        """Drops what the call recorded, with the memory of what failed."""
+        self.recording = self.part = None
+        if self.arena is not None:
+            self.arena.trim()
+
     def release(self) -> None:
         """Gives the arena back. Nothing in its memory may be used any more."""
         arena, self.arena = self.arena, None

@@ -38,6 +38,7 @@ from __future__ import annotations
 import gc
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -194,18 +195,44 @@ class CudaBackend:
         return fn
 
 
+class _Memory:
+    """A private pool of the caching allocator, which is there for as long as an arena or a graph has it."""
+
+    _turn: ClassVar[_Turn] = _turn  # for a destructor when the interpreter has taken the module apart
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._users = 1
+        self.id = _open_pool(index)
+        self.anchor: list[torch.cuda.CUDAGraph] = []  # see CudaPool._anchor
+
+    def spoil(self) -> None:
+        """After a capture that broke. RuntimeError if the last one ended in good order."""
+        torch._C._cuda_endAllocateToPool(self._index, self.id)
+        self._users += 1  # as which that capture counts for good
+
+    def __del__(self) -> None:
+        if "anchor" in self.__dict__:
+            self._turn.destroy(self.anchor)
+            for _ in range(self._users):
+                with suppress(RuntimeError):
+                    torch._C._cuda_releasePool(self._index, self.id)
+
+
 class CudaGraph:
     """A ``torch.cuda.CUDAGraph`` with its copies in and out, which are part of the graph where that is possible.
 
     Args:
         index: of the device.
+        memory: what it allocates from.
         buffers: what each replay fills from the tensors it is given.
     """
 
-    _turn: ClassVar[_Turn] = _turn  # for a destructor when the interpreter has taken the module apart
+    _turn: ClassVar[_Turn] = _turn  # as for _Memory
 
-    def __init__(self, index: int, buffers: Sequence[torch.Tensor]) -> None:
+    def __init__(self, index: int, memory: _Memory, buffers: Sequence[torch.Tensor]) -> None:
         self._index = index
+        self._memory = memory
         self._buffers = buffers
         self._nodes = copies.available(index)
         self._graph = torch.cuda.CUDAGraph(keep_graph=self._nodes)
@@ -224,9 +251,9 @@ class CudaGraph:
     def _may_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
         return self._nodes and len(tensors) > 0 and all(copies.is_compact(tensor) for tensor in tensors)
 
-    def begin(self, pool: Any) -> None:
+    def begin(self) -> None:
         """Begins the capture on the current stream."""
-        self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        self._graph.capture_begin(pool=self._memory.id, capture_error_mode="thread_local")
 
     def load(self) -> None:
         """Captures the copies in."""
@@ -379,21 +406,23 @@ class CudaPool:
         copies.available(self._index)  # compiles its kernels, which would be slow in a capture
         self._last: torch.cuda.Stream | None = None  # the caller's stream that used the pool last
         self._last_raw = 0
-        self._spoilt: list[Any] = []  # pools of captures that broke
         self._ran_out = False  # whether memory did in the last capture
-        self._anchor: list[torch.cuda.CUDAGraph] = []
-        self._open = True
-        self._id = _open_pool(self._index)
+        self._memories: weakref.WeakSet[_Memory] = weakref.WeakSet()  # its own, and what graphs had before
+        self._open_memory()
         self._side = _Side.take(self._index)
         try:
             with _capturing(self._index):
-                self._anchor.append(self._empty_graph(torch.cuda.current_stream(self._index)))
+                self._anchor(torch.cuda.current_stream(self._index))
         except BaseException:
             with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._index, self._id)
-                torch._C._cuda_releasePool(self._index, self._id)  # as the capture that broke does not
+                self._memory.spoil()
             self.close()
             raise
+
+    def _open_memory(self) -> None:
+        self._memory = _Memory(self._index)
+        self._memories.add(self._memory)
+        self._graphs: weakref.WeakSet[CudaGraph] = weakref.WeakSet()  # in this memory
 
     def enter(self) -> None:
         raw = torch._C._cuda_getCurrentRawStream(self._index)
@@ -428,14 +457,14 @@ class CudaPool:
             return self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        with self._on_side_stream(), _routed(self._index, self._id):
+        with self._on_side_stream(), _routed(self._index, self._memory.id):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.cuda.get_rng_state(self._index)
         try:
             # Note [Warm-up inside the pool]
-            with self._on_side_stream() as current, _routed(self._index, self._id):
+            with self._on_side_stream() as current, _routed(self._index, self._memory.id):
                 leave = Leaving(self._device, partial(self._send, current), _TOGETHER, _is_alone, must=False)
                 return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:
@@ -445,7 +474,7 @@ class CudaPool:
 
     def _send(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copies of these, in memory of ``stream`` that is not the pool's."""
-        with _not_routed(self._index, self._id), torch.cuda.stream(stream):
+        with _not_routed(self._index, self._memory.id), torch.cuda.stream(stream):
             made = [torch.empty_like(tensor) for tensor in tensors]
         self._side.stream.wait_stream(stream)
         copy_all(made, tensors)
@@ -463,10 +492,10 @@ class CudaPool:
             if self._ran_out:
                 torch.cuda.empty_cache()  # see Note [Memory for a pool]
                 self._ran_out = False
-            graph = CudaGraph(self._index, buffers)
+            graph = CudaGraph(self._index, self._memory, buffers)
             try:
                 try:
-                    graph.begin(self._id)
+                    graph.begin()
                     graph.load()
                     if leaving is None:
                         outputs = fn(*args)
@@ -488,6 +517,7 @@ class CudaPool:
                     torch.cuda.empty_cache()
                     self._ran_out = True
                 raise
+        self._graphs.add(graph)
         return graph, outputs
 
     def _depart(self, graph: CudaGraph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -497,20 +527,20 @@ class CudaPool:
     def _mend(self, graph: CudaGraph, current: torch.cuda.Stream) -> None:
         """Undoes what a capture that CUDA broke off leaves behind in the process (torch 2.9 to 2.11).
 
-        The allocator still counts a capture into the pool as under way and refuses the next, so there is a new pool.
-        So does the allocator of pinned memory, for good, and asks the graph about it, so the graph is kept for good.
-        The default generator refuses to draw until some capture has succeeded. A generator with a fresh state would
-        draw too, but graphs recorded before are tied to the old state, so what mends it is a capture that succeeds.
+        The allocator still counts a capture into the pool as under way and refuses the next, so there is a new pool;
+        the old one goes with the last graph that has it. So does the allocator of pinned memory, for good, and asks
+        the graph about it, so the graph is kept for good. The default generator refuses to draw until some capture has
+        succeeded. A generator with a fresh state would draw too, but graphs recorded before are tied to the old state,
+        so what mends it is a capture that succeeds.
         """
-        with suppress(RuntimeError):  # a capture that ended in good order is not under way
-            torch._C._cuda_endAllocateToPool(self._index, self._id)
-            self._spoilt.append(self._id)
+        with suppress(RuntimeError):
+            self._memory.spoil()
             _broken.append(graph._graph)
-            self._id = _open_pool(self._index)
-        self._anchor = [self._empty_graph(current)]
+            self._open_memory()
+        self._anchor(current)
 
-    def _empty_graph(self, current: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-        """A graph of nothing in the pool, which keeps the pool in use; ``current`` is the caller's stream.
+    def _anchor(self, current: torch.cuda.Stream) -> None:
+        """Has a graph of nothing in the pool, which keeps it in use; ``current`` is the caller's stream.
 
         PyTorch's allocator of pinned memory has a pool of the same id, which cannot be taken up again once no graph
         uses it any more.
@@ -519,10 +549,10 @@ class CudaPool:
         with warnings.catch_warnings(), torch.cuda.device(self._index), torch.cuda.stream(self._side.spare):
             warnings.simplefilter("ignore")  # it says that the graph is empty
             self._side.spare.wait_stream(current)  # Note [Draws on several streams]
-            graph.capture_begin(pool=self._id, capture_error_mode="thread_local")
+            graph.capture_begin(pool=self._memory.id, capture_error_mode="thread_local")
             graph.capture_end()
             current.wait_stream(self._side.spare)
-        return graph
+        self._memory.anchor[:] = [graph]
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         whole = tensor.untyped_storage()
@@ -539,15 +569,13 @@ class CudaPool:
         alias = alias.conj() if tensor.is_conj() else alias
         return alias._neg_view() if tensor.is_neg() else alias
 
-    def _segments(self) -> list[dict[str, Any]]:
-        return segments((self._id, *self._spoilt)) if self._open else []
-
     def forget(self, storage: torch.UntypedStorage) -> None:
         _poison(storage)
 
     def poison(self) -> None:
         self.enter()  # a destructor may run where another stream is the current one
-        for segment in self._segments():
+        memories = list(self._memories)  # and keeps them
+        for segment in segments([memory.id for memory in memories]):
             for block in segment["blocks"]:
                 if block["state"] == "inactive":
                     storage = torch._C._construct_storage_from_data_pointer(
@@ -555,17 +583,21 @@ class CudaPool:
                     )
                     _poison(storage)
 
+    def trim(self) -> None:
+        if not self._graphs:
+            self._open_memory()
+            with (
+                suppress(Exception),
+                _capturing(self._index),
+            ):  # if it fails, so may the next capture, which then mends it
+                self._anchor(torch.cuda.current_stream(self._index))
+
     def nbytes(self) -> int:
-        return sum(segment["total_size"] for segment in self._segments())
+        return sum(segment["total_size"] for segment in segments([memory.id for memory in self._memories]))
 
     def close(self) -> None:
-        if self._open:
-            self._open = False
-            _turn.destroy(self._anchor)
-            for pool in (self._id, *self._spoilt, *self._spoilt):  # a capture that broke still counts as a user
-                with suppress(RuntimeError):
-                    torch._C._cuda_releasePool(self._index, pool)
-            self._side.give_back()
+        del self._memory
+        self._side.give_back()
 
 
 @contextmanager

@@ -279,6 +279,8 @@ class Program:
     def finish(self, call: Call) -> None:
         """Ends a call."""
         self._seal(call)
+        if call.recording is not None and call.recording.incomplete:
+            call.give_up()
         call.release()
 
     def _seal(self, call: Call) -> None:

@@ -691,5 +691,5 @@ class Recording:
     static: set[str] = field(default_factory=set)  # values that are views of static inputs
     owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved for a backward that is not captured yet
     dropped: bool = True  # whether no later call may replay it
-    incomplete: bool = False  # whether a region failed that the next call may capture, with all others
+    incomplete: bool = False  # whether the next call is to record all of it anew, since a region failed
     may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made

@@ -289,7 +289,7 @@ class RuntimeRegion:
             self._fail(error)
         self._forbid_eager()
         self.program.fallbacks[f"{self.name} could not be captured: {self.failure}"] += 1
-        recording.incomplete |= self.tries > 0
+        recording.incomplete = True
         try:
             # In the arena the memory of the warm-up is at hand, unless the capture has given up what the ops read.
             if inside == self._inside(call, args):
