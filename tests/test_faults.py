@@ -417,7 +417,7 @@ def test_a_warm_up_cannot_begin(pair, backend, fail, trace):
     switches = [fail(tape.TapePool if backend == "tape" else cuda.CudaPool, "warm_up")]
     switches += [fail(cuda._Side, "prepare")] if backend == "cuda" else []
     if trace == 0:  # the backward has its forward's pool
-        switches += [fail(kind, "pool"), *([fail(cuda.CudaPool, "_empty_graph")] if backend == "cuda" else [])]
+        switches += [fail(kind, "pool"), *([fail(cuda.CudaPool, "_anchor")] if backend == "cuda" else [])]
     twins = pair(Net())
     for switch in switches:
         for fault, reason in (KINDS["exception"], KINDS["memory"]):

@@ -227,7 +227,6 @@ SURROUNDINGS |= {
     "precision of products": lambda m: setting(products, "fp32_precision", "tf32"),
     "precision of convolutions": lambda m: setting(backends.cudnn.conv, "fp32_precision", "ieee"),
     "precision of RNNs": lambda m: setting(backends.cudnn.rnn, "fp32_precision", "ieee"),
-    "precision of products on the CPU": lambda m: setting(backends.mkldnn.matmul, "fp32_precision", "tf32"),
     "reduction in float16": lambda m: setting(products, "allow_fp16_reduced_precision_reduction", False),
     "reduction in bfloat16": lambda m: setting(products, "allow_bf16_reduced_precision_reduction", False),
     "accumulation in float16": lambda m: setting(products, "allow_fp16_accumulation", True),

@@ -35,48 +35,49 @@ def metadata_guard(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> 
 
 _precision = torch._C._get_fp32_precision_getter
 
-
-def _preferred() -> tuple[int, ...]:
-    """The libraries for matrix products and for linear algebra, and the order of attention's kernels, as numbers."""
-    products: Any = torch._C._get_blas_preferred_backend()
-    algebra: Any = torch._C._get_linalg_preferred_backend()
-    return products.value, algebra.value, *torch._C._get_sdp_priority_order()
-
-
-# The process-wide switches that kernels are chosen or refused by, as functions that read them: baked into a graph.
-SETTINGS: tuple[tuple[Callable[..., Any], tuple[str, ...]], ...] = (
-    (torch.is_inference_mode_enabled, ()),
-    (torch._C._get_deterministic_algorithms, ()),
-    (torch._C._get_deterministic_algorithms_warn_only, ()),
-    (torch._C._get_cudnn_enabled, ()),
-    (torch._C._get_cudnn_benchmark, ()),
-    (torch._C._get_cudnn_deterministic, ()),
-    (_precision, ("generic", "all")),
-    (_precision, ("cuda", "matmul")),
-    (_precision, ("cuda", "conv")),
-    (_precision, ("cuda", "rnn")),
-    (_precision, ("mkldnn", "matmul")),
-    (torch._C._get_cublas_allow_fp16_reduced_precision_reduction, ()),
-    (torch._C._get_cublas_allow_bf16_reduced_precision_reduction, ()),
-    (torch._C._get_cublas_allow_fp16_accumulation, ()),
-    (torch._C._get_flash_sdp_enabled, ()),
-    (torch._C._get_mem_efficient_sdp_enabled, ()),
-    (torch._C._get_math_sdp_enabled, ()),
-    (torch._C._get_cudnn_sdp_enabled, ()),
-    (torch._C._get_math_sdp_allow_fp16_bf16_reduction, ()),
-    (_preferred, ()),
+# The process-wide switches that kernels on a GPU are chosen or refused by: what reads each, and how. They are baked in.
+SETTINGS: tuple[tuple[Callable[..., Any], str], ...] = (
+    (torch.is_inference_mode_enabled, "{}()"),
+    (torch._C._get_deterministic_algorithms, "{}()"),
+    (torch._C._get_deterministic_algorithms_warn_only, "{}()"),
+    (torch._C._get_cudnn_enabled, "{}()"),
+    (torch._C._get_cudnn_benchmark, "{}()"),
+    (torch._C._get_cudnn_deterministic, "{}()"),
+    (_precision, "{}('cuda', 'matmul')"),
+    (_precision, "{}('cuda', 'conv')"),
+    (_precision, "{}('cuda', 'rnn')"),
+    (torch._C._get_cublas_allow_fp16_reduced_precision_reduction, "{}()"),
+    (torch._C._get_cublas_allow_bf16_reduced_precision_reduction, "{}()"),
+    (torch._C._get_cublas_allow_fp16_accumulation, "{}()"),
+    (torch._C._get_flash_sdp_enabled, "{}()"),
+    (torch._C._get_mem_efficient_sdp_enabled, "{}()"),
+    (torch._C._get_math_sdp_enabled, "{}()"),
+    (torch._C._get_cudnn_sdp_enabled, "{}()"),
+    (torch._C._get_math_sdp_allow_fp16_bf16_reduction, "{}()"),
+    (torch._C._get_sdp_priority_order, "(*{}(),)"),
+    (torch._C._get_blas_preferred_backend, "{}().value"),
+    (torch._C._get_linalg_preferred_backend, "{}().value"),
 )
+
+
+def read_settings(code: Code) -> list[str]:
+    """What the switches are set to, as expressions."""
+    return [how.format(code.name(read, "setting")) for read, how in SETTINGS]
+
+
+def _settings() -> Callable[[], tuple[Any, ...]]:
+    code = Code()
+    code.add(f"return {', '.join(read_settings(code))}")
+    return code.function("settings()")
+
+
+settings = _settings()  # what they are set to
 
 
 def _empty_strided(device: torch.device) -> Callable[..., torch.Tensor]:
     """`torch.empty_strided` for the current device, without its dispatch, which takes half of its time."""
     empty: Callable[..., torch.Tensor] = getattr(_c_guards, f"_empty_strided_{device.type}")
     return empty
-
-
-def settings() -> tuple[Any, ...]:
-    """What the switches are set to."""
-    return tuple([read(*args) for read, args in SETTINGS])
 
 
 def address(tensor: torch.Tensor | None) -> int:

@@ -103,8 +103,8 @@ class Surroundings:
             found.append(f"{name(self._read, 'surroundings')}() == {name(self._state, 'expected')}")
         else:
             found.append(f"not {name(torch._C._is_any_autocast_enabled, 'autocast')}()")
-        plain = f"not {name(_function_modes, 'function_modes')}() and not {name(hasattr, 'hasattr')}"
-        plain += f"({name(torch._GLOBAL_DEVICE_CONTEXT, 'devices')}, 'device_context')"
+        plain = f"not {name(_function_modes, 'function_modes')}()"
+        plain += f" and 'device_context' not in {name(torch._GLOBAL_DEVICE_CONTEXT, 'devices')}.__dict__"
         if self._device != _CPU:
             return [*found, f"{name(self.hold, 'surroundings_hold')}()"]
         return [*found, f"({plain} or {name(self.hold, 'surroundings_hold')}())"]

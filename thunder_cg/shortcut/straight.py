@@ -12,7 +12,7 @@ Note [Checks after the launch]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from thunder_cg.errors import ReplayRefused
@@ -42,7 +42,8 @@ def inference(
     recorded, ran = code.name(recording, "recording"), code.name(program, "program")
     first = [f"not {recorded}.dropped", *program.conditions(code), *region.graph.graph.conditions(code)]
     first += guard.arity_conditions(code)
-    rest = [*guard.surroundings.conditions(code), *_settings_conditions(code, region.guard.settings)]
+    rest = guard.surroundings.conditions(code)
+    rest += [f"{now} == {then!r}" for now, then in zip(recordings.read_settings(code), region.guard.settings)]
     rest.append(guard.attributes_condition(code))
     may_wait = program.is_invisible
     checks = f"({' and '.join(rest)})"
@@ -87,14 +88,6 @@ def inference(
     code.add(f"{code.name(counted, 'counted')}()")
     code.add(f"return {result.expression(code, found)}")
     return code.function("call(*args, **kwargs)")
-
-
-def _settings_conditions(code: Code, expected: Sequence[Any]) -> list[str]:
-    """That the process-wide settings are what they were."""
-    return [
-        f"{code.name(read, f'setting{i}')}({', '.join(map(repr, args))}) == {value!r}"
-        for i, ((read, args), value) in enumerate(zip(recordings.SETTINGS, expected))
-    ]
 
 
 def _guard_conditions(code: Code, guard: Guard, tensors: str) -> list[str]:
