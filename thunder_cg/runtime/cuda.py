@@ -436,8 +436,7 @@ class CudaPool:
     def _on_side_stream(self) -> Iterator[torch.cuda.Stream]:
         """The side stream after the caller's, which is handed out, and the caller's after it.
 
-        Even what only allocates or records runs kernels there: PyTorch fills new memory where algorithms are to be
-        deterministic, and sets what graphs draw from as a capture begins.
+        Even what only records runs kernels there: PyTorch sets what graphs draw from as a capture begins.
         """
         current = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index):
@@ -457,7 +456,12 @@ class CudaPool:
             return self._allocate(nbytes)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
-        with self._on_side_stream(), _routed(self._index, self._memory.id):
+        # PyTorch fills new memory where algorithms are to be deterministic. Otherwise nothing runs.
+        is_filled = torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()
+        with (
+            self._on_side_stream() if is_filled else torch.cuda.stream(self._side.stream),
+            _routed(self._index, self._memory.id),
+        ):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:

@@ -24,10 +24,10 @@ def nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
     """Each node of a driver's graph, and of the graphs inside of it, with its type."""
     _, count = check(driver.cuGraphGetNodes(graph))
     found, _ = check(driver.cuGraphGetNodes(graph, count))
-    kinds = driver.CUgraphNodeType
+    kind_of, child = driver.cuGraphNodeGetType, driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_GRAPH
     for node in found[:count]:
-        kind = check(driver.cuGraphNodeGetType(node))
-        if kind == kinds.CU_GRAPH_NODE_TYPE_GRAPH:
+        kind = check(kind_of(node))
+        if kind == child:
             yield from nodes(check(driver.cuGraphChildGraphNodeGetGraph(node)))
         else:
             yield node, kind
@@ -41,10 +41,11 @@ def handle(graph: torch.cuda.CUDAGraph) -> Any:
 def refuse_memory_of_the_host(graph: Any) -> None:
     """Raises `CaptureRefused` if a replay of the driver's ``graph`` would touch the host's memory."""
     kinds = driver.CUgraphNodeType
+    host, memcpy = kinds.CU_GRAPH_NODE_TYPE_HOST, kinds.CU_GRAPH_NODE_TYPE_MEMCPY
     for node, kind in nodes(graph):
-        if kind == kinds.CU_GRAPH_NODE_TYPE_HOST:
+        if kind == host:
             raise CaptureRefused("a library that it uses calls a function on the host, which a replay would call again")
-        if kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
+        if kind == memcpy:
             copy = check(driver.cuGraphMemcpyNodeGetParams(node))
             ends = ("from", copy.srcMemoryType, copy.srcDevice), ("to", copy.dstMemoryType, copy.dstDevice)
             for way, memory, address in ends:

@@ -62,7 +62,7 @@ SETTINGS: tuple[tuple[Callable[..., Any], str], ...] = (
 
 def read_settings(code: Code) -> list[str]:
     """What the switches are set to, as expressions."""
-    return [how.format(code.name(read, "setting")) for read, how in SETTINGS]
+    return [how.format(code.name(read, f"setting{i}")) for i, (read, how) in enumerate(SETTINGS)]
 
 
 def _settings() -> Callable[[], tuple[Any, ...]]:
