@@ -163,6 +163,13 @@ def without(kernel: SDPBackend, model: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
+def precision(model: Any):
+    """Of all that have none of their own."""
+    with setting(products, "fp32_precision", "none"), setting(backends, "fp32_precision", "tf32"):
+        yield
+
+
+@contextmanager
 def switched(read: Callable[[], Any], write: Callable[[Any], Any], value: Any):
     old = read()
     write(value)
@@ -223,7 +230,7 @@ SURROUNDINGS |= {
     "cuDNN": lambda m: setting(backends.cudnn, "enabled", False),
     "cuDNN's benchmark": lambda m: setting(backends.cudnn, "benchmark", True),
     "cuDNN's deterministic algorithms": lambda m: setting(backends.cudnn, "deterministic", True),
-    "precision": lambda m: setting(backends, "fp32_precision", "tf32"),
+    "precision": precision,
     "precision of products": lambda m: setting(products, "fp32_precision", "tf32"),
     "precision of convolutions": lambda m: setting(backends.cudnn.conv, "fp32_precision", "ieee"),
     "precision of RNNs": lambda m: setting(backends.cudnn.rnn, "fp32_precision", "ieee"),
