@@ -6,6 +6,7 @@ import random
 import sys
 import types
 import unittest
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -173,11 +174,12 @@ def _twin(tensor: torch.Tensor, memo: dict[int, torch.UntypedStorage]) -> torch.
 def table() -> tuple[Any, ...]:
     """``op_db``. The package of PyTorch's tests asks for `expecttest`, of which nothing here has a need, and forbids
     the process to set any flag of ``torch.backends``, which is ignored."""
-    if find_spec("expecttest") is None:
+    if "expecttest" not in sys.modules and find_spec("expecttest") is None:
         stand_in = types.ModuleType("expecttest")
         stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
         sys.modules["expecttest"] = stand_in
-    with patch.object(torch.backends, "disable_global_flags", lambda: None):
+    with patch.object(torch.backends, "disable_global_flags", lambda: None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other packages that it imports where there are any
         from torch.testing._internal import common_methods_invocations as source
 
     source.wrapper_set_seed = _unseeded  # type: ignore[attr-defined]
