@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +16,11 @@ from thunder_cg import cudagraph_transform
 from thunder_cg.runtime import cuda
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it before CUDA starts
+
+# Inductor times a few ways to run a kernel and keeps the fastest on disk. Were that another process's by the time that
+# a model's twin is compiled, their sums would differ in the last bit.
+_caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{_caches}/{os.environ.get('PYTEST_XDIST_WORKER', 'tests')}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
