@@ -590,10 +590,7 @@ class CudaPool:
     def trim(self) -> None:
         if not self._graphs:
             self._open_memory()
-            with (
-                suppress(Exception),
-                _capturing(self._index),
-            ):  # if it fails, so may the next capture, which then mends it
+            with suppress(Exception), _capturing(self._index):  # a failure shows in the next capture, which mends it
                 self._anchor(torch.cuda.current_stream(self._index))
 
     def nbytes(self) -> int:
