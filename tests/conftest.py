@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from support import twice
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.runtime import cuda
@@ -19,8 +19,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic alg
 
 # Inductor times a few ways to run a kernel and keeps the fastest on disk. Were that another process's by the time that
 # a model's twin is compiled, their sums would differ in the last bit.
-_caches = os.environ.get("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{_caches}/{os.environ.get('PYTEST_XDIST_WORKER', 'tests')}"
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache_dir()}/{os.environ.get('PYTEST_XDIST_WORKER', 'tests')}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

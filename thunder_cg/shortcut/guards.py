@@ -113,7 +113,7 @@ class Surroundings:
         """Whether they are as expected."""
         if self._read() != self._state:
             return False
-        if _function_modes() or hasattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context"):
+        if _function_modes() or "device_context" in torch._GLOBAL_DEVICE_CONTEXT.__dict__:
             return bool(torch.get_default_device() == self._device)
         return self._device == _CPU
 
