@@ -34,6 +34,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | forwards without a backward                                   | test_abandoned_forwards                |
 | gradients change when the next step runs                      | test_gradients_are_kept                |
 | a gradient is what the forward saved in the arena             | test_saved_gradients                   |
+| gradients share memory that autograd would have copied        | test_gradients_that_share_memory       |
 | gradient accumulation                                         | test_gradient_accumulation             |
 | evaluation between forward and backward                       | test_evaluation_in_between             |
 | torch.autograd.grad                                           | test_autograd_grad                     |
@@ -553,6 +554,35 @@ def test_saved_gradients(twins, device):
             del loss
     same(kept[::2], kept[1::2])
     assert replays(graphed) >= CALLS - 2
+
+
+def test_gradients_that_share_memory(twins, device):
+    """Autograd keeps a gradient that another one is a view of, or that the caller holds, only as a copy."""
+
+    class Sum(nn.Module):
+        def __init__(self, *shapes):
+            super().__init__()
+            self.terms = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+        def forward(self, x):
+            found = torch.tanh(x * self.terms[0])
+            for i in range(1, len(self.terms)):
+                found = found + self.terms[i].view(x.shape)
+            return found
+
+    shapes = [(4, 8), (4, 8), (32,)], [(4, 8), (32,), (4, 8), (4, 8)], [(4, 8), (1, 4, 8)], [(4, 8), (4, 8)]
+    for model in [Sum(*each) for each in shapes]:
+        plain, graphed = twins(model)
+        for _ in range(6):
+            x, cotangent = torch.randn(4, 8, device=device), torch.randn(4, 8, device=device)
+            held = [cotangent.clone() for _ in range(2)]
+            for jmodel, mine in zip((plain, graphed), held):
+                jmodel.zero_grad()
+                jmodel(x).backward(mine)
+                nn.utils.clip_grad_norm_(jmodel.parameters(), 0.1)
+                jmodel(2 * x).square().sum().backward()
+            same(*held)
+            same_state(plain, graphed)
 
 
 def test_gradient_accumulation(twins, device):

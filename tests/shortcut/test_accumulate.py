@@ -136,8 +136,8 @@ def runs_in_bulk(body: Body, transform, device, monkeypatch, kind=None) -> set[b
     taken = []
     deliver = Accumulators.deliver
 
-    def watched(self, gradients):
-        rest = deliver(self, gradients)
+    def watched(self, gradients, others):
+        rest = deliver(self, gradients, others)
         taken.append(rest is not gradients)
         return rest
 

@@ -228,9 +228,11 @@ def _tracked_view(
     """Like `_view`, but autograd knows it for a view of ``tensor``: a write to one shows in the version of both."""
     tensor = tensor.conj() if tensor.is_conj() else tensor
     tensor = tensor._neg_view() if tensor.is_neg() else tensor
-    items = tensor.untyped_storage().nbytes() // tensor.element_size()
-    items -= items % max(1, dtype.itemsize // tensor.element_size())
-    return tensor.as_strided((items,), (1,), 0).view(dtype).as_strided(size, stride, offset)
+    if tensor.dtype != dtype:
+        items = tensor.untyped_storage().nbytes() // tensor.element_size()
+        items -= items % max(1, dtype.itemsize // tensor.element_size())
+        tensor = tensor.as_strided((items,), (1,), 0).view(dtype)
+    return tensor.as_strided(size, stride, offset)
 
 
 def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
@@ -529,13 +531,36 @@ def _view_of_input(tensor: torch.Tensor, source: Source) -> Output:
 
 
 @dataclass(frozen=True, slots=True)
+class _Part:
+    """A result that shares its storage with others, which autograd is to know as it knew the captured ones.
+
+    It keeps a gradient that another one is a view of, for one, only as a copy.
+    """
+
+    result: int
+    base: int | None  # the result that it is a view of
+    dtype: torch.dtype
+    offset: int  # in elements, from where the storage begins
+    size: torch.Size
+    stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
+    is_view: bool
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The result as a view of ``memory``, or with the version of ``memory`` alone."""
+        view = _tracked_view(memory, self.dtype, self.offset, self.size, self.stride)
+        view = view.conj() if self.is_conj else view
+        view = view._neg_view() if self.is_neg else view
+        return view if self.is_view else view.detach()
+
+
+@dataclass(frozen=True, slots=True)
 class _Copy:
     """Results of one storage, copied out together."""
 
     source: torch.Tensor
-    parts: tuple[
-        tuple[int, torch.dtype, int, torch.Size, tuple[int, ...], bool, bool, bool], ...
-    ]  # empty: source is the result
+    parts: tuple[_Part, ...]  # empty: source is the result
     result: int
     nbytes: int
 
@@ -547,9 +572,11 @@ class _Copy:
         start = min(t.data_ptr() for _, t in group)
         start -= (start - address(tensor)) % ALIGNMENT
         stop = max(t.data_ptr() + span(t) * t.element_size() for _, t in group)
-        parts = tuple(
-            (
+        result = {id(t): j for j, t in group}
+        parts = [
+            _Part(
                 j,
+                result.get(id(t._base)),
                 t.dtype,
                 (t.data_ptr() - start) // t.element_size(),
                 t.size(),
@@ -559,9 +586,10 @@ class _Copy:
                 t._is_view(),
             )
             for j, t in group
-        )
+        ]
+        parts.sort(key=lambda part: part.base is not None)  # what others are views of comes first
         whole = _view(tensor, torch.uint8, start - address(tensor), (max(stop - start, 0),), (1,))
-        return cls(alias(whole), parts, i, stop - start)
+        return cls(alias(whole), tuple(parts), i, stop - start)
 
     @classmethod
     def whole(cls, source: torch.Tensor, result: int) -> _Copy:
@@ -573,11 +601,8 @@ class _Copy:
         target = torch.empty_like(self.source)
         if not self.parts:
             results[self.result] = target
-        for i, dtype, offset, size, stride, conj, neg, is_view in self.parts:
-            view = _tracked_view(target, dtype, offset, size, stride)
-            view = view.conj() if conj else view
-            view = view._neg_view() if neg else view
-            results[i] = view if is_view else view.detach()  # shares the version, but is no view to autograd
+        for part in self.parts:
+            results[part.result] = part.of(target if part.base is None else results[part.base])
         return target
 
 

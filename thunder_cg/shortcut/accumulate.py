@@ -5,6 +5,7 @@ in a step. So a backward that is one replay puts gradients where those nodes wou
 
 - a plain ``backward()`` runs all of them, not one with ``inputs=``, nor ``torch.autograd.grad``;
 - the parameters have no gradient yet, so there is nothing to add to, in whatever order;
+- the gradient shares no memory: of what does, autograd keeps copies, but for the last;
 - no parameter has hooks, and its node has none either: nobody but us held it when it was made, and since then nobody
   has registered a hook of any kind from Python;
 - no other call of the function waits for its backward.
@@ -12,11 +13,14 @@ in a step. So a backward that is one replay puts gradients where those nodes wou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
+
+from thunder_cg.runtime.recording import address
 
 _MARK = "thunder_cg"
 _MAX_RENEWALS = 64  # of nodes, because somebody registered a hook somewhere
@@ -42,14 +46,20 @@ class Accumulators:
         """Whether nobody has registered a hook since."""
         return bool(self._handles == RemovableHandle.next_id)
 
-    def deliver(self, gradients: Sequence[Any]) -> Sequence[Any]:
-        """Takes what may be accumulated in bulk out of a backward's results, and does that."""
+    def deliver(self, gradients: Sequence[Any], others: Sequence[Any] | None) -> Sequence[Any]:
+        """Takes what may be accumulated in bulk out of a backward's results, and does that.
+
+        Args:
+            gradients: the results.
+            others: what they may share memory with, besides each other; None if they share none.
+        """
         if not (self._may_deliver and self.is_current and self._run_all()):
             return gradients
-        rest, given = list(gradients), set()
+        rest = list(gradients)
+        uses = Counter(map(_memory, (*rest, *others))) if others is not None else {}
         for position, leaf in zip(self._positions, self._leaves):
             gradient = rest[position]
-            if gradient is None or id(gradient) in given:  # autograd makes copies of one that is given twice
+            if gradient is None or (uses and uses[_memory(gradient)] > 1):
                 continue
             if gradient.stride() == leaf.stride() and gradient.dtype == leaf.dtype:
                 try:
@@ -57,7 +67,6 @@ class Accumulators:
                 except RuntimeError:  # the user wants it in another dtype, which the leaf's node knows how to make
                     continue
                 rest[position] = None
-                given.add(id(gradient))
         return rest
 
     def _run_all(self) -> bool:
@@ -102,6 +111,11 @@ class Keeper:
     def drop(self) -> None:
         """Lets go of nodes and parameters."""
         self._kept = None
+
+
+def _memory(tensor: Any) -> int:
+    """Where the memory of a gradient begins; 0 where there is none of its own, and for None."""
+    return address(tensor) if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided else 0
 
 
 def _node(leaf: torch.Tensor) -> Any:

@@ -288,6 +288,7 @@ class _Backward:
         self._recording = recording
         self._region: Region | None = None
         self._is_known = False
+        self._are_apart = False  # whether no gradients that a replay makes share memory
 
     def _look(self) -> None:
         """Once the backward has been captured, too, finds out whether a replay is all of it."""
@@ -300,6 +301,8 @@ class _Backward:
             made = made_by_region(trace)
             gradients = trace.bound_symbols[-1].args[0]
             self._gradients = [None if gradient is None else made[gradient.name] for gradient in gradients]
+            given = [i for i in self._gradients if i is not None]
+            self._are_apart = region.graph.outputs.is_plain and len(set(given)) == len(given)
             self._region = region
         except (Unsuited, KeyError):  # more than one region, or a gradient that the region does not make
             pass
@@ -324,8 +327,8 @@ class _Backward:
         """Whether no other call of the program is between its forward and the end of its backward."""
         return self._program is not None and self._program.is_alone(self._recording.arena)
 
-    def run(self, call: Call, saved: list[Any], gradients: list[Any]) -> Sequence[Any]:
-        """The gradients of all arguments."""
+    def run(self, call: Call, saved: list[Any], gradients: list[Any]) -> tuple[Sequence[Any], bool]:
+        """The gradients of all arguments, and whether they are known to share no memory."""
         if not self._is_known:
             self._look()
         region, program, arena = self._region, self._program, call.arena
@@ -340,11 +343,11 @@ class _Backward:
                     program.calls += 1
                     region.stats.replays += 1
                     call.release()
-                    return [None if i is None else results[i] for i in self._gradients]
+                    return [None if i is None else results[i] for i in self._gradients], self._are_apart
         others = Others(())
         others.call = call
         result: Sequence[Any] = self._entry.backward_fn([saved, others], gradients)
-        return [None] * len(result) if self._entry.return_none_instead_of_grads else result
+        return [None] * len(result) if self._entry.return_none_instead_of_grads else result, False
 
 
 class _Step(NamedTuple):
@@ -382,13 +385,13 @@ class _Node(torch.autograd.Function):
         in_bulk = accumulators is not None and not torch.is_grad_enabled() and not torch.is_anomaly_enabled()
         try:
             with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
-                found = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+                found, are_apart = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
         except BaseException:
             if not graph_is_retained():
                 ctx.step = None  # half a backward may have overwritten what the other half needs
             raise
         if in_bulk and backward.is_alone():
-            found = accumulators.deliver(found)
+            found = accumulators.deliver(found, None if are_apart else gradients)
         return (None, None, None, *found)
 
 
