@@ -13,6 +13,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | so is one that is passed twice                                | test_returned_inputs_passed_twice      |
 | a view of an input is taken for the input                     | test_views_that_outlive_what_they_show |
 | what was detached from an input is a view of it again         | test_detached_inputs                   |
+| so is a view of that, and requires grad                       | test_views_of_detached_inputs          |
 | a view of a parameter is no view any more                     | test_views_of_parameters               |
 | in-place writes to an input are lost                          | test_written_inputs                    |
 | so is the version of what is written in inference mode        | test_versions_in_inference_mode        |
@@ -43,6 +44,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | hooks keep saved tensors for longer than their graph lives    | test_checkpointed_from_outside         |
 | a graph is retained and run again                             | test_retained_graph                    |
 | a gradient without memory of its own                          | test_sparse_gradients                  |
+| many gradients come in at once, by vmap                       | test_gradients_in_a_batch              |
 | a gradient is zeros without any memory                        | test_zeros_without_memory              |
 | a kernel is chosen by whether its operand requires grad       | test_kernels_that_ask_for_grad         |
 | a kernel is chosen by whether its arguments are one tensor    | test_one_tensor_for_several_arguments  |
@@ -228,6 +230,20 @@ def test_detached_inputs(twins, device, inference):
         version = x._version
         b[1].mul_(2)
         assert x._version > version
+
+
+def test_views_of_detached_inputs(twins, device):
+    plain, graphed = twins(lambda x, w: (torch.tanh(x @ w) * 2, w.detach().t(), w.t(), x.detach()[0]))
+    for _ in range(CALLS):
+        x, w = torch.randn(4, 4, device=device), torch.randn(4, 4, device=device, requires_grad=True)
+        with torch.no_grad():
+            results = [fn(x, w) for fn in (plain, graphed)]
+        for a, b in zip(*results):
+            same(a, b)
+            assert (a.requires_grad, a._is_view(), a._base is w) == (b.requires_grad, b._is_view(), b._base is w)
+        results[1][1].mul_(2.0)
+        same(w.detach(), results[0][2].detach().t())
+    assert replays(graphed) == CALLS - 1
 
 
 def test_views_of_parameters(twins, device):
@@ -697,6 +713,26 @@ def test_sparse_gradients(twins, device):
             nn.functional.embedding(rows, f(leaf), sparse=sparse).sum().backward()
             grads.append(leaf.grad.to_dense())
         same(*grads)
+
+
+def test_gradients_in_a_batch(twins, device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    plain, graphed = twins(model, jit={"thunderfx_disable_split_autograd": True})
+    for step in range(CALLS):
+        x = torch.randn(2, 4, device=device)
+        for jmodel in (plain, graphed):
+            jmodel.zero_grad()
+            jmodel(x).sum().backward()
+        same_state(plain, graphed)
+        if step % 2:
+            basis = torch.eye(8, device=device).view(8, 2, 4)
+            same(
+                *[
+                    torch.autograd.grad(jmodel(x), list(jmodel.parameters()), basis, is_grads_batched=True)
+                    for jmodel in (plain, graphed)
+                ]
+            )
+    assert replays(graphed) > CALLS
 
 
 @pytest.mark.parametrize("deny", [(), ["torch.sgn_vjp"]], ids=["made in a region", "given to a region"])

@@ -9,10 +9,13 @@ import pytest
 import thunder
 import torch
 from support import no_shortcut, same, same_state, shortcuts
+from thunder.core.interpreter import InterpreterError
 from torch import nn
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from thunder_cg.shortcut.dispatch import _OVERTAKEN
 
 
 def mlp():
@@ -70,6 +73,99 @@ def test_a_call_that_fails_after_it_was_compiled(twins, device):
                     model(x)
                 model._overrides_buffers["shift"] = shift
     assert shortcuts(graphed) > 8
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_newer_version_that_checks_less(grad, twins, device):
+    """Both are for the last calls: Thunder does not check the length of a list, and the newer one read no more."""
+
+    class Adapted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.adapters, self.options = [], {"activation": 0}
+
+        def forward(self, x):
+            x = torch.tanh(self.first(x))
+            if len(self.adapters):
+                return x * 10
+            return x * 3 if self.options["activation"] else torch.sin(x) * 2
+
+    plain, graphed = twins(Adapted())
+    for step in range(12):
+        x = torch.ones(2, 4, device=device)
+        with torch.set_grad_enabled(grad):
+            same(plain(x).detach(), graphed(x).detach())
+        for model in (plain, graphed):
+            if step == 4:
+                model._model.adapters.append("one")
+            model._model.options["activation"] = int(step == 4)
+    assert thunder.cache_misses(graphed) == 2
+    assert shortcuts(graphed) == 8 and _OVERTAKEN in no_shortcut(graphed)
+
+
+def test_thunders_cache_is_cleared(twins, device):
+    """Then Thunder compiles anew, with what it reads but does not check."""
+    scale = [1.0]
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.tanh(self.first(x)) * float(len(scale))
+
+    plain, graphed = twins(Scaled())
+    for step in range(12):
+        x = torch.randn(2, 4, device=device)
+        same(plain(x).detach(), graphed(x).detach())
+        if step == 5:
+            scale.append(1.0)
+            for model in (plain, graphed):
+                thunder.compile_stats(model).interpreter_cache.clear()
+    assert shortcuts(graphed) > 0
+
+
+def test_inside_of_torch_compile(twins, device):
+    """Dynamo looks into all that it can, and takes a node of autograd that it sees for a part of its own graph."""
+    plain, graphed = twins(mlp())
+    for step in range(8):
+        x = torch.randn(2, 4, device=device)
+        for model in (plain, graphed):
+            model.zero_grad()
+            call = torch.compile(lambda x, model=model: model(x) * 2, backend="eager") if step > 3 else model
+            call(x).sum().backward()
+        same_state(plain, graphed)
+    assert shortcuts(graphed) > 2
+    torch._dynamo.reset()
+
+
+def test_traced_by_torch_jit(twins, device):
+    plain, graphed = twins(mlp().requires_grad_(False))
+    for _ in range(4):
+        x = torch.randn(2, 4, device=device)
+        same(plain(x), graphed(x))
+    for model in (plain, graphed):
+        with pytest.raises(InterpreterError):  # Thunder takes no sizes that are tensors
+            torch.jit.trace(model, torch.randn(2, 4, device=device))
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_autocast(grad, twins, device):
+    plain, graphed = twins(mlp())
+    for step in range(12):
+        x = torch.randn(2 + step // 6, 4, device=device)
+        results = []
+        for model in (plain, graphed):
+            with torch.set_grad_enabled(grad), torch.autocast(device, torch.bfloat16, enabled=step % 2 == 0):
+                results.append(model(x))
+            if grad:
+                model.zero_grad()
+                results[-1].float().sum().backward()
+        same(*[result.detach() for result in results])
+        same_state(plain, graphed)
+    assert shortcuts(graphed) == 4
 
 
 class Halving(TorchFunctionMode):

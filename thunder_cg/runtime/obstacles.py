@@ -12,9 +12,11 @@ from thunder_cg.runtime.code import Code
 
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+_is_traced = torch._C._is_tracing
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 _HOOKED = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
+_TRACED = "torch.jit.trace writes down each operator, and would see none in a replay"
 _DUAL = "forward-mode AD is active, and a graph computes no tangents"
 WATCHED = "a torch dispatch or function mode is active, which has to see every operator, and would see none in a replay"
 RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
@@ -30,6 +32,8 @@ def obstacle(backend: Backend, *, saves: bool) -> str | None:
         return _HOOKED
     if forward_ad._current_level >= 0:
         return _DUAL
+    if _is_traced():
+        return _TRACED
     return None
 
 
@@ -39,6 +43,7 @@ def conditions(backend: Backend, code: Code, *, saves: bool) -> list[str]:
         f"not {code.name(backend.busy, 'busy')}()",
         f"{code.name(_dispatch_modes, 'dispatch_modes')}() == 0",
         f"{code.name(forward_ad, 'forward_ad')}._current_level < 0",
+        f"not {code.name(_is_traced, 'is_traced')}()",
         f"({code.name(_function_modes, 'function_modes')}() == 0 or not {code.name(is_watched, 'is_watched')}())",
     ]
     if saves:

@@ -72,7 +72,7 @@ class Program:
         self.inputs = tuple(dict.fromkeys(n for r in regions for n in r.boundary.inputs if n in outside))
         self.position = position = {name: i for i, name in enumerate(self.inputs)}
         self._static = [ops.values[name].static for name in self.inputs]
-        self._written = frozenset(position[n] for r in regions for n in r.boundary.written if n in position)
+        self.written = frozenset(position[n] for r in regions for n in r.boundary.written if n in position)
         made = {s.name for r in forward.regions for s in r.slots if not s.leaves} if forward is not None else set()
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in made]  # the rest follows from the forward
         for index, region in enumerate(self.regions):
@@ -186,7 +186,7 @@ class Program:
             for i, (name, tensor) in enumerate(zip(self.inputs, inputs))
             if tensor is not None and (self.is_static(name, call.recording) or call.owns(name, tensor))
         ]
-        call.part = Part(Guard(inputs, static, self._written), [None] * len(self.regions))
+        call.part = Part(Guard(inputs, static, self.written), [None] * len(self.regions))
         call.mode = Mode.CAPTURE
         call.verifies = self.options.verify is not None
         self._count_sample()
@@ -248,14 +248,14 @@ class Program:
         for name, tensor in zip(self.inputs, inputs):
             if not is_plain(tensor):
                 return f"input {name!r} is a {type(tensor).__name__}, not a plain tensor"
-            if tensor is not None and (tensor.layout is not torch.strided or tensor._is_zerotensor()):
+            if tensor is not None and (tensor._is_zerotensor() or not torch._C._has_storage(tensor)):
                 return f"input {name!r} is a {tensor.layout} tensor without memory of its own"
-        if self._written:
+        if self.written:
             static = {i for i, is_static in enumerate(self._static) if is_static}
-            if not Sharing.of(inputs, static, self._written).admits(inputs):
-                names = ", ".join(repr(self.inputs[i]) for i in sorted(self._written)[:3])
+            if not Sharing.of(inputs, static, self.written).admits(inputs):
+                names = ", ".join(repr(self.inputs[i]) for i in sorted(self.written)[:3])
                 return f"an input that is written in place ({names}) shares memory with another; pass separate tensors"
-            if self.no_leaves and any(map(is_graded_leaf, map(inputs.__getitem__, self._written))):
+            if self.no_leaves and any(map(is_graded_leaf, map(inputs.__getitem__, self.written))):
                 return LEAF
         return None
 

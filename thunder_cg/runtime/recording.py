@@ -517,17 +517,21 @@ def _view_of_input(tensor: torch.Tensor, source: Source) -> Output:
     shift_bytes = tensor.data_ptr() - source.pointer
     conj, neg = tensor.is_conj(), tensor.is_neg()
 
-    def simple(args: Sequence[Any]) -> Any:
-        return args[arg].as_strided(size, stride, args[arg].storage_offset() + shift)
+    def simple(of: torch.Tensor) -> torch.Tensor:
+        return of.as_strided(size, stride, of.storage_offset() + shift)
 
-    def general(args: Sequence[Any]) -> Any:
-        at = args[arg].data_ptr() - address(args[arg]) + shift_bytes
-        view = _tracked_view(args[arg], dtype, at // dtype.itemsize, size, stride)
+    def general(of: torch.Tensor) -> torch.Tensor:
+        at = of.data_ptr() - address(of) + shift_bytes
+        view = _tracked_view(of, dtype, at // dtype.itemsize, size, stride)
         view = view.conj() if conj else view
         return view._neg_view() if neg else view
 
     make = simple if source.dtype == dtype and source.conj == conj and not neg else general
-    return make if tensor._is_view() else lambda args: make(args).detach()
+    if not tensor._is_view():
+        return lambda args: make(args[arg]).detach()
+    if tensor._base is source.tensor:
+        return lambda args: make(args[arg])
+    return lambda args: make(args[arg].detach())
 
 
 @dataclass(frozen=True, slots=True)

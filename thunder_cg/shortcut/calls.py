@@ -18,6 +18,7 @@ from thunder.core.pytree import tree_flatten
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace import TraceCtx
 from thunder.executors.torch_autograd import connect_to_autograd
+from thunder.executors.torchex import no_autocast
 
 from thunder_cg.analysis.ops import computing
 from thunder_cg.errors import ReplayRefused
@@ -146,10 +147,25 @@ class Region:
             raise Unsuited("the trace is not one region")
         self.guard: Guard = part.guard
         self.graph: RegionGraph = part.graphs[0]
+        self._written = program.written
         self.inputs = program.regions[0].boundary.inputs
         if self.inputs != program.inputs:
             raise Unsuited("the region's inputs are not the trace's")
         self.stats = program.regions[0].stats
+
+    def begins_with(self, tensors: Sequence[Any]) -> bool:
+        """Has the guard hold for calls like the present one, with these tensors. Returns whether it does.
+
+        Thunder turns autocast off before it comes to where the guard was made, and the C++ check of tensors depends on
+        that.
+        """
+        if not torch._C._is_any_autocast_enabled():
+            return True
+        guard, tensors = self.guard, list(tensors)
+        if not no_autocast(guard.holds)(tensors):
+            return False
+        self.guard = Guard(tensors, guard.static, self._written)
+        return True
 
 
 class Training:
@@ -169,6 +185,8 @@ class Training:
         self._arena = recording.arena
         self._obstacle = program.detour if program.samples else program.obstacle
         self._pick = guard.picker(region.inputs)
+        if not region.begins_with(self._pick(values)):
+            raise NotNow("it was recorded with other tensors")
         self._others = Tensors(guard, [n for n in guard.metadata if n not in region.inputs], values)
         inputs = region.inputs or ("",)
         data, (saved, kept) = trace.bound_symbols[-1].args

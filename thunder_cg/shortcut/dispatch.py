@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
+import torch
 from thunder import CacheEntry
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
@@ -13,11 +15,13 @@ from thunder.core.trace import TraceCtx, _tracectx
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Recording
 from thunder_cg.shortcut.calls import REFUSED, Compiled, ThroughTrace, Training
+from thunder_cg.shortcut.exclusive import Checks, are_exclusive, checks
 from thunder_cg.shortcut.guards import Homes, NotNow, PrologueGuard, Unsuited
 from thunder_cg.shortcut.straight import inference
 
 Call = Callable[..., Any]  # with a call's arguments; returns the call's result or REFUSED
 _tracing = _tracectx.get  # with None as its argument: the trace that is being made on this thread, if any
+_OVERTAKEN = "Thunder asks another compiled version first, which may be for the same calls"
 _MAX_WAYS = 8  # per cache entry, for traces of several regions: one for each layout of inputs
 
 
@@ -79,7 +83,8 @@ class Entry:
             return
         try:
             for recording in new if self._is_straight else ():
-                self._add(recording, values)
+                with suppress(NotNow):
+                    self._add(recording, values)
         except Unsuited as error:
             self._is_straight = False
             self.compiled.forward.no_shortcut = str(error)
@@ -105,30 +110,54 @@ class Dispatch:
         self._entries: list[Entry] = []
         self._calls: list[Call] = []  # of all entries
         self._unsuited: list[CacheEntry] = []
+        self._apart = torch._dynamo.disable(self.__call__)
+        self._stats = module._lc_cs
+        self._known = 0  # how many cache entries there were
+        # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
+        self._checks: dict[int, tuple[CacheEntry, Checks, dict[int, bool]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # it would look into whatever it can
+            return self._apart(*args, **kwargs)
         if _tracing(None) is None:
-            for call in self._calls:
+            for call in self._calls if len(self._stats.interpreter_cache) == self._known else ():
                 result = call(*args, **kwargs)
                 if result is not REFUSED:
                     return result
             for entry in self._entries:
                 entry.rest()
-        compiled = len(self._module._lc_cs.interpreter_cache)
-        try:
-            result = self._thunders(*args, **kwargs)
-        except Exception:
-            if len(self._module._lc_cs.interpreter_cache) > compiled:
-                self._forget()
-            raise
+        result = self._thunders(*args, **kwargs)
         if _tracing(None) is None:
             self._learn(args, kwargs)
-            self._calls = [call for entry in self._entries for call in entry.calls]
+            self._calls = [call for entry in self._certain() for call in entry.calls]
         return result
 
-    def _forget(self) -> None:
-        """Starts anew: the call has failed, and left an entry in Thunder's cache that is tried before all others."""
-        self._entries, self._calls = [], []
+    def _certain(self) -> list[Entry]:
+        """The entries that no newer one could come before, newest first, as Thunder tries them."""
+        cache = self._stats.interpreter_cache[::-1]
+        known = {id(entry) for entry in cache}
+        self._known = len(cache)
+        self._entries = [entry for entry in self._entries if id(entry.compiled.entry) in known]
+        for key in self._checks.keys() - known:
+            del self._checks[key]
+        for entry in cache:
+            if id(entry) not in self._checks:
+                self._checks[id(entry)] = entry, checks(entry.prologue_traces[-1]), {}
+        entries = {id(entry.compiled.entry): entry for entry in self._entries}
+        found = []
+        for i, entry in enumerate(cache):
+            if id(entry) in entries:
+                if all(self._are_exclusive(newer, entry) for newer in cache[:i]):
+                    found.append(entries[id(entry)])
+                else:
+                    entries[id(entry)].compiled.forward.no_shortcut = _OVERTAKEN
+        return found
+
+    def _are_exclusive(self, newer: CacheEntry, older: CacheEntry) -> bool:
+        _, expected, others = self._checks[id(newer)]
+        if id(older) not in others:
+            others[id(older)] = are_exclusive(expected, self._checks[id(older)][1])
+        return others[id(older)]
 
     def _learn(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stats = self._module._lc_cs
@@ -142,8 +171,7 @@ class Dispatch:
                 if forward is None or not forward.regions:
                     return
                 entry = Entry(self._module, self._compiled(used, forward), self._homes)
-                cache = stats.interpreter_cache  # the newest is tried first, as Thunder does it
-                self._entries = [e for c in reversed(cache) for e in (*self._entries, entry) if e.compiled.entry is c]
+                self._entries.append(entry)
             entry.learn(args, kwargs)
         except NotNow:
             pass

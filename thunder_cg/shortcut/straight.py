@@ -20,7 +20,7 @@ from thunder_cg.runtime import recording as recordings
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
 from thunder_cg.shortcut.calls import REFUSED, Compiled, Region, Result, Tensors
-from thunder_cg.shortcut.guards import PrologueGuard
+from thunder_cg.shortcut.guards import NotNow, PrologueGuard
 
 
 def inference(
@@ -30,10 +30,14 @@ def inference(
 
     Raises:
         Unsuited: the trace holds more than one region, or its results are not all the region's.
+        NotNow: the recording is not for the call that ``values`` are of.
     """
     program, entry = compiled.forward, compiled.entry
     trace = entry.computation_traces[-1]
     region = Region(program, recording)
+    pick = guard.picker(region.inputs)
+    if not region.begins_with(pick(values)):
+        raise NotNow("it was recorded with other tensors")
     others = Tensors(guard, [name for name in guard.metadata if name not in region.inputs], values)
     result = Result(compiled, guard, trace.bound_symbols[-1].args[0], compiled.made)
 
@@ -54,7 +58,6 @@ def inference(
     code.add(f"if not ({' and '.join(first)}):", 2)
     code.add(refuse, 3)
     code.add(f"values = {guard.look_up(code)}", 2)
-    pick = guard.picker(region.inputs)
     code.add(
         "tensors = values" if guard.are_all(region.inputs) else f"tensors = list({code.name(pick, 'pick')}(values))", 2
     )
