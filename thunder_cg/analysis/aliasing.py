@@ -111,6 +111,8 @@ def _shared(op: Op, inputs: list[str], outputs: list[str]) -> Iterator[Iterable[
         sharing = Sharing.ALL
     if op.is_fusion and op.executor not in rules.FUSION_EXECUTORS:
         sharing = Sharing.ALL
+    if sharing is None and _is_in_place(op):
+        sharing = Sharing.FIRST
     match sharing:
         case Sharing.PAIRWISE if len(inputs) == len(outputs):
             yield from zip(inputs, outputs)
@@ -156,5 +158,9 @@ def _written(op: Op) -> Sharing | None:
         return None if op.executor in rules.FUSION_EXECUTORS else Sharing.ALL
     if _is_opaque_leaf(op) and op.executor not in rules.PURE_EXECUTORS:
         return Sharing.ALL
-    in_place = op.id is not None and op.id.endswith("_") and not op.id.endswith("__")
-    return Sharing.FIRST if in_place else None
+    return Sharing.FIRST if _is_in_place(op) else None
+
+
+def _is_in_place(op: Op) -> bool:
+    """Does it write its result over its first tensor, as ``relu_(x)`` and ``relu(x, inplace=True)`` do?"""
+    return "inplace" in op.traits or (op.id is not None and op.id.endswith("_") and not op.id.endswith("__"))
