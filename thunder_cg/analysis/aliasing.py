@@ -106,7 +106,8 @@ def _share(op: Op, values: Mapping[str, Value], classes: _Classes) -> None:
 def _shared(op: Op, inputs: list[str], outputs: list[str]) -> Iterator[Iterable[str]]:
     if not inputs or not outputs:
         return
-    sharing = rules.VIEWS.get(rules.find(op.executor, op.id))
+    key = rules.find(op.executor, op.id)
+    sharing = _said_by_traits(op, rules.VIEWS_IF.get(key, {})) or rules.VIEWS.get(key)
     if sharing is None and op.executor not in rules.PURE_EXECUTORS and not op.is_fusion and _is_opaque_leaf(op):
         sharing = Sharing.ALL
     if op.is_fusion and op.executor not in rules.FUSION_EXECUTORS:
@@ -122,6 +123,10 @@ def _shared(op: Op, inputs: list[str], outputs: list[str]) -> Iterator[Iterable[
             yield (inputs[-1], *outputs)
         case Sharing.ALL | Sharing.PAIRWISE:
             yield (*inputs, *outputs)
+
+
+def _said_by_traits(op: Op, row: Mapping[str, Sharing]) -> Sharing | None:
+    return next((sharing for trait, sharing in row.items() if trait in op.traits), None)
 
 
 def _is_opaque_leaf(op: Op) -> bool:
@@ -149,9 +154,8 @@ def _writes(op: Op, roots: Mapping[str, str]) -> Iterator[str]:
 
 def _written(op: Op) -> Sharing | None:
     key = rules.find(op.executor, op.id)
-    for trait, sharing in rules.WRITES_IF.get(key, {}).items():
-        if trait in op.traits:
-            return sharing
+    if (sharing := _said_by_traits(op, rules.WRITES_IF.get(key, {}))) is not None:
+        return sharing
     if key in rules.WRITES:
         return rules.WRITES[key]
     if op.is_fusion:

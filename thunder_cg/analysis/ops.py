@@ -335,9 +335,10 @@ def _traits(bound: BoundSymbol, id_: str | None) -> Iterator[str]:
         yield "inplace"
     if _is_set(named.get("sparse")):
         yield "sparse"
-    if name in _STRIDED and _reaches_beyond(named):
+    if name in _STRIDED and not _stays_inside(named):
         yield "beyond"
-    if any(0 in named[key]._shape for key in ("running_min", "running_max") if key in named):
+    ranges = (named.get("running_min"), named.get("running_max"))
+    if any(isinstance(p, TensorProxy) and 0 in p._shape for p in ranges):
         yield "empty_range"
     if name in _OTHERS_ON_CPU and any(_is_on_cpu(p) for p in _proxies(bound.args)):
         yield "on_cpu"
@@ -364,12 +365,13 @@ def _is_set(number: Any) -> bool:
     return number is not None and (isinstance(number, Proxy) or number != 0)
 
 
-def _reaches_beyond(named: Mapping[str, Any]) -> bool:
-    """May a strided view show more than the tensor's own elements? Offsets count from where its storage begins."""
-    size, stride, shape = named["size"], named["stride"], named["input"]._shape
-    if named.get("storage_offset") is not None or not all(isinstance(n, int) for n in (*size, *stride, *shape)):
-        return True
-    return 1 + sum((n - 1) * step for n, step in zip(size, stride)) > math.prod(shape)
+def _stays_inside(named: Mapping[str, Any]) -> bool:
+    """Does a strided view show the tensor's own elements only? An offset counts from where its storage begins."""
+    match named:
+        case {"input": TensorProxy(_shape=shape), "size": [*size], "stride": [*stride]}:
+            if named.get("storage_offset") is None and all(isinstance(n, int) for n in (*size, *stride, *shape)):
+                return 1 + sum((n - 1) * step for n, step in zip(size, stride)) <= math.prod(shape)
+    return False
 
 
 def _has_number_list(key: Any) -> bool:
@@ -388,8 +390,8 @@ def _has_number_list(key: Any) -> bool:
 # Arguments that rules are about.
 _NAMED = ("seed", "generator", "dropout_p", "max_norm", "sorter", "inplace", "sparse", "input", "size", "stride",
           "storage_offset", "running_min", "running_max")  # fmt: skip
-# Thunder wraps most meta functions in a way that hides their signatures, and those of PyTorch's functions in C cannot be
-# read; then this is where an argument stands.
+# Where they stand: Thunder wraps most meta functions in a way that hides their signatures, and PyTorch's functions in C
+# have none.
 _POSITIONS = {
     "EMBEDDING": {"max_norm": 3},
     "EMBEDDING_BACKWARD": {"sparse": 5},
@@ -406,9 +408,11 @@ _POSITIONS = {
 
 def _named_arguments(bound: BoundSymbol, name: str) -> dict[str, Any]:
     """Those of `_NAMED` that are given. A derivative saves what its operator was given."""
-    args, kwargs = bound.args, bound.kwargs
-    if name.endswith("_vjp"):
-        (args, kwargs), name = args[0], name.removesuffix("_vjp")
+    match bound.args:
+        case [([*args], dict() as kwargs), *_] if name.endswith("_vjp"):
+            name = name.removesuffix("_vjp")
+        case _:
+            args, kwargs = list(bound.args), bound.kwargs
     found = {argument: args[i] for argument, i in _positions(bound.sym.meta, name) if i < len(args)}
     return found | {argument: kwargs[argument] for argument in _NAMED if argument in kwargs}
 
@@ -417,7 +421,8 @@ def _named_arguments(bound: BoundSymbol, name: str) -> dict[str, Any]:
 def _positions(meta: Any, name: str) -> tuple[tuple[str, int], ...]:
     """Where the arguments of `_NAMED` stand among the positional ones."""
     found: dict[str, int] = {}
-    for function in (getattr(torch.nn.functional, name, None), meta):
+    functions: tuple[Any, ...] = (getattr(torch.nn.functional, name, None), meta)
+    for function in functions:
         try:
             parameters = [*inspect.signature(function).parameters]
         except (TypeError, ValueError):  # there is none, or a builtin one

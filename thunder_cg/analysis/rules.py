@@ -40,6 +40,7 @@ __all__ = [
     "UNREACHED",
     "UP_TO_A_GPU",
     "VIEWS",
+    "VIEWS_IF",
     "WRITES",
     "WRITES_IF",
     "Key",
@@ -854,7 +855,7 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         Reason.HOST_SYNC,
         "an index is a 0-dim tensor, and the number in it is read on the host",
         _ON_THE_TAPE,
-        "give the index a dimension: x.index_select(0, k.reshape(1)), x.index_copy(0, k.reshape(1), value.unsqueeze(0))",
+        "give the index a dimension: x.index_select(0, k.reshape(1)), or x.index_copy(0, k.reshape(1), value[None])",
     )
     sparse = Rule(
         Reason.DATA_DEPENDENT,
@@ -948,6 +949,13 @@ _PRIM_SHARE_ANY = _names("""
 
 VIEWS: Mapping[Key, Sharing] = MappingProxyType(_views())
 """Outputs may share memory with these inputs: read off the schemas, the op_db runs and the code. When in doubt, yes."""
+
+_SPARSE = {"sparse": Sharing.ALL}
+
+VIEWS_IF: Mapping[Key, Mapping[str, Sharing]] = MappingProxyType(
+    {(None, "EMBEDDING_BACKWARD"): _SPARSE, ("torch", "torch.ops.aten.embedding_backward"): _SPARSE}
+)
+"""The same, only for ops with a trait: a sparse gradient is made of the incoming gradient and the indices."""
 
 _WRITE_ANY = _names("""
     batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats fused_moving_avg_obs_fake_quant
