@@ -87,12 +87,16 @@ def classify(ops: Ops, user: UserRules, device_type: str, *, sets_numbers: bool 
 def _shown_beyond(ops: Ops, user: UserRules) -> frozenset[str]:
     """Tensors that may share a storage with one that an operator shows more of than the tensor's own elements."""
     shown = [
-        inner.inputs[0] for op in ops.ops for inner in _walk(op) if "beyond" in inner.traits and not user.allows(inner)
+        name
+        for op in ops.ops
+        for inner in _walk(op)
+        if "beyond" in inner.traits and not user.allows(inner)
+        for name in inner.inputs[:1]
     ]
     if not shown:
         return frozenset()
     root = roots(ops)
-    storages = {root[name] for name in shown}
+    storages = {root[name] for name in shown if name in root}
     return frozenset(name for name in root if root[name] in storages)
 
 
