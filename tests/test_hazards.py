@@ -17,6 +17,10 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a view of a parameter is no view any more                     | test_views_of_parameters               |
 | in-place writes to an input are lost                          | test_written_inputs                    |
 | so is the version of what is written in inference mode        | test_versions_in_inference_mode        |
+| an operator writes its input because it is asked to            | test_inplace_operators                 |
+| a strided view shows more than the tensor it is taken of      | test_strided_views                     |
+| so does one of a tensor that a region has made                | test_strided_views_of_results          |
+| an operator resizes its arguments                             | test_resized_arguments                 |
 | what PyTorch does not allow to write is written               | test_written_leaves                    |
 | a write through one alias is not seen through the other       | test_aliased_arguments                 |
 | a parameter is read before an argument is written             | test_arguments_that_overlap_parameters |
@@ -44,6 +48,8 @@ Every test compares with uncaptured Thunder, bit for bit.
 | hooks keep saved tensors for longer than their graph lives    | test_checkpointed_from_outside         |
 | a graph is retained and run again                             | test_retained_graph                    |
 | a gradient without memory of its own                          | test_sparse_gradients                  |
+| so have gradients of embeddings, and what is computed of them | test_sparse_gradients_of_embeddings    |
+| an operator returns a tensor without memory of its own        | test_sparse_results                    |
 | many gradients come in at once, by vmap                       | test_gradients_in_a_batch              |
 | a gradient is zeros without any memory                        | test_zeros_without_memory              |
 | a kernel is chosen by whether its operand requires grad       | test_kernels_that_ask_for_grad         |
@@ -54,6 +60,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | random numbers freeze, or the generator stands still          | test_random_numbers                    |
 | a capture changes what a graph draws that is still to run     | test_draws_while_another_captures      |
 | a number read from a tensor freezes                           | test_item                              |
+| so does one that is an index                                  | test_indices_that_are_numbers          |
 | an operator keeps, writes or returns its input                | test_opaque_operators                  |
 | so does one that is eager for another reason as well          | test_opaque_operators_with_numbers     |
 | a side effect of an operator happens at capture only          | test_side_effects                      |
@@ -299,6 +306,94 @@ def test_versions_in_inference_mode(twins, device):
             with torch.inference_mode():
                 f(x)
             assert x._version > version
+
+
+DROPS = ["dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"]
+INPLACE = [*((name, (0.5, True, True)) for name in DROPS), ("elu", (1.0, True)), ("silu", (True,))]
+
+
+@pytest.mark.parametrize(("name", "options"), INPLACE)
+def test_inplace_operators(twins, device, name, options):
+    """What Thunder hands on to PyTorch as it is, and what it writes out."""
+    operator = getattr(nn.functional, name)
+    size = {"dropout1d": (2, 3, 4), "dropout3d": (2, 3, 4, 4, 4)}.get(name, (2, 3, 4, 4))
+
+    def fn(x, w):
+        y = work(x)
+        early = torch.cos(y) + torch.tan(y)  # where tan is eager, the sum is in another region
+        z = operator(y, *options)
+        return early, work(y), work(z), operator(w, *options)
+
+    for deny in ([], ["tan"]):
+        plain, graphed = twins(fn, deny=deny)
+        for step in range(CALLS):
+            x, w = torch.randn(2, *size, device=device)
+            found = []
+            for f in (plain, graphed):
+                torch.manual_seed(step)
+                written = w.clone()
+                found.append((f(x.clone(), written), written, written._version > 0))
+                assert found[-1][0][-1].data_ptr() == written.data_ptr()
+            same(*found)
+        assert replays(graphed) >= CALLS - 1
+
+
+def test_strided_views(twins, device):
+    """Offsets count from where a storage begins, and an input's may begin before it, and go on behind it."""
+
+    def read(x, y):
+        return work(x), work(x.as_strided((2, 2), (1, 2), 0)), x.as_strided_scatter(y, (2,), (1,), 0)
+
+    def write(x, y):
+        x.as_strided((2,), (1,), 2).mul_(y)
+        return work(x), work(y), x.as_strided((2,), (1,), 10)
+
+    def behind(x, y):
+        return work(x), work(x.as_strided((6,), (1,))), x.as_strided((2,), (2,))
+
+    for fn in (read, write, behind):
+        plain, graphed = twins(fn)
+        for _ in range(CALLS):
+            memory, y = torch.randn(16, device=device), torch.randn(2, device=device)
+            a, b = memory.clone(), memory.clone()
+            same((plain(a[8:12], y), a), (graphed(b[8:12], y), b))
+        if fn is not write:
+            assert replays(graphed) >= CALLS - 1
+
+
+def test_strided_views_of_results(twins, device):
+    def fn(x):
+        y = work(x)
+        z = y[2:6]
+        shown = z.as_strided((4,), (1,), 0)
+        once = work(shown) + work(z)
+        shown.mul_(2)
+        return z, once, work(y)
+
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x = torch.randn(8, device=device)
+        same(plain(x), graphed(x))
+    assert replays(graphed) >= CALLS - 1
+
+
+def test_resized_arguments(twins, device):
+    """A range that is empty gets an element for each channel."""
+
+    def fn(x, low, high, scale, zero, on):
+        return torch.fused_moving_avg_obs_fake_quant(work(x), on, on, low, high, scale, zero, 0.1, 0, 255, 0, True) * 2
+
+    plain, graphed = twins(fn)
+    on = torch.ones(1, dtype=torch.int64, device=device)
+    for _ in range(CALLS):
+        x = torch.randn(4, 8, device=device)
+        found = []
+        for f in (plain, graphed):
+            state = [torch.empty(0, device=device) for _ in range(2)]
+            state += [torch.ones(4, device=device), torch.zeros(4, dtype=torch.int32, device=device)]
+            found.append((f(x, *state, on), state))
+        same(*found)
+    assert replays(graphed) >= CALLS - 1
 
 
 def test_written_leaves(twins, device):
@@ -735,6 +830,62 @@ def test_gradients_in_a_batch(twins, device):
     assert replays(graphed) > CALLS
 
 
+@pytest.mark.parametrize("bag", [False, True])
+def test_sparse_gradients_of_embeddings(twins, device, bag):
+    class Embeds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = (nn.EmbeddingBag if bag else nn.Embedding)(8, 4, sparse=True)
+            self.last = nn.Linear(4, 4)
+
+        def forward(self, i, w):
+            made = (nn.functional.embedding_bag if bag else nn.functional.embedding)(i, work(w), sparse=True)
+            return self.last(work(self.rows(i))) * work(made)
+
+    plain, graphed = twins(Embeds())
+    kept = []
+    for _ in range(CALLS):
+        i = torch.randint(0, 8, (3, 2) if bag else (6,), device=device)
+        w = torch.randn(8, 4, device=device)
+        grads = []
+        for model in (plain, graphed):
+            model.zero_grad(set_to_none=True)
+            leaf = w.clone().requires_grad_()
+            model(i, leaf).sum().backward()
+            grads.append([leaf.grad, *(p.grad for p in model.parameters())])
+        kept.append(grads)
+    for grads in kept:
+        assert [g.layout for g in grads[0]] == [g.layout for g in grads[1]] and grads[1][1].is_sparse
+        same(*([g.to_dense() for g in found] for found in grads))
+    assert replays(graphed) >= CALLS - 1
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_results(twins, device, operator):
+    where = torch.arange(4, device=device)[None]
+
+    def rows(x, y):
+        return torch.sparse_coo_tensor(where, x * y, (4, 4), is_coalesced=True)
+
+    ex, made = operator("rows", rows, lambda x, y: like(x))
+
+    def fn(x):
+        y = work(x)
+        z = torch.tan(y)
+        return made(y, z), work(y), work(z)
+
+    plain, graphed = twins(fn, jit={"executors": [ex, *thunder.get_default_executors()]}, allow=["rows"], deny=["tan"])
+    kept = []
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, device=device)
+        kept.append((plain(x), graphed(x)))
+    for results in kept:
+        assert results[1][0].is_sparse
+        same(*((a.to_dense(), b, c) for a, b, c in results))
+    failures = [region["failure"] for region in regions(graphed)]
+    assert failures[0] is None and "CaptureRefused" in failures[1] and "sparse_coo" in failures[1]
+
+
 @pytest.mark.parametrize("deny", [(), ["torch.sgn_vjp"]], ids=["made in a region", "given to a region"])
 def test_zeros_without_memory(twins, device, deny):
     """PyTorch's derivative of sgn is a ZeroTensor, and so are products with one."""
@@ -871,6 +1022,30 @@ def test_item(twins, device):
         x = torch.randn(4, 4, device=device)
         same(plain(x), graphed(x))
     assert [r["replays"] for r in regions(graphed)] == [CALLS - 1] * 2
+
+
+def test_indices_that_are_numbers(twins, device):
+    """PyTorch reads an index without a dimension on the host."""
+
+    def fn(x, cache, k):
+        y = work(x)
+        cache[k] = y[0]
+        cache[:, k] = 1.5
+        return work(cache) + work(y[:, k])
+
+    plain, graphed = twins(fn)
+    for step in range(CALLS):
+        x, cache = torch.randn(2, 4, 4, device=device)
+        found = []
+        for f in (plain, graphed):
+            mine = cache.clone()
+            found.append((f(x, mine, torch.tensor(step % 4, device=device)), mine))
+        same(*found)
+    (trace,) = explain(graphed).to_dict()["traces"]
+    waits = [op["name"] for op in trace["ops"] if op["reason"] == "waits for the device"]
+    assert sorted(waits) == ["Tensor.__getitem__", "copy_with_setitem_impl", "copy_with_setitem_impl"]
+    assert [region["failure"] for region in regions(graphed)] == [None] * len(regions(graphed))
+    assert replays(graphed) >= CALLS - 1
 
 
 @pytest.fixture

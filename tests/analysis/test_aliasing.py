@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
@@ -169,3 +171,41 @@ def test_setitem_on_a_view_writes_the_base(traces_of):
     (result,) = (op.inputs for op in ops.ops if op.id == "RETURN")
     written = {name for op in ops.ops for name in writes(op, root)}
     assert any(root[name] in written for name in result)
+
+
+functional = torch.nn.functional
+CHOICES = {name: inspect.signature(f).parameters for name, f in vars(functional).items() if inspect.isfunction(f)}
+INPLACE = sorted(name for name, choices in CHOICES.items() if "inplace" in choices and name[0] != "_")
+GIVEN = {"p": 0.4, "threshold": 0.1, "value": 0.2, "training": True, "inplace": True}
+
+
+@pytest.mark.parametrize("graded", [False, True])
+@pytest.mark.parametrize("by_keyword", [False, True])
+@pytest.mark.parametrize("name", INPLACE)
+def test_what_is_told_to_write_in_place_does(traces_of, name, by_keyword, graded):
+    """All functions of PyTorch's that can be told so, as far as Thunder compiles them."""
+    choices = list(CHOICES[name].values())[1:]
+    given = {c.name: GIVEN.get(c.name, c.default) for c in choices if c.name in GIVEN or not by_keyword}
+
+    def model(x):
+        y = torch.sin(x)
+        z = getattr(functional, name)(y, **given) if by_keyword else getattr(functional, name)(y, *given.values())
+        return y, z
+
+    try:
+        ops, *_ = traces_of(model, torch.randn(2, 3, 4, 4, requires_grad=graded))
+    except NotImplementedError:
+        assert "dropout" in name
+        return
+    root = roots(ops)
+    (sin,) = (op for op in ops.ops if op.id == "sin")
+    assert root[sin.outputs[0]] in {name for op in ops.ops for name in writes(op, root)}
+    *_, last = (op for op in ops.ops if op.outputs and not op.structure)
+    assert root[last.outputs[0]] == root[sin.outputs[0]]
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_sparse_gradient_is_made_of_what_it_is_computed_from(trace, sparse):
+    traits = frozenset({"sparse"} if sparse else ())
+    root = roots(trace().op("torch.ops.aten.embedding_backward", "g i", "w", traits=traits).done())
+    assert len({root[name] for name in "giw"}) == (1 if sparse else 3)

@@ -104,6 +104,17 @@ def test_every_row_decides(trace):
         assert v.fix, (executor, id_)
 
 
+def test_what_is_shown_beyond_itself_keeps_its_storage(trace):
+    """All that may be a part of the storage stays eager, and the rest does not."""
+    t = trace().add("a", "b").op("torch_slice_prim_impl", "b", "s").add("s", "o")
+    t.op("as_strided", "s", "v", traits=frozenset({"beyond"})).add("v", "g")
+    assert [v.capture for v in t.verdicts()] == [False, False, True, False, True]
+    assert "'b'" in t.verdicts()[0].detail and t.verdicts()[0].fix
+    assert all(v.capture for v in t.verdicts(allow=("as_strided",)))
+    t.ops[3] = dataclasses.replace(t.ops[3], traits=frozenset())
+    assert all(v.capture for v in t.verdicts())
+
+
 # -------------------------------------------------------------------------------------------------------------- unknown
 
 

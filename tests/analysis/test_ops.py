@@ -198,6 +198,74 @@ def test_trait_of_a_renormalized_embedding(traces_of):
     assert [sorted(op.traits) for op in only(ops, "embedding_bag")] == [["renorm"], ["renorm"], []]
 
 
+@pytest.mark.parametrize(
+    ("index", "traits"),
+    [
+        (lambda x, k: x[:, k], {"scalar_index"}),
+        (lambda x, k: x[:, k.to(torch.int32)], {"scalar_index"}),
+        (lambda x, k: x[:, k.reshape(1)], set()),
+        (lambda x, k: x[:, 1], set()),
+    ],
+)
+def test_trait_of_an_index_without_a_dimension(traces_of, index, traits):
+    (ops,) = traces_of(index, torch.randn(3, 4), torch.tensor(1))
+    assert set().union(*(op.traits for op in ops.ops)) == traits
+
+
+def test_trait_of_what_is_written_in_place(traces_of):
+    def model(x):
+        drop, silu = torch.nn.functional.dropout2d, torch.nn.functional.silu
+        return drop(x, 0.5, True, True), drop(x, 0.5, True), silu(x + 1, True), silu(x, inplace=True), silu(x)
+
+    (ops,) = traces_of(model, torch.randn(1, 2, 3, 3))
+    assert [set(op.traits) for op in only(ops, "dropout2d")] == [{"inplace"}, set()]
+    assert [set(op.traits) for op in only(ops, "silu")] == [{"inplace"}, {"inplace"}, set()]
+
+
+def test_trait_of_a_sparse_gradient(traces_of):
+    """A derivative that Thunder leaves to torch.autograd has the arguments of its operator."""
+
+    def model(i, w, o):
+        embedding, bag = torch.nn.functional.embedding, torch.nn.functional.embedding_bag
+        made = embedding(i, w, sparse=True), embedding(i, w), bag(i, w, o, sparse=True), bag(i, w, o)
+        return made, bag(i, w, o, None, 2.0, False, "mean", True)
+
+    _, ops = traces_of(model, torch.tensor([0, 1]), torch.rand(2, 3, requires_grad=True), torch.tensor([0]))
+    for id_, some in (("torch.ops.aten.embedding_backward", 1), ("embedding_bag_vjp", 2)):
+        assert sorted(map(sorted, (op.traits for op in only(ops, id_)))) == [[], *[["sparse"]] * some]
+
+
+@pytest.mark.parametrize(
+    ("view", "is_beyond"),
+    [
+        (lambda x, y: x.as_strided((2, 2), (2, 1)), False),
+        (lambda x, y: x.as_strided((3, 2), (2, 1)), True),
+        (lambda x, y: x.as_strided(size=(4,), stride=(1,)), False),
+        (lambda x, y: x.as_strided((2,), (1,), 0), True),
+        (lambda x, y: x.as_strided((2,), (1,), storage_offset=1), True),
+        (lambda x, y: x.as_strided_scatter(y, (2,), (1,)), False),
+        (lambda x, y: x.as_strided_scatter(y, (2,), (4,)), True),
+        (lambda x, y: x.as_strided_scatter(y, (2,), (1,), 0), True),
+    ],
+)
+def test_trait_of_a_view_that_shows_more(traces_of, view, is_beyond):
+    x = torch.randn(16)[4:8].requires_grad_()
+    for ops in traces_of(view, x, torch.randn(2)):
+        traits = [set(op.traits) for op in ops.ops if str(op.id).startswith("as_strided")]
+        assert traits == [{"beyond"} if is_beyond else set()]
+
+
+@pytest.mark.parametrize("channels", [0, 4])
+def test_trait_of_an_empty_range(traces_of, channels):
+    def model(x, on, low, high, scale, zero):
+        return torch.fused_moving_avg_obs_fake_quant(x, on, on, low, high, scale, zero, 0.1, 0, 255, 0, True)
+
+    on, zero = torch.ones(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
+    (ops,) = traces_of(model, torch.randn(4, 8), on, *torch.zeros(2, channels), torch.ones(4), zero)
+    (found,) = only(ops, "fused_moving_avg_obs_fake_quant")
+    assert set(found.traits) == (set() if channels else {"empty_range"})
+
+
 def test_trait_of_a_derivative_that_looks_for_nans_on_a_cpu(traces_of):
     forward, backward = traces_of(lambda x: (x.min(), x.amin()), torch.randn(3, requires_grad=True))
     assert not any(op.traits for op in forward.ops)

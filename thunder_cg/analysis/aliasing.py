@@ -106,11 +106,14 @@ def _share(op: Op, values: Mapping[str, Value], classes: _Classes) -> None:
 def _shared(op: Op, inputs: list[str], outputs: list[str]) -> Iterator[Iterable[str]]:
     if not inputs or not outputs:
         return
-    sharing = rules.VIEWS.get(rules.find(op.executor, op.id))
+    key = rules.find(op.executor, op.id)
+    sharing = _said_by_traits(op, rules.VIEWS_IF.get(key, {})) or rules.VIEWS.get(key)
     if sharing is None and op.executor not in rules.PURE_EXECUTORS and not op.is_fusion and _is_opaque_leaf(op):
         sharing = Sharing.ALL
     if op.is_fusion and op.executor not in rules.FUSION_EXECUTORS:
         sharing = Sharing.ALL
+    if sharing is None and _is_in_place(op):
+        sharing = Sharing.FIRST
     match sharing:
         case Sharing.PAIRWISE if len(inputs) == len(outputs):
             yield from zip(inputs, outputs)
@@ -120,6 +123,10 @@ def _shared(op: Op, inputs: list[str], outputs: list[str]) -> Iterator[Iterable[
             yield (inputs[-1], *outputs)
         case Sharing.ALL | Sharing.PAIRWISE:
             yield (*inputs, *outputs)
+
+
+def _said_by_traits(op: Op, row: Mapping[str, Sharing]) -> Sharing | None:
+    return next((sharing for trait, sharing in row.items() if trait in op.traits), None)
 
 
 def _is_opaque_leaf(op: Op) -> bool:
@@ -147,14 +154,17 @@ def _writes(op: Op, roots: Mapping[str, str]) -> Iterator[str]:
 
 def _written(op: Op) -> Sharing | None:
     key = rules.find(op.executor, op.id)
-    for trait, sharing in rules.WRITES_IF.get(key, {}).items():
-        if trait in op.traits:
-            return sharing
+    if (sharing := _said_by_traits(op, rules.WRITES_IF.get(key, {}))) is not None:
+        return sharing
     if key in rules.WRITES:
         return rules.WRITES[key]
     if op.is_fusion:
         return None if op.executor in rules.FUSION_EXECUTORS else Sharing.ALL
     if _is_opaque_leaf(op) and op.executor not in rules.PURE_EXECUTORS:
         return Sharing.ALL
-    in_place = op.id is not None and op.id.endswith("_") and not op.id.endswith("__")
-    return Sharing.FIRST if in_place else None
+    return Sharing.FIRST if _is_in_place(op) else None
+
+
+def _is_in_place(op: Op) -> bool:
+    """Does it write its result over its first tensor, as ``relu_(x)`` and ``relu(x, inplace=True)`` do?"""
+    return "inplace" in op.traits or (op.id is not None and op.id.endswith("_") and not op.id.endswith("__"))

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis import rules
+from thunder_cg.analysis.aliasing import roots
 from thunder_cg.analysis.ops import Op, Ops, Value
 from thunder_cg.analysis.rules import Reason, Rule
 from thunder_cg.errors import OptionError
@@ -79,8 +80,24 @@ def classify(ops: Ops, user: UserRules, device_type: str, *, sets_numbers: bool 
         device_type: ``"cuda"`` or ``"cpu"``: what the backend captures.
         sets_numbers: whether the backend can give the kernels of a graph new numbers.
     """
-    judge = _Judge(ops.values, user, device_type, sets_numbers)
+    judge = _Judge(ops.values, user, device_type, sets_numbers, _shown_beyond(ops, user))
     return tuple(judge.verdict(op) for op in ops.ops)
+
+
+def _shown_beyond(ops: Ops, user: UserRules) -> frozenset[str]:
+    """Tensors that may share a storage with one that an operator shows more of than the tensor's own elements."""
+    shown = [
+        name
+        for op in ops.ops
+        for inner in _walk(op)
+        if "beyond" in inner.traits and not user.allows(inner)
+        for name in inner.inputs[:1]
+    ]
+    if not shown:
+        return frozenset()
+    root = roots(ops)
+    storages = {root[name] for name in shown if name in root}
+    return frozenset(name for name in root if root[name] in storages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +106,7 @@ class _Judge:
     user: UserRules
     device_type: str
     sets_numbers: bool
+    shown_beyond: frozenset[str]
 
     def verdict(self, op: Op) -> Verdict:
         if op.structure:
@@ -101,6 +119,7 @@ class _Judge:
             or self.takes_known(op)
             or self.objection(op)
             or self.returns_known(op)
+            or self.keeps_storage(op)
         )
         if objection is not None:
             return Verdict(False, objection.reason, objection.detail, objection.fix or _allow_fix(op), device)
@@ -223,6 +242,14 @@ class _Judge:
             detail = f"it returns {_listed(numbers)}, a Python number, which a replay would not compute again"
             return Rule(Reason.RUNTIME_NUMBER, detail, "", "return a 0-dim tensor instead")
         return None
+
+    def keeps_storage(self, op: Op) -> Rule | None:
+        """Are the storages of its results, which a graph makes anew, seen only through the results?"""
+        seen = [name for name in op.outputs if name in self.shown_beyond]
+        if not seen or self.user.allows(op):
+            return None
+        detail = f"more of the storage of {_listed(seen)} is shown by as_strided, and what leaves a graph has its own"
+        return Rule(Reason.UNVERIFIED, detail, "", "take slices instead of as_strided with an offset")
 
 
 def _handed_on(fusion: Op, sub: Op) -> set[str]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import thunder
+import torch
 from thunder.core.proxies import (
     CollectionProxy,
     DictProxy,
@@ -293,15 +295,21 @@ def _line(bound: BoundSymbol) -> str | None:
 # Rules are data and see no arguments, so what they need is read here, as words:
 #   bool_index               an index tensor is boolean or bytes: the size of the result depends on its contents
 #   host_index               an index is a Python list of numbers
+#   scalar_index             an index is a 0-dim tensor of an integer, which PyTorch reads on the host
 #   number_at_tensor_index   a number is stored where a tensor of indices says
 #   tensor_value             the value to fill in is a tensor
 #   seeded                   a seed or a generator is given
 #   dropout                  a dropout probability other than zero
 #   renorm                   max_norm is given, which rewrites the embedding's rows
 #   sorter                   a permutation that sorts is given
+#   inplace                  the result is to be written over the first tensor
+#   sparse                   gradients are to be sparse
+#   beyond                   a view may show memory of the storage that is none of the tensor's own elements
+#   empty_range              a running minimum or maximum has no elements yet
 #   on_cpu                   tensors are on a CPU, where some derivatives have another formula
 _INDEXING = frozenset({"__getitem__", "copy_with_setitem_impl", "index_put", "INDEX_PUT", "COPY_WITH_SETITEM"})
 _FILLS = frozenset({"index_fill", "index_fill_vjp", "masked_fill", "masked_fill_vjp"})
+_STRIDED = frozenset({"as_strided", "as_strided_scatter", "as_strided_vjp", "as_strided_scatter_vjp"})
 _OTHERS_ON_CPU = frozenset({"median_vjp", "min_vjp", "nanmedian_vjp", "ormqr_vjp"})
 _BYTES = frozenset({"bool8", "uint8"})
 
@@ -323,6 +331,15 @@ def _traits(bound: BoundSymbol, id_: str | None) -> Iterator[str]:
         yield "renorm"
     if named.get("sorter") is not None:
         yield "sorter"
+    if _is_set(named.get("inplace")):
+        yield "inplace"
+    if _is_set(named.get("sparse")):
+        yield "sparse"
+    if name in _STRIDED and not _stays_inside(named):
+        yield "beyond"
+    ranges = (named.get("running_min"), named.get("running_max"))
+    if any(isinstance(p, TensorProxy) and 0 in p._shape for p in ranges):
+        yield "empty_range"
     if name in _OTHERS_ON_CPU and any(_is_on_cpu(p) for p in _proxies(bound.args)):
         yield "on_cpu"
 
@@ -333,6 +350,8 @@ def _is_on_cpu(proxy: Proxy) -> bool:
 
 def _index_traits(args: tuple[Any, ...]) -> Iterator[str]:
     tensors = [p for p in _proxies(args[1]) if isinstance(p, TensorProxy)]
+    if any(not p._shape and _dtype(p) not in _BYTES for p in tensors):
+        yield "scalar_index"
     if any(_dtype(p) in _BYTES for p in tensors):
         yield "bool_index"
     elif tensors and len(args) > 2 and isinstance(args[2], (int, float, complex)):
@@ -341,8 +360,18 @@ def _index_traits(args: tuple[Any, ...]) -> Iterator[str]:
         yield "host_index"
 
 
-def _is_set(probability: Any) -> bool:
-    return probability is not None and (isinstance(probability, Proxy) or probability != 0)
+def _is_set(number: Any) -> bool:
+    """Is a probability other than zero, or a flag other than False?"""
+    return number is not None and (isinstance(number, Proxy) or number != 0)
+
+
+def _stays_inside(named: Mapping[str, Any]) -> bool:
+    """Does a strided view show the tensor's own elements only? An offset counts from where its storage begins."""
+    match named:
+        case {"input": TensorProxy(_shape=shape), "size": [*size], "stride": [*stride]}:
+            if named.get("storage_offset") is None and all(isinstance(n, int) for n in (*size, *stride, *shape)):
+                return 1 + sum((n - 1) * step for n, step in zip(size, stride)) <= math.prod(shape)
+    return False
 
 
 def _has_number_list(key: Any) -> bool:
@@ -358,13 +387,19 @@ def _has_number_list(key: Any) -> bool:
     )
 
 
-_NAMED = ("seed", "generator", "dropout_p", "max_norm", "sorter")  # arguments that rules are about
-# Thunder wraps most meta functions in a way that hides their signatures; then this is where an argument stands.
+# Arguments that rules are about.
+_NAMED = ("seed", "generator", "dropout_p", "max_norm", "sorter", "inplace", "sparse", "input", "size", "stride",
+          "storage_offset", "running_min", "running_max")  # fmt: skip
+# Where they stand: Thunder wraps most meta functions in a way that hides their signatures, and PyTorch's functions in C
+# have none.
 _POSITIONS = {
     "EMBEDDING": {"max_norm": 3},
+    "EMBEDDING_BACKWARD": {"sparse": 5},
     "MULTINOMIAL": {"seed": 3},
-    "embedding": {"max_norm": 3},
-    "embedding_bag": {"max_norm": 3},
+    "as_strided": {"input": 0, "size": 1, "stride": 2, "storage_offset": 3},
+    "as_strided_scatter": {"input": 0, "size": 2, "stride": 3, "storage_offset": 4},
+    "embedding_backward": {"sparse": 5},
+    "fused_moving_avg_obs_fake_quant": {"running_min": 3, "running_max": 4},
     "multinomial": {"seed": 3},
     "multinomial_helper": {"seed": 3},
     "scaled_dot_product_attention": {"dropout_p": 4},
@@ -372,8 +407,12 @@ _POSITIONS = {
 
 
 def _named_arguments(bound: BoundSymbol, name: str) -> dict[str, Any]:
-    """Those of `_NAMED` that are given."""
-    args, kwargs = bound.args, bound.kwargs
+    """Those of `_NAMED` that are given. A derivative saves what its operator was given."""
+    match bound.args:
+        case [([*args], dict() as kwargs), *_] if name.endswith("_vjp"):
+            name = name.removesuffix("_vjp")
+        case _:
+            args, kwargs = list(bound.args), bound.kwargs
     found = {argument: args[i] for argument, i in _positions(bound.sym.meta, name) if i < len(args)}
     return found | {argument: kwargs[argument] for argument in _NAMED if argument in kwargs}
 
@@ -381,9 +420,12 @@ def _named_arguments(bound: BoundSymbol, name: str) -> dict[str, Any]:
 @functools.lru_cache(maxsize=4096)
 def _positions(meta: Any, name: str) -> tuple[tuple[str, int], ...]:
     """Where the arguments of `_NAMED` stand among the positional ones."""
-    try:
-        parameters = [*inspect.signature(meta).parameters]
-    except (TypeError, ValueError):  # no meta function, or a builtin one
-        parameters = []
-    found = {argument: parameters.index(argument) for argument in _NAMED if argument in parameters}
+    found: dict[str, int] = {}
+    functions: tuple[Any, ...] = (getattr(torch.nn.functional, name, None), meta)
+    for function in functions:
+        try:
+            parameters = [*inspect.signature(function).parameters]
+        except (TypeError, ValueError):  # there is none, or a builtin one
+            continue
+        found |= {argument: parameters.index(argument) for argument in _NAMED if argument in parameters}
     return tuple((found | _POSITIONS.get(name, {})).items())

@@ -40,6 +40,7 @@ __all__ = [
     "UNREACHED",
     "UP_TO_A_GPU",
     "VIEWS",
+    "VIEWS_IF",
     "WRITES",
     "WRITES_IF",
     "Key",
@@ -105,6 +106,7 @@ def _rows(executor: str | None, rule: Rule, names: Iterable[str]) -> dict[Key, R
 
 MEASURED = "thunder_cg/results/rules-*.json, see Note [How the rules were checked]"
 NOT_REACHED = "not measured"
+_ON_THE_TAPE = f"{MEASURED}; on the tape alone so far"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The torch executor, what may be captured
@@ -849,14 +851,33 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         MEASURED,
         "sort the values with it first: sorted_sequence.gather(-1, sorter)",
     )
-    read, store = (
-        {"bool_index": mask, "host_index": numbers},
-        {
-            "bool_index": mask,
-            "host_index": numbers,
-            "number_at_tensor_index": fill,
-        },
+    scalar = Rule(
+        Reason.HOST_SYNC,
+        "an index is a 0-dim tensor, and the number in it is read on the host",
+        _ON_THE_TAPE,
+        "give the index a dimension: x.index_select(0, k.reshape(1)), or x.index_copy(0, k.reshape(1), value[None])",
     )
+    sparse = Rule(
+        Reason.DATA_DEPENDENT,
+        "the gradient is sparse, and its size depends on the indices",
+        _ON_THE_TAPE,
+        "let the gradient be dense: sparse=False",
+    )
+    beyond = Rule(
+        Reason.UNVERIFIED,
+        "it may show memory of the storage that is not the tensor's own, which a graph does not have: it reads a copy "
+        "of the tensor alone",
+        _ON_THE_TAPE,
+        "pass the tensor that has all of the memory, and take slices of it",
+    )
+    range_ = Rule(
+        Reason.SIDE_EFFECT,
+        "its running range has no elements yet, and it makes room for them in the caller's tensors",
+        _ON_THE_TAPE,
+        "give running_min and running_max an element for each channel before the first call",
+    )
+    read = {"scalar_index": scalar, "bool_index": mask, "host_index": numbers}
+    store = {**read, "number_at_tensor_index": fill}
     rows: dict[Key, Mapping[str, Rule]] = {("torch", "__getitem__"): read}
     rows |= dict.fromkeys((("torch", "copy_with_setitem_impl"), (None, "COPY_WITH_SETITEM")), store)
     rows |= {key: {"bool_index": mask} for key in (("torch", "index_put"), (None, "INDEX_PUT"))}
@@ -867,6 +888,11 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         *(("torch", n) for n in _with_vjp(("embedding", "embedding_bag"))),
     )
     rows |= {key: {"renorm": renorm} for key in embeddings}
+    backwards = _names("embedding_bag_vjp embedding_vjp torch.ops.aten.embedding_backward")
+    for key in ((None, "EMBEDDING_BACKWARD"), *(("torch", n) for n in backwards)):
+        rows[key] = {**rows.get(key, {}), "sparse": sparse}
+    rows |= {("torch", name): {"beyond": beyond} for name in _with_vjp(("as_strided", "as_strided_scatter"))}
+    rows |= {("torch", "fused_moving_avg_obs_fake_quant"): {"empty_range": range_}}
     # Under a dispatch mode, and so on the tape, PyTorch takes the formula of a GPU: it asks nobody, and the zeros that
     # it makes may have another sign.
     rows |= {("torch", name): {"on_cpu": nan} for name in _names("median_vjp min_vjp nanmedian_vjp")}
@@ -923,6 +949,13 @@ _PRIM_SHARE_ANY = _names("""
 
 VIEWS: Mapping[Key, Sharing] = MappingProxyType(_views())
 """Outputs may share memory with these inputs: read off the schemas, the op_db runs and the code. When in doubt, yes."""
+
+_SPARSE = {"sparse": Sharing.ALL}
+
+VIEWS_IF: Mapping[Key, Mapping[str, Sharing]] = MappingProxyType(
+    {(None, "EMBEDDING_BACKWARD"): _SPARSE, ("torch", "torch.ops.aten.embedding_backward"): _SPARSE}
+)
+"""The same, only for ops with a trait: a sparse gradient is made of the incoming gradient and the indices."""
 
 _WRITE_ANY = _names("""
     batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_update_stats fused_moving_avg_obs_fake_quant

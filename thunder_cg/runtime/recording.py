@@ -85,6 +85,11 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
 
 
+def is_sparse(value: Any) -> bool:
+    """Is it a tensor that is made of several, so that it has no address?"""
+    return isinstance(value, torch.Tensor) and value.layout is not torch.strided
+
+
 def layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     """What kernels can see of a tensor besides its address and its values."""
     if tensor is None:
@@ -391,6 +396,10 @@ class Outputs:
             if isinstance(tensor, Departed):
                 assert tensor.tensor is not None
                 departed[tensor.order] = _Copy.whole(tensor.tensor, i)
+                continue
+            if is_sparse(tensor):
+                self._constants[i] = tensor = tensor.clone()  # of a run, whose memory is the arena's; none is captured
+                self._makers.append((i, _constant(tensor)))
                 continue
             if not isinstance(tensor, torch.Tensor) or tensor.device != device or tensor._is_zerotensor():
                 # None, zeros without memory, or the seed of an attention without dropout, which lives on the host: no

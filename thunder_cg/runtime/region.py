@@ -28,6 +28,7 @@ from thunder_cg.runtime.recording import (
     Sharing,
     Source,
     address,
+    is_sparse,
     overlaps_itself,
     place,
     plain,
@@ -344,6 +345,7 @@ class RuntimeRegion:
         produced: list[Any] = []
 
         def leaving(made: Sequence[Any]) -> list[torch.Tensor]:
+            _check_results([slot.name for slot in self.slots], made)
             produced.extend(made)
             entry.outputs = Outputs(produced, sources, leaves, self.device, pool.alias)
             return entry.outputs.sources()
@@ -485,6 +487,12 @@ def _check_inputs(
             raise ValueError(f"input {name!r} is written in place and overlaps itself")
     if written and not Sharing.of(args, set(static), written).admits(args):
         raise ValueError("an input that is written in place shares memory with another")
+
+
+def _check_results(names: Sequence[str], results: Sequence[Any]) -> None:
+    for name, result in zip(names, results):
+        if is_sparse(result):
+            raise CaptureRefused(f"result {name!r} has the layout {result.layout}, which no replay can fill")
 
 
 def _sentence(error: BaseException) -> str:

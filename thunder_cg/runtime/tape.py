@@ -162,7 +162,7 @@ class _Tape(_Mode):
         results = []
         for leaf, tensor in enumerate(tree_leaves(output)):
             if isinstance(tensor, torch.Tensor):
-                self._check_device(tensor)
+                self._check(tensor)
                 if not tensor._is_zerotensor() and _address(tensor) not in addresses:
                     self._own.add(_address(tensor))
                     results.append((leaf, tensor.detach()))
@@ -184,13 +184,15 @@ class _Tape(_Mode):
             raise CaptureRefused(f"{func} makes the host wait for data, which a graph cannot hold")
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
-                self._check_device(leaf)
+                self._check(leaf)
             elif isinstance(leaf, torch.Generator):
                 raise CaptureRefused(f"{func} draws from a generator that the graph does not know")
 
-    def _check_device(self, tensor: torch.Tensor) -> None:
+    def _check(self, tensor: torch.Tensor) -> None:
         if tensor.device.type != self._device.type:
             raise CaptureRefused(f"a tensor on {tensor.device} in a graph on {self._device}")
+        if tensor.layout is not torch.strided:
+            raise CaptureRefused(f"a tensor with the layout {tensor.layout}, which has no address, in a graph")
 
     def _keep_images(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:

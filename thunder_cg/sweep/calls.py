@@ -28,6 +28,11 @@ def _whole(*shape: int, high: int, low: int = 0, dtype: torch.dtype = torch.int6
     return lambda device, grad: torch.randint(low, high, shape, device=device).to(dtype)
 
 
+def _part(device: str, grad: bool) -> torch.Tensor:
+    """Of larger memory, from within."""
+    return torch.rand(6, 5, device=device)[2:].detach().requires_grad_(grad)
+
+
 def _mask(*shape: int) -> Make:
     return lambda device, grad: torch.rand(shape, device=device) < 0.5
 
@@ -110,6 +115,7 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("read by two tensors", lambda x, i, j: x[i, j], _X, _I, _I),
     ("read by a list", lambda x: x[[0, 2]], _X),
     ("read by a mask", lambda x, m: x[m], _X, _mask(4, 5)),
+    ("read by a number on the device", lambda x, k: x[:, k], _X, _whole(high=4)),
     # writes
     ("write in place", _written, _X, _Y),
     ("store at an integer", _store(1), _X, _V),
@@ -119,6 +125,7 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("store a number at a tensor", lambda x, i: _store(lambda j: j)(x, 1.5, i), _X, _I),
     ("store at a list", lambda x, v: _store(([0, 2],))(x, v), _X, _floats(2, 5)),
     ("store at a mask", lambda x, m: _store(lambda k: k)(x, 0.0, m), _X, _mask(4, 5)),
+    ("store at a number on the device", _store(lambda k: k), _X, _V, _whole(high=4)),
     ("index_put with a mask", lambda x, m, v: torch.index_put(x, (m,), v), _X, _mask(4), _floats(5)),
     ("index_put", lambda x, i, v: torch.index_put(x, (i,), v, accumulate=True), _X, _I, _floats(3, 5)),
     ("masked_fill by a number", lambda x, m: x.masked_fill(m, 0.5), _X, _mask(4, 5)),
@@ -151,6 +158,8 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     *((f"{name}", getattr(functional, name), _floats(2, 3, 4, 4), 0.4, True) for name in
       ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
       if name not in ("dropout1d", "dropout3d")),
+    *((f"{name}, in place", lambda x, name=name: getattr(functional, name)(x * 2, 0.4, True, True) * 3,
+       _floats(2, 3, 4, 4)) for name in ("dropout2d", "alpha_dropout", "feature_alpha_dropout")),
     ("dropout1d", lambda x: functional.dropout1d(x, 0.4), _floats(2, 3, 4)),
     ("dropout3d", lambda x: functional.dropout3d(x, 0.4), _floats(2, 3, 2, 2, 2)),
     ("feature_dropout", lambda x: torch.feature_dropout(x, 0.4, True), _floats(2, 3, 4)),
@@ -174,6 +183,9 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("embedding", lambda i, w: functional.embedding(i, w), _I, _X),
     ("embedding, renormalized", lambda i, w: functional.embedding(i, w, max_norm=1.0), _I, _X),
     ("embedding_bag", lambda i, w: functional.embedding_bag(i, w), _whole(2, 3, high=4), _X),
+    ("embedding, with a sparse gradient", lambda i, w: functional.embedding(i, w, sparse=True), _I, _X),
+    ("embedding_bag, with a sparse gradient", lambda i, w: functional.embedding_bag(i, w, sparse=True),
+     _whole(2, 3, high=4), _X),
     # recurrent cells and layers
     *((name, getattr(torch, name), _floats(3, 4), _floats(3, 5), _floats(g * 5, 4), _floats(g * 5, 5), _floats(g * 5),
        _floats(g * 5)) for name, g in (("gru_cell", 3), ("rnn_relu_cell", 1), ("rnn_tanh_cell", 1))),
@@ -274,6 +286,10 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
      lambda x, o, f, a, b, s, z: torch.fused_moving_avg_obs_fake_quant(x, o, f, a, b, s, z, 0.01, 0, 255, 0), _X,
      _whole(1, low=1, high=2), _whole(1, low=1, high=2), _floats(1), _floats(1), _floats(1, low=0.1),
      _whole(1, high=3, dtype=torch.int32)),
+    ("fused_moving_avg_obs_fake_quant, of empty ranges",
+     lambda x, o, f, a, b, s, z: torch.fused_moving_avg_obs_fake_quant(x, o, f, a, b, s, z, 0.01, 0, 255, 0, True), _X,
+     _whole(1, low=1, high=2), _whole(1, low=1, high=2), _floats(0), _floats(0), _floats(4, low=0.1),
+     _whole(4, high=3, dtype=torch.int32)),
     # several tensors
     ("broadcast_tensors", lambda x, v: torch.broadcast_tensors(x, v), _X, _V),
     ("cartesian_prod", lambda x, y: torch.cartesian_prod(x, y), _V, _floats(3)),
@@ -351,6 +367,9 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
           ("solve_triangular", lambda x: torch.linalg.solve_triangular(x, x, upper=True)),
           ("triangular_solve", lambda x: torch.triangular_solve(x, x)),
       )),
+    # parts of larger memory
+    ("as_strided, of a part", lambda x: x.as_strided((4, 2), (2, 1), 0) * 2, _part),
+    ("as_strided_scatter, of a part", lambda x, y: x.as_strided_scatter(y, (5,), (1,), 0) * 2, _part, _V),
     # sparse
     ("to_sparse", lambda x: x.to_sparse(), _SQUARE),
     *((name, lambda x, name=name: getattr(x, name)(), _sparse("coo")) for name in
