@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -364,6 +365,21 @@ def test_an_operator_that_raises_where_a_graph_cannot(planted, twins, device):
     assert region["quarantined"] and "broken" in region["failure"]
 
 
+def test_memory_that_an_operator_keeps(planted, twins, device):
+    """The eager run's result is overwritten by the replay."""
+    factor, out = [2.0], torch.empty(3, 4, device=device)
+    op = planted("scale", lambda x: torch.mul(x, factor[0], out=out))
+    _, graphed = twins(lambda x: (op(torch.sin(x) * 1.5), x[0]), jit=planted.jit, allow=["scale"], verify=1)
+    for step in range(6):
+        factor[0] = 2.0 if step < 4 else 3.0
+        x = torch.randn(3, 4, device=device)
+        with caught() as found:
+            made, view = graphed(x)
+        same(made.clone(), torch.sin(x) * 1.5 * factor[0])
+        assert bool(found) == (step == 4) and all(f"scale at {HERE}" in message for message in found)
+        assert view.data_ptr() == x.data_ptr()
+
+
 # -------------------------------------------------------------------------------------------------------- what is right
 
 
@@ -461,13 +477,127 @@ def test_out_of_memory_costs_no_call(twins, device, monkeypatch, step):
     assert "in verification: not verified: OutOfMemoryError: planted" in str(explain(graphed))
 
 
+@contextmanager
+def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int) -> Iterator[list[float]]:
+    """Another thread draws after some of these steps of trials, and says what."""
+    drawn: list[float] = []
+    original = getattr(verification._Trial, step)
+
+    def draw() -> None:
+        drawn.append(torch.rand((), dtype=torch.float64, device=device).item())
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if len(drawn) < times:
+            thread = threading.Thread(target=draw)
+            thread.start()
+            thread.join()
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verification._Trial, step, stepped)
+        yield drawn
+
+
+@pytest.mark.parametrize("step", ["__init__", "run", "replay"])
+def test_a_region_that_draws_nothing_leaves_generators_alone(twins, device, monkeypatch, step):
+    plain, graphed = twins(lambda x: torch.tanh(torch.sin(x) + 1) * 2, verify=1)
+    devices = {"cpu", device}
+    for on in devices:
+        x = torch.randn(4, device=device)
+        graphed(x)
+        torch.manual_seed(1)
+        expected = torch.rand(8, dtype=torch.float64, device=on).tolist()
+        torch.manual_seed(1)
+        with drawing(monkeypatch, on, step, sys.maxsize) as drawn:
+            for _ in range(4):
+                same(plain(x), graphed(x))
+        assert len(drawn) >= 3
+        drawn += [torch.rand((), dtype=torch.float64, device=on).item() for _ in range(8 - len(drawn))]
+        assert len(set(drawn)) == 8 and drawn[0] == expected[0]
+    (region,) = regions(graphed)
+    assert not region["quarantined"] and region["remark"] is None
+
+
+@pytest.mark.parametrize("verify", ["first", 1])
+def test_captures_that_draw_nothing_leave_the_generator_alone(twins, device, monkeypatch, verify):
+    _, graphed = twins(lambda x: torch.tanh(torch.sin(x) + 1) * 2, verify=verify)
+    state: list[Any] = []
+    monkeypatch.setattr(torch, "set_rng_state", state.append)
+    for _ in range(4):
+        graphed(torch.randn(4, device=device))
+    assert not state and regions(graphed)[0]["verified"] == {"first": 1, 1: 3}[verify]
+
+
+@pytest.mark.parametrize(("step", "times"), [("__init__", 1), ("run", 1), ("run", 7), ("replay", 1), ("replay", 7)])
+def test_draws_of_another_thread_are_no_disagreement(twins, device, monkeypatch, step, times):
+    _, graphed = twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)
+    x = torch.ones(1000, device=device)
+    for _ in range(3):
+        graphed(x)
+    with caught() as found, drawing(monkeypatch, device, step, times) as drawn:
+        made = [graphed(x) for _ in range(3)]
+    assert not found and drawn and len(set(drawn)) == len(drawn)
+    assert len({tuple(m.tolist()) for m in made}) == 3
+    (region,) = regions(graphed)
+    assert not region["quarantined"] and region["replays"] == 5
+
+
+def test_a_trial_that_others_disturb_is_no_comparison(twins, device, monkeypatch):
+    _, graphed = twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)
+    x = torch.ones(1000, device=device)
+    for _ in range(3):
+        graphed(x)
+    with drawing(monkeypatch, device, "run", 1):
+        graphed(x)
+    (region,) = regions(graphed)
+    assert region["verified"] == 2 and region["replays"] == 3
+    assert f"not verified: another thread changed the state of the {device}" in region["remark"]
+
+
+def test_a_wrong_operator_is_caught_though_others_draw_now_and_then(planted, twins, device, monkeypatch):
+    factor = [2.0]
+    op = planted("scale", lambda x: x * factor[0])
+    _, graphed = twins(MLPWithDropout(op), jit=planted.jit, allow=["scale"], verify=1)
+    messages = []
+    for step in range(6):
+        factor[0] = 2.0 if step < 3 else 3.0
+        with caught() as found, drawing(monkeypatch, device, "run", int(step in (2, 3))):
+            graphed(torch.randn(4, 8, device=device))
+        messages += [(step, message) for message in found]
+    ((step, message),) = messages
+    assert step == 4 and f"scale at {HERE}" in message
+
+
+def test_dropout_on_two_threads(twins, device):
+    """Trials take turns, and what else the other thread does is no disagreement."""
+    models = [twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)[1] for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def work(model: Any) -> None:
+        try:
+            for _ in range(30):
+                model(torch.ones(5000, device=device))
+        except BaseException as error:
+            errors.append(error)
+
+    with caught() as found:
+        threads = [threading.Thread(target=work, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not found and not errors
+    assert not any(region["quarantined"] for model in models for region in regions(model))
+
+
 class MLPWithDropout(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, op: Any = torch.tanh) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
+        self.layer, self.op = nn.Linear(8, 8), op
 
     def forward(self, x):
-        return torch.sin(nn.functional.dropout(torch.tanh(self.layer(x)), 0.5))
+        return torch.sin(nn.functional.dropout(self.op(self.layer(x)), 0.5))
 
 
 # ---------------------------------------------------------------------------------------------- what is no disagreement

@@ -2,8 +2,15 @@
 
 Note [What is compared]
     The ops run first, on copies of what they write, then the graph. Compared are all results, the inputs that the
-    region writes, and the generators. Wherever they differ, the call gets what the ops made: the results, the inputs
-    and the generators are as one eager run leaves them.
+    region writes, and the device's generator if it may draw. Wherever they differ, the call gets what the ops made: the
+    results, the inputs and the generator are as one eager run leaves them. Results are copied before the next run, as
+    an operator may return memory of its own, which it writes again.
+
+Note [Generators of the process]
+    All threads draw from the same ones, and to compare draws the device's is set back. So none is for a region that
+    draws nothing, and trials that draw on one device take turns. Whoever else draws meanwhile is seen: a run does not
+    find the generator as the last one left it, or equal runs leave it in different states. Then nothing has been
+    compared, and the graph draws from where the generator is, so that no more draws are repeated.
 
 Note [What is no disagreement]
     Kernels that are not deterministic (atomic additions, some attention and convolution backwards) differ from run to
@@ -20,8 +27,9 @@ Note [What is no disagreement]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +37,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thunder_cg.analysis.aliasing import has_effect
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, marks
 from thunder_cg.runtime.copies import span
@@ -43,6 +52,8 @@ _SPREADS = 4  # how many times the spread of the eager runs is tolerated
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NOT_TAKEN = -(2**63)  # the fingerprint of what has none
+_CHUNK = 2**22  # elements that a fingerprint looks at at a time
+_turns: dict[torch.device, threading.RLock] = {}  # of trials that draw: see Note [Generators of the process]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,23 +141,54 @@ class _Prints:
         return [taken.tolist() for taken in self.taken]
 
 
+class _Disturbed(Exception):
+    """Another thread has drawn while a trial ran, which is no comparison then."""
+
+    def __init__(self, generator: str) -> None:
+        super().__init__(f"another thread changed {generator} meanwhile")
+
+
 def verified(
     region: RuntimeRegion, graph: RegionGraph, check: Check, args: Sequence[Any], ops: Ops, backend: Backend
 ) -> Outcome:
     """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
-    try:
-        trial = _Trial(region, graph, check, args)
-    except Exception as error:  # out of memory, mostly: the call does not suffer for it
-        return Outcome(graph.replay(args), remark=f"not verified: {_said(error)}", compared=False)
+    mine = [ops.ops[i] for i in region.region.ops]
+    generators = [_generator(region.device)] if any(map(has_effect, mine)) else []
+    with _turns.setdefault(region.device, threading.RLock()) if generators else nullcontext():
+        try:
+            trial = _Trial(region, graph, check, args, generators)
+        except Exception as error:  # out of memory, mostly: the call does not suffer for it
+            return Outcome(graph.replay(args), remark=f"not verified: {_said(error)}", compared=False)
+        try:
+            return _tried(trial, ops, backend)
+        except _Disturbed as error:
+            return Outcome(trial.replay(rewinds=False).results, remark=f"not verified: {error}", compared=False)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index if device.index is not None else 0]
+
+
+def _tried(trial: _Trial, ops: Ops, backend: Backend) -> Outcome:
+    """What comes of a trial.
+
+    Raises:
+        _Disturbed: nothing, and the graph has still to be replayed.
+    """
+    region = trial.region
     try:
         eager = trial.run()
+    except _Disturbed:
+        raise
     except Exception as error:
-        trial.rewind()
         if isinstance(error, torch.OutOfMemoryError):
-            return Outcome(graph.replay(args), remark=f"not verified: {_said(error)}", compared=False)
+            return Outcome(trial.replay().results, remark=f"not verified: {_said(error)}", compared=False)
+        trial.rewind()
         return Outcome(None, Disagreement(None, f"its ops raise {_said(error)}, which a graph does not"))
     if silently := trial.written_without_saying():
-        made = _Run(graph.without_running(args), {}, ())
+        made = trial.without_running()
         trial.adopt(eager, made, has_run=False, wholly=True)
         difference = f"input {silently!r} is written by an operator that does not say so"
         op = next((ops.ops[i] for i in region.region.ops if silently in ops.ops[i].inputs), None)
@@ -157,6 +199,8 @@ def verified(
         return Outcome(replayed.results)
     try:
         disagreement, remark = _judged(trial, eager, replayed, differing, ops, backend)
+    except _Disturbed:
+        raise
     except Exception as error:
         difference = f"{trial.name(differing[0])} differs, and to find out how failed: {_said(error)}"
         disagreement, remark = Disagreement(None, difference), None
@@ -168,22 +212,22 @@ def _judged(
     trial: _Trial, eager: _Run, replayed: _Run, differing: list[_Place], ops: Ops, backend: Backend
 ) -> tuple[Disagreement | None, str | None]:
     """Whether differences are disagreements, and why not. Leaves results and state as the last run did."""
-    first = {at: (_kept(eager.at(at)), _kept(replayed.at(at))) for at in differing}
-    more = [trial.run() for _ in range(_MORE_RUNS)]
-    again = []
-    for _ in range(_MORE_RUNS):
-        run = trial.replay()
-        again.append({at: _kept(run.at(at)) for at in differing})
+
+    def values(run: _Run) -> dict[_Place, Any]:
+        return {at: _kept(run.at(at)) for at in (*differing, *trial.generators)}
+
+    eagers, graphs = [values(eager)], [values(replayed)]
+    eagers += [values(trial.run()) for _ in range(_MORE_RUNS)]
+    graphs += [values(trial.replay()) for _ in range(_MORE_RUNS)]
+    for at in trial.generators:
+        if not all(_same(run[at], runs[0][at]) for runs in (eagers, graphs) for run in runs):
+            raise _Disturbed(trial.name(at))
     unwritten = trial.never_written([at for at in differing if at.kind == "result"], backend)
     wrong = []
     remarks = []
-    for at, (one, other) in first.items():
-        eagers = [one, *(run.at(at) for run in more)]
-        graphs = [other, *(run[at] for run in again)]
-        if at.kind == "generator":  # another thread may draw from it
-            if all(_same(e, one) for e in eagers) and all(_same(g, other) for g in graphs):
-                wrong.append(at)
-        elif not _is_tolerable(eagers, graphs, unwritten.get(at)):
+    for at in differing:
+        one, other = eagers[0][at], graphs[0][at]
+        if not _is_tolerable([run[at] for run in eagers], [run[at] for run in graphs], unwritten.get(at)):
             wrong.append(at)
         elif not (at in unwritten and _is_tolerable([one], [other], unwritten[at])):
             remarks.append(f"{trial.name(at)} is not deterministic: {_difference(one, other)}")
@@ -191,7 +235,7 @@ def _judged(
         return None, "; ".join(remarks) or None
     op = _first_op(trial, wrong, ops.ops)
     at = next((at for at in wrong if op is not None and trial.slot(at) in op.outputs), wrong[0])
-    return Disagreement(op, f"{trial.name(at)}: {_difference(*first[at])}", _where(op, ops)), None
+    return Disagreement(op, f"{trial.name(at)}: {_difference(eagers[0][at], graphs[0][at])}", _where(op, ops)), None
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +264,15 @@ class _Run:
 class _Trial:
     """Runs of one region's ops and of its graph that all begin with the same inputs and generators."""
 
-    def __init__(self, region: RuntimeRegion, graph: RegionGraph, check: Check, args: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        region: RuntimeRegion,
+        graph: RegionGraph,
+        check: Check,
+        args: Sequence[Any],
+        generators: Sequence[torch.Generator],
+    ) -> None:
         self._region, self._graph, self._check, self._args = region, graph, check, args
-        index = region.device.index
-        self._generators = [torch.default_generator]
-        if region.device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[index if index is not None else 0])
-        self._before = self._states()
         self._written = [i for i in sorted(region.written) if args[i] is not None]
         written = {address(args[i]) for i in self._written}
         names, alive = region.boundary.inputs, region.boundary.alive
@@ -234,21 +280,35 @@ class _Trial:
         storages = {address(t): t.untyped_storage() for t in args if isinstance(t, torch.Tensor)}
         self._images = {at: (storages[at], storages[at].clone()) for at in (written | reused) - {0}}
         self._writable = written - {0}
+        self._lasting = storages.keys() - self._images.keys()  # memory that no replay writes
         self._has_replayed = False
         self._others = {i: t for i, t in enumerate(args) if isinstance(t, torch.Tensor) and address(t) not in written}
         self._prints = self._fingerprints()
+        self._generators = generators
+        self.generators = [_Place("generator", i) for i in range(len(generators))]
+        self._before = self._states()
+        self._left: list[torch.Tensor] | None = self._before  # by the last run; None: it did not come to its end
 
     def _states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]
 
     def _set(self, states: Sequence[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states):
-            if not torch.equal(generator.get_state(), state):  # another thread may draw from one that stands still
-                generator.set_state(state)
+        """Sets the generators, unless somebody else has drawn since the last run."""
+        now = self._states()
+        for at, state, left in zip(self.generators, now, self._left or ()):
+            if not torch.equal(state, left):
+                raise _Disturbed(self.name(at))
+        for generator, old, new in zip(self._generators, now, states):
+            if not torch.equal(old, new):
+                generator.set_state(new)
+        self._left = list(states)
 
     def rewind(self) -> None:
         """The state that the call began with."""
         self._set(self._before)
+        self._restore()
+
+    def _restore(self) -> None:
         if self._has_replayed:
             for storage, image in self._images.values():
                 storage.copy_(image)  # by storage: autograd counts no write
@@ -260,8 +320,22 @@ class _Trial:
         one = {id(arg): self._moved(arg, memory) for arg in self._args}
         inputs = [one[id(arg)] for arg in self._args]
         written = {i: inputs[i] for i in self._written}
+        self._left = None
         results = list((fn or self._region.function)(inputs))
-        return _Run(results, written, self._states(), memory)
+        self._left = self._states()
+        self._copy(results, self._lasting | {storage.data_ptr() for storage in memory.values()})
+        return _Run(results, written, self._left, memory)
+
+    def _copy(self, results: list[Any], lasting: Set[int]) -> None:
+        """Moves results to copies of their memory, one by one, but for memory that is ``lasting``."""
+        groups: dict[int, list[int]] = {}
+        for i, result in enumerate(results):
+            if self._is_here(result) and result.layout is torch.strided:
+                groups.setdefault(address(result), []).append(i)
+        for at in groups.keys() - lasting - {0}:
+            memory = {at: results[groups[at][0]].untyped_storage().clone()}
+            for i in groups[at]:
+                results[i] = self._moved(results[i], memory)
 
     @staticmethod
     def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
@@ -276,13 +350,22 @@ class _Trial:
         moved = moved.conj() if arg.is_conj() else moved
         return moved._neg_view() if arg.is_neg() else moved
 
-    def replay(self) -> _Run:
+    def replay(self, *, rewinds: bool = True) -> _Run:
         """Replays the graph, on the real inputs, whose versions advance the first time."""
-        with self._uncounted() if self._has_replayed else _nothing():
-            self.rewind()
+        with self._uncounted() if self._has_replayed else nullcontext():
+            if rewinds:
+                self.rewind()
+            else:
+                self._restore()
             self._has_replayed = True
+            self._left = None
             results = list(self._graph.replay(self._args))
-        return _Run(results, {i: self._args[i] for i in self._written}, self._states())
+            self._left = self._states()
+        return _Run(results, {i: self._args[i] for i in self._written}, self._left)
+
+    def without_running(self) -> _Run:
+        """The results of a replay, still to be filled."""
+        return _Run(self._graph.without_running(self._args), {}, ())
 
     def prints(self) -> Iterator[tuple[list[int], list[int]]]:
         """The fingerprints of each op's values, in an eager run and in the graph; nothing if there are none."""
@@ -291,7 +374,10 @@ class _Trial:
             return
         eager = [taken.tolist() for taken in self.run(region.watched).results]
         self.rewind()
-        yield from zip(eager, graph.take(self._args, self._args[self._graph.numbers]))
+        self._left = None
+        taken = graph.take(self._args, self._args[self._graph.numbers])
+        self._left = self._states()
+        yield from zip(eager, taken)
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -314,7 +400,7 @@ class _Trial:
         places = [
             *(_Place("result", i) for i in range(len(eager.results))),
             *(_Place("input", i) for i in self._written),
-            *(_Place("generator", i) for i in range(len(self._generators))),
+            *self.generators,
         ]
         return [at for at in places if not self._agree(at, eager.at(at), replayed.at(at))]
 
@@ -341,7 +427,8 @@ class _Trial:
                         _writable(result).copy_(_writable(made))
                 elif wholly:
                     replayed.results[i] = made
-        self._set(eager.generators)
+        with suppress(_Disturbed):  # then they stay where they are
+            self._set(eager.generators)
         if not has_run:
             tensors = [t for i in self._written if not (t := self._args[i]).is_inference()]
             torch.autograd.graph.increment_version(tensors)
@@ -366,24 +453,24 @@ class _Trial:
         return self._region
 
     def never_written(self, places: Sequence[_Place], backend: Backend) -> dict[_Place, torch.Tensor]:
-        """Of each result: where its memory holds what was there before the ops ran, found by filling it first."""
-        if not places:
-            return {}
+        """Of each result: where its memory holds what was there before the ops ran."""
+        run = self.run_on_filled_memory(self._region.function, backend) if places else None
+        found = {at: made for at in places if run is not None and self._is_here(made := run.at(at))}
+        return {at: _bits(made) == _ones(made) for at, made in found.items()}
+
+    def run_on_filled_memory(self, fn: Callable[..., Sequence[Any]], backend: Backend) -> _Run | None:
+        """Runs the ops on memory that was filled with ones; None where they do not run so."""
         pool = backend.pool(self._region.device)
         try:
-            self.run(lambda inputs: pool.warm_up(_keeping_all(self._region.function), [inputs]))
+            self.run(lambda inputs: pool.warm_up(_keeping_all(fn), [inputs]))
             pool.poison()
-            run = self.run(lambda inputs: pool.warm_up(_keeping_all(self._region.function), [inputs]))
-            return {at: (_bits(made) == _ones(made)).clone() for at in places if self._is_here(made := run.at(at))}
+            return self.run(lambda inputs: pool.warm_up(_keeping_all(fn), [inputs]))
+        except _Disturbed:
+            raise
         except Exception:  # a compiled fusion may not run under a mode
-            return {}
+            return None
         finally:
             pool.close()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 class _Keep(TorchDispatchMode):
