@@ -39,15 +39,16 @@ class Planted:
         self.jit = {"executors": [self.executor, *thunder.get_default_executors()]}
         self.names: list[str] = []
 
-    def __call__(self, name: str, fn: Callable[..., Any], backward: Any = None) -> Any:
-        op = self.executor.register_operator(name, fn=fn, meta=lambda x: TensorProxy(like=x))
+    def __call__(self, name: str, fn: Callable[..., Any], backward: Any = None, meta: Any = None) -> Any:
+        op = self.executor.register_operator(name, fn=fn, meta=meta or (lambda x: TensorProxy(like=x)))
 
         def grad(x: Any) -> Any:
             y = op(x)
             put_grad(x, (backward or op)(get_grad(y)))
             return y
 
-        self.executor.register_implementation(op, op, grad_transform=grad)
+        if meta is None:
+            self.executor.register_implementation(op, op, grad_transform=grad)
         self.names.append(name)
         return op
 
@@ -380,6 +381,52 @@ def test_memory_that_an_operator_keeps(planted, twins, device):
         assert view.data_ptr() == x.data_ptr()
 
 
+@pytest.mark.parametrize("how", ["a write", "an integer", "strides", "order"])
+def test_the_operator_to_blame(planted, twins, device, how):
+    """Not one after it, which reads what it makes or writes."""
+    factor = [0]
+
+    def write(x, y):
+        y.mul_(1.0 + factor[0])
+        return x * 1.0
+
+    def index(x):
+        return x * 2.0, torch.full((3,), factor[0], dtype=torch.int64, device=x.device)
+
+    def two(x):
+        return TensorProxy(like=x), TensorProxy(like=x, shape=(3,), dtype=thunder.dtypes.int64)
+
+    wrong = planted(
+        "wrong",
+        {
+            "a write": write,
+            "an integer": index,
+            "strides": lambda x: x.t().contiguous().t() if factor[0] else x * 1.0,
+            "order": lambda x: x.flip(0) if factor[0] else x * 1.0,
+        }[how],
+        meta={"an integer": two, "a write": lambda x, y: TensorProxy(like=x)}.get(how),
+    )
+
+    def fn(x):
+        if how == "a write":
+            y = torch.sin(x)
+            return wrong(x, y) * 2, torch.cos(y)
+        if how == "an integer":
+            values, at = wrong(torch.sin(x))
+            return torch.gather(values.view(-1), 0, at) * 1.5
+        made = wrong(torch.abs(x))
+        return torch.cumsum(made, 0) * 2 if how == "order" else torch.sin(made) * 2
+
+    plain, graphed = twins(fn, jit=planted.jit, allow=["wrong"], verify=1)
+    x = torch.eye(2, device=device) if how == "order" else torch.randn(3, 4, device=device)
+    for step in range(5):
+        factor[0] = int(step > 2)
+        with caught() as found:
+            same(plain(x), graphed(x))
+        assert bool(found) == (step == 3)
+        assert all(f"made by wrong at {HERE}" in message and "deny=['wrong']" in message for message in found)
+
+
 # -------------------------------------------------------------------------------------------------------- what is right
 
 
@@ -668,6 +715,18 @@ def test_attention_is_right(twins, backend, device, dtype):
     assert all(region["verified"] == 5 for region in regions(graphed))
 
 
+def test_memory_that_nobody_writes(twins, device):
+    _, graphed = twins(lambda x: (torch.zeros(4, device=x.device) + x, torch.empty_like(x)), verify=1)
+    for _ in range(5):
+        x = torch.randn(4, device=device)
+        with caught() as found:
+            made, _ = graphed(x)
+        same(made, x)
+        assert not found
+    (region,) = regions(graphed)
+    assert not region["quarantined"] and region["verified"] == 4
+
+
 def test_tolerance():
     base = torch.randn(1000, dtype=torch.float64).float()
     noise = [base + torch.randn(1000) * 1e-6 for _ in range(10)]
@@ -701,8 +760,21 @@ def test_bits():
 def test_fingerprints():
     t = torch.randn(3, 4, 5)
     assert int(_fingerprint(t)) == int(_fingerprint(t.clone())) == int(_fingerprint(t.t_().t() if t.dim() < 3 else t))
-    for other in (t.roll(1, 0), t.roll(1, 1), t.roll(1, 2), t.flip(2), -t):
+    for other in (
+        t.roll(1, 0),
+        t.roll(1, 1),
+        t.roll(1, 2),
+        t.flip(2),
+        -t,
+        t.transpose(0, 1).contiguous().transpose(0, 1),
+    ):
         assert int(_fingerprint(other)) != int(_fingerprint(t))
+    assert int(_fingerprint(torch.eye(2))) != int(_fingerprint(torch.eye(2).flip(0)))
+    expanded = torch.randn(3, 1).expand(3, 4)
+    assert int(_fingerprint(expanded)) != int(_fingerprint(expanded.flip(0)[:, :1].expand(3, 4)))
+    long = torch.randn(3 * verification._CHUNK + 1)
+    for at in (0, 1):
+        assert int(_fingerprint(long)) != int(_fingerprint(long.roll(verification._CHUNK + at)))
     for t in (torch.tensor(3.0), torch.zeros(0), torch.randn(2, dtype=torch.complex128).conj(), torch.ones(2) > 0):
         assert isinstance(int(_fingerprint(t)), int)
 

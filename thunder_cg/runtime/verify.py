@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -37,7 +37,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thunder_cg.analysis.aliasing import has_effect
+from thunder_cg.analysis.aliasing import has_effect, roots, writes
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, marks
 from thunder_cg.runtime.copies import span
@@ -52,7 +52,9 @@ _SPREADS = 4  # how many times the spread of the eager runs is tolerated
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NOT_TAKEN = -(2**63)  # the fingerprint of what has none
+_MIXER = 0x1E3779B97F4A7C15  # odd, and without a pattern
 _CHUNK = 2**22  # elements that a fingerprint looks at at a time
+_Taken = list[list[int]]  # what `fingerprints` took, the sure ones and the doubtful ones
 _turns: dict[torch.device, threading.RLock] = {}  # of trials that draw: see Note [Generators of the process]
 
 
@@ -136,7 +138,7 @@ class _Prints:
         graph, taken = pool.capture(region.watched, [captured], targets, marks=numbers)
         return cls(graph, tuple(loads), tuple(map(pool.alias, taken)))
 
-    def take(self, args: Sequence[Any], numbers: Sequence[int]) -> list[list[int]]:
+    def take(self, args: Sequence[Any], numbers: Sequence[int]) -> list[_Taken]:
         self.graph.replay([load.source(args) for load in self.loads], numbers=numbers)
         return [taken.tolist() for taken in self.taken]
 
@@ -233,7 +235,7 @@ def _judged(
             remarks.append(f"{trial.name(at)} is not deterministic: {_difference(one, other)}")
     if not wrong:
         return None, "; ".join(remarks) or None
-    op = _first_op(trial, wrong, ops.ops)
+    op = _first_op(trial, wrong, ops, backend)
     at = next((at for at in wrong if op is not None and trial.slot(at) in op.outputs), wrong[0])
     return Disagreement(op, f"{trial.name(at)}: {_difference(eagers[0][at], graphs[0][at])}", _where(op, ops)), None
 
@@ -367,7 +369,7 @@ class _Trial:
         """The results of a replay, still to be filled."""
         return _Run(self._graph.without_running(self._args), {}, ())
 
-    def prints(self) -> Iterator[tuple[list[int], list[int]]]:
+    def prints(self) -> Iterator[tuple[_Taken, _Taken]]:
         """The fingerprints of each op's values, in an eager run and in the graph; nothing if there are none."""
         region, graph = self._region, self._check.prints
         if graph is None or region.watched is None:
@@ -378,6 +380,12 @@ class _Trial:
         taken = graph.take(self._args, self._args[self._graph.numbers])
         self._left = self._states()
         yield from zip(eager, taken)
+
+    def filled_prints(self, backend: Backend) -> Sequence[_Taken | None]:
+        """Those of an eager run on memory that was filled before, where there can be one."""
+        watched = self._region.watched
+        run = self.run_on_filled_memory(watched, backend) if watched is not None else None
+        return [None] * len(self._region.region.ops) if run is None else [taken.tolist() for taken in run.results]
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -473,8 +481,19 @@ class _Trial:
             pool.close()
 
 
+_aten = torch.ops.aten
+_EMPTY = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_permuted,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
+
+
 class _Keep(TorchDispatchMode):
-    """Keeps all that operators make, so that no memory is used twice."""
+    """Keeps all that operators make, so that no memory is used twice, and fills what is empty with ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -483,6 +502,8 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self._made.append(made)
+        if func.overloadpacket in _EMPTY:
+            _bits(made).fill_(_ones(made))
         return made
 
 
@@ -494,13 +515,15 @@ def _keeping_all(fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any
     return run
 
 
-def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Sequence[Op]) -> Op | None:
+def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Ops, backend: Backend) -> Op | None:
     """The first op whose value differs, of those that what is wrong depends on."""
-    mine = [ops[i] for i in trial.region.region.ops]
+    mine = [ops.ops[i] for i in trial.region.region.ops]
     results = {trial.slot(at) for at in wrong} if all(at.kind == "result" for at in wrong) else None
-    relevant = _ancestors(mine, set(results)) if results else {op.index for op in mine}
-    once, again = list(trial.prints()), list(trial.prints())
-    unlike = [k for k, (eager, graph) in enumerate(once) if mine[k].index in relevant and _differ(eager, graph)]
+    relevant = _ancestors(mine, results, roots(ops)) if results else {op.index for op in mine}
+    once, again, filled = list(trial.prints()), list(trial.prints()), trial.filled_prints(backend)
+    unlike = [
+        k for k, (eager, graph) in enumerate(once) if mine[k].index in relevant and _differ(eager, graph, filled[k])
+    ]
     # Kernels that are not deterministic differ in the graph, too: an op that does not is to blame before them.
     frozen = [k for k in unlike if not _differ(once[k][1], again[k][1])]
     if unlike:
@@ -508,17 +531,23 @@ def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Sequence[Op]) -> Op |
     return next((op for op in mine if results and not results.isdisjoint(op.outputs)), None)
 
 
-def _differ(one: list[int], other: list[int]) -> bool:
-    return any(a != b for a, b in zip(one, other) if _NOT_TAKEN not in (a, b))
+def _differ(one: _Taken, other: _Taken, filled: _Taken | None = None) -> bool:
+    """Whether fingerprints of an op differ, doubtful ones only if they are the same on filled memory."""
+    sure = zip(one[0], other[0])
+    doubtful = zip(one[1], other[1], filled[1]) if filled is not None else ()
+    pairs = [*sure, *((a, b) for a, b, on_filled in doubtful if a == on_filled)]
+    return any(a != b for a, b in pairs if _NOT_TAKEN not in (a, b))
 
 
-def _ancestors(mine: Sequence[Op], names: set[str]) -> set[int]:
-    """The ops that these values depend on."""
+def _ancestors(mine: Sequence[Op], names: set[str], roots: Mapping[str, str]) -> set[int]:
+    """The ops that these values depend on, be it through memory that they share."""
     found = set()
+    needed = {roots[name] for name in names if name in roots}
     for op in reversed(mine):
-        if not names.isdisjoint(op.outputs):
+        made = {roots[name] for name in op.outputs if name in roots} | writes(op, roots)
+        if not needed.isdisjoint(made):
             found.add(op.index)
-            names |= set(op.inputs)
+            needed |= {roots[name] for name in op.inputs if name in roots}
     return found
 
 
@@ -550,9 +579,13 @@ def _ones(tensor: torch.Tensor) -> int:
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """The same but for their values."""
-    strides = ([s for s, n in zip(t.stride(), t.size()) if n != 1] for t in (one, other))
-    same = one.size() == other.size() and one.dtype == other.dtype and one.device == other.device
-    return same and (one.numel() == 0 or next(strides) == next(strides))
+    same = one.device == other.device and one.layout == other.layout
+    return same and (one.layout is not torch.strided or _metadata(one) == _metadata(other))
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = tuple(s for s, n in zip(tensor.stride(), tensor.size()) if n != 1) if tensor.numel() else ()
+    return tuple(tensor.size()), strides, tensor.dtype
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -572,26 +605,36 @@ def _kept(value: Any) -> Any:
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes with the bits of the tensor and with their order, without much memory."""
-    bits = _bits(tensor)
-    total = bits.sum(dtype=torch.int64)
-    for d in range(bits.dim()):
-        lines = bits.sum([i for i in range(bits.dim()) if i != d], dtype=torch.int64) if bits.dim() > 1 else bits
-        total = total * 31 + (lines * torch.arange(1, bits.size(d) + 1, device=bits.device)).sum()
+    """A number that changes with the bits of the tensor, their order and its strides, without much memory."""
+    total = torch.full((), hash(_metadata(tensor)), dtype=torch.int64, device=tensor.device)
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.size(dim) > 1:  # expanded: the same memory again and again
+            tensor = tensor.narrow(dim, 0, 1)
+    bits = _bits(tensor).reshape(-1)
+    # Each place has an odd number of its own: sums over rows and columns would not tell a matrix from its mirror image.
+    places = torch.arange(1, min(bits.numel(), _CHUNK) + 1, device=tensor.device) * _MIXER
+    weights = (places ^ (places >> 32)) | 1
+    for chunk in bits.split(_CHUNK):
+        total = total * 31 + (chunk * weights[: chunk.numel()]).sum()
     return total
 
 
 def fingerprints(device: torch.device, *values: Any) -> torch.Tensor:
-    """The fingerprints of an op's values, of a graph's or of an eager run's."""
+    """The fingerprints of an op's values, of a graph's or of an eager run's: a row of sure ones, one of doubtful ones.
+
+    Doubtful are integers beside floating-point values: seeds and the like may never be written.
+    """
     floats = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
     none = torch.full((), _NOT_TAKEN, dtype=torch.int64, device=device)
-    taken = [none]
+    taken = [(none, none)]
     for value in values:
-        here = isinstance(value, torch.Tensor) and value.device == device
-        # Integers beside floating-point values are seeds and the like, which may never be written.
-        exact = here and not (value.is_floating_point() or value.is_complex())
-        taken.append(none if not here or (floats and exact) else _fingerprint(value))
-    return torch.stack(taken)
+        if not isinstance(value, torch.Tensor) or value.device != device:
+            taken.append((none, none))
+        elif floats and not (value.is_floating_point() or value.is_complex()):
+            taken.append((none, _fingerprint(value)))
+        else:
+            taken.append((_fingerprint(value), none))
+    return torch.stack([torch.stack(row) for row in zip(*taken)])
 
 
 # Differences
