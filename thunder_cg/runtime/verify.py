@@ -37,7 +37,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thunder_cg.analysis.aliasing import has_effect, roots, writes
+from thunder_cg.analysis.aliasing import has_effect, is_opaque, roots, writes
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, marks
 from thunder_cg.runtime.copies import span
@@ -199,8 +199,12 @@ def _tried(trial: _Trial, ops: Ops, backend: Backend) -> Outcome:
     differing = trial.differing(eager, replayed)
     if not differing:
         return Outcome(replayed.results)
+    may_draw_on_host = any(is_opaque(ops.ops[i]) for i in region.region.ops) and region.device.type != "cpu"
     try:
-        disagreement, remark = _judged(trial, eager, replayed, differing, ops, backend)
+        with torch.random.fork_rng(
+            devices=[], enabled=may_draw_on_host
+        ):  # the first run has drawn there what it had to
+            disagreement, remark = _judged(trial, eager, replayed, differing, ops, backend)
     except _Disturbed:
         raise
     except Exception as error:
