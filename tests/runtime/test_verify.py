@@ -398,6 +398,31 @@ def test_draws_on_the_host_are_those_of_one_run(planted, twins, device):
             same(*made)
 
 
+@pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
+@pytest.mark.parametrize("at_first", [False, True], ids=["a copy", "the input"])
+def test_memory_that_results_share_with_inputs(planted, twins, device, at_first, written):
+    shares = [at_first]
+    op = planted("perhaps", lambda x: x if shares[0] else x.clone())
+
+    def fn(x):
+        if written:
+            x.add_(1)
+        return op(x), torch.sin(x) * 2
+
+    plain, graphed = twins(fn, jit=planted.jit, allow=["perhaps"], verify=1)
+    for step in range(6):
+        shares[0] = at_first == (step < 4)
+        x, y = (torch.arange(4.0, device=device) for _ in range(2))
+        with caught() as found:
+            made, mine = plain(x), graphed(y)
+        same(made, mine)
+        assert bool(found) == (step == 4)
+        made[0].add_(1), mine[0].add_(1)
+        same(x, y)
+    (region,) = regions(graphed)
+    assert "memory of its own" in region["failure"] and f"perhaps at {HERE}" in region["failure"]
+
+
 @pytest.mark.parametrize("how", ["a write", "an integer", "strides", "order"])
 def test_the_operator_to_blame(planted, twins, device, how):
     """Not one after it, which reads what it makes or writes."""

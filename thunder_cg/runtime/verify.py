@@ -199,11 +199,10 @@ def _tried(trial: _Trial, ops: Ops, backend: Backend) -> Outcome:
     differing = trial.differing(eager, replayed)
     if not differing:
         return Outcome(replayed.results)
-    may_draw_on_host = any(is_opaque(ops.ops[i]) for i in region.region.ops) and region.device.type != "cpu"
+    may_draw_on_host = region.device.type != "cpu" and any(is_opaque(ops.ops[i]) for i in region.region.ops)
     try:
-        with torch.random.fork_rng(
-            devices=[], enabled=may_draw_on_host
-        ):  # the first run has drawn there what it had to
+        # What an operator that nobody knows draws there, the first run has drawn.
+        with torch.random.fork_rng(devices=[], enabled=may_draw_on_host):
             disagreement, remark = _judged(trial, eager, replayed, differing, ops, backend)
     except _Disturbed:
         raise
@@ -233,7 +232,9 @@ def _judged(
     remarks = []
     for at in differing:
         one, other = eagers[0][at], graphs[0][at]
-        if not _is_tolerable([run[at] for run in eagers], [run[at] for run in graphs], unwritten.get(at)):
+        if eager.source(at) != replayed.source(at) or not _is_tolerable(
+            [run[at] for run in eagers], [run[at] for run in graphs], unwritten.get(at)
+        ):
             wrong.append(at)
         elif not (at in unwritten and _is_tolerable([one], [other], unwritten[at])):
             remarks.append(f"{trial.name(at)} is not deterministic: {_difference(one, other)}")
@@ -241,7 +242,15 @@ def _judged(
         return None, "; ".join(remarks) or None
     op = _first_op(trial, wrong, ops, backend)
     at = next((at for at in wrong if op is not None and trial.slot(at) in op.outputs), wrong[0])
-    return Disagreement(op, f"{trial.name(at)}: {_difference(eagers[0][at], graphs[0][at])}", _where(op, ops)), None
+    if eager.source(at) == replayed.source(at):
+        difference = _difference(eagers[0][at], graphs[0][at])
+    else:
+        difference = f"{_memory_of(replayed.source(at))} in the graph, {_memory_of(eager.source(at))} eagerly"
+    return Disagreement(op, f"{trial.name(at)}: {difference}", _where(op, ops)), None
+
+
+def _memory_of(source: str | None) -> str:
+    return f"memory of input {source!r}" if source else "memory of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,12 +268,16 @@ class _Run:
     results: list[Any]
     written: dict[int, torch.Tensor]  # by argument
     generators: Sequence[torch.Tensor]
+    sources: Sequence[str | None] = ()  # of each result: the input that it shares memory with
     memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # what it wrote, by the original's address
 
     def at(self, place: _Place) -> Any:
         return getattr(self, {"result": "results", "input": "written", "generator": "generators"}[place.kind])[
             place.index
         ]
+
+    def source(self, place: _Place) -> str | None:
+        return self.sources[place.index] if place.kind == "result" else None
 
 
 class _Trial:
@@ -327,17 +340,24 @@ class _Trial:
         inputs = [one[id(arg)] for arg in self._args]
         written = {i: inputs[i] for i in self._written}
         self._left = None
-        results = list((fn or self._region.function)(inputs))
+        results = list((fn or self._region.function)(inputs.copy()))
         self._left = self._states()
+        sources = self._sources(results, inputs)
         self._copy(results, self._lasting | {storage.data_ptr() for storage in memory.values()})
-        return _Run(results, written, self._left, memory)
+        return _Run(results, written, self._left, sources, memory)
+
+    def _sources(self, results: Sequence[Any], args: Sequence[Any]) -> list[str | None]:
+        """The inputs that results share memory with, but for those in the arena, whose memory has other uses."""
+        names = [(i, name) for i, name in enumerate(self._region.boundary.inputs) if i not in self._check.inside]
+        found = {_address(args[i]): name for i, name in reversed(names)}
+        return [found.get(at) if (at := _address(result)) else None for result in results]
 
     def _copy(self, results: list[Any], lasting: Set[int]) -> None:
         """Moves results to copies of their memory, one by one, but for memory that is ``lasting``."""
         groups: dict[int, list[int]] = {}
         for i, result in enumerate(results):
-            if self._is_here(result) and result.layout is torch.strided:
-                groups.setdefault(address(result), []).append(i)
+            if self._is_here(result):
+                groups.setdefault(_address(result), []).append(i)
         for at in groups.keys() - lasting - {0}:
             memory = {at: results[groups[at][0]].untyped_storage().clone()}
             for i in groups[at]:
@@ -367,11 +387,13 @@ class _Trial:
             self._left = None
             results = list(self._graph.replay(self._args))
             self._left = self._states()
-        return _Run(results, {i: self._args[i] for i in self._written}, self._left)
+        written = {i: self._args[i] for i in self._written}
+        return _Run(results, written, self._left, self._sources(results, self._args))
 
     def without_running(self) -> _Run:
         """The results of a replay, still to be filled."""
-        return _Run(self._graph.without_running(self._args), {}, ())
+        results = self._graph.without_running(self._args)
+        return _Run(results, {}, (), self._sources(results, self._args))
 
     def prints(self) -> Iterator[tuple[_Taken, _Taken]]:
         """The fingerprints of each op's values, in an eager run and in the graph; nothing if there are none."""
@@ -414,31 +436,34 @@ class _Trial:
             *(_Place("input", i) for i in self._written),
             *self.generators,
         ]
-        return [at for at in places if not self._agree(at, eager.at(at), replayed.at(at))]
+        return [at for at in places if not self._agree(at, eager, replayed)]
 
-    def _agree(self, at: _Place, one: Any, other: Any) -> bool:
+    def _agree(self, at: _Place, eager: _Run, replayed: _Run) -> bool:
+        one, other = eager.at(at), replayed.at(at)
         # The seed of an attention lives on the host, where no replay changes it, and in some captures on the device.
         tensors = [t for t in (one, other) if isinstance(t, torch.Tensor)]
         elsewhere = at.kind == "result" and not all(map(self._is_here, tensors))
-        return elsewhere or _same(one, other)
+        return elsewhere or (_same(one, other) and eager.source(at) == replayed.source(at))
 
     def adopt(self, eager: _Run, replayed: _Run, *, has_run: bool, wholly: bool) -> None:
         """Makes of what a replay returned, and of the call's state, what the eager run made.
 
         Args:
             has_run: whether a graph ran, so that versions have advanced.
-            wholly: what cannot be copied into a replay's result, as it is laid out in another way, takes its place. No
-                graph may follow in this call then.
+            wholly: what cannot be copied into a replay's result, as it is laid out in another way or shares other
+                memory, takes its place. No graph may follow in this call then.
         """
         with torch.no_grad():
             for at, memory in eager.memory.items():
                 self._images[at][0].copy_(memory)
+            originals = {memory.data_ptr(): self._images[at][0] for at, memory in eager.memory.items()}
             for i, (made, result) in enumerate(zip(eager.results, replayed.results)):
-                if self._is_here(made) and self._is_here(result) and _are_alike(made, result):
+                here = self._is_here(made) and self._is_here(result)
+                if here and _are_alike(made, result) and eager.sources[i] == replayed.sources[i]:
                     if not _same(made, result):
                         _writable(result).copy_(_writable(made))
                 elif wholly:
-                    replayed.results[i] = made
+                    replayed.results[i] = self._moved(made, originals) if _address(made) in originals else made
         with suppress(_Disturbed):  # then they stay where they are
             self._set(eager.generators)
         if not has_run:
@@ -517,6 +542,11 @@ def _keeping_all(fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any
             return fn(inputs)  # nothing leaves
 
     return run
+
+
+def _address(value: Any) -> int:
+    """Where the memory of a tensor begins, if it has any."""
+    return address(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else 0
 
 
 def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Ops, backend: Backend) -> Op | None:
