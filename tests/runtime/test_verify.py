@@ -591,19 +591,15 @@ def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int)
 @pytest.mark.parametrize("step", ["__init__", "run", "replay"])
 def test_a_region_that_draws_nothing_leaves_generators_alone(twins, device, monkeypatch, step):
     plain, graphed = twins(lambda x: torch.tanh(torch.sin(x) + 1) * 2, verify=1)
-    devices = {"cpu", device}
-    for on in devices:
+    for on in {"cpu", device}:
         x = torch.randn(4, device=device)
         graphed(x)
-        torch.manual_seed(1)
-        expected = torch.rand(8, dtype=torch.float64, device=on).tolist()
         torch.manual_seed(1)
         with drawing(monkeypatch, on, step, sys.maxsize) as drawn:
             for _ in range(4):
                 same(plain(x), graphed(x))
-        assert len(drawn) >= 3
-        drawn += [torch.rand((), dtype=torch.float64, device=on).item() for _ in range(8 - len(drawn))]
-        assert len(set(drawn)) == 8 and drawn[0] == expected[0]
+        torch.manual_seed(1)
+        assert drawn == [torch.rand((), dtype=torch.float64, device=on).item() for _ in drawn] and len(drawn) > 2
     (region,) = regions(graphed)
     assert not region["quarantined"] and region["remark"] is None
 
