@@ -22,7 +22,8 @@ class Options:
             a GPU, else ``tape``.
         strict: raise :class:`~thunder_cg.errors.CaptureError` where a call would otherwise run eagerly.
         verify: compare replays with eager runs on the same inputs, bit for bit: ``"first"`` of each new recording, or a
-            number N: also of one call in N, for as long as the process runs. None: never.
+            number N: also of one call in N, for as long as the process runs. None: never. State that an operator keeps
+            by itself, outside of the trace, advances once more in a verified call.
         debug: fill an arena with NaN when it is released, so that memory used too late shows. ``tape`` always does.
         max_recordings: recordings kept per trace pair and arena; past it the oldest goes.
         max_arenas: memory pools per trace pair; a call that finds all of them taken runs eagerly.

@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection
+from functools import cached_property
 from itertools import count
 from typing import Any, Literal
 
@@ -148,6 +149,10 @@ class _Emission:
         self._trains = TraceTag.AUGMENTED_FORWARD in trace.tags
         self._proxies: dict[str, Proxy] = {name: value.proxy for name, value in ops.values.items()}
 
+    @cached_property
+    def _roots(self) -> dict[str, str]:
+        return roots(self._ops)
+
     def emit(self) -> tuple[TraceCtx, Program]:
         trace = from_trace(self._old)
         with tracectx(trace):
@@ -174,7 +179,7 @@ class _Emission:
             leaving = {exit.name: region.ops.index(exit.last) for exit in boundary.exits if exit.last is not None}
             made.function = region_function(name, ops, inputs, results, leaving, transform._backend)
             if made.is_always_verified or transform.options.verify is not None:
-                made.watched = watched_function(name, ops, inputs, made.device, transform._backend)
+                made.watched = watched_function(name, ops, inputs, self._roots, made.device, transform._backend)
             for exit in boundary.exits:
                 if exit.inside and exit.leaves:
                     proxy = self._proxies[exit.name]
@@ -270,9 +275,8 @@ class _Emission:
             return []
         inside = {slot.name for region in self._forward.regions for slot in region.slots if not slot.leaves}
         leave = {slot.name for region in program.regions for slot in region.slots if slot.leaves}
-        root = roots(self._ops)
-        saved = {root[name] for name in inside.intersection(self._ops.args)}
-        names = sorted(name for name in _names(self._return.args) - leave if root.get(name) in saved)
+        saved = {self._roots[name] for name in inside.intersection(self._ops.args)}
+        names = sorted(name for name in _names(self._return.args) - leave if self._roots.get(name) in saved)
         for name in names:
             self._copies[name] = self._proxies[name].replace(name=_unused(f"{name}_out", self._old.names))
         proxies, copies = [self._proxies[name] for name in names], [self._copies[name] for name in names]
@@ -317,11 +321,12 @@ def cudagraph_transform(
         backend: ``"cuda"``, ``"tape"`` (records and replays on the CPU), ``"auto"``: CUDA graphs where there is a GPU.
         strict: raise :class:`~thunder_cg.errors.CaptureError` instead of running eagerly what could not be captured.
         verify: ``"first"`` replays each new recording beside an eager run of its ops on the same inputs, and compares
-            results, written inputs and generators bit for bit; a number N does so for one call in N as well, for as
-            long as the process runs. A region that disagrees is eager from then on, the call's result is the eager
-            one, and a :class:`~thunder_cg.errors.DisagreementWarning` names the first op whose value differs (with
-            ``strict=True`` a `CaptureError`). Ops that are not deterministic have a tolerance. A verified call runs
-            the ops once more, and needs the memory of an eager run and of a copy of what the graph writes or reuses.
+            results, written inputs and the device's generator bit for bit; a number N does so for one call in N as
+            well, for as long as the process runs. A region that disagrees is eager from then on, the call's result is
+            the eager one, and a :class:`~thunder_cg.errors.DisagreementWarning` names the first op whose value differs
+            (with ``strict=True`` a `CaptureError`). Ops that are not deterministic have a tolerance. A verified call
+            runs the ops once more, and needs the memory of an eager run and of a copy of what the graph writes or
+            reuses. State that an operator keeps by itself, outside of the trace, advances with that run, too.
         debug: fill memory with NaN when nobody may read it any more.
         max_recordings: recordings kept for one compiled function and arena; the oldest goes first.
         max_arenas: memory pools for each compiled function; a call that finds all of them held by calls in flight runs

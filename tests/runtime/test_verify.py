@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -38,15 +39,16 @@ class Planted:
         self.jit = {"executors": [self.executor, *thunder.get_default_executors()]}
         self.names: list[str] = []
 
-    def __call__(self, name: str, fn: Callable[..., Any], backward: Any = None) -> Any:
-        op = self.executor.register_operator(name, fn=fn, meta=lambda x: TensorProxy(like=x))
+    def __call__(self, name: str, fn: Callable[..., Any], backward: Any = None, meta: Any = None) -> Any:
+        op = self.executor.register_operator(name, fn=fn, meta=meta or (lambda x: TensorProxy(like=x)))
 
         def grad(x: Any) -> Any:
             y = op(x)
             put_grad(x, (backward or op)(get_grad(y)))
             return y
 
-        self.executor.register_implementation(op, op, grad_transform=grad)
+        if meta is None:
+            self.executor.register_implementation(op, op, grad_transform=grad)
         self.names.append(name)
         return op
 
@@ -364,6 +366,109 @@ def test_an_operator_that_raises_where_a_graph_cannot(planted, twins, device):
     assert region["quarantined"] and "broken" in region["failure"]
 
 
+def test_memory_that_an_operator_keeps(planted, twins, device):
+    """The eager run's result is overwritten by the replay."""
+    factor, out = [2.0], torch.empty(3, 4, device=device)
+    op = planted("scale", lambda x: torch.mul(x, factor[0], out=out))
+    _, graphed = twins(lambda x: (op(torch.sin(x) * 1.5), x[0]), jit=planted.jit, allow=["scale"], verify=1)
+    for step in range(6):
+        factor[0] = 2.0 if step < 4 else 3.0
+        x = torch.randn(3, 4, device=device)
+        with caught() as found:
+            made, view = graphed(x)
+        same(made.clone(), torch.sin(x) * 1.5 * factor[0])
+        assert bool(found) == (step == 4) and all(f"scale at {HERE}" in message for message in found)
+        assert view.data_ptr() == x.data_ptr()
+
+
+def test_draws_on_the_host_are_those_of_one_run(planted, twins, device):
+    factor = [2.0]
+    op = planted("scale", lambda x: (torch.rand(2), x * factor[0])[1])
+    plain, graphed = twins(Through(op), jit=planted.jit, allow=["scale"], verify=1)
+    for step in range(6):
+        factor[0] = 2.0 if step < 4 else 3.0
+        x = torch.randn(4, 4, device=device)
+        made = []
+        with caught() as found:
+            for compiled in (plain, graphed):
+                torch.manual_seed(step)
+                made.append([compiled(x), torch.rand(2), torch.rand(2, device=device)])
+        assert bool(found) == (step == 4)
+        if step > 1:  # a capture runs Python as often as it needs to
+            same(*made)
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["read", "written"])
+@pytest.mark.parametrize("at_first", [False, True], ids=["a copy", "the input"])
+def test_memory_that_results_share_with_inputs(planted, twins, device, at_first, written):
+    shares = [at_first]
+    op = planted("perhaps", lambda x: x if shares[0] else x.clone())
+
+    def fn(x):
+        if written:
+            x.add_(1)
+        return op(x), torch.sin(x) * 2
+
+    plain, graphed = twins(fn, jit=planted.jit, allow=["perhaps"], verify=1)
+    for step in range(6):
+        shares[0] = at_first == (step < 4)
+        x, y = (torch.arange(4.0, device=device) for _ in range(2))
+        with caught() as found:
+            made, mine = plain(x), graphed(y)
+        same(made, mine)
+        assert bool(found) == (step == 4)
+        made[0].add_(1), mine[0].add_(1)
+        same(x, y)
+    (region,) = regions(graphed)
+    assert "memory of its own" in region["failure"] and f"perhaps at {HERE}" in region["failure"]
+
+
+@pytest.mark.parametrize("how", ["a write", "an integer", "strides", "order"])
+def test_the_operator_to_blame(planted, twins, device, how):
+    """Not one after it, which reads what it makes or writes."""
+    factor = [0]
+
+    def write(x, y):
+        y.mul_(1.0 + factor[0])
+        return x * 1.0
+
+    def index(x):
+        return x * 2.0, torch.full((3,), factor[0], dtype=torch.int64, device=x.device)
+
+    def two(x):
+        return TensorProxy(like=x), TensorProxy(like=x, shape=(3,), dtype=thunder.dtypes.int64)
+
+    wrong = planted(
+        "wrong",
+        {
+            "a write": write,
+            "an integer": index,
+            "strides": lambda x: x.t().contiguous().t() if factor[0] else x * 1.0,
+            "order": lambda x: x.flip(0) if factor[0] else x * 1.0,
+        }[how],
+        meta={"an integer": two, "a write": lambda x, y: TensorProxy(like=x)}.get(how),
+    )
+
+    def fn(x):
+        if how == "a write":
+            y = torch.sin(x)
+            return wrong(x, y) * 2, torch.cos(y)
+        if how == "an integer":
+            values, at = wrong(torch.sin(x))
+            return torch.gather(values.view(-1), 0, at) * 1.5
+        made = wrong(torch.abs(x))
+        return torch.cumsum(made, 0) * 2 if how == "order" else torch.sin(made) * 2
+
+    plain, graphed = twins(fn, jit=planted.jit, allow=["wrong"], verify=1)
+    x = torch.eye(2, device=device) if how == "order" else torch.randn(3, 4, device=device)
+    for step in range(5):
+        factor[0] = int(step > 2)
+        with caught() as found:
+            same(plain(x), graphed(x))
+        assert bool(found) == (step == 3)
+        assert all(f"made by wrong at {HERE}" in message and "deny=['wrong']" in message for message in found)
+
+
 # -------------------------------------------------------------------------------------------------------- what is right
 
 
@@ -461,13 +566,123 @@ def test_out_of_memory_costs_no_call(twins, device, monkeypatch, step):
     assert "in verification: not verified: OutOfMemoryError: planted" in str(explain(graphed))
 
 
+@contextmanager
+def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int) -> Iterator[list[float]]:
+    """Another thread draws after some of these steps of trials, and says what."""
+    drawn: list[float] = []
+    original = getattr(verification._Trial, step)
+
+    def draw() -> None:
+        drawn.append(torch.rand((), dtype=torch.float64, device=device).item())
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if len(drawn) < times:
+            thread = threading.Thread(target=draw)
+            thread.start()
+            thread.join()
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(verification._Trial, step, stepped)
+        yield drawn
+
+
+@pytest.mark.parametrize("step", ["__init__", "run", "replay"])
+def test_a_region_that_draws_nothing_leaves_generators_alone(twins, device, monkeypatch, step):
+    plain, graphed = twins(lambda x: torch.tanh(torch.sin(x) + 1) * 2, verify=1)
+    for on in {"cpu", device}:
+        x = torch.randn(4, device=device)
+        graphed(x)
+        torch.manual_seed(1)
+        with drawing(monkeypatch, on, step, sys.maxsize) as drawn:
+            for _ in range(4):
+                same(plain(x), graphed(x))
+        torch.manual_seed(1)
+        assert drawn == [torch.rand((), dtype=torch.float64, device=on).item() for _ in drawn] and len(drawn) > 2
+    (region,) = regions(graphed)
+    assert not region["quarantined"] and region["remark"] is None
+
+
+@pytest.mark.parametrize("verify", ["first", 1])
+def test_captures_that_draw_nothing_leave_the_generator_alone(twins, device, monkeypatch, verify):
+    _, graphed = twins(lambda x: torch.tanh(torch.sin(x) + 1) * 2, verify=verify)
+    state: list[Any] = []
+    monkeypatch.setattr(torch, "set_rng_state", state.append)
+    for _ in range(4):
+        graphed(torch.randn(4, device=device))
+    assert not state and regions(graphed)[0]["verified"] == {"first": 1, 1: 3}[verify]
+
+
+@pytest.mark.parametrize(("step", "times"), [("__init__", 1), ("run", 1), ("run", 7), ("replay", 1), ("replay", 7)])
+def test_draws_of_another_thread_are_no_disagreement(twins, device, monkeypatch, step, times):
+    _, graphed = twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)
+    x = torch.ones(1000, device=device)
+    for _ in range(3):
+        graphed(x)
+    with caught() as found, drawing(monkeypatch, device, step, times) as drawn:
+        made = [graphed(x) for _ in range(3)]
+    assert not found and drawn and len(set(drawn)) == len(drawn)
+    assert len({tuple(m.tolist()) for m in made}) == 3
+    (region,) = regions(graphed)
+    assert not region["quarantined"] and region["replays"] == 5
+
+
+def test_a_trial_that_others_disturb_is_no_comparison(twins, device, monkeypatch):
+    _, graphed = twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)
+    x = torch.ones(1000, device=device)
+    for _ in range(3):
+        graphed(x)
+    with drawing(monkeypatch, device, "run", 1):
+        graphed(x)
+    (region,) = regions(graphed)
+    assert region["verified"] == 2 and region["replays"] == 3
+    assert f"not verified: another thread changed the state of the {device}" in region["remark"]
+
+
+def test_a_wrong_operator_is_caught_though_others_draw_now_and_then(planted, twins, device, monkeypatch):
+    factor = [2.0]
+    op = planted("scale", lambda x: x * factor[0])
+    _, graphed = twins(MLPWithDropout(op), jit=planted.jit, allow=["scale"], verify=1)
+    messages = []
+    for step in range(6):
+        factor[0] = 2.0 if step < 3 else 3.0
+        with caught() as found, drawing(monkeypatch, device, "run", int(step in (2, 3))):
+            graphed(torch.randn(4, 8, device=device))
+        messages += [(step, message) for message in found]
+    ((step, message),) = messages
+    assert step == 4 and f"scale at {HERE}" in message
+
+
+def test_dropout_on_two_threads(twins, device):
+    """Trials take turns, and what else the other thread does is no disagreement."""
+    models = [twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)[1] for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def work(model: Any) -> None:
+        try:
+            for _ in range(30):
+                model(torch.ones(5000, device=device))
+        except BaseException as error:
+            errors.append(error)
+
+    with caught() as found:
+        threads = [threading.Thread(target=work, args=(model,)) for model in models]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not found and not errors
+    assert not any(region["quarantined"] for model in models for region in regions(model))
+
+
 class MLPWithDropout(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, op: Any = torch.tanh) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 8)
+        self.layer, self.op = nn.Linear(8, 8), op
 
     def forward(self, x):
-        return torch.sin(nn.functional.dropout(torch.tanh(self.layer(x)), 0.5))
+        return torch.sin(nn.functional.dropout(self.op(self.layer(x)), 0.5))
 
 
 # ---------------------------------------------------------------------------------------------- what is no disagreement
@@ -538,6 +753,18 @@ def test_attention_is_right(twins, backend, device, dtype):
     assert all(region["verified"] == 5 for region in regions(graphed))
 
 
+def test_memory_that_nobody_writes(twins, device):
+    _, graphed = twins(lambda x: (torch.zeros(4, device=x.device) + x, torch.empty_like(x)), verify=1)
+    for _ in range(5):
+        x = torch.randn(4, device=device)
+        with caught() as found:
+            made, _ = graphed(x)
+        same(made, x)
+        assert not found
+    (region,) = regions(graphed)
+    assert not region["quarantined"] and region["verified"] == 4
+
+
 def test_tolerance():
     base = torch.randn(1000, dtype=torch.float64).float()
     noise = [base + torch.randn(1000) * 1e-6 for _ in range(10)]
@@ -571,8 +798,21 @@ def test_bits():
 def test_fingerprints():
     t = torch.randn(3, 4, 5)
     assert int(_fingerprint(t)) == int(_fingerprint(t.clone())) == int(_fingerprint(t.t_().t() if t.dim() < 3 else t))
-    for other in (t.roll(1, 0), t.roll(1, 1), t.roll(1, 2), t.flip(2), -t):
+    for other in (
+        t.roll(1, 0),
+        t.roll(1, 1),
+        t.roll(1, 2),
+        t.flip(2),
+        -t,
+        t.transpose(0, 1).contiguous().transpose(0, 1),
+    ):
         assert int(_fingerprint(other)) != int(_fingerprint(t))
+    assert int(_fingerprint(torch.eye(2))) != int(_fingerprint(torch.eye(2).flip(0)))
+    expanded = torch.randn(3, 1).expand(3, 4)
+    assert int(_fingerprint(expanded)) != int(_fingerprint(expanded.flip(0)[:, :1].expand(3, 4)))
+    long = torch.randn(3 * verification._CHUNK + 1)
+    for at in (0, 1):
+        assert int(_fingerprint(long)) != int(_fingerprint(long.roll(verification._CHUNK + at)))
     for t in (torch.tensor(3.0), torch.zeros(0), torch.randn(2, dtype=torch.complex128).conj(), torch.ones(2) > 0):
         assert isinstance(int(_fingerprint(t)), int)
 

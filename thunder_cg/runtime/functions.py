@@ -15,6 +15,7 @@ from thunder.core.codeutils import module_shortname
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 
+from thunder_cg.analysis.aliasing import writes
 from thunder_cg.analysis.ops import Op
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.verify import fingerprints
@@ -53,17 +54,24 @@ def _stay(result: Any) -> Any:
 
 
 def watched_function(
-    name: str, ops: Sequence[Op], inputs: Sequence[str], device: torch.device, backend: Backend
+    name: str,
+    ops: Sequence[Op],
+    inputs: Sequence[str],
+    roots: Mapping[str, str],
+    device: torch.device,
+    backend: Backend,
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Like `region_function`, but it returns the fingerprints of what each op made."""
+    """Like `region_function`, but it returns the fingerprints of what each op made, or wrote in place."""
     prefix = _unused("print", ops, inputs)
     take = "cudagraph_fingerprints"
     context = {take: partial(fingerprints, device)}
     body, taken = [], []
     for i, (op, step) in enumerate(zip(ops, _steps(ops, backend))):
         made = [proxy.name for proxy in op.symbol.flat_proxy_outs if isinstance(proxy, TensorProxy)]
+        written = writes(op, roots)
+        made += [name for name in op.inputs if roots.get(name) in written]
         taken.append(f"{prefix}{i}")
-        takes = _Step([f"  {taken[-1]} = {take}({', '.join(made)})"], (taken[-1], *op.outputs), context)
+        takes = _Step([f"  {taken[-1]} = {take}({', '.join(made)})"], (taken[-1], *op.outputs, *made), context)
         body += [step, takes]
     return _function(f"{name}_watched", body, inputs, taken)
 

@@ -128,6 +128,7 @@ class _Tape(_Mode):
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.steps: list[_Step | _Departure] = []
+        self.may_draw = False  # whether a recorded call may have drawn random numbers
 
     def depart(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Records that these leave, and returns what holds their memory."""
@@ -140,10 +141,12 @@ class _Tape(_Mode):
         self._refuse(func, args, kwargs)
         if func.overloadpacket in _RESHAPES:
             return func(*args, **kwargs)
+        self.may_draw |= func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
         mutable = func._schema.is_mutable or func.overloadpacket in _WRITERS
         return self._record(func, args, kwargs, writes=mutable, may_skip=not mutable)
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.may_draw = True
         with _disable_current_modes():
             return self._record(fn, args, kwargs, writes=True, may_skip=False)
 
@@ -342,7 +345,8 @@ class TapePool:
         finally:
             _active.tape = None
             tape.undo()
-            torch.set_rng_state(generator)
+            if tape.may_draw:  # other threads draw from it, too
+                torch.set_rng_state(generator)
         made = [step.results for step in tape.steps if isinstance(step, _Step)]
         self._tensors.extend(weakref.ref(tensor) for results in made for _, tensor in results)
         return TapeGraph(tape.steps, free, buffers, leaving(outputs) if leaving is not None else (), marks), outputs

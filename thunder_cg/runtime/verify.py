@@ -2,8 +2,15 @@
 
 Note [What is compared]
     The ops run first, on copies of what they write, then the graph. Compared are all results, the inputs that the
-    region writes, and the generators. Wherever they differ, the call gets what the ops made: the results, the inputs
-    and the generators are as one eager run leaves them.
+    region writes, and the device's generator if it may draw. Wherever they differ, the call gets what the ops made: the
+    results, the inputs and the generator are as one eager run leaves them. Results are copied before the next run, as
+    an operator may return memory of its own, which it writes again.
+
+Note [Generators of the process]
+    All threads draw from the same ones, and to compare draws the device's is set back. So none is for a region that
+    draws nothing, and trials that draw on one device take turns. Whoever else draws meanwhile is seen: a run does not
+    find the generator as the last one left it, or equal runs leave it in different states. Then nothing has been
+    compared, and the graph draws from where the generator is, so that no more draws are repeated.
 
 Note [What is no disagreement]
     Kernels that are not deterministic (atomic additions, some attention and convolution backwards) differ from run to
@@ -20,8 +27,9 @@ Note [What is no disagreement]
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +37,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thunder_cg.analysis.aliasing import has_effect, is_opaque, roots, writes
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, marks
 from thunder_cg.runtime.copies import span
@@ -43,6 +52,10 @@ _SPREADS = 4  # how many times the spread of the eager runs is tolerated
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NOT_TAKEN = -(2**63)  # the fingerprint of what has none
+_MIXER = 0x1E3779B97F4A7C15  # odd, and without a pattern
+_CHUNK = 2**22  # elements that a fingerprint looks at at a time
+_Taken = list[list[int]]  # what `fingerprints` took, the sure ones and the doubtful ones
+_turns: dict[torch.device, threading.RLock] = {}  # of trials that draw: see Note [Generators of the process]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,28 +138,59 @@ class _Prints:
         graph, taken = pool.capture(region.watched, [captured], targets, marks=numbers)
         return cls(graph, tuple(loads), tuple(map(pool.alias, taken)))
 
-    def take(self, args: Sequence[Any], numbers: Sequence[int]) -> list[list[int]]:
+    def take(self, args: Sequence[Any], numbers: Sequence[int]) -> list[_Taken]:
         self.graph.replay([load.source(args) for load in self.loads], numbers=numbers)
         return [taken.tolist() for taken in self.taken]
+
+
+class _Disturbed(Exception):
+    """Another thread has drawn while a trial ran, which is no comparison then."""
+
+    def __init__(self, generator: str) -> None:
+        super().__init__(f"another thread changed {generator} meanwhile")
 
 
 def verified(
     region: RuntimeRegion, graph: RegionGraph, check: Check, args: Sequence[Any], ops: Ops, backend: Backend
 ) -> Outcome:
     """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
-    try:
-        trial = _Trial(region, graph, check, args)
-    except Exception as error:  # out of memory, mostly: the call does not suffer for it
-        return Outcome(graph.replay(args), remark=f"not verified: {_said(error)}", compared=False)
+    mine = [ops.ops[i] for i in region.region.ops]
+    generators = [_generator(region.device)] if any(map(has_effect, mine)) else []
+    with _turns.setdefault(region.device, threading.RLock()) if generators else nullcontext():
+        try:
+            trial = _Trial(region, graph, check, args, generators)
+        except Exception as error:  # out of memory, mostly: the call does not suffer for it
+            return Outcome(graph.replay(args), remark=f"not verified: {_said(error)}", compared=False)
+        try:
+            return _tried(trial, ops, backend)
+        except _Disturbed as error:
+            return Outcome(trial.replay(rewinds=False).results, remark=f"not verified: {error}", compared=False)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index if device.index is not None else 0]
+
+
+def _tried(trial: _Trial, ops: Ops, backend: Backend) -> Outcome:
+    """What comes of a trial.
+
+    Raises:
+        _Disturbed: nothing, and the graph has still to be replayed.
+    """
+    region = trial.region
     try:
         eager = trial.run()
+    except _Disturbed:
+        raise
     except Exception as error:
-        trial.rewind()
         if isinstance(error, torch.OutOfMemoryError):
-            return Outcome(graph.replay(args), remark=f"not verified: {_said(error)}", compared=False)
+            return Outcome(trial.replay().results, remark=f"not verified: {_said(error)}", compared=False)
+        trial.rewind()
         return Outcome(None, Disagreement(None, f"its ops raise {_said(error)}, which a graph does not"))
     if silently := trial.written_without_saying():
-        made = _Run(graph.without_running(args), {}, ())
+        made = trial.without_running()
         trial.adopt(eager, made, has_run=False, wholly=True)
         difference = f"input {silently!r} is written by an operator that does not say so"
         op = next((ops.ops[i] for i in region.region.ops if silently in ops.ops[i].inputs), None)
@@ -155,8 +199,13 @@ def verified(
     differing = trial.differing(eager, replayed)
     if not differing:
         return Outcome(replayed.results)
+    may_draw_on_host = region.device.type != "cpu" and any(is_opaque(ops.ops[i]) for i in region.region.ops)
     try:
-        disagreement, remark = _judged(trial, eager, replayed, differing, ops, backend)
+        # What an operator that nobody knows draws there, the first run has drawn.
+        with torch.random.fork_rng(devices=[], enabled=may_draw_on_host):
+            disagreement, remark = _judged(trial, eager, replayed, differing, ops, backend)
+    except _Disturbed:
+        raise
     except Exception as error:
         difference = f"{trial.name(differing[0])} differs, and to find out how failed: {_said(error)}"
         disagreement, remark = Disagreement(None, difference), None
@@ -168,30 +217,40 @@ def _judged(
     trial: _Trial, eager: _Run, replayed: _Run, differing: list[_Place], ops: Ops, backend: Backend
 ) -> tuple[Disagreement | None, str | None]:
     """Whether differences are disagreements, and why not. Leaves results and state as the last run did."""
-    first = {at: (_kept(eager.at(at)), _kept(replayed.at(at))) for at in differing}
-    more = [trial.run() for _ in range(_MORE_RUNS)]
-    again = []
-    for _ in range(_MORE_RUNS):
-        run = trial.replay()
-        again.append({at: _kept(run.at(at)) for at in differing})
+
+    def values(run: _Run) -> dict[_Place, Any]:
+        return {at: _kept(run.at(at)) for at in (*differing, *trial.generators)}
+
+    eagers, graphs = [values(eager)], [values(replayed)]
+    eagers += [values(trial.run()) for _ in range(_MORE_RUNS)]
+    graphs += [values(trial.replay()) for _ in range(_MORE_RUNS)]
+    for at in trial.generators:
+        if not all(_same(run[at], runs[0][at]) for runs in (eagers, graphs) for run in runs):
+            raise _Disturbed(trial.name(at))
     unwritten = trial.never_written([at for at in differing if at.kind == "result"], backend)
     wrong = []
     remarks = []
-    for at, (one, other) in first.items():
-        eagers = [one, *(run.at(at) for run in more)]
-        graphs = [other, *(run[at] for run in again)]
-        if at.kind == "generator":  # another thread may draw from it
-            if all(_same(e, one) for e in eagers) and all(_same(g, other) for g in graphs):
-                wrong.append(at)
-        elif not _is_tolerable(eagers, graphs, unwritten.get(at)):
+    for at in differing:
+        one, other = eagers[0][at], graphs[0][at]
+        if eager.source(at) != replayed.source(at) or not _is_tolerable(
+            [run[at] for run in eagers], [run[at] for run in graphs], unwritten.get(at)
+        ):
             wrong.append(at)
         elif not (at in unwritten and _is_tolerable([one], [other], unwritten[at])):
             remarks.append(f"{trial.name(at)} is not deterministic: {_difference(one, other)}")
     if not wrong:
         return None, "; ".join(remarks) or None
-    op = _first_op(trial, wrong, ops.ops)
+    op = _first_op(trial, wrong, ops, backend)
     at = next((at for at in wrong if op is not None and trial.slot(at) in op.outputs), wrong[0])
-    return Disagreement(op, f"{trial.name(at)}: {_difference(*first[at])}", _where(op, ops)), None
+    if eager.source(at) == replayed.source(at):
+        difference = _difference(eagers[0][at], graphs[0][at])
+    else:
+        difference = f"{_memory_of(replayed.source(at))} in the graph, {_memory_of(eager.source(at))} eagerly"
+    return Disagreement(op, f"{trial.name(at)}: {difference}", _where(op, ops)), None
+
+
+def _memory_of(source: str | None) -> str:
+    return f"memory of input {source!r}" if source else "memory of its own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +268,7 @@ class _Run:
     results: list[Any]
     written: dict[int, torch.Tensor]  # by argument
     generators: Sequence[torch.Tensor]
+    sources: Sequence[str | None] = ()  # of each result: the input that it shares memory with
     memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # what it wrote, by the original's address
 
     def at(self, place: _Place) -> Any:
@@ -216,17 +276,22 @@ class _Run:
             place.index
         ]
 
+    def source(self, place: _Place) -> str | None:
+        return self.sources[place.index] if place.kind == "result" else None
+
 
 class _Trial:
     """Runs of one region's ops and of its graph that all begin with the same inputs and generators."""
 
-    def __init__(self, region: RuntimeRegion, graph: RegionGraph, check: Check, args: Sequence[Any]) -> None:
+    def __init__(
+        self,
+        region: RuntimeRegion,
+        graph: RegionGraph,
+        check: Check,
+        args: Sequence[Any],
+        generators: Sequence[torch.Generator],
+    ) -> None:
         self._region, self._graph, self._check, self._args = region, graph, check, args
-        index = region.device.index
-        self._generators = [torch.default_generator]
-        if region.device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[index if index is not None else 0])
-        self._before = self._states()
         self._written = [i for i in sorted(region.written) if args[i] is not None]
         written = {address(args[i]) for i in self._written}
         names, alive = region.boundary.inputs, region.boundary.alive
@@ -234,21 +299,35 @@ class _Trial:
         storages = {address(t): t.untyped_storage() for t in args if isinstance(t, torch.Tensor)}
         self._images = {at: (storages[at], storages[at].clone()) for at in (written | reused) - {0}}
         self._writable = written - {0}
+        self._lasting = storages.keys() - self._images.keys()  # memory that no replay writes
         self._has_replayed = False
         self._others = {i: t for i, t in enumerate(args) if isinstance(t, torch.Tensor) and address(t) not in written}
         self._prints = self._fingerprints()
+        self._generators = generators
+        self.generators = [_Place("generator", i) for i in range(len(generators))]
+        self._before = self._states()
+        self._left: list[torch.Tensor] | None = self._before  # by the last run; None: it did not come to its end
 
     def _states(self) -> list[torch.Tensor]:
         return [generator.get_state() for generator in self._generators]
 
     def _set(self, states: Sequence[torch.Tensor]) -> None:
-        for generator, state in zip(self._generators, states):
-            if not torch.equal(generator.get_state(), state):  # another thread may draw from one that stands still
-                generator.set_state(state)
+        """Sets the generators, unless somebody else has drawn since the last run."""
+        now = self._states()
+        for at, state, left in zip(self.generators, now, self._left or ()):
+            if not torch.equal(state, left):
+                raise _Disturbed(self.name(at))
+        for generator, old, new in zip(self._generators, now, states):
+            if not torch.equal(old, new):
+                generator.set_state(new)
+        self._left = list(states)
 
     def rewind(self) -> None:
         """The state that the call began with."""
         self._set(self._before)
+        self._restore()
+
+    def _restore(self) -> None:
         if self._has_replayed:
             for storage, image in self._images.values():
                 storage.copy_(image)  # by storage: autograd counts no write
@@ -260,8 +339,29 @@ class _Trial:
         one = {id(arg): self._moved(arg, memory) for arg in self._args}
         inputs = [one[id(arg)] for arg in self._args]
         written = {i: inputs[i] for i in self._written}
-        results = list((fn or self._region.function)(inputs))
-        return _Run(results, written, self._states(), memory)
+        self._left = None
+        results = list((fn or self._region.function)(inputs.copy()))
+        self._left = self._states()
+        sources = self._sources(results, inputs)
+        self._copy(results, self._lasting | {storage.data_ptr() for storage in memory.values()})
+        return _Run(results, written, self._left, sources, memory)
+
+    def _sources(self, results: Sequence[Any], args: Sequence[Any]) -> list[str | None]:
+        """The inputs that results share memory with, but for those in the arena, whose memory has other uses."""
+        names = [(i, name) for i, name in enumerate(self._region.boundary.inputs) if i not in self._check.inside]
+        found = {_address(args[i]): name for i, name in reversed(names)}
+        return [found.get(at) if (at := _address(result)) else None for result in results]
+
+    def _copy(self, results: list[Any], lasting: Set[int]) -> None:
+        """Moves results to copies of their memory, one by one, but for memory that is ``lasting``."""
+        groups: dict[int, list[int]] = {}
+        for i, result in enumerate(results):
+            if self._is_here(result):
+                groups.setdefault(_address(result), []).append(i)
+        for at in groups.keys() - lasting - {0}:
+            memory = {at: results[groups[at][0]].untyped_storage().clone()}
+            for i in groups[at]:
+                results[i] = self._moved(results[i], memory)
 
     @staticmethod
     def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
@@ -276,22 +376,42 @@ class _Trial:
         moved = moved.conj() if arg.is_conj() else moved
         return moved._neg_view() if arg.is_neg() else moved
 
-    def replay(self) -> _Run:
+    def replay(self, *, rewinds: bool = True) -> _Run:
         """Replays the graph, on the real inputs, whose versions advance the first time."""
-        with self._uncounted() if self._has_replayed else _nothing():
-            self.rewind()
+        with self._uncounted() if self._has_replayed else nullcontext():
+            if rewinds:
+                self.rewind()
+            else:
+                self._restore()
             self._has_replayed = True
+            self._left = None
             results = list(self._graph.replay(self._args))
-        return _Run(results, {i: self._args[i] for i in self._written}, self._states())
+            self._left = self._states()
+        written = {i: self._args[i] for i in self._written}
+        return _Run(results, written, self._left, self._sources(results, self._args))
 
-    def prints(self) -> Iterator[tuple[list[int], list[int]]]:
+    def without_running(self) -> _Run:
+        """The results of a replay, still to be filled."""
+        results = self._graph.without_running(self._args)
+        return _Run(results, {}, (), self._sources(results, self._args))
+
+    def prints(self) -> Iterator[tuple[_Taken, _Taken]]:
         """The fingerprints of each op's values, in an eager run and in the graph; nothing if there are none."""
         region, graph = self._region, self._check.prints
         if graph is None or region.watched is None:
             return
         eager = [taken.tolist() for taken in self.run(region.watched).results]
         self.rewind()
-        yield from zip(eager, graph.take(self._args, self._args[self._graph.numbers]))
+        self._left = None
+        taken = graph.take(self._args, self._args[self._graph.numbers])
+        self._left = self._states()
+        yield from zip(eager, taken)
+
+    def filled_prints(self, backend: Backend) -> Sequence[_Taken | None]:
+        """Those of an eager run on memory that was filled before, where there can be one."""
+        watched = self._region.watched
+        run = self.run_on_filled_memory(watched, backend) if watched is not None else None
+        return [None] * len(self._region.region.ops) if run is None else [taken.tolist() for taken in run.results]
 
     @contextmanager
     def _uncounted(self) -> Iterator[None]:
@@ -314,34 +434,38 @@ class _Trial:
         places = [
             *(_Place("result", i) for i in range(len(eager.results))),
             *(_Place("input", i) for i in self._written),
-            *(_Place("generator", i) for i in range(len(self._generators))),
+            *self.generators,
         ]
-        return [at for at in places if not self._agree(at, eager.at(at), replayed.at(at))]
+        return [at for at in places if not self._agree(at, eager, replayed)]
 
-    def _agree(self, at: _Place, one: Any, other: Any) -> bool:
+    def _agree(self, at: _Place, eager: _Run, replayed: _Run) -> bool:
+        one, other = eager.at(at), replayed.at(at)
         # The seed of an attention lives on the host, where no replay changes it, and in some captures on the device.
         tensors = [t for t in (one, other) if isinstance(t, torch.Tensor)]
         elsewhere = at.kind == "result" and not all(map(self._is_here, tensors))
-        return elsewhere or _same(one, other)
+        return elsewhere or (_same(one, other) and eager.source(at) == replayed.source(at))
 
     def adopt(self, eager: _Run, replayed: _Run, *, has_run: bool, wholly: bool) -> None:
         """Makes of what a replay returned, and of the call's state, what the eager run made.
 
         Args:
             has_run: whether a graph ran, so that versions have advanced.
-            wholly: what cannot be copied into a replay's result, as it is laid out in another way, takes its place. No
-                graph may follow in this call then.
+            wholly: what cannot be copied into a replay's result, as it is laid out in another way or shares other
+                memory, takes its place. No graph may follow in this call then.
         """
         with torch.no_grad():
             for at, memory in eager.memory.items():
                 self._images[at][0].copy_(memory)
+            originals = {memory.data_ptr(): self._images[at][0] for at, memory in eager.memory.items()}
             for i, (made, result) in enumerate(zip(eager.results, replayed.results)):
-                if self._is_here(made) and self._is_here(result) and _are_alike(made, result):
+                here = self._is_here(made) and self._is_here(result)
+                if here and _are_alike(made, result) and eager.sources[i] == replayed.sources[i]:
                     if not _same(made, result):
                         _writable(result).copy_(_writable(made))
                 elif wholly:
-                    replayed.results[i] = made
-        self._set(eager.generators)
+                    replayed.results[i] = self._moved(made, originals) if _address(made) in originals else made
+        with suppress(_Disturbed):  # then they stay where they are
+            self._set(eager.generators)
         if not has_run:
             tensors = [t for i in self._written if not (t := self._args[i]).is_inference()]
             torch.autograd.graph.increment_version(tensors)
@@ -366,28 +490,39 @@ class _Trial:
         return self._region
 
     def never_written(self, places: Sequence[_Place], backend: Backend) -> dict[_Place, torch.Tensor]:
-        """Of each result: where its memory holds what was there before the ops ran, found by filling it first."""
-        if not places:
-            return {}
+        """Of each result: where its memory holds what was there before the ops ran."""
+        run = self.run_on_filled_memory(self._region.function, backend) if places else None
+        found = {at: made for at in places if run is not None and self._is_here(made := run.at(at))}
+        return {at: _bits(made) == _ones(made) for at, made in found.items()}
+
+    def run_on_filled_memory(self, fn: Callable[..., Sequence[Any]], backend: Backend) -> _Run | None:
+        """Runs the ops on memory that was filled with ones; None where they do not run so."""
         pool = backend.pool(self._region.device)
         try:
-            self.run(lambda inputs: pool.warm_up(_keeping_all(self._region.function), [inputs]))
+            self.run(lambda inputs: pool.warm_up(_keeping_all(fn), [inputs]))
             pool.poison()
-            run = self.run(lambda inputs: pool.warm_up(_keeping_all(self._region.function), [inputs]))
-            return {at: (_bits(made) == _ones(made)).clone() for at in places if self._is_here(made := run.at(at))}
+            return self.run(lambda inputs: pool.warm_up(_keeping_all(fn), [inputs]))
+        except _Disturbed:
+            raise
         except Exception:  # a compiled fusion may not run under a mode
-            return {}
+            return None
         finally:
             pool.close()
 
 
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
+_aten = torch.ops.aten
+_EMPTY = {
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_permuted,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+}
 
 
 class _Keep(TorchDispatchMode):
-    """Keeps all that operators make, so that no memory is used twice."""
+    """Keeps all that operators make, so that no memory is used twice, and fills what is empty with ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -396,6 +531,8 @@ class _Keep(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         self._made.append(made)
+        if func.overloadpacket in _EMPTY:
+            _bits(made).fill_(_ones(made))
         return made
 
 
@@ -407,13 +544,20 @@ def _keeping_all(fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any
     return run
 
 
-def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Sequence[Op]) -> Op | None:
+def _address(value: Any) -> int:
+    """Where the memory of a tensor begins, if it has any."""
+    return address(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else 0
+
+
+def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Ops, backend: Backend) -> Op | None:
     """The first op whose value differs, of those that what is wrong depends on."""
-    mine = [ops[i] for i in trial.region.region.ops]
+    mine = [ops.ops[i] for i in trial.region.region.ops]
     results = {trial.slot(at) for at in wrong} if all(at.kind == "result" for at in wrong) else None
-    relevant = _ancestors(mine, set(results)) if results else {op.index for op in mine}
-    once, again = list(trial.prints()), list(trial.prints())
-    unlike = [k for k, (eager, graph) in enumerate(once) if mine[k].index in relevant and _differ(eager, graph)]
+    relevant = _ancestors(mine, results, roots(ops)) if results else {op.index for op in mine}
+    once, again, filled = list(trial.prints()), list(trial.prints()), trial.filled_prints(backend)
+    unlike = [
+        k for k, (eager, graph) in enumerate(once) if mine[k].index in relevant and _differ(eager, graph, filled[k])
+    ]
     # Kernels that are not deterministic differ in the graph, too: an op that does not is to blame before them.
     frozen = [k for k in unlike if not _differ(once[k][1], again[k][1])]
     if unlike:
@@ -421,17 +565,23 @@ def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Sequence[Op]) -> Op |
     return next((op for op in mine if results and not results.isdisjoint(op.outputs)), None)
 
 
-def _differ(one: list[int], other: list[int]) -> bool:
-    return any(a != b for a, b in zip(one, other) if _NOT_TAKEN not in (a, b))
+def _differ(one: _Taken, other: _Taken, filled: _Taken | None = None) -> bool:
+    """Whether fingerprints of an op differ, doubtful ones only if they are the same on filled memory."""
+    sure = zip(one[0], other[0])
+    doubtful = zip(one[1], other[1], filled[1]) if filled is not None else ()
+    pairs = [*sure, *((a, b) for a, b, on_filled in doubtful if a == on_filled)]
+    return any(a != b for a, b in pairs if _NOT_TAKEN not in (a, b))
 
 
-def _ancestors(mine: Sequence[Op], names: set[str]) -> set[int]:
-    """The ops that these values depend on."""
+def _ancestors(mine: Sequence[Op], names: set[str], roots: Mapping[str, str]) -> set[int]:
+    """The ops that these values depend on, be it through memory that they share."""
     found = set()
+    needed = {roots[name] for name in names if name in roots}
     for op in reversed(mine):
-        if not names.isdisjoint(op.outputs):
+        made = {roots[name] for name in op.outputs if name in roots} | writes(op, roots)
+        if not needed.isdisjoint(made):
             found.add(op.index)
-            names |= set(op.inputs)
+            needed |= {roots[name] for name in op.inputs if name in roots}
     return found
 
 
@@ -463,9 +613,13 @@ def _ones(tensor: torch.Tensor) -> int:
 
 def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """The same but for their values."""
-    strides = ([s for s, n in zip(t.stride(), t.size()) if n != 1] for t in (one, other))
-    same = one.size() == other.size() and one.dtype == other.dtype and one.device == other.device
-    return same and (one.numel() == 0 or next(strides) == next(strides))
+    same = one.device == other.device and one.layout == other.layout
+    return same and (one.layout is not torch.strided or _metadata(one) == _metadata(other))
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = tuple(s for s, n in zip(tensor.stride(), tensor.size()) if n != 1) if tensor.numel() else ()
+    return tuple(tensor.size()), strides, tensor.dtype
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -485,26 +639,36 @@ def _kept(value: Any) -> Any:
 
 
 def _fingerprint(tensor: torch.Tensor) -> torch.Tensor:
-    """A number that changes with the bits of the tensor and with their order, without much memory."""
-    bits = _bits(tensor)
-    total = bits.sum(dtype=torch.int64)
-    for d in range(bits.dim()):
-        lines = bits.sum([i for i in range(bits.dim()) if i != d], dtype=torch.int64) if bits.dim() > 1 else bits
-        total = total * 31 + (lines * torch.arange(1, bits.size(d) + 1, device=bits.device)).sum()
+    """A number that changes with the bits of the tensor, their order and its strides, without much memory."""
+    total = torch.full((), hash(_metadata(tensor)), dtype=torch.int64, device=tensor.device)
+    for dim in range(tensor.dim()):
+        if tensor.stride(dim) == 0 and tensor.size(dim) > 1:  # expanded: the same memory again and again
+            tensor = tensor.narrow(dim, 0, 1)
+    bits = _bits(tensor).reshape(-1)
+    # Each place has an odd number of its own: sums over rows and columns would not tell a matrix from its mirror image.
+    places = torch.arange(1, min(bits.numel(), _CHUNK) + 1, device=tensor.device) * _MIXER
+    weights = (places ^ (places >> 32)) | 1
+    for chunk in bits.split(_CHUNK):
+        total = total * 31 + (chunk * weights[: chunk.numel()]).sum()
     return total
 
 
 def fingerprints(device: torch.device, *values: Any) -> torch.Tensor:
-    """The fingerprints of an op's values, of a graph's or of an eager run's."""
+    """The fingerprints of an op's values, of a graph's or of an eager run's: a row of sure ones, one of doubtful ones.
+
+    Doubtful are integers beside floating-point values: seeds and the like may never be written.
+    """
     floats = any(isinstance(v, torch.Tensor) and (v.is_floating_point() or v.is_complex()) for v in values)
     none = torch.full((), _NOT_TAKEN, dtype=torch.int64, device=device)
-    taken = [none]
+    taken = [(none, none)]
     for value in values:
-        here = isinstance(value, torch.Tensor) and value.device == device
-        # Integers beside floating-point values are seeds and the like, which may never be written.
-        exact = here and not (value.is_floating_point() or value.is_complex())
-        taken.append(none if not here or (floats and exact) else _fingerprint(value))
-    return torch.stack(taken)
+        if not isinstance(value, torch.Tensor) or value.device != device:
+            taken.append((none, none))
+        elif floats and not (value.is_floating_point() or value.is_complex()):
+            taken.append((none, _fingerprint(value)))
+        else:
+            taken.append((_fingerprint(value), none))
+    return torch.stack([torch.stack(row) for row in zip(*taken)])
 
 
 # Differences
