@@ -127,7 +127,7 @@ def programs(jfn: Any) -> list[Program]:
 
 def forget(jfn: Any) -> None:
     """Has a compiled module begin anew, as if it had just been compiled."""
-    jfn._forward_fn._forget()
+    jfn._forward_fn._entries, jfn._forward_fn._calls = [], []
     for program in programs(jfn):
         program._recordings = []
         program._warm.clear()

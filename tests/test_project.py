@@ -45,6 +45,7 @@ KNOW_THUNDER = {
     "runtime/functions.py",
     "shortcut/calls.py",
     "shortcut/dispatch.py",
+    "shortcut/exclusive.py",
     "shortcut/guards.py",
     "sweep/calls.py",
     "sweep/samples.py",

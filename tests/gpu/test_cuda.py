@@ -300,6 +300,28 @@ def _twenty_steps(plain, graphed, batch):
     assert [r["replays"] for r in regions(graphed)] == [19, 19]
 
 
+def test_plans_of_fourier_transforms():
+    """PyTorch frees the tables of what it drops from its cache, which a graph would read."""
+    fn = lambda x: torch.sin(torch.fft.irfft(torch.fft.rfft(torch.cos(x) * 2))) * 2  # noqa: E731
+    plain, graphed = twice(fn, cudagraph_transform())
+    for _ in range(4):
+        x = torch.randn(8, 1010, device="cuda")
+        torch.backends.cuda.cufft_plan_cache.clear()
+        same(plain(x), graphed(x))
+    assert [r["replays"] for r in regions(graphed)] == [3, 3]
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (32, 8, 8), (64, 20, 20), (2, 300, 300)])
+def test_libraries_of_solvers(shape):
+    """Which one PyTorch takes depends on the sizes, and not all can be captured: then the rest of the ops still is."""
+    fn = lambda x: torch.sin(torch.linalg.slogdet(torch.cos(x * 2) + 3)[1] * 2) * 3  # noqa: E731
+    plain, graphed = twice(fn, cudagraph_transform())
+    for _ in range(4):
+        x = torch.randn(shape, device="cuda")
+        same(plain(x), graphed(x))
+    assert regions(graphed) and all(r["replays"] == 3 and not r["failure"] for r in regions(graphed))
+
+
 @pytest.mark.parametrize("trains", [False, True])
 def test_threads_that_never_used_the_device(trains):
     """The driver crashes the process where a thread has no context: autograd's own thread, or one of the user's."""

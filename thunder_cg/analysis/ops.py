@@ -307,9 +307,13 @@ def _line(bound: BoundSymbol) -> str | None:
 #   beyond                   a view may show memory of the storage that is none of the tensor's own elements
 #   empty_range              a running minimum or maximum has no elements yet
 #   on_cpu                   tensors are on a CPU, where some derivatives have another formula
+#   batched                  matrices on a GPU with more than 16 rows or columns come in a batch
+#   plan                     a Fourier transform on a GPU, which cuFFT makes a plan for
 _INDEXING = frozenset({"__getitem__", "copy_with_setitem_impl", "index_put", "INDEX_PUT", "COPY_WITH_SETITEM"})
 _FILLS = frozenset({"index_fill", "index_fill_vjp", "masked_fill", "masked_fill_vjp"})
 _STRIDED = frozenset({"as_strided", "as_strided_scatter", "as_strided_vjp", "as_strided_scatter_vjp"})
+_PLANNED = frozenset({"stft", *(f"{kind}fft{n}" for kind in ("", "i", "r", "ir", "h", "ih") for n in ("", "2", "n"))})
+_SOLVERS = frozenset({"det", "inv_ex", "logdet", "lu_solve", "slogdet", "solve_ex"})
 _OTHERS_ON_CPU = frozenset({"median_vjp", "min_vjp", "nanmedian_vjp", "ormqr_vjp"})
 _BYTES = frozenset({"bool8", "uint8"})
 
@@ -340,12 +344,17 @@ def _traits(bound: BoundSymbol, id_: str | None) -> Iterator[str]:
     ranges = (named.get("running_min"), named.get("running_max"))
     if any(isinstance(p, TensorProxy) and 0 in p._shape for p in ranges):
         yield "empty_range"
-    if name in _OTHERS_ON_CPU and any(_is_on_cpu(p) for p in _proxies(bound.args)):
+    if name in _OTHERS_ON_CPU and any(_is_on(p, "cpu") for p in _proxies(bound.args)):
         yield "on_cpu"
+    on_gpu = [p for p in _proxies((bound.args, bound.output)) if _is_on(p, "cuda")]
+    if name.removesuffix("_vjp") in _PLANNED and on_gpu:
+        yield "plan"
+    if name.removesuffix("_vjp") in _SOLVERS and any(len(p._shape) > 2 and max(p._shape[-2:]) > 16 for p in on_gpu):
+        yield "batched"
 
 
-def _is_on_cpu(proxy: Proxy) -> bool:
-    return isinstance(proxy, TensorProxy) and proxy.device.device_str() == "cpu"
+def _is_on(proxy: Proxy, kind: str) -> bool:
+    return isinstance(proxy, TensorProxy) and proxy.device.device_str().split(":")[0] == kind
 
 
 def _index_traits(args: tuple[Any, ...]) -> Iterator[str]:

@@ -106,7 +106,6 @@ def _rows(executor: str | None, rule: Rule, names: Iterable[str]) -> dict[Key, R
 
 MEASURED = "thunder_cg/results/rules-*.json, see Note [How the rules were checked]"
 NOT_REACHED = "not measured"
-_ON_THE_TAPE = f"{MEASURED}; on the tape alone so far"
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The torch executor, what may be captured
@@ -143,6 +142,7 @@ _LINEAR_ALGEBRA = _names("""
     inv_ex kron logdet lu_solve lu_unpack matmul mm mv norm_except_dim orgqr ormqr outer qr slogdet solve_ex
     solve_triangular tensordot trace triangular_solve tril triu vander vdot vecdot vector_norm
 """)
+_BY_LU = _names("det inv_ex logdet lu_solve slogdet solve_ex")
 _REDUCTIONS = _names("""
     all amax amin aminmax any argmax argmin argsort count_nonzero cummax cummin cumprod cumsum
     cumulative_trapezoid diff dist histogram kthvalue logcumsumexp logsumexp mean median min msort nanmean nanmedian
@@ -170,13 +170,17 @@ _NEURAL = _names("""
 """)
 _SPECIAL = _names("""
     airy_ai bessel_j0 bessel_j1 bessel_y0 bessel_y1 chebyshev_polynomial_t chebyshev_polynomial_u
-    chebyshev_polynomial_v chebyshev_polynomial_w digamma entr erf erfc erfcx erfinv fft fft2 fftn gammainc
-    gammaincc gammaln hermite_polynomial_h hermite_polynomial_he hfft hfft2 hfftn i0 i0e i1 i1e ifft ifft2 ifftn
-    igamma igammac ihfft ihfft2 ihfftn irfft irfft2 irfftn laguerre_polynomial_l legendre_polynomial_p lgamma
-    log_ndtr modified_bessel_i0 modified_bessel_i1 modified_bessel_k0 modified_bessel_k1 multigammaln mvlgamma
-    ndtr ndtri polygamma psi rfft rfft2 rfftn scaled_modified_bessel_k0 scaled_modified_bessel_k1
-    shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
-    shifted_chebyshev_polynomial_w spherical_bessel_j0 stft torch_erfcinv_impl xlog1py xlogy zeta
+    chebyshev_polynomial_v chebyshev_polynomial_w digamma entr erf erfc erfcx erfinv gammainc gammaincc gammaln
+    hermite_polynomial_h hermite_polynomial_he i0 i0e i1 i1e igamma igammac laguerre_polynomial_l
+    legendre_polynomial_p lgamma log_ndtr modified_bessel_i0 modified_bessel_i1 modified_bessel_k0
+    modified_bessel_k1 multigammaln mvlgamma ndtr ndtri polygamma psi scaled_modified_bessel_k0
+    scaled_modified_bessel_k1 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u
+    shifted_chebyshev_polynomial_v shifted_chebyshev_polynomial_w spherical_bessel_j0 torch_erfcinv_impl xlog1py
+    xlogy zeta
+""")
+_FOURIER = _names("""
+    fft fft2 fftn hfft hfft2 hfftn ifft ifft2 ifftn ihfft ihfft2 ihfftn irfft irfft2 irfftn rfft rfft2 rfftn
+    stft
 """)
 _FREE_VIEWS = _names("""
     adjoint as_strided atleast_1d atleast_2d atleast_3d bitcast broadcast_tensors chunk conj detach diagonal
@@ -208,7 +212,7 @@ _DROPOUT_ATTENTION = _names("scaled_dot_product_attention")
 
 _CAPTURABLE = (
     *_POINTWISE, *_CREATION, *_INDEXING, *_LAYOUT, *_LINEAR_ALGEBRA, *_REDUCTIONS, *_NEURAL, *_SPECIAL,
-    *_FREE_VIEWS, *_MAY_VIEW, *_RANDOM, *_INFERENCE,
+    *_FOURIER, *_FREE_VIEWS, *_MAY_VIEW, *_RANDOM, *_INFERENCE,
 )  # fmt: skip
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -845,6 +849,18 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         MEASURED,
         "multiply by what torch.linalg.householder_product makes",
     )
+    batched = Rule(
+        Reason.HOST_SYNC,
+        "of matrices in a batch, MAGMA takes those with more than 16 rows, and waits for the device",
+        "captured on an H200: batches of 2 to 64 matrices of 20 to 600 rows fail, single ones do not",
+        "take the matrices one by one",
+    )
+    plan = Rule(
+        Reason.UNVERIFIED,
+        "a graph reads the tables of a cuFFT plan, which PyTorch's cache of plans may drop",
+        "torch.backends.cuda.cufft_plan_cache.clear() before a replay: a segmentation fault on an H200",
+        "name it in allow= if nothing clears that cache, and no more plans are made than its max_size",
+    )
     sorter = Rule(
         Reason.HOST_SYNC,
         "whether the sorter is in range is asked on the host",
@@ -854,26 +870,26 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
     scalar = Rule(
         Reason.HOST_SYNC,
         "an index is a 0-dim tensor, and the number in it is read on the host",
-        _ON_THE_TAPE,
+        MEASURED,
         "give the index a dimension: x.index_select(0, k.reshape(1)), or x.index_copy(0, k.reshape(1), value[None])",
     )
     sparse = Rule(
         Reason.DATA_DEPENDENT,
         "the gradient is sparse, and its size depends on the indices",
-        _ON_THE_TAPE,
+        MEASURED,
         "let the gradient be dense: sparse=False",
     )
     beyond = Rule(
         Reason.UNVERIFIED,
         "it may show memory of the storage that is not the tensor's own, which a graph does not have: it reads a copy "
         "of the tensor alone",
-        _ON_THE_TAPE,
+        MEASURED,
         "pass the tensor that has all of the memory, and take slices of it",
     )
     range_ = Rule(
         Reason.SIDE_EFFECT,
         "its running range has no elements yet, and it makes room for them in the caller's tensors",
-        _ON_THE_TAPE,
+        MEASURED,
         "give running_min and running_max an element for each channel before the first call",
     )
     read = {"scalar_index": scalar, "bool_index": mask, "host_index": numbers}
@@ -893,6 +909,8 @@ def _conditional() -> dict[Key, Mapping[str, Rule]]:
         rows[key] = {**rows.get(key, {}), "sparse": sparse}
     rows |= {("torch", name): {"beyond": beyond} for name in _with_vjp(("as_strided", "as_strided_scatter"))}
     rows |= {("torch", "fused_moving_avg_obs_fake_quant"): {"empty_range": range_}}
+    rows |= {("torch", name): {"batched": batched} for name in _with_vjp(_BY_LU)}
+    rows |= {("torch", name): {"plan": plan} for name in _with_vjp(_FOURIER)}
     # Under a dispatch mode, and so on the tape, PyTorch takes the formula of a GPU: it asks nobody, and the zeros that
     # it makes may have another sign.
     rows |= {("torch", name): {"on_cpu": nan} for name in _names("median_vjp min_vjp nanmedian_vjp")}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence, Set
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -132,6 +133,10 @@ class Backend(Protocol):
     sets_numbers: bool  # see Note [Numbers of a graph]
     runs_captures: bool  # whether a capture runs what it records, so that its inputs have to be there
     poisons: bool  # whether to fill an arena with NaN at its release even without debug=True
+
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """While a thread is inside, no other one captures, warms up, or launches a graph that draws."""
 
     def pool(self, device: torch.device) -> Pool:
         """A new, empty pool."""

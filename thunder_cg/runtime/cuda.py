@@ -58,7 +58,7 @@ _drew_on: dict[int, torch.cuda.Stream] = {}  # by device: see Note [Draws on sev
 
 
 class _Turn:
-    """What is done one at a time: captures, launches that draw, and destructors of graphs. See the notes on these."""
+    """What is done one at a time: captures, warm-ups and launches that draw, destructors of graphs. See the notes."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -179,6 +179,7 @@ class CudaBackend:
     poisons = False
     runs_captures = False
     sets_numbers = numbers.available
+    turn = _turn
 
     def __init__(self) -> None:
         if torch.version.cuda is None:
@@ -467,8 +468,8 @@ class CudaPool:
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.cuda.get_rng_state(self._index)
         try:
-            # Note [Warm-up inside the pool]
-            with self._on_side_stream() as current, _routed(self._index, self._memory.id):
+            # Note [Warm-up inside the pool]; a draw while another thread captures is an error
+            with _turn, self._on_side_stream() as current, _routed(self._index, self._memory.id):
                 leave = Leaving(self._device, partial(self._send, current), _TOGETHER, _is_alone, must=False)
                 return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:

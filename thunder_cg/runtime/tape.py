@@ -53,6 +53,7 @@ class TapeBackend:
     sets_numbers = True
     poisons = True
     runs_captures = True
+    turn = nullcontext()  # a capture here changes nothing of another thread
 
     def pool(self, device: torch.device) -> TapePool:
         return TapePool(device)

@@ -334,14 +334,15 @@ class _Trial:
 
     def run(self, fn: Callable[[list[Any]], Sequence[Any]] | None = None) -> _Run:
         """Runs the ops, on copies of what they write."""
-        self.rewind()
         memory = {at: self._images[at][1].clone() for at in self._writable}
         one = {id(arg): self._moved(arg, memory) for arg in self._args}
         inputs = [one[id(arg)] for arg in self._args]
         written = {i: inputs[i] for i in self._written}
-        self._left = None
-        results = list((fn or self._region.function)(inputs.copy()))
-        self._left = self._states()
+        with self._region.program.backend.turn if self._generators and fn is None else nullcontext():
+            self.rewind()
+            self._left = None
+            results = list((fn or self._region.function)(inputs.copy()))
+            self._left = self._states()
         sources = self._sources(results, inputs)
         self._copy(results, self._lasting | {storage.data_ptr() for storage in memory.values()})
         return _Run(results, written, self._left, sources, memory)
