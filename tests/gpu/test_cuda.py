@@ -300,6 +300,30 @@ def _twenty_steps(plain, graphed, batch):
     assert [r["replays"] for r in regions(graphed)] == [19, 19]
 
 
+def test_draws_on_several_threads():
+    """PyTorch takes no draw for what it is while another thread captures, so warm-ups wait for captures."""
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(8):
+                jfn = thunder.jit(
+                    lambda x: torch.sin(nn.functional.dropout(torch.cos(x) * 2, 0.5)) * 3,
+                    transforms=[cudagraph_transform()],
+                )
+                for rows in (8, 16, 8, 16, 8, 16):
+                    jfn(torch.ones(rows, 64, device="cuda"))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
 def test_plans_of_fourier_transforms():
     """PyTorch frees the tables of what it drops from its cache, which a graph would read."""
     fn = lambda x: torch.sin(torch.fft.irfft(torch.fft.rfft(torch.cos(x) * 2))) * 2  # noqa: E731

@@ -39,3 +39,22 @@ def test_a_graph_dies_after_the_capture(thread):
             made.clear()
         assert all(reference() is not None for reference in alive)
     assert all(reference() is None for reference in alive)
+
+
+def test_a_turn_within_a_turn():
+    """An operator that runs in a warm-up may warm up and capture a function of its own; other threads wait for both."""
+    seen = []
+
+    def other():
+        with _turn:
+            seen.append("other")
+
+    with _turn:
+        worker = threading.Thread(target=other)
+        worker.start()
+        with _turn:
+            worker.join(0.05)
+        worker.join(0.05)
+        seen.append("first")
+    worker.join()
+    assert seen == ["first", "other"]

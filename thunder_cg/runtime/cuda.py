@@ -61,13 +61,22 @@ class _Turn:
     """What is done one at a time: captures, warm-ups and launches that draw, destructors of graphs. See the notes."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # no RLock: a destructor must not take it for granted
+        self._owner = 0
+        self._depth = 0  # an operator that runs in a warm-up may come here again
         self._dead: list[torch.cuda.CUDAGraph] = []  # see Note [Who destroys graphs]
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        if self._owner != threading.get_ident():
+            self._lock.acquire()
+            self._owner = threading.get_ident()
+        self._depth += 1
 
     def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self._owner = 0
         self._lock.release()
         if self._dead:
             self.destroy([])

@@ -338,7 +338,7 @@ class _Trial:
         one = {id(arg): self._moved(arg, memory) for arg in self._args}
         inputs = [one[id(arg)] for arg in self._args]
         written = {i: inputs[i] for i in self._written}
-        with self._region.program.backend.turn if self._generators and fn is None else nullcontext():
+        with self._region.program.backend.turn if self._generators else nullcontext():
             self.rewind()
             self._left = None
             results = list((fn or self._region.function)(inputs.copy()))
