@@ -90,6 +90,11 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is not torch.strided
 
 
+def address_if_any(value: Any) -> int:
+    """`address` of whatever it is: 0 for what is no tensor, or made of several."""
+    return address(value) if isinstance(value, torch.Tensor) and not is_sparse(value) else 0
+
+
 def layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     """What kernels can see of a tensor besides its address and its values."""
     if tensor is None:

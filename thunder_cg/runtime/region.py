@@ -27,7 +27,7 @@ from thunder_cg.runtime.recording import (
     RegionGraph,
     Sharing,
     Source,
-    address,
+    address_if_any,
     is_sparse,
     overlaps_itself,
     place,
@@ -461,8 +461,7 @@ def keep(*tensors: Any) -> list[Any]:
 
 def _memory(value: Any) -> int:
     """Where the memory of a plain tensor begins; 0 for anything else."""
-    has_memory = isinstance(value, torch.Tensor) and is_plain(value) and value.layout is torch.strided
-    return address(value) if has_memory else 0
+    return address_if_any(value) if is_plain(value) else 0
 
 
 def is_graded_leaf(tensor: torch.Tensor | None) -> bool:

@@ -42,7 +42,16 @@ from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, marks
 from thunder_cg.runtime.copies import span
 from thunder_cg.runtime.leaving import Leaving
-from thunder_cg.runtime.recording import Load, Placing, RegionGraph, address, overlaps_itself, plain, replaced
+from thunder_cg.runtime.recording import (
+    Load,
+    Placing,
+    RegionGraph,
+    address,
+    address_if_any,
+    overlaps_itself,
+    plain,
+    replaced,
+)
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.region import RuntimeRegion
@@ -350,15 +359,15 @@ class _Trial:
     def _sources(self, results: Sequence[Any], args: Sequence[Any]) -> list[str | None]:
         """The inputs that results share memory with, but for those in the arena, whose memory has other uses."""
         names = [(i, name) for i, name in enumerate(self._region.boundary.inputs) if i not in self._check.inside]
-        found = {_address(args[i]): name for i, name in reversed(names)}
-        return [found.get(at) if (at := _address(result)) else None for result in results]
+        found = {address_if_any(args[i]): name for i, name in reversed(names)}
+        return [found.get(at) if (at := address_if_any(result)) else None for result in results]
 
     def _copy(self, results: list[Any], lasting: Set[int]) -> None:
         """Moves results to copies of their memory, one by one, but for memory that is ``lasting``."""
         groups: dict[int, list[int]] = {}
         for i, result in enumerate(results):
             if self._is_here(result):
-                groups.setdefault(_address(result), []).append(i)
+                groups.setdefault(address_if_any(result), []).append(i)
         for at in groups.keys() - lasting - {0}:
             memory = {at: results[groups[at][0]].untyped_storage().clone()}
             for i in groups[at]:
@@ -464,7 +473,7 @@ class _Trial:
                     if not _same(made, result):
                         _writable(result).copy_(_writable(made))
                 elif wholly:
-                    replayed.results[i] = self._moved(made, originals) if _address(made) in originals else made
+                    replayed.results[i] = self._moved(made, originals) if address_if_any(made) in originals else made
         with suppress(_Disturbed):  # then they stay where they are
             self._set(eager.generators)
         if not has_run:
@@ -543,11 +552,6 @@ def _keeping_all(fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any
             return fn(inputs)  # nothing leaves
 
     return run
-
-
-def _address(value: Any) -> int:
-    """Where the memory of a tensor begins, if it has any."""
-    return address(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else 0
 
 
 def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Ops, backend: Backend) -> Op | None:

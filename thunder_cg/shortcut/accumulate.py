@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from thunder_cg.runtime.recording import address
+from thunder_cg.runtime.recording import address_if_any
 
 _MARK = "thunder_cg"
 _MAX_RENEWALS = 64  # of nodes, because somebody registered a hook somewhere
@@ -56,10 +56,10 @@ class Accumulators:
         if not (self._may_deliver and self.is_current and self._run_all()):
             return gradients
         rest = list(gradients)
-        uses = Counter(map(_memory, (*rest, *others))) if others is not None else {}
+        uses = Counter(map(address_if_any, (*rest, *others))) if others is not None else {}
         for position, leaf in zip(self._positions, self._leaves):
             gradient = rest[position]
-            if gradient is None or (uses and uses[_memory(gradient)] > 1):
+            if gradient is None or (uses and uses[address_if_any(gradient)] > 1):
                 continue
             if gradient.stride() == leaf.stride() and gradient.dtype == leaf.dtype:
                 try:
@@ -111,11 +111,6 @@ class Keeper:
     def drop(self) -> None:
         """Lets go of nodes and parameters."""
         self._kept = None
-
-
-def _memory(tensor: Any) -> int:
-    """Where the memory of a gradient begins; 0 where there is none of its own, and for None."""
-    return address(tensor) if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided else 0
 
 
 def _node(leaf: torch.Tensor) -> Any:
