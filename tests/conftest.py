@@ -13,7 +13,7 @@ from support import twice
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from thunder_cg import cudagraph_transform
-from thunder_cg.runtime import cuda
+from thunder_cg.runtime.cuda import pool as cuda
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it before CUDA starts
 

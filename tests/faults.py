@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from thunder_cg.report.programs import locate
-from thunder_cg.runtime import copies
+from thunder_cg.runtime.cuda import copy_nodes as copies
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
 
@@ -134,7 +134,7 @@ def forget(jfn: Any) -> None:
         program._moves.clear()
         program.fallbacks.clear()
         for region in program.regions:
-            region.failure, region.tries = None, type(region)("", region.region, region.boundary, region.function).tries
+            region.failure, region.tries = None, type(region)("", region.region, region.io, region.function).tries
     gc.collect()
 
 

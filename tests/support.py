@@ -87,11 +87,11 @@ def replays(jfn: Any) -> int:
     return sum(region["replays"] for region in regions(jfn))
 
 
-def shortcuts(jfn: Any) -> int:
+def fast_path_calls(jfn: Any) -> int:
     """How many calls went around Thunder's dispatch."""
-    return sum(trace["shortcuts"] for trace in explain(jfn).to_dict()["traces"])
+    return sum(trace["fast_path_calls"] for trace in explain(jfn).to_dict()["traces"])
 
 
-def no_shortcut(jfn: Any) -> list[str | None]:
+def no_fast_path(jfn: Any) -> list[str | None]:
     """Of each forward: why no call can go around Thunder's dispatch."""
-    return [trace["no_shortcut"] for trace in explain(jfn).to_dict()["traces"] if trace["kind"] == "forward"]
+    return [trace["no_fast_path"] for trace in explain(jfn).to_dict()["traces"] if trace["kind"] == "forward"]

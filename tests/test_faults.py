@@ -28,13 +28,14 @@ from faults import (
     programs,
     transfer,
 )
-from support import regions, replays, same, same_state, shortcuts
+from support import fast_path_calls, regions, replays, same, same_state
 from torch import nn
 from torch._C._dynamo import guards as _c_guards
 
 from thunder_cg import CaptureError, explain
 from thunder_cg.errors import ReplayRefused
-from thunder_cg.runtime import copies, cuda, tape
+from thunder_cg.runtime.cuda import copy_nodes as copies
+from thunder_cg.runtime.cuda import cuda, tape
 from thunder_cg.runtime.recording import Outputs, RegionGraph, _Copy
 from thunder_cg.runtime.region import RuntimeRegion
 
@@ -312,7 +313,7 @@ def steps(backend: str, fail: Callable[..., Switch]) -> dict[str, Switch]:
             found[f"after {name}"] = fail(graph, name, after=True)
         found["before begin"] = fail(graph, "begin")
         found["before instantiate"] = fail(graph, "instantiate")
-        found["side stream"] = fail(cuda._Side, "prepare")
+        found["side stream"] = fail(cuda.CaptureStream, "prepare")
     return found
 
 
@@ -412,9 +413,9 @@ def test_a_warm_up_cannot_begin(pair, backend, fail, trace):
     """No pool, or no room for what cuBLAS needs on the pool's stream: the call runs eagerly."""
     kind = tape.TapeBackend if backend == "tape" else cuda.CudaBackend
     switches = [fail(tape.TapePool if backend == "tape" else cuda.CudaPool, "warm_up")]
-    switches += [fail(cuda._Side, "prepare")] if backend == "cuda" else []
+    switches += [fail(cuda.CaptureStream, "prepare")] if backend == "cuda" else []
     if trace == 0:  # the backward has its forward's pool
-        switches += [fail(kind, "pool"), *([fail(cuda.CudaPool, "_anchor")] if backend == "cuda" else [])]
+        switches += [fail(kind, "pool"), *([fail(cuda.CudaPool, "_keep_pool_alive")] if backend == "cuda" else [])]
     twins = pair(Net())
     for switch in switches:
         for fault, reason in (KINDS["exception"], KINDS["memory"]):
@@ -489,7 +490,7 @@ def test_a_launch_is_refused(pair, monkeypatch, fail, backend, model, trains):
                 twins.start()
                 for _ in range(calls):
                     twins.call()
-                before, went = replays(twins.graphed), shortcuts(twins.graphed)
+                before, went = replays(twins.graphed), fast_path_calls(twins.graphed)
                 twins.arm[trace] = lambda skip=skip: launches.refuse(skip=skip, times=9)
                 twins.call()
                 assert launches.allow() >= 1
@@ -501,7 +502,7 @@ def test_a_launch_is_refused(pair, monkeypatch, fail, backend, model, trains):
                 twins.after(other_too=calls == 4)
                 assert replays(twins.graphed) == before + 2 * count
                 if calls > 1:
-                    assert shortcuts(twins.graphed) >= went + 2
+                    assert fast_path_calls(twins.graphed) >= went + 2
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["training", "inference"])

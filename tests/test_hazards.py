@@ -103,7 +103,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import CaptureError, explain
-from thunder_cg.runtime.leaving import Departed, Leaving
+from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.region import RuntimeRegion
 
 CALLS = 5
@@ -1531,14 +1531,14 @@ def test_memory_that_is_passed_on(twins, device):
 @pytest.mark.usefixtures("each_leaves_alone")
 def test_results_that_leave_early(twins, device, monkeypatch):
     went = []
-    settle = Leaving.settle
+    settle = EarlyCopier.settle
 
     def settles(self, results):
         settled = settle(self, results)
-        went.append([isinstance(result, Departed) for result in settled])
+        went.append([isinstance(result, CopiedEarly) for result in settled])
         return settled
 
-    monkeypatch.setattr(Leaving, "settle", settles)
+    monkeypatch.setattr(EarlyCopier, "settle", settles)
 
     def fn(x, y):
         early, written, viewed, read, reshaped = (work(x + i) for i in range(5))

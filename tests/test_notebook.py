@@ -43,7 +43,7 @@ def _printed(notebook: nbformat.NotebookNode, cell: str) -> str:
 def test_table_shows_every_verdict_and_both_splits(executed: nbformat.NotebookNode) -> None:
     page = _html(executed, "explain")
     assert "<table>" in page
-    assert all(f">{verdict}</td>" in page for verdict in ("capture", "eager", "structure"))
+    assert all(f">{verdict}</td>" in page for verdict in ("capture", "eager", "bookkeeping"))
     assert all(op in page for op in ("item", "soft_clip", "CUDAGraph3"))
 
 

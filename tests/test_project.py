@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from thunder_cg.versions import SUPPORTED
+from thunder_cg.compat.versions import SUPPORTED
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -32,7 +32,7 @@ LAYERS = (
     ("runtime",),
     ("report",),
     ("executor", "prologue"),
-    ("shortcut",),
+    ("fast path",),
     ("transform",),
     ("__init__",),
     ("demo", "bench", "zoo"),
@@ -43,10 +43,10 @@ LAYERS = (
 KNOW_THUNDER = {
     "analysis/ops.py",
     "runtime/functions.py",
-    "shortcut/calls.py",
-    "shortcut/dispatch.py",
-    "shortcut/exclusive.py",
-    "shortcut/guards.py",
+    "fast path/calls.py",
+    "fast path/dispatch.py",
+    "fast path/exclusive.py",
+    "fast path/guards.py",
     "sweep/calls.py",
     "sweep/samples.py",
     "sweep/trial.py",

@@ -11,7 +11,8 @@ from thunder.dynamo import thunderfx
 from thunder.recipes import BaseRecipe
 from torch import nn
 
-from thunder_cg import BackendError, CUDAGraphPlugin, OptionError, VersionError, cudagraph_transform, explain, versions
+from thunder_cg import BackendError, CUDAGraphPlugin, OptionError, VersionError, cudagraph_transform, explain
+from thunder_cg.compat import versions
 
 CALLS = 5
 
@@ -47,9 +48,9 @@ def test_regions_show_in_the_trace(transform, device):
     assert [s.sym.name for s in region.subsymbols] == ["linear", "tanh", "linear"]
     assert "= CUDAGraph1(" in str(trace)
     assert [s.sym.name for s in thunder.last_backward_traces(jfn)[-1].bound_symbols if s.sym.is_fusion] == [
-        "cudagraph_resume",
+        "cudagraph_begin_backward",
         "CUDAGraph2",
-        "cudagraph_finish",
+        "cudagraph_end_call",
     ]
 
 

@@ -1,6 +1,6 @@
 """CUDA graphs for Lightning Thunder: captured where that is safe, eager where it is not, and able to say why."""
 
-from thunder_cg.versions import check_versions
+from thunder_cg.compat.versions import check_versions
 
 check_versions()
 

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 
-from thunder_cg import bench, demo, sweep, zoo
+from thunder_cg.tools import bench, demo
+from thunder_cg.tools import operators as sweep
+from thunder_cg.tools import suite as zoo
 
 
 def main(argv: Sequence[str] | None = None) -> int:

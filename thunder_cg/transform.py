@@ -21,12 +21,13 @@ from thunder.core.transform_common import Transform
 from thunder.executors.passes import del_last_used
 from thunder.plugins import register_plugin
 
-from thunder_cg.analysis.aliasing import roots
-from thunder_cg.analysis.boundary import boundaries
+from thunder_cg.analysis.aliasing import alias_sets
 from thunder_cg.analysis.classify import UserRules, classify
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
+from thunder_cg.analysis.region_io import region_ios
 from thunder_cg.executor import executor
+from thunder_cg.fastpath.dispatch import install
 from thunder_cg.options import Options
 from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
@@ -34,7 +35,6 @@ from thunder_cg.runtime.backend import resolve
 from thunder_cg.runtime.functions import region_function, watched_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion, keep
-from thunder_cg.shortcut.dispatch import install
 
 
 class PartitionProvenance(TraceProvenance):
@@ -65,7 +65,7 @@ class CudagraphTransform(Transform):
             # t1 = torch.relu(t0)
           f2 = Tensor.item(t1)
           ...
-          cudagraph_finish(call0)
+          cudagraph_end_call(call0)
     """
 
     owns_regions = True
@@ -99,7 +99,13 @@ class CudagraphTransform(Transform):
         forward = self._forward_of(computation_trace)
         ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
         plan = partition(
-            ops, classify(ops, self._rules, self._backend.device_type, sets_numbers=self._backend.sets_numbers)
+            ops,
+            classify(
+                ops,
+                self._rules,
+                self._backend.device_type,
+                supports_scalar_updates=self._backend.supports_scalar_updates,
+            ),
         )
         trace, program = _Emission(self, computation_trace, ops, plan, forward).emit()
         if TraceTag.BACKWARD not in computation_trace.tags:
@@ -151,7 +157,7 @@ class _Emission:
 
     @cached_property
     def _roots(self) -> dict[str, str]:
-        return roots(self._ops)
+        return alias_sets(self._ops)
 
     def emit(self) -> tuple[TraceCtx, Program]:
         trace = from_trace(self._old)
@@ -166,21 +172,21 @@ class _Emission:
     def _program(self) -> Program:
         transform = self._transform
         returned, saved = self._outcome()
-        edges = boundaries(self._ops, self._plan, returned, saved)
+        edges = region_ios(self._ops, self._plan, returned, saved)
         regions = [step for step in self._plan.steps if isinstance(step, Region)]
         self._copies: dict[str, Proxy] = {}
         runtime: list[RuntimeRegion] = []
-        for region, boundary in zip(regions, edges):
+        for region, io in zip(regions, edges):
             name = f"CUDAGraph{next(transform._numbers)}"
-            made = RuntimeRegion(name, region, boundary, function=lambda: ())
+            made = RuntimeRegion(name, region, io, function=lambda: ())
             ops = [self._ops.ops[i] for i in region.ops]
-            inputs = (*boundary.inputs, *boundary.numbers)
+            inputs = (*io.inputs, *io.numbers)
             results = [slot.name for slot in made.slots]
-            leaving = {exit.name: region.ops.index(exit.last) for exit in boundary.exits if exit.last is not None}
+            leaving = {exit.name: region.ops.index(exit.last) for exit in io.outputs_ if exit.last is not None}
             made.function = region_function(name, ops, inputs, results, leaving, transform._backend)
             if made.is_always_verified or transform.options.verify is not None:
                 made.watched = watched_function(name, ops, inputs, self._roots, made.device, transform._backend)
-            for exit in boundary.exits:
+            for exit in io.outputs_:
                 if exit.inside and exit.leaves:
                     proxy = self._proxies[exit.name]
                     self._copies[exit.name] = proxy.replace(name=_unused(f"{exit.name}_out", self._old.names))
@@ -214,7 +220,7 @@ class _Emission:
         frame = [
             op
             for op in self._ops.ops
-            if op.structure and op.symbol is not self._return and outside.issuperset(op.inputs)
+            if op.bookkeeping and op.symbol is not self._return and outside.issuperset(op.inputs)
         ]
         clears = [op for op in frame if op.id == "clear_mutable_collection"]
         first = [op for op in frame if op.id != "clear_mutable_collection"]
@@ -223,7 +229,9 @@ class _Emission:
         call = _Handle("call", name=_unused("call0", trace.names))
         inputs = [self._proxies[n] for n in program.inputs]
         if self._forward is not None:
-            symbols.append(executor.bind("cudagraph_resume", program.resume, [self._others(), *inputs], call))
+            symbols.append(
+                executor.bind("cudagraph_begin_backward", program.begin_backward, [self._others(), *inputs], call)
+            )
         else:
             symbols.append(executor.bind("cudagraph_begin", program.begin, inputs, call))
         symbols += [op.symbol for op in clears]
@@ -241,7 +249,7 @@ class _Emission:
         return executor.bind(
             region.name,
             region.run,
-            [call, *(self._proxies[n] for n in (*region.boundary.inputs, *region.boundary.numbers))],
+            [call, *(self._proxies[n] for n in (*region.io.inputs, *region.io.numbers))],
             [
                 self._copies.get(s.name, self._proxies[s.name]) if s.leaves else self._proxies[s.name]
                 for s in region.slots
@@ -261,12 +269,12 @@ class _Emission:
         if not self._trains:
             kept = self._keep_what_was_saved(program)
             args = [tree_map(self._leaving, arg) for arg in args]
-            end = executor.bind("cudagraph_finish", program.finish, [call], None)
+            end = executor.bind("cudagraph_end_call", program.end_call, [call], None)
             return [*kept, end, self._return.from_bsym(args=args)]
         outcome = tree_map(self._leaving, args[0])
         tensors, others = args[1]
         kept = _Handle("saved", name=_unused("others0", trace.names))
-        end = executor.bind("cudagraph_end", program.end, [call, *others], kept)
+        end = executor.bind("cudagraph_end_forward", program.end_forward, [call, *others], kept)
         return [end, self._return.from_bsym(args=(outcome, (tensors, kept)))]
 
     def _keep_what_was_saved(self, program: Program) -> list[BoundSymbol]:
@@ -280,7 +288,7 @@ class _Emission:
         for name in names:
             self._copies[name] = self._proxies[name].replace(name=_unused(f"{name}_out", self._old.names))
         proxies, copies = [self._proxies[name] for name in names], [self._copies[name] for name in names]
-        return [executor.bind("cudagraph_keep", keep, proxies, copies)] if names else []
+        return [executor.bind("cudagraph_copy_out", keep, proxies, copies)] if names else []
 
     def _leaving(self, value: Any) -> Any:
         return self._copies.get(value.name, value) if isinstance(value, Proxy) else value

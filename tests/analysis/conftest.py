@@ -55,7 +55,7 @@ class Trace:
         return self.op("my_op", inputs, outputs, executor="my_ex", line="model.py:9")
 
     def returns(self, inputs: str) -> Trace:
-        return self.op("RETURN", inputs, executor=None, structure=True)
+        return self.op("RETURN", inputs, executor=None, bookkeeping=True)
 
     def done(self) -> Ops:
         return Ops(tuple(self.ops), self.values, tuple(self.args))

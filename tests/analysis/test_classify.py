@@ -26,7 +26,7 @@ def test_an_allowed_operator_on_the_device(trace):
 
 def test_the_frame(trace):
     v = verdict(trace().add("a", "b").returns("b"))
-    assert (v.capture, v.reason, v.fix) == (False, Reason.STRUCTURE, "")
+    assert (v.capture, v.reason, v.fix) == (False, Reason.BOOKKEEPING, "")
 
 
 @pytest.mark.parametrize(
@@ -259,10 +259,10 @@ def test_a_torch_compile_fusion_of_a_model(traces_of, on_cpu):
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.LayerNorm(8))
     for ops in traces_of(model, torch.randn(3, 4), executors=[torch_compile_ex]):
         plan = on_cpu(ops)
-        assert all(plan.verdicts[op.index].capture for op in ops.ops if not op.structure)
+        assert all(plan.verdicts[op.index].capture for op in ops.ops if not op.bookkeeping)
 
 
 def test_symbolic_values(traces_of, on_cpu):
     (ops,) = traces_of(lambda x: torch.sin(x.reshape(x.shape[0] * 2, -1)), torch.randn(4, 4), cache="symbolic values")
     reasons = {v.reason for v in on_cpu(ops).verdicts}
-    assert reasons <= {Reason.STRUCTURE, Reason.SYMBOLIC_SHAPE, Reason.RUNTIME_NUMBER}
+    assert reasons <= {Reason.BOOKKEEPING, Reason.SYMBOLIC_SHAPE, Reason.RUNTIME_NUMBER}

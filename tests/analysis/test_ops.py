@@ -22,12 +22,12 @@ def test_a_claimed_op_has_its_executor_and_string_id(traces_of):
     assert [sub.id for sub in sin.subs] == ["torch.sin"] and sin.subs[0].executor is None
     assert [sub.id for sub in sin.subs[0].subs] == ["SIN"]
     assert sin.line is not None and sin.line.startswith("test_ops.py:")
-    assert not sin.structure and not sin.is_fusion
+    assert not sin.bookkeeping and not sin.is_fusion
 
 
-def test_a_prim_goes_by_its_enum_name_and_the_frame_is_structure(traces_of):
+def test_a_prim_goes_by_its_enum_name_and_the_frame_is_bookkeeping(traces_of):
     (ops,) = traces_of(lambda x: torch.sin(x), torch.randn(3))
-    assert [op.id for op in ops.ops if op.structure] == ["UNPACK_TRIVIAL", "RETURN"]
+    assert [op.id for op in ops.ops if op.bookkeeping] == ["UNPACK_TRIVIAL", "RETURN"]
     assert [op.index for op in ops.ops] == list(range(len(ops.ops)))
 
 
@@ -78,7 +78,7 @@ def test_parameters_are_static_by_tag_or_by_name(traces_of):
 
 def test_a_backward_reads_its_collections(traces_of):
     _, ops = traces_of(lambda x: torch.sin(x) * x.sum().item(), torch.randn(3, requires_grad=True))
-    frame = [op.id for op in ops.ops if op.structure]
+    frame = [op.id for op in ops.ops if op.bookkeeping]
     assert frame.count("clear_mutable_collection") == 4 and frame[-1] == "RETURN"
     kinds = {name: ops.values[name].kind for name in ops.args}
     assert kinds["C0"] == "collection" and kinds["C1"] == "collection"

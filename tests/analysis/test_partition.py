@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from thunder_cg.analysis.aliasing import has_effect, is_opaque, reads, roots, writes
+from thunder_cg.analysis.aliasing import alias_sets, has_effect, is_opaque, reads, writes
 from thunder_cg.analysis.classify import UserRules, classify
 from thunder_cg.analysis.partition import Eager, Region, dependencies, partition
 from thunder_cg.analysis.rules import Reason
@@ -104,10 +104,10 @@ def test_eager_steps_keep_trace_order_where_regions_allow(trace):
 
 def test_frame_stays_first_and_last(trace):
     t = trace()
-    t.op("UNPACK_SEQUENCE", "saved", "C0 x", executor=None, structure=True)
-    t.op("clear_mutable_collection", "saved", executor="python", structure=True)
-    t.op("UNPACK_SEQUENCE", "C0", "a b", executor=None, structure=True)
-    t.op("clear_mutable_collection", "C0", executor="python", structure=True)
+    t.op("UNPACK_SEQUENCE", "saved", "C0 x", executor=None, bookkeeping=True)
+    t.op("clear_mutable_collection", "saved", executor="python", bookkeeping=True)
+    t.op("UNPACK_SEQUENCE", "C0", "a b", executor=None, bookkeeping=True)
+    t.op("clear_mutable_collection", "C0", executor="python", bookkeeping=True)
     t.add("a", "g").add("g", "h").add("c1", "c2").returns("h c2")
     order = flat(t.plan())
     assert order[:4] == [0, 1, 2, 3] and order[-1] == 7
@@ -245,7 +245,7 @@ def random_trace(trace, rng, length, devices="a"):
 
 def pairs_in_order(ops):
     """Every pair that must keep its order, found pair by pair from the definitions."""
-    root = dict(roots(ops))
+    root = dict(alias_sets(ops))
     arguments = {root[n] for n in ops.args if n in root}
     if any(arguments & writes(op, root) for op in ops.ops):
         root = {name: "<arguments>" if of in arguments else of for name, of in root.items()}
@@ -392,7 +392,7 @@ def test_an_mlp_is_one_region_forward_and_one_backward(traces_of, on_cpu):
     for ops in (forward, backward):
         plan = on_cpu(ops)
         assert kinds(plan).count("R") == 1
-        assert all(ops.ops[s.op].structure for s in plan.steps if isinstance(s, Eager))
+        assert all(ops.ops[s.op].bookkeeping for s in plan.steps if isinstance(s, Eager))
 
 
 class Block(torch.nn.Module):
@@ -447,4 +447,4 @@ def test_setitem_in_place_is_captured_whole(traces_of, on_cpu):
 
     (ops,) = traces_of(model, torch.randn(3, 4))
     plan = on_cpu(ops)
-    assert kinds(plan).count("R") == 1 and all(ops.ops[s.op].structure for s in plan.steps if isinstance(s, Eager))
+    assert kinds(plan).count("R") == 1 and all(ops.ops[s.op].bookkeeping for s in plan.steps if isinstance(s, Eager))

@@ -14,7 +14,7 @@ from thunder.core.proxies import TensorProxy  # noqa: F401  (Thunder must be who
 from thunder.executors import pythonex, sdpaex, torchex
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.ops import _is_structure
+from thunder_cg.analysis.ops import _is_bookkeeping
 from thunder_cg.analysis.rules import ALLOW, DENY, Reason
 
 
@@ -28,7 +28,7 @@ def test_every_symbol_of_the_torch_executor_has_exactly_one_row():
 def test_every_symbol_of_the_other_default_executors_has_a_row(executor):
     for name in executor.opmap:
         key = (executor.name, name)
-        assert key in ALLOW or key in DENY or _is_structure(executor.name, name), key
+        assert key in ALLOW or key in DENY or _is_bookkeeping(executor.name, name), key
 
 
 @pytest.mark.parametrize("name", ["torchcompile", "torchcompile_cat", "torchcompile_xentropy"])
@@ -66,17 +66,17 @@ def is_composite(id_):
 
 def has_row(executor, id_):
     key = rules.find(executor, id_)
-    return key in ALLOW or key in DENY or _is_structure(executor, id_)
+    return key in ALLOW or key in DENY or _is_bookkeeping(executor, id_)
 
 
-def test_every_prim_has_a_row_or_is_structure():
+def test_every_prim_has_a_row_or_is_bookkeeping():
     dropped = {"DEL", "COMMENT"}
     missing = [
         prim.name
         for prim in PrimIDs
         if (None, prim.name) not in ALLOW
         and (None, prim.name) not in DENY
-        and not _is_structure(None, prim.name)
+        and not _is_bookkeeping(None, prim.name)
         and prim.name not in dropped
     ]
     assert not missing
@@ -167,12 +167,12 @@ def test_thunders_own_torch_symbols_are_looked_up_by_their_last_name():
     ],
 )
 def test_what_shares_memory_when_run_shares_a_root(traces_of, fn, args):
-    from thunder_cg.analysis.aliasing import roots
+    from thunder_cg.analysis.aliasing import alias_sets
 
     (ops,) = traces_of(fn, *args)
     result = thunder.jit(fn)(*args)
     shares = result.untyped_storage().data_ptr() == args[0].untyped_storage().data_ptr()
-    root = roots(ops)
+    root = alias_sets(ops)
     (returned,) = (op.inputs for op in ops.ops if op.id == "RETURN")
     same = all(root[name] == root["x"] for name in returned if name in root)
     assert same or not shares

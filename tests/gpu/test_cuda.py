@@ -14,9 +14,9 @@ from support import regions, replays, same, same_state, same_training, twice
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
-from thunder_cg.bench.cases import cases
-from thunder_cg.bench.measure import Contender, subject
-from thunder_cg.runtime.cuda import CudaBackend
+from thunder_cg.runtime.cuda.pool import CudaBackend
+from thunder_cg.tools.bench.cases import cases
+from thunder_cg.tools.bench.measure import Contender, subject
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 MB = 2**20
@@ -141,7 +141,7 @@ def test_memory_is_filled_before_it_is_used(deterministic):
     """Where algorithms are to be deterministic, PyTorch fills new memory, here on a stream that is busy."""
     pool = CudaBackend().pool(torch.device("cuda", 0))
     pool.memory(1)
-    with torch.cuda.stream(pool._side.stream):
+    with torch.cuda.stream(pool._capture_stream.stream):
         torch.cuda._sleep(500_000_000)
     memory = pool.memory(4096).zero_()
     torch.cuda.synchronize()
@@ -371,4 +371,4 @@ def test_threads_that_never_used_the_device(trains):
     with torch.no_grad():
         expected = model(*inputs)
     assert len(found) == 5 and all(torch.allclose(y, expected, atol=1e-5) for y in found)
-    assert explain(jmodel).traces[0].shortcuts >= 1
+    assert explain(jmodel).traces[0].fast_path_calls >= 1

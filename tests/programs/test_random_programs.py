@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from language import Backward, Call, Example, Gene, Variant, program
 from operators import Operators
 from strategies import examples
-from support import replays, shortcuts
+from support import fast_path_calls, replays
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.runtime.recording import Outputs, RegionGraph, _Copy
@@ -62,7 +62,7 @@ def test_programs(
         counts["programs"] += 1
         counts["without a call"] += not pair.counts["calls"]
         counts["replays"] += replays(pair.graphed.module)
-        counts["around the dispatch"] += shortcuts(pair.graphed.module)
+        counts["around the dispatch"] += fast_path_calls(pair.graphed.module)
 
     given(examples(operators.eager, *PATTERNS))(
         settings(

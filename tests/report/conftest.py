@@ -31,13 +31,13 @@ def report() -> Report:
         "source": "if x.item() < 0:",
     }
     ops = (
-        op(0, "unpack_trivial", "structure", line=None, executor=None, reason="structure"),
-        op(1, "unpack_trivial", "structure", line=None, executor=None, reason="structure"),
+        op(0, "unpack_trivial", "bookkeeping", line=None, executor=None, reason="bookkeeping"),
+        op(1, "unpack_trivial", "bookkeeping", line=None, executor=None, reason="bookkeeping"),
         op(2, "TorchCompile0", region="CUDAGraph1", fused=("add", "mul")),
         op(3, "Tensor.item", **item),  # type: ignore[arg-type]
         op(5, "Tensor.item", **(item | {"detail": "the host waits for <f52>"})),  # type: ignore[arg-type]
         op(4, "torch.tanh", region="CUDAGraph2", line=None),
-        op(6, "return", "structure", line=None, executor=None, reason="structure"),
+        op(6, "return", "bookkeeping", line=None, executor=None, reason="bookkeeping"),
     )
     regions = (
         RegionReport("CUDAGraph1", "cuda:0", 1, "Tensor.item at model.py:14", 1, 3, 1, 4096, 2_621_440, None),

@@ -46,7 +46,7 @@ def test_one_row_per_op_in_the_order_of_the_plan_with_the_frame_folded(report: R
 
 def test_every_verdict_has_its_own_colour(report: Report) -> None:
     colours = {cells[1]: style for style, cells in _rows(report) if len(cells) == 6 and style}
-    assert set(colours) == {"capture", "eager", "structure"}
+    assert set(colours) == {"capture", "eager", "bookkeeping"}
     assert len(set(colours.values())) == 3
 
 

@@ -11,7 +11,7 @@ from support import regions, same
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.runtime import nodes
+from thunder_cg.runtime.cuda import nodes
 
 driver = pytest.importorskip("cuda.bindings.driver")
 

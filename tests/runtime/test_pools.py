@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from thunder_cg.runtime import cuda
+from thunder_cg.runtime.cuda import pool as cuda
 
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="a build without CUDA")

@@ -12,12 +12,12 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.ops import Op, Ops, Value
 from thunder_cg.analysis.rules import Sharing
 
-__all__ = ["has_effect", "is_opaque", "reads", "roots", "writes"]
+__all__ = ["alias_sets", "has_effect", "is_opaque", "reads", "writes"]
 
 _HOLDS_MEMORY = frozenset({"tensor", "future"})
 
 
-def roots(ops: Ops) -> dict[str, str]:
+def alias_sets(ops: Ops) -> dict[str, str]:
     """Maps each tensor (and future) to the representative of those that may share its memory.
 
     Tensors from outside of the trace are told apart by name; see Note [Overlapping arguments] in partition.py.
@@ -25,7 +25,7 @@ def roots(ops: Ops) -> dict[str, str]:
     classes = _Classes(name for name, value in ops.values.items() if value.kind in _HOLDS_MEMORY)
     for op in ops.ops:
         _share(op, ops.values, classes)
-    return classes.roots()
+    return classes.alias_sets()
 
 
 def reads(op: Op, roots: Mapping[str, str]) -> frozenset[str]:
@@ -45,7 +45,7 @@ def writes(op: Op, roots: Mapping[str, str]) -> frozenset[str]:
 
 def is_opaque(op: Op) -> bool:
     """Does no rule know what it does? Then it may write or return any tensor that it is given, and do anything."""
-    if op.structure:
+    if op.bookkeeping:
         return False
     if op.is_fusion:
         return op.executor not in rules.FUSION_EXECUTORS or any(is_opaque(sub) for sub in op.subs)
@@ -59,7 +59,7 @@ def is_opaque(op: Op) -> bool:
 
 def has_effect(op: Op) -> bool:
     """Does the op belong to the one order of random draws, opaque operators, collectives and side effects?"""
-    if op.structure:
+    if op.bookkeeping:
         return False
     key = rules.find(op.executor, op.id)
     if key in rules.RANDOM or key in rules.COLLECTIVES or rules.RANDOM_IF.get(key) in op.traits:
@@ -88,14 +88,14 @@ class _Classes:
         for member in members[1:]:
             self.parent[member] = members[0]
 
-    def roots(self) -> dict[str, str]:
+    def alias_sets(self) -> dict[str, str]:
         return {name: self.root(name) for name in self.parent}
 
 
 def _share(op: Op, values: Mapping[str, Value], classes: _Classes) -> None:
     for sub in op.subs:
         _share(sub, values, classes)
-    if op.structure:
+    if op.bookkeeping:
         return
     inputs = [name for name in op.inputs if values[name].kind in _HOLDS_MEMORY]
     outputs = [name for name in op.outputs if values[name].kind in _HOLDS_MEMORY]
@@ -136,7 +136,7 @@ def _is_opaque_leaf(op: Op) -> bool:
 
 
 def _writes(op: Op, roots: Mapping[str, str]) -> Iterator[str]:
-    if op.structure:
+    if op.bookkeeping:
         return
     for sub in op.subs:
         yield from _writes(sub, roots)

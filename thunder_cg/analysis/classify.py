@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.aliasing import roots
+from thunder_cg.analysis.aliasing import alias_sets
 from thunder_cg.analysis.ops import Op, Ops, Value
 from thunder_cg.analysis.rules import Reason, Rule
 from thunder_cg.errors import OptionError
@@ -71,16 +71,18 @@ class UserRules:
         return next((name for name in _names(op) if name in self.deny), None) if self.deny else None
 
 
-def classify(ops: Ops, user: UserRules, device_type: str, *, sets_numbers: bool = False) -> tuple[Verdict, ...]:
+def classify(
+    ops: Ops, user: UserRules, device_type: str, *, supports_scalar_updates: bool = False
+) -> tuple[Verdict, ...]:
     """One verdict per op, in the same order.
 
     Args:
         ops: A trace.
         user: The user's rows.
         device_type: ``"cuda"`` or ``"cpu"``: what the backend captures.
-        sets_numbers: whether the backend can give the kernels of a graph new numbers.
+        supports_scalar_updates: whether the backend can give the kernels of a graph new numbers.
     """
-    judge = _Judge(ops.values, user, device_type, sets_numbers, _shown_beyond(ops, user))
+    judge = _Judge(ops.values, user, device_type, supports_scalar_updates, _shown_beyond(ops, user))
     return tuple(judge.verdict(op) for op in ops.ops)
 
 
@@ -95,7 +97,7 @@ def _shown_beyond(ops: Ops, user: UserRules) -> frozenset[str]:
     ]
     if not shown:
         return frozenset()
-    root = roots(ops)
+    root = alias_sets(ops)
     storages = {root[name] for name in shown if name in root}
     return frozenset(name for name in root if root[name] in storages)
 
@@ -105,12 +107,12 @@ class _Judge:
     values: Mapping[str, Value]
     user: UserRules
     device_type: str
-    sets_numbers: bool
+    supports_scalar_updates: bool
     shown_beyond: frozenset[str]
 
     def verdict(self, op: Op) -> Verdict:
-        if op.structure:
-            return Verdict(False, Reason.STRUCTURE, "part of the trace's frame", "", None)
+        if op.bookkeeping:
+            return Verdict(False, Reason.BOOKKEEPING, "bookkeeping of the trace", "", None)
         devices = _devices(op, self.values)
         device = next(iter(devices)) if len(devices) == 1 else None
         objection = (
@@ -130,7 +132,7 @@ class _Judge:
             return Verdict(True, Reason.USER_ALLOW, "named in allow=", "", device)
         if op.is_fusion:
             detail = f"all {len(op.subs)} operators inside are allowed"
-            if numbers := self.kernel_numbers(op):
+            if numbers := self.kernel_scalars(op):
                 detail += f"; {_listed(sorted(numbers))} are set before each launch"
             return Verdict(True, Reason.FUSION, detail, "", device)
         row = rules.ALLOW.get(rules.find(op.executor, op.id))
@@ -167,7 +169,7 @@ class _Judge:
 
     def takes_known(self, op: Op) -> Rule | None:
         """Is everything that a graph would bake in the same at every call?"""
-        settable = self.kernel_numbers(op)
+        settable = self.kernel_scalars(op)
         numbers = [name for name in op.inputs if self.values[name].kind == "number" and name not in settable]
         if numbers:
             detail = f"it takes {_listed(numbers)}, which a graph would keep as it was when captured"
@@ -222,9 +224,9 @@ class _Judge:
             )
         )
 
-    def kernel_numbers(self, op: Op) -> set[str]:
-        """Numbers that a fusion takes and only hands to its kernels, as `rules.KERNEL_NUMBERS` says."""
-        if not (self.sets_numbers and op.is_fusion):
+    def kernel_scalars(self, op: Op) -> set[str]:
+        """Numbers that a fusion takes and only hands to its kernels, as `rules.KERNEL_SCALARS` says."""
+        if not (self.supports_scalar_updates and op.is_fusion):
             return set()
         numbers = {name for name in op.inputs if self.values[name].kind == "number"}
         for sub in op.subs:
@@ -234,7 +236,7 @@ class _Judge:
     def is_given_numbers(self, fusion: Op, sub: Op) -> bool:
         """Is what the rules have against the operator no more than numbers, which its kernels are given?"""
         given = _handed_on(fusion, sub)
-        return bool(given) and given <= self.kernel_numbers(fusion)
+        return bool(given) and given <= self.kernel_scalars(fusion)
 
     def returns_known(self, op: Op) -> Rule | None:
         numbers = [name for name in op.outputs if self.values[name].kind == "number"]
@@ -254,7 +256,7 @@ class _Judge:
 
 def _handed_on(fusion: Op, sub: Op) -> set[str]:
     """What the operator only hands to the fusion's kernels."""
-    keys = rules.KERNEL_NUMBERS.get((fusion.executor, sub.id), frozenset())
+    keys = rules.KERNEL_SCALARS.get((fusion.executor, sub.id), frozenset())
     return {name for key, name in sub.keywords if key in keys}
 
 

@@ -35,7 +35,7 @@ __all__ = ["Op", "Ops", "Value", "computing", "read"]
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # recomputed after the plan is made, and text
 
-_STRUCTURE = frozenset(
+_BOOKKEEPING = frozenset(
     {
         "RETURN",
         "CONSTRUCT_TUPLE",
@@ -49,8 +49,8 @@ _STRUCTURE = frozenset(
         "ASSERT_TENSOR_METADATA",
     }
 )
-_STRUCTURE_PREFIXES = ("UNPACK_", "CHECK_")
-_PYTHON_STRUCTURE = frozenset({"clear_mutable_collection", "construct_tuple", "unpack_list", "unpack_tuple"})
+_BOOKKEEPING_PREFIXES = ("UNPACK_", "CHECK_")
+_PYTHON_BOOKKEEPING = frozenset({"clear_mutable_collection", "construct_tuple", "unpack_list", "unpack_tuple"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class Op:
     """A prim's is its enum name, such as ``"RETURN"``; None for fusions."""
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    structure: bool = False
+    bookkeeping: bool = False
     """Unpacks, collections and the return: the frame around the computation."""
     is_fusion: bool = False
     subs: tuple[Op, ...] = ()
@@ -119,7 +119,7 @@ class Ops:
 
     def origin(self, op: Op) -> Op | None:
         """The op whose line says where this one comes from: itself, or one close to it where Thunder has lost that."""
-        values = op.inputs if op.structure else (*op.inputs, *op.outputs)
+        values = op.inputs if op.bookkeeping else (*op.inputs, *op.outputs)
         return op if op.line else next((self.near[name] for name in values if name in self.near), None)
 
     def line(self, op: Op) -> str | None:
@@ -140,7 +140,7 @@ def read(trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: O
     reader = _Reader(static_names)
     arguments = reader.names(_proxies((trace.args or (), trace.kwargs or {})))
     ops = reader.ops(trace.bound_symbols)
-    unpacked = (name for op in ops if op.structure for name in op.outputs)
+    unpacked = (name for op in ops if op.bookkeeping for name in op.outputs)
     args = tuple(dict.fromkeys((*arguments, *unpacked)))
     return Ops(ops=ops, values=reader.values, args=args, near=_near(ops, forward))
 
@@ -175,7 +175,7 @@ def computing(trace: TraceCtx) -> Iterator[BoundSymbol]:
     """The symbols of ``trace`` but for its frame, ``del``s and comments."""
     for bound in trace.bound_symbols:
         executor = None if bound.sym.executor is None else str(bound.sym.executor.name)
-        if _id(bound.sym) not in _DROPPED and not _is_structure(executor, _id(bound.sym)):
+        if _id(bound.sym) not in _DROPPED and not _is_bookkeeping(executor, _id(bound.sym)):
             yield bound
 
 
@@ -201,7 +201,7 @@ class _Reader:
             id=id_,
             inputs=self.names(bound.flat_proxy_args),
             outputs=self.names(bound.flat_proxy_outs),
-            structure=_is_structure(executor, id_),
+            bookkeeping=_is_bookkeeping(executor, id_),
             is_fusion=bool(symbol.is_fusion),
             subs=self.ops(bound.subsymbols),
             line=_line(bound),
@@ -247,12 +247,12 @@ def _id(symbol: Symbol) -> str | None:
     return None if symbol.id is None else str(symbol.id)
 
 
-def _is_structure(executor: str | None, id_: str | None) -> bool:
+def _is_bookkeeping(executor: str | None, id_: str | None) -> bool:
     if id_ is None:
         return False
     if executor is None:
-        return id_ in _STRUCTURE or id_.startswith(_STRUCTURE_PREFIXES)
-    return executor == "python" and (id_ in _PYTHON_STRUCTURE or id_.startswith("check_"))
+        return id_ in _BOOKKEEPING or id_.startswith(_BOOKKEEPING_PREFIXES)
+    return executor == "python" and (id_ in _PYTHON_BOOKKEEPING or id_.startswith("check_"))
 
 
 def _kind(proxy: Proxy) -> str:

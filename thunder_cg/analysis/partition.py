@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.aliasing import has_effect, is_opaque, reads, roots, writes
+from thunder_cg.analysis.aliasing import alias_sets, has_effect, is_opaque, reads, writes
 from thunder_cg.analysis.classify import Verdict
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason
@@ -90,7 +90,7 @@ def dependencies(ops: Ops) -> list[list[int]]:
     opaque operator also keeps its place among writes to arguments, parameters and buffers, which it may see from
     outside. The trace's frame keeps its order, and its last op, the return, comes last.
     """
-    return _dependencies(ops, roots(ops))
+    return _dependencies(ops, alias_sets(ops))
 
 
 def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
@@ -116,7 +116,7 @@ def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
             writer[name] = index
         for name in (touched & written) - mine:
             readers[name].append(index)
-        if op.structure:
+        if op.bookkeeping:
             before.add(frame)
             frame = index
         elif is_opaque(op):
@@ -157,7 +157,7 @@ class _Graph:
 
     @classmethod
     def of(cls, ops: Ops, verdicts: Sequence[Verdict]) -> _Graph:
-        root = roots(ops)
+        root = alias_sets(ops)
         before = _dependencies(ops, root)
         after: list[list[int]] = [[] for _ in before]
         for op, earlier in enumerate(before):
@@ -421,7 +421,7 @@ def _splits(
 def _blocking(ops: Ops, graph: _Graph, steps: Sequence[Region | Eager], at: int, end: int) -> list[int]:
     """Eager ops between two regions of a device that need the first and that the second needs, if there are such."""
     between = [op for step in steps[at + 1 : end] for op in _members(step)]
-    eager = [s.op for s in steps[at + 1 : end] if isinstance(s, Eager) and not ops.ops[s.op].structure]
+    eager = [s.op for s in steps[at + 1 : end] if isinstance(s, Eager) and not ops.ops[s.op].bookkeeping]
     needing = set(_members(steps[at]))
     for op in between:
         if not needing.isdisjoint(graph.before[op]):

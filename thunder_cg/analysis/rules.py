@@ -5,7 +5,7 @@ Thunder's own torch symbols have the executor None; the latter (``"torch.nn.func
 executor's symbol of the same last name does and are looked up there, by `find`.
 
 Note [How the rules were checked]
-    ``python -m thunder_cg rules`` measures them, and its results are in ``thunder_cg/results/rules-*.json``: one file
+    ``python -m thunder_cg rules`` measures them, and its results are in ``tools/results/rules-*.json``: one file
     for each machine, with versions and date. It drives PyTorch's own table of operators with all its samples
     (torch.testing._internal.common_methods_invocations.op_db; float32 where an operator takes that), other names for
     the same operators, their in-place forms, and calls written by hand, through Thunder: captured and replayed on
@@ -60,7 +60,7 @@ class Reason(enum.Enum):
     USER_ALLOW = "allowed by the user"
     FUSION = "a fusion of allowed operators"
 
-    STRUCTURE = "part of the trace's frame"
+    BOOKKEEPING = "bookkeeping of the trace"
     USER_DENY = "denied by the user"
     NOT_ON_DEVICE = "not on the device that is captured"
     MIXED_DEVICES = "moves between devices"
@@ -104,7 +104,7 @@ def _rows(executor: str | None, rule: Rule, names: Iterable[str]) -> dict[Key, R
     return {(executor, name): rule for name in names}
 
 
-MEASURED = "thunder_cg/results/rules-*.json, see Note [How the rules were checked]"
+MEASURED = "thunder_cg/tools/results/rules-*.json, see Note [How the rules were checked]"
 NOT_REACHED = "not measured"
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -924,7 +924,7 @@ DENY_IF: Mapping[Key, Mapping[str, Rule]] = MappingProxyType(_conditional())
 FUSION_EXECUTORS = frozenset({"nvfuser", "torchcompile", "torchcompile_cat", "torchcompile_xentropy"})
 """Fusions of these are as safe as the worst operator inside of them."""
 
-KERNEL_NUMBERS: Mapping[Key, frozenset[str]] = MappingProxyType(
+KERNEL_SCALARS: Mapping[Key, frozenset[str]] = MappingProxyType(
     {("nvfuser", "UNIFORM_PHILOX"): frozenset({"seed", "offset"})}
 )
 """Of prims inside of a fusion of an executor, the keywords whose numbers are arguments of the fusion's kernels, so that

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _COLOURS = {
     "capture": "rgba(46, 160, 67, 0.22)",
     "eager": "rgba(248, 81, 73, 0.25)",
-    "structure": "rgba(128, 128, 128, 0.10)",
+    "bookkeeping": "rgba(128, 128, 128, 0.10)",
 }
 _COLUMNS = ("op", "verdict", "reason", "why", "what would change it", "source")
 _LEFT = "text-align: left; vertical-align: top"
@@ -56,7 +56,7 @@ def _groups(trace: TraceReport) -> Iterator[str]:
     regions = {region.name: region for region in trace.regions}
     for (name, verdict), ops in groupby(trace.ops, key=lambda op: (op.region, op.verdict)):
         heading = "" if name is None else _region(regions[name])
-        rows = (_frame if verdict == "structure" else _rows)(ops)
+        rows = (_frame if verdict == "bookkeeping" else _rows)(ops)
         yield f"<tbody>{heading}{rows}</tbody>"
 
 
@@ -70,7 +70,7 @@ def _frame(ops: Iterable[OpReport]) -> str:
     """One row for many: a model has an unpack for each of its parameters, and none of them is work."""
     names = Counter(op.name for op in ops)
     said = ", ".join(f"{name} x{times}" if times > 1 else name for name, times in names.items())
-    return _line("structure", (f"<code>{escape(said)}</code>", "structure", "", "", "", ""))
+    return _line("bookkeeping", (f"<code>{escape(said)}</code>", "bookkeeping", "", "", "", ""))
 
 
 def _rows(ops: Iterable[OpReport]) -> str:

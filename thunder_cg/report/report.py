@@ -23,7 +23,7 @@ class OpReport:
 
     Attributes:
         index: its position in the trace as Thunder handed it over; the rows of a trace are in the plan's order.
-        verdict: "capture", "eager", or "structure" for the frame of the trace (unpacking, returning), which is no work.
+        verdict: "capture", "eager", or "bookkeeping" for the frame of the trace (unpacking, returning), which is no work.
         reason: a word for the verdict; detail: what made it so; fix: what would change it, "" if nothing has to.
         line, source: "file.py:12" in the user's source and the text there. Thunder's grad transform loses some: then
             "near file.py:11", the line that made an input of the op, or None where that is not known either.
@@ -34,7 +34,7 @@ class OpReport:
     index: int
     name: str
     executor: str | None
-    verdict: Literal["capture", "eager", "structure"]
+    verdict: Literal["capture", "eager", "bookkeeping"]
     reason: str
     detail: str
     fix: str
@@ -80,7 +80,7 @@ class TraceReport:
         function: what it was traced from; entry: the number of the cache entry, from 0; kind: "forward" or "backward".
         ops: in the order in which the plan runs them.
         calls: how often it ran, `eager_calls` of them without graphs: warm-ups, and fallbacks with their reasons.
-        shortcuts: calls that went around Thunder's dispatch; `no_shortcut` says why not all that could replay did.
+        fast_path_calls: calls that went around Thunder's dispatch; `no_fast_path` says why not all that could replay did.
         arena_bytes: size of the arenas with its recordings. A backward shares its forward's, and several programs may
             share one, so they don't add up.
     """
@@ -94,8 +94,8 @@ class TraceReport:
     eager_calls: int
     fallbacks: Mapping[str, int]
     arena_bytes: int
-    shortcuts: int = 0
-    no_shortcut: str | None = None
+    fast_path_calls: int = 0
+    no_fast_path: str | None = None
 
     @property
     def counts(self) -> Counter[str]:
@@ -155,8 +155,8 @@ def _trace(located: Located) -> TraceReport:
         regions=tuple(map(_region, program.regions)),
         calls=program.calls,
         eager_calls=program.eager_calls,
-        shortcuts=program.shortcuts,
-        no_shortcut=program.no_shortcut,
+        fast_path_calls=program.fast_path_calls,
+        no_fast_path=program.no_fast_path,
         fallbacks=dict(program.fallbacks),
         arena_bytes=program.arena_bytes(),
     )
@@ -179,7 +179,7 @@ def _op(program: Program, index: int, region: str | None) -> OpReport:
         index=op.index,
         name=op.name,
         executor=op.executor,
-        verdict="structure" if op.structure else "capture" if verdict.capture else "eager",
+        verdict="bookkeeping" if op.bookkeeping else "capture" if verdict.capture else "eager",
         reason=verdict.reason.value,
         detail=verdict.detail,
         fix=verdict.fix,

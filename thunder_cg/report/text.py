@@ -42,10 +42,10 @@ def calls(trace: TraceReport) -> str:
         said += f" ({', '.join(f'{reason}: {times}' for reason, times in trace.fallbacks.items())})"
     if trace.kind == "backward":
         return said
-    if trace.shortcuts:
-        said += f"; {trace.shortcuts} around Thunder's dispatch"
-    if trace.no_shortcut:
-        said += f"; none straight to the graph: {trace.no_shortcut}"
+    if trace.fast_path_calls:
+        said += f"; {trace.fast_path_calls} around Thunder's dispatch"
+    if trace.no_fast_path:
+        said += f"; none straight to the graph: {trace.no_fast_path}"
     return f"{said}; its arenas hold {size(trace.arena_bytes)}"
 
 

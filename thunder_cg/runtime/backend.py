@@ -3,8 +3,8 @@
 Note [Numbers of a graph]
     A graph bakes in the numbers that its kernels get. A few are new in each call and yet fit for a graph: arguments
     that a kernel gets as they are, such as the seed and the offset of nvFuser's random draws. The function is captured
-    with a mark in the place of each, a number that occurs nowhere else; where a mark is found among the kernels'
-    arguments, each launch puts the call's number. A mark that is not found breaks the capture. That none was used in
+    with a sentinel in the place of each, a number that occurs nowhere else; where a sentinel is found among the kernels'
+    arguments, each launch puts the call's number. A sentinel that is not found breaks the capture. That none was used in
     another way, say doubled on the host, is seen when the new graph is replayed beside an eager run.
 """
 
@@ -33,15 +33,15 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
             torch._foreach_copy_(list(targets), list(sources))
 
 
-def marks(count: int) -> list[int]:
+def sentinels(count: int) -> list[int]:
     """Numbers that stand for others in a capture; see Note [Numbers of a graph]."""
     return [secrets.randbits(61) | 1 << 61 for _ in range(count)]
 
 
-def check_marks(marks: Sequence[int], found: Set[int]) -> None:
-    """Raises `CaptureRefused` if one of ``marks`` was not ``found`` among the arguments of what was captured."""
-    if missing := set(marks) - found:
-        raise CaptureRefused(f"{len(missing)} of {len(marks)} numbers of the call reach no kernel as they are")
+def check_sentinels(sentinels: Sequence[int], found: Set[int]) -> None:
+    """Raises `CaptureRefused` if one of ``sentinels`` was not ``found`` among the arguments of what was captured."""
+    if missing := set(sentinels) - found:
+        raise CaptureRefused(f"{len(missing)} of {len(sentinels)} numbers of the call reach no kernel as they are")
 
 
 class Graph(Protocol):
@@ -60,7 +60,7 @@ class Graph(Protocol):
         Args:
             sources: are copied to the capture's ``buffers`` first.
             targets: get the tensors that the capture found to be ``leaving``. Both are laid out as those.
-            numbers: in the place of the capture's ``marks``.
+            numbers: in the place of the capture's ``sentinels``.
         """
 
     def conditions(self, code: Code) -> list[str]:
@@ -85,7 +85,7 @@ class Pool(Protocol):
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         """Runs ``fn`` for real, with its memory in the pool, so that a capture after it can have the same memory.
 
-        Its last argument is a `Leaving`. What departed has its copy outside of the pool.
+        Its last argument is a `EarlyCopier`. What departed has its copy outside of the pool.
 
         Where memory runs out, the generators are left as they were, so that ``fn`` can be tried again.
         """
@@ -96,12 +96,12 @@ class Pool(Protocol):
         args: Sequence[Any],
         buffers: Sequence[torch.Tensor] = (),
         leaving: Sources | None = None,
-        marks: Sequence[int] = (),
+        sentinels: Sequence[int] = (),
     ) -> tuple[Graph, Sequence[Any]]:
         """Records ``fn`` without executing it. Returns the graph and the tensors that its replays write.
 
         ``leaving`` says of the outputs what a replay copies out: first what departed, in that order, as ``fn`` gets a
-        `Leaving` as its last argument then. ``marks`` says which numbers among the arguments stand for those that
+        `EarlyCopier` as its last argument then. ``sentinels`` says which numbers among the arguments stand for those that
         replays get. Whatever ``fn`` raises passes through, with the process left as if nothing had been
         tried.
         """
@@ -130,12 +130,12 @@ class Backend(Protocol):
 
     name: str
     device_type: str
-    sets_numbers: bool  # see Note [Numbers of a graph]
+    supports_scalar_updates: bool  # see Note [Numbers of a graph]
     runs_captures: bool  # whether a capture runs what it records, so that its inputs have to be there
     poisons: bool  # whether to fill an arena with NaN at its release even without debug=True
 
     @property
-    def turn(self) -> AbstractContextManager[Any]:
+    def capture_lock(self) -> AbstractContextManager[Any]:
         """While a thread is inside, no other one captures, warms up, or launches a graph that draws."""
 
     def pool(self, device: torch.device) -> Pool:
@@ -154,7 +154,7 @@ def resolve(name: str) -> Backend:
     Raises:
         BackendError: ``cuda`` was asked for and there is no usable CUDA device.
     """
-    from thunder_cg.runtime.cuda import CudaBackend
+    from thunder_cg.runtime.cuda.pool import CudaBackend
     from thunder_cg.runtime.tape import TapeBackend
 
     if name == "tape" or (name == "auto" and not torch.cuda.is_available()):

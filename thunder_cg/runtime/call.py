@@ -11,7 +11,7 @@ Note [Who owns a recording's memory]
     can give each value up the moment the last region that needs it begins, and the memory is reused as in an eager
     call. Afterwards nobody owns it: the recording keeps addresses. What a forward saved for a backward that has not
     been captured yet must not be reused before it has: the recording owns it until then. What an eager operator makes
-    of such memory, a view or what it wrote to, owns none of it, so no region gets any: see `_lent_roots`, boundary.py.
+    of such memory, a view or what it wrote to, owns none of it, so no region gets any: see `_aliased_by_eager_ops`, io.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from thunder_cg.runtime.arena import Arena
-from thunder_cg.runtime.recording import Part, Recording
+from thunder_cg.runtime.recording import Recording, TraceRecording
 
 
 class Mode(enum.Enum):
@@ -44,7 +44,7 @@ class Call:
         self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
         self.recording: Recording | None = None
-        self.part: Part | None = None
+        self.part: TraceRecording | None = None
         self.key: Any = None  # the layout that a warm-up is for
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
 
@@ -79,7 +79,7 @@ class Call:
             self.release()
 
 
-class Others(tuple):
+class SavedState(tuple):
     """The non-tensors that a forward saves for its backward, and the call that holds their arena."""
 
     call: Call | None = None

@@ -18,7 +18,7 @@ from thunder.core.trace import TraceCtx, tracectx
 from thunder_cg.analysis.aliasing import writes
 from thunder_cg.analysis.ops import Op
 from thunder_cg.runtime.backend import Backend
-from thunder_cg.runtime.verify import fingerprints
+from thunder_cg.verify.trial import fingerprints
 
 
 def region_function(

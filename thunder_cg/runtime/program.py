@@ -16,12 +16,12 @@ from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
-from thunder_cg.runtime import obstacles
+from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
-from thunder_cg.runtime.call import Call, Mode, Others
+from thunder_cg.runtime.call import Call, Mode, SavedState
 from thunder_cg.runtime.code import Code
-from thunder_cg.runtime.recording import Guard, Part, Recording, Sharing, layout, settings
+from thunder_cg.runtime.recording import Guard, Recording, Sharing, TraceRecording, layout, settings
 from thunder_cg.runtime.region import LEAF, RuntimeRegion, is_graded_leaf, is_plain
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
@@ -51,8 +51,8 @@ class Program:
         self.options = options
         self.calls = 0
         self.eager_calls = 0
-        self.shortcuts = 0  # calls that went around Thunder's dispatch
-        self.no_shortcut: str | None = None  # why none can
+        self.fast_path_calls = 0  # calls that went around Thunder's dispatch
+        self.no_fast_path: str | None = None  # why none can
         self.samples = isinstance(options.verify, int)
         self.verify_after = 0 if self.samples else sys.maxsize  # so many calls; then the next replay is verified
         self._is_quarantined = False
@@ -69,21 +69,21 @@ class Program:
         self._moves: Counter[int] = Counter()
         self._retired = 0
         outside = set(ops.args)
-        self.inputs = tuple(dict.fromkeys(n for r in regions for n in r.boundary.inputs if n in outside))
+        self.inputs = tuple(dict.fromkeys(n for r in regions for n in r.io.inputs if n in outside))
         self.position = position = {name: i for i, name in enumerate(self.inputs)}
         self._static = [ops.values[name].static for name in self.inputs]
-        self.written = frozenset(position[n] for r in regions for n in r.boundary.written if n in position)
+        self.written = frozenset(position[n] for r in regions for n in r.io.written if n in position)
         made = {s.name for r in forward.regions for s in r.slots if not s.leaves} if forward is not None else set()
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in made]  # the rest follows from the forward
         for index, region in enumerate(self.regions):
             region.join(self, index)
-            names = region.boundary.inputs
-            region.in_arena = [i for i, n in enumerate(names) if n in made and n in region.boundary.shared]
+            names = region.io.inputs
+            region.in_arena = [i for i, n in enumerate(names) if n in made and n in region.io.shared]
             made |= {s.name for s in region.slots if not s.leaves}
         self.no_leaves = any(map(_writes_with_grad, ops.ops))
         captured = [ops.ops[i] for region in regions for i in region.region.ops]
         # Whether replays write to nothing but the arena and their results, and draw nothing.
-        self.is_invisible = not any(r.boundary.written for r in regions) and not any(map(has_effect, captured))
+        self.is_invisible = not any(r.io.written for r in regions) and not any(map(has_effect, captured))
 
     # How a call begins
 
@@ -92,9 +92,9 @@ class Program:
         call = Call()
         self.calls += 1
         inputs = list(tensors)
-        obstacle = self.obstacle()
-        if obstacle is not None:
-            return self.eager(call, obstacle, strict=False)
+        skip_reason = self.skip_reason()
+        if skip_reason is not None:
+            return self.eager(call, skip_reason, strict=False)
         for recording in self._recordings:
             if recording.parts[self.kind].guard.holds(inputs) and recording.arena.try_hold():
                 call = Call.replaying(recording, self.kind)
@@ -114,17 +114,17 @@ class Program:
         if isinstance(self.options.verify, int):
             self.verify_after = self.calls + self.options.verify - 1
 
-    def obstacle(self) -> str | None:
+    def skip_reason(self) -> str | None:
         """Why no call on this thread can replay a graph now."""
-        return obstacles.obstacle(self.backend, saves=bool(self._saved))
+        return skip_reasons.skip_reason(self.backend, saves=bool(self._saved))
 
-    def detour(self) -> str | None:
+    def fast_path_skip_reason(self) -> str | None:
         """Why the next call on this thread must not go around Thunder's dispatch, of a program that samples calls."""
-        return "it is verified" if self.calls >= self.verify_after else self.obstacle()
+        return "it is verified" if self.calls >= self.verify_after else self.skip_reason()
 
     def conditions(self, code: Code) -> list[str]:
-        """That there is no `obstacle`, nor a `detour` to make, as expressions."""
-        found = obstacles.conditions(self.backend, code, saves=bool(self._saved))
+        """That there is no `skip_reason`, nor a `fast_path_skip_reason` to make, as expressions."""
+        found = skip_reasons.conditions(self.backend, code, saves=bool(self._saved))
         if self.samples:
             ran = code.name(self, "program")
             found.append(f"{ran}.calls < {ran}.verify_after")
@@ -132,7 +132,7 @@ class Program:
 
     def may_replay_backward(self) -> bool:
         """Whether the backward under way may replay a graph, and need not leave what its forward saved."""
-        return not (obstacles.graph_is_retained() or obstacles.is_watched())
+        return not (skip_reasons.graph_is_retained() or skip_reasons.is_watched())
 
     def may_replay_backward_unverified(self) -> bool:
         """The same for a program with `verify`, whose graphs may be quarantined, or due."""
@@ -153,8 +153,8 @@ class Program:
         """Whether the whole trace is one region."""
         return (
             len(self.regions) == 1
-            and not self.regions[0].boundary.numbers
-            and all(isinstance(step, Region) or self.ops.ops[step.op].structure for step in self.plan.steps)
+            and not self.regions[0].io.numbers
+            and all(isinstance(step, Region) or self.ops.ops[step.op].bookkeeping for step in self.plan.steps)
         )
 
     def _begin_without_recording(self, call: Call, inputs: list[torch.Tensor]) -> Call:
@@ -186,17 +186,17 @@ class Program:
             for i, (name, tensor) in enumerate(zip(self.inputs, inputs))
             if tensor is not None and (self.is_static(name, call.recording) or call.owns(name, tensor))
         ]
-        call.part = Part(Guard(inputs, static, self.written), [None] * len(self.regions))
+        call.part = TraceRecording(Guard(inputs, static, self.written), [None] * len(self.regions))
         call.mode = Mode.CAPTURE
         call.verifies = self.options.verify is not None
         self._count_sample()
         return call
 
-    def resume(self, others: Any, *tensors: torch.Tensor) -> Call:
+    def begin_backward(self, others: Any, *tensors: torch.Tensor) -> Call:
         """Begins the backward of a call whose forward returned ``others``."""
         call = getattr(others, "call", None)
         if call is None and isinstance(others, list):  # the list of both saved collections, not yet taken apart
-            call = next((o.call for o in others if isinstance(o, Others)), None)
+            call = next((o.call for o in others if isinstance(o, SavedState)), None)
         if call is None:
             return self.begin(*tensors)
         self.calls += 1
@@ -204,12 +204,12 @@ class Program:
         if call.arena is None:
             return self.eager(Call(), "its forward ran eagerly", strict=False)
         call.arena.enter()
-        if obstacles.graph_is_retained():
-            return self.eager(Call(), obstacles.RETAINED, strict=False)
+        if skip_reasons.graph_is_retained():
+            return self.eager(Call(), skip_reasons.RETAINED, strict=False)
         if call.mode is Mode.EAGER:
             return self.eager(call, "its forward ran eagerly", strict=False)
-        if obstacles.is_watched():
-            return self.eager(call, obstacles.WATCHED, strict=False)
+        if skip_reasons.is_watched():
+            return self.eager(call, skip_reasons.WATCHED, strict=False)
         inputs = list(tensors)
         recording = call.recording
         part = recording.parts.get(self.kind) if recording is not None else None
@@ -268,15 +268,15 @@ class Program:
 
     # How it ends
 
-    def end(self, call: Call, *others: Any) -> Others:
+    def end_forward(self, call: Call, *others: Any) -> SavedState:
         """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
         self._seal(call)
         self._waiting.add(call)
-        result = Others(others)
+        result = SavedState(others)
         result.call = call
         return result
 
-    def finish(self, call: Call) -> None:
+    def end_call(self, call: Call) -> None:
         """Ends a call."""
         self._seal(call)
         if call.recording is not None and call.recording.incomplete:

@@ -13,8 +13,8 @@ from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph, Pool, copy_all
 from thunder_cg.runtime.code import Code
-from thunder_cg.runtime.copies import get_device, is_dense, is_whole, span
-from thunder_cg.runtime.leaving import Departed
+from thunder_cg.runtime.cuda.copy_nodes import get_device, is_dense, is_whole, span
+from thunder_cg.runtime.early_outputs import CopiedEarly
 
 # Kernels choose vector widths by the alignment of their operands, and with them the order of a sum.
 ALIGNMENT = 16
@@ -398,7 +398,7 @@ class Outputs:
         groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
         departed: dict[int, _Copy] = {}
         for i, tensor in enumerate(produced):
-            if isinstance(tensor, Departed):
+            if isinstance(tensor, CopiedEarly):
                 assert tensor.tensor is not None
                 departed[tensor.order] = _Copy.whole(tensor.tensor, i)
                 continue
@@ -718,7 +718,7 @@ class RegionGraph:
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class TraceRecording:
     """What a recording captured of one of the two traces."""
 
     guard: Guard
@@ -731,7 +731,7 @@ class Recording:
     """All graphs of one trace pair for one guard, captured together in one call, in order, in one arena."""
 
     arena: Arena
-    parts: dict[str, Part] = field(default_factory=dict)  # by the trace's kind
+    parts: dict[str, TraceRecording] = field(default_factory=dict)  # by the trace's kind
     static: set[str] = field(default_factory=set)  # values that are views of static inputs
     owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved for a backward that is not captured yet
     dropped: bool = True  # whether no later call may replay it

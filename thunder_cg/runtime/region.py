@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder_cg.analysis.boundary import Boundary
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
+from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, ReplayRefused
-from thunder_cg.runtime.backend import marks
+from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
-from thunder_cg.runtime.leaving import Departed, Leaving
+from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.recording import (
     Guard,
     Outputs,
@@ -34,7 +34,7 @@ from thunder_cg.runtime.recording import (
     plain,
     replaced,
 )
-from thunder_cg.runtime.verify import Check, Disagreement, verified
+from thunder_cg.verify.trial import Check, Disagreement, verified
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.program import Program
@@ -74,17 +74,17 @@ class RuntimeRegion:
         self,
         name: str,
         region: Region,
-        boundary: Boundary,
+        io: RegionIO,
         function: Callable[..., Sequence[Any]],
         watched: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         self.name = name
         self.region = region
-        self.boundary = boundary
+        self.io = io
         self.device = torch.device(region.device)
         self.slots = tuple(
             Slot(exit.name, leaves)
-            for exit in boundary.exits
+            for exit in io.outputs_
             for leaves in (False, True)
             if (exit.leaves if leaves else exit.inside)
         )
@@ -102,11 +102,11 @@ class RuntimeRegion:
     @property
     def is_always_verified(self) -> bool:
         """Whether a recording counts only once it has been verified; see Note [Numbers of a graph]."""
-        return bool(self.boundary.numbers)
+        return bool(self.io.numbers)
 
     @property
     def written(self) -> frozenset[int]:
-        return frozenset(i for i, name in enumerate(self.boundary.inputs) if name in self.boundary.written)
+        return frozenset(i for i, name in enumerate(self.io.inputs) if name in self.io.written)
 
     def join(self, program: Program, index: int) -> None:
         """Makes it region ``index`` of the program."""
@@ -176,7 +176,7 @@ class RuntimeRegion:
         self.stats.eager_runs += 1
         owners = list(args)
         for i in self._inside(call, args):
-            owners[i] = call.owned[self.boundary.inputs[i]]
+            owners[i] = call.owned[self.io.inputs[i]]
         results = list(self.function(owners))
         for i in self.twice:  # what leaves becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
@@ -217,12 +217,12 @@ class RuntimeRegion:
         assert call.arena is not None
         began = False
 
-        def function(inputs: list[Any], leave: Leaving) -> Sequence[Any]:
+        def function(inputs: list[Any], leave: EarlyCopier) -> Sequence[Any]:
             nonlocal began
             began = True
             return self.function(inputs, leave)
 
-        may_rerun = not self.boundary.written and self.boundary.alive.issuperset(call.owned)
+        may_rerun = not self.io.written and self.io.alive.issuperset(call.owned)
         while True:
             try:
                 pool = call.arena.pool(self.device)
@@ -238,13 +238,13 @@ class RuntimeRegion:
                     raise
                 may_rerun = False
         self.stats.eager_runs += 1
-        gone = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], Departed)}
+        gone = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], CopiedEarly)}
         for i in gone:
             produced[i] = None
         outputs = Outputs(produced, sources, [slot.leaves for slot in self.slots], self.device, pool.alias)
         results: list[Any] = [None] * len(produced)
-        alive = self.boundary.alive  # the memory of other arguments in the arena may be a result's by now
-        kept = [arg for i, (n, arg) in enumerate(zip(self.boundary.inputs, args)) if i not in inside or n in alive]
+        alive = self.io.alive  # the memory of other arguments in the arena may be a result's by now
+        kept = [arg for i, (n, arg) in enumerate(zip(self.io.inputs, args)) if i not in inside or n in alive]
         handed_out = outputs.deliver_owned(results, args, set(map(_memory, kept)))
         for i, departed in gone.items():
             results[i] = departed.tensor
@@ -261,7 +261,7 @@ class RuntimeRegion:
 
     def _inside(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
         """The arguments that are in the arena."""
-        return frozenset(i for i, name in enumerate(self.boundary.inputs) if call.owns(name, args[i]))
+        return frozenset(i for i, name in enumerate(self.io.inputs) if call.owns(name, args[i]))
 
     def _take(self, call: Call, args: Sequence[Any], inside: frozenset[int]) -> list[Any]:
         """The region's arguments, each the only owner of its memory if nothing after the region needs it.
@@ -269,7 +269,7 @@ class RuntimeRegion:
         Warm-ups and captures see plain tensors where calls have parameters: a fusion that torch.compile guards by the
         type of its inputs would otherwise be compiled again in the middle of a capture.
         """
-        names, alive = self.boundary.inputs, self.boundary.alive
+        names, alive = self.io.inputs, self.io.alive
         taken = plain(args, self.written)
         for i in inside:
             taken[i] = call.owned[names[i]]
@@ -315,7 +315,7 @@ class RuntimeRegion:
         recording = call.recording
         assert call.arena is not None and recording is not None and call.part is not None
         pool = call.arena.pool(self.device)
-        names = self.boundary.inputs
+        names = self.io.inputs
         given, args = args, args[: len(names)]
         verifies = call.verifies or self.is_always_verified
         inside = self._inside(call, args)
@@ -351,7 +351,7 @@ class RuntimeRegion:
             return entry.outputs.sources()
 
         try:
-            numbers = marks(len(self.boundary.numbers))
+            numbers = sentinels(len(self.io.numbers))
             captured += numbers
             entry.graph, _ = pool.capture(self.function, [captured], entry.targets, leaving, numbers)
         finally:
@@ -382,7 +382,7 @@ class RuntimeRegion:
         apart = inside | self.written
         read = [i for i, arg in enumerate(args) if arg is not None and i not in apart]
         for i in sorted(read, key=lambda i: i not in static):  # what is static comes first
-            key = id(args[i]), self.boundary.inputs[i] in self.program.position  # which guard
+            key = id(args[i]), self.io.inputs[i] in self.program.position  # which guard
             if (other := first.setdefault(key, i)) != i and i not in static:
                 found[i] = other
         return found
@@ -428,7 +428,7 @@ class RuntimeRegion:
 
 def _sources(region: RuntimeRegion, taken: Sequence[Any], inside: frozenset[int]) -> list[Source]:
     """The arguments outside of the arena that results may be views of."""
-    names, shared = region.boundary.inputs, region.boundary.shared
+    names, shared = region.io.inputs, region.io.shared
     return [
         Source.of(i, tensor)
         for i, tensor in enumerate(taken)
@@ -506,7 +506,7 @@ def _failing_op(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) 
     """The op of the region that raised the error, if it was one of them."""
     functions = (region.function.__code__, getattr(region.watched, "__code__", None))
     frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-    if any(code is Leaving.__call__.__code__ for code, _ in frames):  # no op, but the copy of what one made
+    if any(code is EarlyCopier.__call__.__code__ for code, _ in frames):  # no op, but the copy of what one made
         return None
     for code, number in frames:
         if code in functions:

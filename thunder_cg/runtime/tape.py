@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_cg.errors import CaptureRefused, ReplayRefused
-from thunder_cg.runtime.backend import Function, Sources, check_marks, copy_all
+from thunder_cg.runtime.backend import Function, Sources, check_sentinels, copy_all
 from thunder_cg.runtime.code import Code
-from thunder_cg.runtime.leaving import Leaving
+from thunder_cg.runtime.early_outputs import EarlyCopier
 
 _aten = torch.ops.aten
 
@@ -50,10 +50,10 @@ class TapeBackend:
 
     name = "tape"
     device_type = "cpu"
-    sets_numbers = True
+    supports_scalar_updates = True
     poisons = True
     runs_captures = True
-    turn = nullcontext()  # a capture here changes nothing of another thread
+    capture_lock = nullcontext()  # a capture here changes nothing of another thread
 
     def pool(self, device: torch.device) -> TapePool:
         return TapePool(device)
@@ -249,21 +249,21 @@ class TapeGraph:
         free: Sequence[torch.UntypedStorage],
         buffers: Sequence[torch.Tensor],
         leaving: Sequence[torch.Tensor],
-        marks: Sequence[int],
+        sentinels: Sequence[int],
     ) -> None:
         self._steps = steps
         self._free = free
         self._buffers = buffers
         self._leaving = leaving
-        self._marks = marks
+        self._sentinels = sentinels
         numbers = [
             {leaf for leaf in tree_leaves((step.args, step.kwargs)) if type(leaf) is int}
             if isinstance(step, _Step)
             else set()
             for step in steps
         ]
-        self._marked = [not found.isdisjoint(marks) for found in numbers]
-        check_marks(marks, set().union(*numbers))
+        self._has_sentinel = [not found.isdisjoint(sentinels) for found in numbers]
+        check_sentinels(sentinels, set().union(*numbers))
 
     def replay(
         self,
@@ -271,20 +271,20 @@ class TapeGraph:
         targets: Sequence[torch.Tensor] = (),
         numbers: Sequence[int] = (),
     ) -> None:
-        given = dict(zip(self._marks, numbers))
+        given = dict(zip(self._sentinels, numbers))
         with torch.no_grad(), _disable_current_modes():
             try:
                 copy_all(self._buffers, sources)
             except Exception as error:
                 raise ReplayRefused(error) from error
             departed = 0
-            for step, is_marked in zip(self._steps, self._marked):
+            for step, has_sentinel in zip(self._steps, self._has_sentinel):
                 if isinstance(step, _Departure):
                     first, departed = departed, departed + len(step.tensors)
                     step.run(targets[first:departed])
                     continue
                 args, kwargs = step.args, step.kwargs
-                if is_marked:
+                if has_sentinel:
                     args, kwargs = tree_map_only(int, lambda number: given.get(number, number), (args, kwargs))
                 output = step.fn(*args, **kwargs)
                 if step.results:
@@ -318,7 +318,7 @@ class TapePool:
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.get_rng_state()
         try:
-            leave = Leaving(self._device, _copied, 0, must=False)
+            leave = EarlyCopier(self._device, _copied, 0, must=False)
             with _Reuse(self._free) if self._free else nullcontext():
                 return leave.settle(fn(*args, leave))
         except torch.OutOfMemoryError:
@@ -331,7 +331,7 @@ class TapePool:
         args: Sequence[Any],
         buffers: Sequence[torch.Tensor] = (),
         leaving: Sources | None = None,
-        marks: Sequence[int] = (),
+        sentinels: Sequence[int] = (),
     ) -> tuple[TapeGraph, Sequence[Any]]:
         tape = _Tape(self._device, free := tuple(self._free))
         generator = torch.get_rng_state()
@@ -341,7 +341,7 @@ class TapePool:
                 if leaving is None:
                     outputs = fn(*args)
                 else:
-                    leave = Leaving(self._device, tape.depart, 0)
+                    leave = EarlyCopier(self._device, tape.depart, 0)
                     outputs = leave.settle(fn(*args, leave))
         finally:
             _active.tape = None
@@ -350,7 +350,7 @@ class TapePool:
                 torch.set_rng_state(generator)
         made = [step.results for step in tape.steps if isinstance(step, _Step)]
         self._tensors.extend(weakref.ref(tensor) for results in made for _, tensor in results)
-        return TapeGraph(tape.steps, free, buffers, leaving(outputs) if leaving is not None else (), marks), outputs
+        return TapeGraph(tape.steps, free, buffers, leaving(outputs) if leaving is not None else (), sentinels), outputs
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the CPU nothing hands memory out twice, so what stands for it may own it."""

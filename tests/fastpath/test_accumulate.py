@@ -1,0 +1,163 @@
+"""Gradients in bulk: where something could tell the difference, autograd's own way stays, with the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from support import same
+from torch import nn
+
+from thunder_cg.fastpath.accumulate import Accumulators
+
+Body = Callable[[Any, nn.Module, torch.Tensor, dict[str, Any]], Any]
+
+
+def plain(jmodel, model, x, state):
+    model.zero_grad()
+    jmodel(x).sum().backward()
+
+
+def accumulated(jmodel, model, x, state):
+    jmodel(x).sum().backward()
+
+
+def some_inputs(jmodel, model, x, state):
+    model.zero_grad()
+    jmodel(x).sum().backward(inputs=list(model.parameters())[:1])
+
+
+def grad(jmodel, model, x, state):
+    return [g.sum().item() for g in torch.autograd.grad(jmodel(x).sum(), list(model.parameters()))]
+
+
+def tensor_hook(jmodel, model, x, state):
+    model.zero_grad()
+    seen: list[float] = []
+    handle = next(model.parameters()).register_hook(lambda g: seen.append(g.sum().item()) or g * 2)
+    jmodel(x).sum().backward()
+    handle.remove()
+    return seen
+
+
+def post_accumulate_hook(jmodel, model, x, state):
+    model.zero_grad()
+    seen: list[float] = []
+    parameter = next(model.parameters())
+    handle = parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.sum().item()))
+    jmodel(x).sum().backward()
+    handle.remove()
+    return seen
+
+
+def hook_on_a_held_node(jmodel, model, x, state):
+    """As data parallelism does it."""
+    model.zero_grad()
+    if not state:
+        state["node"] = torch.autograd.graph.get_gradient_edge(next(model.parameters())).node
+        state["seen"] = []
+        state["node"].register_prehook(lambda g: state["seen"].append(g[0].sum().item()))
+    jmodel(x).sum().backward()
+    return list(state["seen"])
+
+
+def hook_between_forward_and_backward(jmodel, model, x, state):
+    model.zero_grad()
+    seen: list[float] = []
+    out = jmodel(x).sum()
+    for node, _ in out.grad_fn.next_functions[0][0].next_functions:
+        if node is not None and type(node).__name__ == "AccumulateGrad":
+            node.register_prehook(lambda g: seen.append(g[0] is not None))
+    out.backward()
+    return all(seen)
+
+
+def three_in_flight(jmodel, model, x, state):
+    model.zero_grad()
+    (jmodel(x).sum() + 2 * jmodel(x * 2).sum() + jmodel(x * 3).square().sum()).backward()
+
+
+def other_uses_of_parameters(jmodel, model, x, state):
+    model.zero_grad()
+    (jmodel(x).sum() + sum(p.square().sum() for p in model.parameters())).backward()
+
+
+def create_graph(jmodel, model, x, state):
+    model.zero_grad()
+    jmodel(x).sum().backward(create_graph=True)
+    found = next(model.parameters()).grad.requires_grad
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("body", "in_bulk"),
+    [
+        (plain, True),
+        (other_uses_of_parameters, True),
+        (accumulated, False),
+        (some_inputs, False),
+        (grad, False),
+        (tensor_hook, False),
+        (post_accumulate_hook, False),
+        (hook_on_a_held_node, False),
+        (hook_between_forward_and_backward, False),
+        (create_graph, False),
+    ],
+)
+def test_bulk_only_where_nothing_can_tell(body: Body, in_bulk: bool, transform, device, monkeypatch) -> None:
+    assert runs_in_bulk(body, transform, device, monkeypatch) == ({True} if in_bulk else {False})
+
+
+def test_calls_in_flight_are_summed_in_autograds_order(transform, device, monkeypatch) -> None:
+    assert runs_in_bulk(three_in_flight, transform, device, monkeypatch) == {True, False}
+
+
+def test_tied_weights(transform, device, monkeypatch) -> None:
+    """One node has several gradients to sum."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.second.weight = self.first.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.relu(self.first(x)))
+
+    assert True not in runs_in_bulk(plain, transform, device, monkeypatch, Tied)
+
+
+def runs_in_bulk(body: Body, transform, device, monkeypatch, kind=None) -> set[bool]:
+    """Whether gradients went in bulk, over some steps, all of which are compared with plain Thunder."""
+    taken = []
+    deliver = Accumulators.deliver
+
+    def watched(self, gradients, others):
+        rest = deliver(self, gradients, others)
+        taken.append(rest is not gradients)
+        return rest
+
+    monkeypatch.setattr(Accumulators, "deliver", watched)
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = kind() if kind else nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        return model.to(device)
+
+    model, twin = make(), make()
+    jmodel, jtwin = thunder.jit(model, transforms=[transform()]), thunder.jit(twin)
+    state: dict[str, Any] = {}
+    twin_state: dict[str, Any] = {}
+    torch.manual_seed(1)
+    for _ in range(6):
+        x = torch.randn(4, 8, device=device)
+        assert body(jmodel, model, x, state) == body(jtwin, twin, x, twin_state)
+        for mine, theirs in zip(model.parameters(), twin.parameters()):
+            assert (mine.grad is None) == (theirs.grad is None)
+            if mine.grad is not None:
+                same(mine.grad, theirs.grad)
+    return set(taken) or {False}

@@ -1,0 +1,134 @@
+"""check: rules and measurements agree, and where they would not, it is seen."""
+
+from __future__ import annotations
+
+import pytest
+from packaging.version import Version
+from thunder.executors import torchex
+
+from thunder_cg.analysis import rules
+from thunder_cg.analysis.rules import ALLOW, DENY, MEASURED, NOT_REACHED
+from thunder_cg.tools.operators import check
+from thunder_cg.tools.operators.check import disagreements, packaged
+from thunder_cg.tools.operators.results import Results
+
+OP_DB = 697
+
+
+@pytest.fixture(scope="module", params=sorted(check.FOLDER.glob("rules-*.json")), ids=lambda path: path.stem)
+def measured(request) -> Results:
+    return Results.read(request.param)
+
+
+def test_rules_say_what_was_measured():
+    assert packaged() and disagreements(packaged()) == []
+
+
+def test_an_operator_that_a_cpu_refuses():
+    (executor, name), *_ = sorted(key for key in rules.ONLY_ON_A_GPU if key[0] == "torch")
+    assert executor == "torch" and about(name, on("tape")) == []
+    assert about(name, on("tape", **{name: {"alone fail": 1}})) == []
+    assert about(name, on("tape"), on("cuda", **{name: {"alone pass": 1, "forced fail": 1}})) == []
+    assert "it was not" in about(name, on("tape"), on("cuda"))[0]
+
+
+def test_a_measurement_says_on_what(measured):
+    assert {"device", "backend", "torch", "thunder", "python", "date", "cuda"} <= measured.environment.keys()
+    assert Version(measured.environment["torch"]) >= Version("2.9") and measured.environment["device"]
+
+
+def test_the_table_of_pytorch_is_driven_through(measured):
+    """No fewer than Thunder was seen to compile, with every sample."""
+    entries = {n: c for n, c in measured.cases.items() if not any(w in n for w in (" as ", " in place", "by hand: "))}
+    assert OP_DB - 3 <= len(entries) <= OP_DB  # three have samples on a GPU only
+    assert sum(case.get("traced", 0) > 0 for case in entries.values()) >= 543
+    assert [n for n, c in entries.items() if c.get("tried", 0) != c["samples"] and not c.get("crashes")] == []
+    through_thunder = {
+        symbol
+        for symbol, ends in measured.symbols.items()
+        if symbol.startswith("torch.") and any(end.split()[0] in ("forward", "backward", "forced") for end in ends)
+    }
+    assert len(through_thunder) >= 463
+
+
+def test_what_thunder_does_not_compile_says_why(measured):
+    silent = [
+        name
+        for name, case in measured.cases.items()
+        if case["samples"] and not case.get("traced") and not case.get("untraced") and not case.get("crashes")
+    ]
+    assert silent == []
+
+
+def test_every_symbol_was_measured_or_says_why_not():
+    """Read off the rows alone; that what they claim is there is `test_rules_say_what_was_measured`."""
+    for name in torchex.ex.opmap:
+        row = ALLOW.get(("torch", name)) or DENY[("torch", name)]
+        assert row.source.startswith((MEASURED, NOT_REACHED)), name
+    assert [key for key in rules.UNREACHED if key not in ALLOW and key not in DENY] == []
+
+
+# ------------------------------------------------------------------------------------------------ planted disagreements
+
+
+def on(backend: str, **symbols: dict[str, int]) -> Results:
+    made = Results({"backend": backend, "device": "a machine"})
+    made.symbols = {f"torch.{name}": counts for name, counts in symbols.items()}
+    return made
+
+
+def about(name: str, *files: Results) -> list[str]:
+    return [text for text in disagreements(files) if text.startswith(f"torch.{name}:")]
+
+
+FINE = {"forward pass": 2}
+
+
+@pytest.mark.parametrize("backend", ["tape", "cuda"])
+@pytest.mark.parametrize("end", ["forward wrong", "backward fail"])
+def test_an_allowed_symbol_that_fails(backend, end):
+    (text,) = about("add", on(backend, add={**FINE, end: 1}))
+    assert end in text and "a machine" in text
+    assert about("add", on(backend, add={**FINE, "forward nondeterministic": 1, "forced fail": 1})) == []
+    # A form that Thunder does not compile may fail, if another is right.
+    assert about("add", on(backend, add={**FINE, "alone fail": 1})) == []
+    assert "alone fail" in about("add", on(backend, add={"alone fail": 1}))[0]
+    # Of some calls the run time may refuse the graph, but not of all.
+    assert about("add", on(backend, add={**FINE, "forward barred": 1})) == []
+    assert "forward barred" in about("add", on(backend, add={"forward barred": 1}))[0]
+
+
+def test_a_denied_symbol_that_passes_everything():
+    assert "allow it" in about("one_hot", on("tape", one_hot={"forced pass": 4}))[0]
+    harmless = on("tape", eigvals={"forced pass": 4})
+    assert about("eigvals", harmless) == []  # a CPU waits for nothing
+    (text,) = about("eigvals", harmless, on("cuda", eigvals={"forced pass": 4, "alone pass": 1}))
+    assert "allow it" in text
+    for end in ("forced fail", "forced wrong", "forced barred", "alone fail"):
+        assert about("eigvals", harmless, on("cuda", eigvals={"forced pass": 4, end: 1})) == []
+
+
+def test_what_only_a_gpu_can_tell_says_so():
+    assert "up to a GPU" in DENY[("torch", "eigvals")].source
+    assert "a CPU does" in about("eigvals", on("tape", eigvals={"forced pass": 4, "forced wrong": 1}))[0]
+    assert [key for key in rules.UP_TO_A_GPU if key not in DENY or key in rules.UNREACHED] == []
+
+
+def test_a_derivative_that_thunder_has_no_symbol_for():
+    assert ("torch", "abs_vjp") in ALLOW and "abs_vjp" not in torchex.ex.opmap
+    assert about("abs_vjp", on("tape")) == []
+
+
+def test_a_symbol_without_a_row():
+    assert "no rule knows it" in about("new_operator", on("tape", new_operator=FINE))[0]
+
+
+def test_a_claim_without_a_measurement():
+    assert "it was not" in about("add", on("tape"))[0]
+    assert about("add", on("tape", add=FINE)) == []
+
+
+def test_a_symbol_that_is_reached_after_all():
+    (executor, name), *_ = rules.UNREACHED
+    assert executor == "torch"
+    assert "something does" in about(name, on("tape", **{name: {"alone pass": 1, "forced fail": 1}}))[0]

@@ -1,0 +1,76 @@
+"""How far the results of two variants are apart, and whether they are the same in every bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from thunder_cg.tools.bench.variants import Step, Subject, step_of
+from thunder_cg.tools.demo import same_bits
+
+SEED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a step computed, by name: copies, which no later call overwrites."""
+
+    outputs: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+
+def outcome(step: Step, subject: Subject) -> Outcome:
+    """Runs a step, from a fixed seed."""
+    torch.manual_seed(SEED)
+    outputs = {f"output {i}": t.clone() for i, t in enumerate(tree_leaves(step())) if isinstance(t, Tensor)}
+    gradients = {
+        f"gradient of {name}": parameter.grad.clone()
+        for name, parameter in subject.model.named_parameters()
+        if parameter.grad is not None
+    }
+    return Outcome(outputs, gradients)
+
+
+def reference(subject: Subject) -> Outcome:
+    """What eager PyTorch computes, in float64 if the case is exact."""
+    model = copy.deepcopy(subject.model)
+    inputs = subject.inputs
+    if subject.case.exact:
+        model = model.double()
+        inputs = tuple(t.double() if t.is_floating_point() else t for t in inputs)
+    alone = Subject(subject.case, model, inputs)
+    return outcome(step_of(alone, model), alone)
+
+
+def relative_error(found: Outcome, exact: Outcome) -> float:
+    """The largest |found - exact| over the largest |exact|; once of all outputs, once of all gradients: the worse one.
+
+    Raises:
+        ValueError: the results cannot be compared.
+    """
+    return max(_error(found.outputs, exact.outputs), _error(found.gradients, exact.gradients))
+
+
+def same(found: Outcome, other: Outcome) -> bool:
+    """Equal in every bit."""
+    a, b = found.outputs | found.gradients, other.outputs | other.gradients
+    return a.keys() == b.keys() and all(a[n].shape == b[n].shape and same_bits(a[n], b[n]) for n in a)
+
+
+def _error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    if found.keys() != exact.keys():
+        missing = ", ".join(sorted(found.keys() ^ exact.keys())[:3])
+        raise ValueError(f"only one of the two has {missing}")
+    furthest = largest = 0.0
+    for name, a in found.items():
+        b = exact[name]
+        if a.shape != b.shape:
+            raise ValueError(f"{name} has the shape {tuple(a.shape)}, not {tuple(b.shape)}")
+        if a.numel():
+            furthest = max(furthest, float((a.double() - b.double()).abs().max()))
+            largest = max(largest, float(b.double().abs().max()))
+    return furthest / largest if largest else furthest

@@ -1,0 +1,235 @@
+"""What is measured: models with their inputs, in sizes for a GPU and for a CPU, and the sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from thunder_cg.tools.bench.models import (
+    Bert,
+    Dlrm,
+    Gpt,
+    GptDecode,
+    Llama,
+    MaskRcnn,
+    Mlp,
+    MlpWithItem,
+    ResNet,
+    SharedLayer,
+    SumOfInputs,
+    SumOfParameters,
+)
+
+Inputs = Callable[[], tuple[Tensor, ...]]
+
+# The cases that have goals.
+MLP = "MLP, 16 layers, width 64, batch 8"
+SMALL_GPT = "GPT, width 128, 1 x 16 tokens"
+GPT = "GPT, width 768, 1 x 64 tokens"
+GPT_TRAINING = "GPT, width 768, training 2 x 128 tokens"
+LARGE_GPT_TRAINING = "GPT, width 768, training 16 x 512 tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model and its inputs.
+
+    Attributes:
+        inputs: made on the CPU from a fixed seed; those of floating point get the case's `dtype`.
+        trains: a call is a forward and a backward, else a forward without gradients.
+        dynamo: the Thunder variants go through `thunderfx`, because `thunder.jit` cannot trace the model.
+        exact: results are compared with a float64 copy, else with the eager model: where a copy is too large, or where
+            what is computed depends on data, so that rounding changes more than the last digits.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    inputs: Inputs
+    trains: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    dynamo: bool = False
+    exact: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A model in several sizes: how host time grows with what is counted, in microseconds per `unit`."""
+
+    unit: str
+    case: Callable[[int], Case] = field(repr=False)
+    sizes: tuple[int, ...]
+    small: tuple[int, ...]  # for a CPU, and in a hurry
+
+    @property
+    def name(self) -> str:
+        return f"sweep over {self.unit}s"
+
+
+def cases(device: torch.device, quick: bool) -> tuple[Case, ...]:
+    """Those for a GPU; those for a CPU, which are small; the quickest of these."""
+    if quick:
+        return tuple(case for case in _small() if case.name in QUICK)
+    return _large() if device.type == "cuda" else _small()
+
+
+QUICK = ("MLP, 4 layers", "MLP with .item(), 4 layers", "DLRM, training")
+
+
+def _large() -> tuple[Case, ...]:
+    gpt = (12, 768, 12, 50304, 512)
+    return (
+        Case(MLP, lambda: Mlp(16, 64), lambda: (_floats(8, 64),), dtype=torch.float32),
+        Case(SMALL_GPT, lambda: Gpt(12, 128, 4, 512, 128), lambda: (_numbers(512, 1, 16),)),
+        Case(GPT, lambda: Gpt(*gpt), lambda: (_numbers(50304, 1, 64),)),
+        Case(GPT_TRAINING, lambda: Gpt(*gpt), lambda: _twice(50304, 2, 128), trains=True),
+        Case(LARGE_GPT_TRAINING, lambda: Gpt(*gpt), lambda: _twice(50304, 16, 512), trains=True),
+        Case(
+            "GPT decode, width 768, a token with a KV cache of 512", lambda: GptDecode(*gpt), lambda: _token(50304, 256)
+        ),
+        Case(
+            "MLP with .item(), 16 layers, width 64, batch 8",
+            lambda: MlpWithItem(16, 64),
+            lambda: (_floats(8, 64),),
+            dtype=torch.float32,
+        ),
+        Case("ResNet-50, 1 image", lambda: ResNet("resnet50", 1000).eval(), lambda: (_floats(1, 3, 224, 224),)),
+        Case(
+            "ResNet-50, training 32 images",
+            lambda: ResNet("resnet50", 1000),
+            lambda: (_floats(32, 3, 224, 224), _numbers(1000, 32)),
+            trains=True,
+        ),
+        Case(
+            "BERT-base, training 8 x 128 tokens",
+            lambda: Bert(),
+            lambda: (*_twice(30522, 8, 128), _numbers(2, 8)),
+            trains=True,
+            dynamo=True,
+        ),
+        Case(
+            "Mask R-CNN, training 2 images",
+            lambda: MaskRcnn("resnet50", 91, min_size=512, max_size=512),
+            lambda: _objects(2, 512),
+            trains=True,
+            dtype=torch.float32,
+            dynamo=True,
+            exact=False,
+        ),
+        Case(
+            "DLRM, training 2048 clicks",
+            lambda: Dlrm(26, 10_000, 64, (512, 256), (512, 256)),
+            lambda: _clicks(2048, 26, 10_000),
+            trains=True,
+            dtype=torch.float32,
+        ),
+        Case(
+            "Llama, 1.1 billion parameters, training 1 x 512 tokens",
+            lambda: Llama(16, 2048, 32, 8, 8192, 32000, 512),
+            lambda: _twice(32000, 1, 512),
+            trains=True,
+            exact=False,
+        ),
+    )
+
+
+def _small() -> tuple[Case, ...]:
+    small = (
+        Case("MLP, 4 layers", lambda: Mlp(4, 32), lambda: (_floats(8, 32),)),
+        Case("MLP with .item(), 4 layers", lambda: MlpWithItem(4, 32), lambda: (_floats(8, 32),)),
+        Case("GPT, 2 layers", lambda: Gpt(2, 32, 2, 64, 32), lambda: (_numbers(64, 1, 16),)),
+        Case("GPT decode, 2 layers", lambda: GptDecode(2, 32, 2, 64, 32), lambda: _token(64, 16)),
+        Case("GPT, 2 layers, training", lambda: Gpt(2, 32, 2, 64, 32), lambda: _twice(64, 2, 16), trains=True),
+        Case("ResNet-18, 1 image", lambda: ResNet("resnet18", 10).eval(), lambda: (_floats(1, 3, 32, 32),)),
+        Case(
+            "BERT, 2 layers, training",
+            lambda: Bert(
+                vocab_size=64,
+                hidden_size=32,
+                num_hidden_layers=2,
+                num_attention_heads=2,
+                intermediate_size=64,
+                max_position_embeddings=32,
+            ),
+            lambda: (*_twice(64, 2, 16), _numbers(2, 2)),
+            trains=True,
+            dynamo=True,
+        ),
+        Case(
+            "Mask R-CNN, training 2 small images",
+            lambda: MaskRcnn(
+                "resnet18",
+                5,
+                min_size=64,
+                max_size=64,
+                rpn_pre_nms_top_n_train=50,
+                rpn_post_nms_top_n_train=20,
+                box_batch_size_per_image=16,
+            ),
+            lambda: _objects(2, 64),
+            trains=True,
+            dynamo=True,
+            exact=False,
+        ),
+        Case("DLRM, training", lambda: Dlrm(4, 50, 8, (16,), (16,)), lambda: _clicks(16, 4, 50), trains=True),
+        Case(
+            "Llama, 2 layers, training", lambda: Llama(2, 32, 4, 2, 64, 64, 16), lambda: _twice(64, 1, 16), trains=True
+        ),
+    )
+    return tuple(replace(case, dtype=torch.float32) for case in small)
+
+
+SWEEPS = (
+    Sweep(
+        "layer",
+        lambda n: Case(f"{n} layers", lambda: SharedLayer(n, 64), lambda: (_floats(8, 64),), dtype=torch.float32),
+        sizes=(1, 2, 5, 10, 50, 100, 200, 500),
+        small=(1, 5),
+    ),
+    Sweep(
+        "parameter",
+        lambda n: Case(f"{n} parameters", lambda: SumOfParameters(n, 64), lambda: (_floats(64),), dtype=torch.float32),
+        sizes=(2, 10, 32, 100, 200, 500),
+        small=(2, 10),
+    ),
+    Sweep(
+        "input",
+        lambda n: Case(
+            f"{n} inputs", lambda: SumOfInputs(64), lambda: tuple(_floats(64) for _ in range(n)), dtype=torch.float32
+        ),
+        sizes=(1, 2, 5, 10, 20, 50, 100),
+        small=(1, 5),
+    ),
+)
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def _numbers(below: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _twice(vocabulary: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+    """Tokens and targets."""
+    return _numbers(vocabulary, rows, length), _numbers(vocabulary, rows, length, seed=1)
+
+
+def _token(vocabulary: int, position: int) -> tuple[Tensor, Tensor]:
+    return _numbers(vocabulary, 1), torch.tensor([position])
+
+
+def _clicks(batch: int, tables: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    return _floats(batch, 13), _numbers(rows, batch, tables), _numbers(2, batch, seed=1).float()
+
+
+def _objects(images: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Images of noise with two objects each, which fill a quarter and four ninths of them."""
+    boxes = torch.tensor([[0.0, 0.0, 0.5, 0.5], [0.3, 0.3, 0.97, 0.97]]).mul(size).expand(images, 2, 4).contiguous()
+    masks = torch.zeros(images, 2, size, size, dtype=torch.uint8)
+    masks[:, 0, : size // 2, : size // 2] = 1
+    masks[:, 1, size // 3 :, size // 3 :] = 1
+    return _floats(images, 3, size, size), boxes, torch.tensor([1, 2]).expand(images, 2).contiguous(), masks

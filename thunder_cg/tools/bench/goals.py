@@ -1,0 +1,96 @@
+"""What the package is to reach, and whether it does: computed from the rows alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import linear_regression
+
+from thunder_cg.tools.bench.cases import GPT, GPT_TRAINING, LARGE_GPT_TRAINING, MLP, SMALL_GPT
+from thunder_cg.tools.bench.measure import Row
+from thunder_cg.tools.bench.results import Results
+from thunder_cg.tools.bench.variants import FLOOR, FLOOR_OF_THUNDER, OURS, OURS_FUSED, THUNDER
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A number that is to be at most `limit`, in `unit`: "x" is a ratio, else microseconds."""
+
+    name: str
+    limit: float
+    found: float
+    unit: str
+
+    @property
+    def met(self) -> bool:
+        return self.found <= self.limit
+
+
+def goals(results: Results) -> list[Goal]:
+    """Every goal for which all that it needs was measured."""
+    rows = {(row.case, row.variant): row for row in results.rows if not row.failure}
+    return [*_times(rows), *_growth(results), *_costs(rows, results.environment["backend"])]
+
+
+def growth(results: Results, unit: str) -> float | None:
+    """The slope of a fitted line: host microseconds of thunder_cg over the hand-made graph, per layer, parameter or
+    input. None if less than two sizes were measured."""
+    times = {(p.size, p.variant): p.host_p50 for p in results.points if p.unit == unit and not p.failure}
+    over = {
+        size: time - times[size, FLOOR] for (size, v), time in times.items() if v == OURS and (size, FLOOR) in times
+    }
+    return linear_regression([*over], [*over.values()]).slope if len(over) > 1 else None
+
+
+Rows = dict[tuple[str, str], Row]
+
+
+def _times(rows: Rows) -> Iterator[Goal]:
+    yield from _over_floor(rows, "end to end", MLP, 1.20, lambda row: row.end_to_end_p50)
+    for case in (SMALL_GPT, GPT):
+        yield from _over_floor(rows, "end to end", case, 1.10, lambda row: row.end_to_end_p50)
+    for case, limit in ((MLP, 20.0), (SMALL_GPT, 30.0), (GPT, 30.0)):
+        if (case, OURS) in rows and (case, FLOOR) in rows:
+            found = rows[case, OURS].host_p50 - rows[case, FLOOR].host_p50
+            yield Goal(f"host time over the hand-made graph, {case}", limit, found, "us")
+    for case in (GPT_TRAINING, LARGE_GPT_TRAINING):
+        yield from _over_floor(rows, "back to back", case, 1.15, lambda row: row.back_to_back)
+        # Thunder's own kernels are not eager PyTorch's. What capturing can do is seen beside a graph of the same ones,
+        # and what it gives with faster ones, beside the floor.
+        for variant, floor in ((OURS, FLOOR_OF_THUNDER), (OURS_FUSED, FLOOR)):
+            if (case, variant) in rows and (case, floor) in rows:
+                ratio = rows[case, variant].back_to_back / rows[case, floor].back_to_back
+                yield Goal(f"back to back, {variant} over {floor}, {case}", 1.15, ratio, "x")
+    for case in (MLP, SMALL_GPT, GPT):
+        if (case, OURS) in rows:
+            row = rows[case, OURS]
+            yield Goal(f"end to end, p99 over p50, {case}", 1.1, row.end_to_end_p99 / row.end_to_end_p50, "x")
+
+
+def _over_floor(rows: Rows, what: str, case: str, limit: float, of: Callable[[Row], float]) -> Iterator[Goal]:
+    if (case, OURS) in rows and (case, FLOOR) in rows:
+        yield Goal(f"{what} over the hand-made graph, {case}", limit, of(rows[case, OURS]) / of(rows[case, FLOOR]), "x")
+
+
+def _growth(results: Results) -> Iterator[Goal]:
+    for unit, limit in (("parameter", 0.1), ("layer", 0.01)):
+        found = growth(results, unit)
+        if found is not None:
+            yield Goal(f"host time over the hand-made graph, per {unit}", limit, found, "us")
+
+
+def _costs(rows: Rows, backend: str) -> Iterator[Goal]:
+    """What capturing and analysing cost: the worst case of all. The tape is no measure of a capture."""
+    ours = [row for (_, variant), row in rows.items() if variant == OURS]
+    captures = [
+        (row.capture_ms * 1e3 / rows[row.case, THUNDER].end_to_end_p50, row.case)
+        for row in ours
+        if backend == "cuda" and (row.case, THUNDER) in rows
+    ]
+    if captures:
+        found, case = max(captures)
+        yield Goal(f"capture over an uncaptured call, at worst: {case}", 3.0, found, "x")
+    analyses = [(row.analysis_ms / (row.compile_s * 1e3 - row.analysis_ms), row.case) for row in ours]
+    if analyses:
+        found, case = max(analyses)
+        yield Goal(f"analysis over the rest of the compilation, at worst: {case}", 0.05, found, "x")

@@ -1,0 +1,338 @@
+"""Measures all variants of a case in one process, in turns, so that what is compared saw the same machine.
+
+Ratios within one run count, not microseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from statistics import median, quantiles
+from unittest.mock import patch
+
+import torch
+
+from thunder_cg.report.programs import locate
+from thunder_cg.report.report import explain
+from thunder_cg.runtime.recording import Recording
+from thunder_cg.tools.bench import accuracy
+from thunder_cg.tools.bench.cases import Case
+from thunder_cg.tools.bench.progress import Progress
+from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Subject
+
+ROUNDS = 5  # turns that every variant gets
+TURN_SECONDS = 1.0  # a turn of slow calls has fewer of them, but no fewer than
+FEWEST_CALLS = 10
+EVERY_VARIANT = "every variant"
+FIRST_CALLS = 6  # they compile, warm up, capture, and settle
+CAPTURES = 5
+
+
+@dataclass(slots=True)
+class Row:
+    """One variant of one case.
+
+    Attributes:
+        host_p50, host_p99: microseconds until a call returns, with an idle GPU before it.
+        end_to_end_p50, end_to_end_p99: microseconds until its results are there.
+        back_to_back: microseconds per call of many with one wait at the end; `per_second` is its inverse.
+        samples: synchronised calls measured, in `ROUNDS` turns.
+        first_calls_ms: the first three calls, waited for. The first compiles; thunder_cg captures in the second. What
+            is captured before there is a call (`make_graphed_callables`, the hand-made graph) is `prepare_s`.
+        compile_s: preparation and the first call, seconds.
+        capture_ms: a call that captures less one that does not, milliseconds: of thunder_cg the median of `CAPTURES`
+            after all turns, as others may compile beside the second call; of other variants that call.
+        analysis_ms: what the hooks of thunder_cg took of the compilation, milliseconds.
+        allocated_mb, reserved_mb: peaks over the model in the first calls, 1e6 bytes, with the variants before it in
+            the process.
+        error: see `accuracy.relative_error`, against `reference`: "float64", or "eager" in the case's own dtype.
+        bits: of thunder_cg, "same" as plain Thunder, "different", or "thunder varies": from call to call, by itself.
+        captured: of thunder_cg, how much is.
+        failure: why it did not run, "" if it did.
+    """
+
+    case: str
+    variant: str
+    host_p50: float = 0.0
+    host_p99: float = 0.0
+    end_to_end_p50: float = 0.0
+    end_to_end_p99: float = 0.0
+    back_to_back: float = 0.0
+    per_second: float = 0.0
+    samples: int = 0
+    prepare_s: float = 0.0
+    compile_s: float = 0.0
+    capture_ms: float = 0.0
+    analysis_ms: float = 0.0
+    first_calls_ms: list[float] = field(default_factory=list)
+    allocated_mb: float = 0.0
+    reserved_mb: float = 0.0
+    error: float | None = None
+    reference: str = ""
+    bits: str = ""
+    captured: str = ""
+    failure: str = ""
+
+
+class Contender:
+    """One variant of a case, prepared and called often enough to be settled, with its samples."""
+
+    def __init__(self, name: str, template: Subject) -> None:
+        """`template` stays as it is: a variant has a copy of the model of its own."""
+        self.subject = Subject(template.case, copy.deepcopy(template.model), template.inputs)
+        self.row = Row(template.case.name, name)
+        self._cuda = template.device.type == "cuda"
+        self._host: list[float] = []
+        self._end_to_end: list[float] = []
+        self._back_to_back: list[float] = []
+        torch.manual_seed(0)
+        torch._dynamo.pgo.reset_code_state()  # else sizes that varied in another variant are dynamic from the start
+        with self._memory():
+            start = time.perf_counter()
+            self.prepared = VARIANTS[name](self.subject)
+            self.sync()
+            self.row.prepare_s = time.perf_counter() - start
+            times = [self._call()[1] for _ in range(FIRST_CALLS)]
+        self.row.first_calls_ms = [t * 1e3 for t in times[:3]]
+        self.row.compile_s = self.row.prepare_s + times[0]
+        self._seconds = min(times[3:])
+        if self.prepared.transform is not None:
+            self.row.analysis_ms = self.prepared.transform.seconds * 1e3
+            self.row.captured = str(explain(self.prepared.compiled)).splitlines()[0].partition(": ")[2]
+
+    def sync(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize(self.subject.device)
+
+    def _call(self) -> tuple[float, float]:
+        """Seconds until a call returned, and until it was done."""
+        start = time.perf_counter()
+        self.prepared.step()
+        returned = time.perf_counter()
+        self.sync()
+        return returned - start, time.perf_counter() - start
+
+    @contextmanager
+    def _memory(self) -> Iterator[None]:
+        if not self._cuda:
+            yield
+            return
+        device = self.subject.device
+        gc.collect()
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        yield
+        self.row.allocated_mb = (torch.cuda.max_memory_allocated(device) - allocated) / 1e6
+        self.row.reserved_mb = (torch.cuda.max_memory_reserved(device) - reserved) / 1e6
+
+    def turn(self, calls: int) -> None:
+        """Synchronised calls, then as many back to back."""
+        calls = min(calls, max(FEWEST_CALLS, int(TURN_SECONDS / self._seconds)))
+        for _ in range(3):
+            self.prepared.step()
+        self.sync()
+        with _quiet_collector():
+            for _ in range(calls):
+                host, end_to_end = self._call()
+                self._host.append(host * 1e6)
+                self._end_to_end.append(end_to_end * 1e6)
+            start = time.perf_counter()
+            for _ in range(calls):
+                self.prepared.step()
+            self.sync()
+            self._back_to_back.append((time.perf_counter() - start) / calls * 1e6)
+
+    def finish(self) -> Row:
+        """The row, after all turns."""
+        row = self.row
+        row.samples = len(self._host)
+        row.host_p50, row.host_p99 = median(self._host), _p99(self._host)
+        row.end_to_end_p50, row.end_to_end_p99 = median(self._end_to_end), _p99(self._end_to_end)
+        row.back_to_back = median(self._back_to_back)
+        row.per_second = 1e6 / row.back_to_back
+        captures = self._captures() if self.prepared.transform is not None else row.first_calls_ms[1:2]
+        row.capture_ms = max(0.0, median(captures) - row.end_to_end_p50 / 1e3)
+        return row
+
+    def _captures(self) -> list[float]:
+        """Milliseconds of calls that find no recording any more, and make one."""
+        programs = [located.program for located in locate(self.prepared.compiled).programs]
+        times: list[float] = []
+        dropped: list[Recording] = []  # which are freed when all is done
+        with _quiet_collector():
+            for _ in range(CAPTURES):
+                for program in programs:
+                    dropped += program.recordings
+                    for recording in program.recordings:
+                        program.drop(recording)
+                times.append(self._call()[1] * 1e3)
+        return times
+
+
+def measure_case(
+    case: Case,
+    device: torch.device,
+    names: Sequence[str],
+    calls: int,
+    progress: Progress,
+    compare: bool = True,
+    ready: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """The rows of all variants in `names`, which take turns. What does not run becomes a row that says why.
+
+    Args:
+        calls: of a turn, at most; see `TURN_SECONDS`.
+        progress: moves on by `ticks(names)`.
+        compare: fill in `error` and `bits`.
+        ready: called once all are prepared, before anything is timed.
+    """
+    try:
+        # One code object serves all variants that go through Dynamo, which would drop to eager past eight of them.
+        with torch._dynamo.config.patch(recompile_limit=64):
+            return _measure(case, device, names, calls, progress, compare, ready)
+    finally:
+        torch._dynamo.reset()  # with the next case, nothing of this one is left, compiled or in memory
+        gc.collect()
+        if device.type == "cuda":
+            with suppress(RuntimeError):  # after a CUDA error, which the rows tell, nothing works any more
+                torch.cuda.empty_cache()
+
+
+def ticks(names: Sequence[str]) -> int:
+    """By how much `measure_case` moves the progress on."""
+    return len(names) * (1 + ROUNDS)
+
+
+def _measure(
+    case: Case,
+    device: torch.device,
+    names: Sequence[str],
+    calls: int,
+    progress: Progress,
+    compare: bool,
+    ready: Callable[[], None],
+) -> list[Row]:
+    try:
+        template = subject(case, device)
+        judge = _Judge(template) if compare else None
+    except Exception as error:
+        progress.tick(f"{case.name}: failed", ticks(names))
+        return [Row(case.name, EVERY_VARIANT, failure=reason(error))]
+    contenders: dict[str, Contender] = {}
+    rows: dict[str, Row] = {}
+
+    def prepare(some: Sequence[str]) -> None:
+        for name in some:
+            progress.tick(f"{case.name}: preparing {name}")
+            try:
+                contender = Contender(name, template)
+                if judge is not None:
+                    judge.judge(contender)
+                contenders[name] = contender
+            except Exception as error:
+                rows[name] = Row(case.name, name, failure=reason(error))
+
+    # When Inductor records, it frees all cuBLAS workspaces, and other variants' graphs write to theirs.
+    prepare([name for name in names if name == REDUCE_OVERHEAD])
+    with _workspaces_stay():
+        prepare([name for name in names if name != REDUCE_OVERHEAD])
+        ready()
+        with _frozen():
+            rows |= _take_turns(
+                case, [contenders[name] for name in names if name in contenders], len(names), calls, progress
+            )
+    return [rows[name] for name in names]
+
+
+def _take_turns(case: Case, contenders: list[Contender], count: int, calls: int, progress: Progress) -> dict[str, Row]:
+    """The rows of these, of ``count`` that were to be prepared."""
+    rows: dict[str, Row] = {}
+    for round in range(ROUNDS):
+        for contender in [*contenders]:
+            progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}, {contender.row.variant}")
+            try:
+                contender.turn(calls)
+            except Exception as error:
+                contenders.remove(contender)
+                rows[contender.row.variant] = Row(case.name, contender.row.variant, failure=reason(error))
+        progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}", count - len(contenders))
+    return rows | {contender.row.variant: contender.finish() for contender in contenders}
+
+
+def subject(case: Case, device: torch.device) -> Subject:
+    """The case's model, made from a fixed seed, and its inputs."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = case.model()
+    inputs = (t.to(device, case.dtype if t.is_floating_point() else t.dtype) for t in case.inputs())
+    return Subject(case, model.to(device, case.dtype), tuple(inputs))
+
+
+def reason(error: BaseException) -> str:
+    """One line: the kind of error and the first line of what it says."""
+    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")[:300]
+
+
+class _Judge:
+    """Fills in how right a contender is. Knows what plain Thunder computed, if that came before."""
+
+    def __init__(self, template: Subject) -> None:
+        self._name = "float64" if template.case.exact else "eager"
+        self._exact = accuracy.reference(template)
+        self._thunder: list[accuracy.Outcome] = []
+
+    def judge(self, contender: Contender) -> None:
+        row = contender.row
+        found = accuracy.outcome(contender.prepared.step, contender.subject)
+        row.reference = self._name
+        try:
+            row.error = accuracy.relative_error(found, self._exact)
+        except ValueError as error:
+            row.reference = f"{self._name}: {error}"
+        if row.variant == THUNDER:
+            again = accuracy.outcome(contender.prepared.step, contender.subject)
+            self._thunder = [found, again]
+        elif row.variant == OURS and self._thunder:
+            if any(accuracy.same(found, one) for one in self._thunder):
+                row.bits = "same"
+            else:
+                row.bits = "different" if accuracy.same(*self._thunder) else "thunder varies"
+            self._thunder = []
+
+
+@contextmanager
+def _workspaces_stay() -> Iterator[None]:
+    """Keeps Inductor from freeing all cuBLAS workspaces."""
+    with patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True):
+        yield
+
+
+@contextmanager
+def _frozen() -> Iterator[None]:
+    """Keeps the collector from what is there: it takes seconds for traces of thousands of operators, in every turn."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _quiet_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _p99(samples: Sequence[float]) -> float:
+    return quantiles(samples, n=100, method="inclusive")[98] if len(samples) > 1 else samples[0]

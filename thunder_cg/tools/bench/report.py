@@ -1,0 +1,94 @@
+"""Results as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from thunder_cg.tools.bench.goals import Goal, growth
+from thunder_cg.tools.bench.measure import Row
+from thunder_cg.tools.bench.results import Results
+
+_HEADER = (
+    "variant",
+    "host p50 / p99",
+    "end to end p50 / p99",
+    "back to back",
+    "per s",
+    "compile s",
+    "capture ms",
+    "peak MB",
+    "reserved MB",
+    "error",
+    "bits",
+)
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows of one or more cases as Markdown, one table per case; microseconds where nothing else is said."""
+    return "\n".join(line for case in dict.fromkeys(row.case for row in rows) for line in _case(case, rows))
+
+
+def _case(case: str, rows: Sequence[Row]) -> Iterator[str]:
+    own = [row for row in rows if row.case == case]
+    compared = next((row.reference for row in own if row.reference), "")
+    yield f"\n**{case}**" + (f" (errors against {compared})" if compared else "") + "\n"
+    yield _line(_HEADER)
+    yield _line(("---",) * len(_HEADER))
+    for row in own:
+        yield _line(_cells(row))
+    for row in own:
+        if row.captured:
+            yield f"\n{row.variant}: {row.captured}; its analysis took {row.analysis_ms:.1f} ms"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if row.failure:
+        return (row.variant, row.failure.replace("|", "/"), *("",) * (len(_HEADER) - 2))
+    return (
+        row.variant,
+        f"{row.host_p50:,.0f} / {row.host_p99:,.0f}",
+        f"{row.end_to_end_p50:,.0f} / {row.end_to_end_p99:,.0f}",
+        f"{row.back_to_back:,.0f}",
+        f"{row.per_second:,.0f}",
+        f"{row.compile_s:.1f}",
+        f"{row.capture_ms:.1f}",
+        f"{row.allocated_mb:,.0f}",
+        f"{row.reserved_mb:,.0f}",
+        "" if row.error is None else f"{row.error:.1e}",
+        row.bits,
+    )
+
+
+def sweeps(results: Results) -> str:
+    """Host time by size, one table per sweep, and how thunder_cg grows over the hand-made graph."""
+    return "\n".join(line for unit in dict.fromkeys(p.unit for p in results.points) for line in _sweep(unit, results))
+
+
+def _sweep(unit: str, results: Results) -> Iterator[str]:
+    points = [p for p in results.points if p.unit == unit]
+    sizes = [*dict.fromkeys(p.size for p in points)]
+    yield f"\n**Host time, p50 us, by number of {unit}s**\n"
+    yield _line([f"{unit}s", *map(str, sizes)])
+    yield _line(["---"] * (1 + len(sizes)))
+    times = {(p.variant, p.size): "failed" if p.failure else f"{p.host_p50:,.0f}" for p in points}
+    for variant in dict.fromkeys(p.variant for p in points):
+        yield _line([variant, *(times.get((variant, size), "") for size in sizes)])
+    for point in points:
+        if point.failure:
+            yield f"\n{point.variant}, {point.size} {unit}s: {point.failure}"
+    slope = growth(results, unit)
+    if slope is not None:
+        yield f"\nthunder_cg over the hand-made graph: {slope:+.3f} us per {unit}"
+
+
+def goals_table(found: Sequence[Goal]) -> str:
+    """The goals as Markdown."""
+    lines = ["", "**Goals**", "", _line(("goal", "at most", "found", "met")), _line(("---",) * 4)]
+    for goal in found:
+        met = "yes" if goal.met else "NO"
+        lines.append(_line((goal.name, f"{goal.limit:g} {goal.unit}", f"{goal.found:.3g} {goal.unit}", met)))
+    return "\n".join(lines)
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

@@ -1,0 +1,305 @@
+"""What is measured of some samples of a case: as the rules have it, and with each denied symbol captured by force."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from thunder_cg.analysis import rules
+from thunder_cg.analysis.rules import Key
+from thunder_cg.tools.operators.samples import Call, Case, calls, cases, symbol_of
+from thunder_cg.tools.operators.trial import NotTraced, Trial, attempt, capture_alone
+
+SHOWN = 3  # samples that fail when a symbol is captured by force, after which no more are tried
+SINGLY = 4  # samples that are tried one by one before the rest is tried together
+
+Counts = dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Task:
+    """Some samples of a case: those from `start` to `stop`."""
+
+    start: int
+    case: str
+    stop: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.case} [{self.start}:{self.stop}]"
+
+
+@dataclass(slots=True)
+class Record:
+    """What came of a task.
+
+    Attributes:
+        total: how many samples the case has; of them were `tried` here, and Thunder compiled and ran `traced`, and
+            `differentiated`.
+        stale: samples for which no fresh values are to be had.
+        untraced, undifferentiated: why Thunder does not, and of how many samples.
+        symbols: by symbol: how often it came to which end: "forward pass", "backward wrong", "forward
+            nondeterministic", "forward fail"; "forward barred" where the run time refused the graph, whatever op it
+            was for; "forced fail" and so on of what is denied and was captured by force, where "barred" is what even
+            `allow=` does not capture; "alone pass" and so on of what Thunder does not compile and was captured without
+            it.
+        notes: of what did not pass, the first of each kind.
+        forcing: the symbol that is being captured by force; "" if none is.
+    """
+
+    task: Task
+    total: int = 0
+    tried: int = 0
+    traced: int = 0
+    differentiated: int = 0
+    stale: int = 0
+    untraced: Counts = field(default_factory=dict)
+    undifferentiated: Counts = field(default_factory=dict)
+    symbols: dict[str, Counts] = field(default_factory=dict)
+    notes: dict[str, str] = field(default_factory=dict)
+    crash: str = ""
+    forcing: str = ""
+
+    @property
+    def is_forced(self) -> bool:
+        """Whether anything was captured that the rules deny."""
+        ends = {(key_of(symbol), end.split()[0]) for symbol, counts in self.symbols.items() for end in counts}
+        return any(how == "forced" or (how == "alone" and key in rules.DENY) for key, how in ends)
+
+    def end(self, failure: str) -> None:
+        """The process that measured has failed. If it was capturing by force, that is what came of it."""
+        if failure and self.forcing:
+            self.count(self.forcing, "forced fail")
+            self.note(self.forcing, "fail", f"{self.task.name}: {failure}")
+        else:
+            self.crash = failure
+        self.forcing = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Record:
+        return cls(**{**content, "task": Task(**content["task"])})
+
+    def count(self, symbol: str, outcome: str, many: int = 1) -> None:
+        counts = self.symbols.setdefault(symbol, {})
+        counts[outcome] = counts.get(outcome, 0) + many
+
+    def note(self, symbol: str, outcome: str, text: str) -> None:
+        self.notes.setdefault(f"{symbol} {outcome}", text)
+
+
+def label(key: Key) -> str:
+    """A symbol as one word: "torch.add", "prim.ADD"."""
+    executor, id_ = key
+    return f"{executor or 'prim'}.{id_}"
+
+
+def key_of(symbol: str) -> Key:
+    """The symbol that `label` wrote."""
+    executor, _, id_ = symbol.partition(".")
+    return None if executor == "prim" else executor, id_
+
+
+def measure(task: Task, device: str) -> Iterator[Record]:
+    """Measures a task; yields its record again and again, whenever there is more in it."""
+    case = _cases(device)[task.case]
+    every = list(enumerate(_calls(task.case, device, False)))
+    mine = every[task.start : task.stop]
+    record = Record(task, total=len(every), tried=len(mine), stale=sum(call.is_stale for _, call in mine))
+    forward = _Measure(case, device, False, record)
+    eager = forward.as_decided(mine)
+    yield record
+    if case.differentiable:
+        graded = list(enumerate(_calls(task.case, device, True)))
+        backward = _Measure(case, device, True, record)
+        traced = [graded[number] for number, _ in mine if number not in forward.untraced and number < len(graded)]
+        eager_with_gradients = backward.as_decided(traced)
+        yield record
+        backward.untraced |= dict(graded[number] for number in forward.untraced if number < len(graded))
+        for _ in backward.by_force({key: some for key, some in eager_with_gradients.items() if key not in eager}):
+            yield record
+        backward.alone()
+    for _ in forward.by_force(eager):
+        yield record
+    forward.alone()
+    gc.collect()  # what was compiled refers to itself, and holds memory of the device
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    yield record
+
+
+@lru_cache(maxsize=2)
+def _calls(name: str, device: str, grad: bool) -> list[Call]:
+    return calls(_cases(device)[name], device, grad)
+
+
+@lru_cache(maxsize=1)
+def _cases(device: str) -> dict[str, Case]:
+    return cases(device)
+
+
+Numbered = list[tuple[int, Call]]
+
+
+@dataclass(slots=True)
+class _Measure:
+    case: Case
+    device: str
+    grad: bool
+    record: Record
+    untraced: dict[int, Call] = field(default_factory=dict)
+
+    def attempt(self, numbered: Sequence[tuple[int, Call]], allow: Sequence[str] = ()) -> Trial:
+        some = [call for _, call in numbered]
+        alone = some * 2 if len(some) == 1 else some  # two kernels make a region
+        return attempt(alone, self.device, self.grad, allow, self.case.executors)
+
+    def as_decided(self, numbered: Numbered) -> dict[Key, Numbered]:
+        """Under the rules as they are. Returns the symbols that stayed eager, and in which samples."""
+        eager: defaultdict[Key, Numbered] = defaultdict(list)
+        waiting = [numbered] if numbered else []
+        reason = ""
+        while waiting:
+            batch = waiting.pop()
+            try:
+                trial = self.attempt(batch)
+            except NotTraced as error:
+                if len(batch) > 1:
+                    again, reason = str(error) == reason, str(error)
+                    waiting += [[one] for one in reversed(batch)] if again else _halves(batch)
+                    continue
+                found = self.last_try(batch, error)
+                if found is None:
+                    continue
+                trial = found
+            if not trial.clean and len(batch) > 1:
+                waiting += _halves(batch)
+                continue
+            self.take(trial, batch)
+            for key in trial.eager:
+                eager[key] += batch
+        return eager
+
+    def last_try(self, batch: Numbered, error: NotTraced) -> Trial | None:
+        """Values that were shuffled need not be what the operator takes."""
+        ((number, call),) = batch
+        if error.draw == 0:
+            self.not_traced(number, call, error)
+            return None
+        batch[0] = (number, call.with_one_draw())
+        try:
+            trial = self.attempt(batch)
+        except NotTraced as again:
+            self.not_traced(number, call, again)
+            return None
+        self.record.stale += 1
+        return trial
+
+    def not_traced(self, number: int, call: Call, error: NotTraced) -> None:
+        self.untraced[number] = call
+        reasons = self.record.undifferentiated if self.grad else self.record.untraced
+        reasons[str(error)] = reasons.get(str(error), 0) + 1
+
+    def take(self, trial: Trial, batch: Numbered) -> None:
+        record = self.record
+        if self.grad:
+            record.differentiated += len(batch)
+        else:
+            record.traced += len(batch)
+        if trial.failure is not None:
+            blamed, text = trial.failure
+            end = "barred" if blamed is None and "CaptureRefused" in text else "fail"
+            keys = trial.eager if blamed is None else [blamed]
+            for symbol in [*map(label, keys)] or [self.case.symbol or "sweep.unknown"]:
+                record.count(symbol, f"forward {end}")
+                record.note(symbol, end, self.where(batch, text))
+        if trial.unfit:
+            record.note(self.case.name, "not replayed", self.where(batch, trial.unfit))
+        outcome = _worst(trial.verdicts)
+        for kind, counts in trial.captured.items():
+            for key, many in counts.items():
+                record.count(label(key), f"{kind} {outcome}", many)
+                if outcome != "pass":
+                    record.note(label(key), outcome, self.where(batch, ""))
+
+    def where(self, batch: Numbered, text: str) -> str:
+        number = batch[0][0]
+        gradients = " with gradients" if self.grad else ""
+        return f"{self.case.name}[{number}]{gradients}" + (f": {text}" if text else "")
+
+    def by_force(self, eager: Mapping[Key, Numbered]) -> Iterator[None]:
+        """Yields before each symbol that is captured by force, and when all are done."""
+        for key, numbered in eager.items():
+            self.record.forcing = label(key)
+            yield
+            singly, rest = numbered[:SINGLY], numbered[SINGLY:]
+            shown = 0
+            for one in singly:
+                shown += self.force(key, [one])
+                if shown == SHOWN:
+                    break
+            else:
+                if rest and not shown:
+                    self.force(key, rest)
+        self.record.forcing = ""
+        yield
+
+    def force(self, key: Key, batch: Numbered) -> bool:
+        """Captures a denied symbol. Returns whether it failed, was wrong, or could not even be tried."""
+        record, name = self.record, label(key)
+        try:
+            trial = self.attempt(batch, allow=[name.removeprefix("prim.")])
+        except NotTraced:
+            return False
+        outcome, text = "pass", ""
+        if trial.failure is not None:
+            outcome, text = "fail", trial.failure[1]
+        elif "wrong" in trial.verdicts:
+            outcome = "wrong"
+        elif key in trial.eager or trial.unfit:
+            outcome, text = "barred", trial.eager.get(key, trial.unfit)
+        elif "nondeterministic" in trial.verdicts:
+            outcome = "nondeterministic"
+        record.count(name, f"forced {outcome}", len(batch) if outcome == "pass" else 1)
+        if outcome != "pass":
+            record.note(name, outcome, self.where(batch, text))
+        return outcome in ("fail", "wrong", "barred")
+
+    def alone(self) -> None:
+        """What Thunder does not compile, without Thunder."""
+        symbol = symbol_of(f"{self.case.symbol}_vjp") if self.grad else self.case.symbol
+        shown = 0
+        for number, call in [*self.untraced.items()][: SINGLY if symbol else 0]:
+            found = capture_alone(call, self.device, self.grad) if shown < SHOWN else None
+            if found is None:
+                continue
+            outcome, text = found
+            self.record.count(symbol, f"alone {outcome}")
+            if outcome != "pass":
+                shown += 1
+                self.record.note(symbol, outcome, self.where([(number, call)], text))
+
+
+def _halves(batch: Numbered) -> list[Numbered]:
+    """The first half is last, where it is taken from."""
+    return [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
+
+
+def _worst(verdicts: Sequence[str]) -> str:
+    counts = Counter(verdicts)
+    return next((v for v in ("wrong", "nondeterministic") if counts[v]), "pass")
+
+
+def covered(symbol: str) -> bool:
+    """Whether the tables have a row for it."""
+    key = key_of(symbol)
+    return key in rules.ALLOW or key in rules.DENY

@@ -1,0 +1,357 @@
+"""Captured or not, the same? Compiles calls without and with the transform, and compares them bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import thunder
+import torch
+from thunder.extend import get_default_executors, get_executor
+from torch.utils._pytree import tree_leaves
+
+from thunder_cg.analysis import rules
+from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.rules import Key, Reason
+from thunder_cg.report.programs import locate
+from thunder_cg.runtime.backend import Pool, resolve
+from thunder_cg.runtime.program import Program
+from thunder_cg.tools.operators.samples import DRAWS, Call, twins
+from thunder_cg.transform import cudagraph_transform
+
+AGAIN = 8  # calls that have to agree before a difference is blamed on the capture
+WITHIN = 4.0  # times as far as those calls are from each other may a sum be that varies from call to call
+_FRAME = frozenset({Reason.BOOKKEEPING, Reason.TOO_SMALL})
+
+
+class NotTraced(Exception):
+    """Thunder itself cannot compile or run a call, with the values of some `draw`."""
+
+    def __init__(self, reason: str, draw: int) -> None:
+        super().__init__(reason)
+        self.draw = draw
+
+
+@dataclass(slots=True)
+class Trial:
+    """What came of some calls that were compiled together.
+
+    Attributes:
+        verdicts: of each call "pass", "wrong" or "nondeterministic".
+        captured: how often each symbol was replayed, in the forward and in the backward.
+        eager: symbols that stayed outside of the regions, and why.
+        failure: why a region could not be captured, or a call with graphs raised: the symbol, if it is known, and the
+            error.
+        unfit: why regions were not replayed although they could be captured; "" if they were.
+    """
+
+    verdicts: list[str] = field(default_factory=list)
+    captured: dict[str, Counter[Key]] = field(default_factory=dict)
+    eager: dict[Key, str] = field(default_factory=dict)
+    failure: tuple[Key | None, str] | None = None
+    unfit: str = ""
+
+    @property
+    def clean(self) -> bool:
+        return self.failure is None and not self.unfit and "wrong" not in self.verdicts
+
+
+def attempt(
+    calls: Sequence[Call], device: str, grad: bool, allow: Iterable[str] = (), executors: Sequence[str] = ()
+) -> Trial:
+    """Compiles and runs the calls, uncaptured and captured.
+
+    Raises:
+        NotTraced: Thunder without the transform raises.
+    """
+    jit: dict[str, Any] = {"executors": [*map(get_executor, executors), *get_default_executors()]} if executors else {}
+    fn = together(calls)
+    keep_alive = torch.linspace(0.5, 1.5, 4, device=device)
+    plain = thunder.jit(fn, **jit)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected: list[list[list[Any]]] = []
+        try:
+            for draw in range(DRAWS):
+                expected.append(_run(plain, calls, keep_alive, draw, grad))
+        except Exception as error:
+            raise NotTraced(_first_line(error), len(expected)) from None
+        transform = cudagraph_transform(allow=list(allow), backend="tape" if device == "cpu" else "cuda", debug=True)
+        graphed = thunder.jit(fn, transforms=[transform], **jit)
+        trial = Trial()
+        try:
+            found = [_run(graphed, calls, keep_alive, draw, grad) for draw in range(DRAWS)]
+        except Exception as error:
+            trial.failure = (None, _first_line(error))
+            return trial
+        for index, call in enumerate(calls):
+            pairs = [(expected[d][index], found[d][index]) for d in range(DRAWS)]
+
+            def again(draw: int, index: int = index) -> Any:
+                return _run(plain, calls, keep_alive, draw, grad)[index]
+
+            trial.verdicts.append(verdict(pairs, again, call.defined))
+    for located in locate(graphed).programs:
+        _look_at(located.program, trial)
+    return trial
+
+
+def verdict(pairs: Sequence[tuple[Any, Any]], again: Callable[[int], Any], defined: bool = True) -> str:
+    """Compares what was expected with what was found, draw by draw.
+
+    Args:
+        again: what an uncaptured call of a draw gives if it is made again.
+    """
+    bad = [draw for draw, (expected, found) in enumerate(pairs) if not _same(expected, found, defined)]
+    if not bad:
+        return "pass"
+    usual, found = pairs[bad[0]][0], partial(again, bad[0])
+    varies = any(not _same(usual, found(), defined) for _ in range(AGAIN)) or _may_vary(usual, found, defined)
+    close = varies and all(
+        _same(*pairs[draw], defined, close=True) or _is_usual(*pairs[draw], partial(again, draw)) for draw in bad
+    )
+    return "nondeterministic" if close else "wrong"
+
+
+def _is_usual(expected: list[Any], found: list[Any], again: Callable[[], list[Any]]) -> bool:
+    """Whether uncaptured calls are as far from each other as ``found`` is from them: where sums cancel, that is far."""
+    others = [again() for _ in range(AGAIN)]
+    for index, (usual, mine) in enumerate(zip(expected, found)):
+        if _same(usual, mine, defined=True, close=True):
+            continue
+        if (
+            not isinstance(usual, torch.Tensor)
+            or usual.layout != torch.strided
+            or not _same(usual, mine, defined=False)
+        ):
+            return False
+        spread = max(float((other[index] - usual).abs().max()) for other in others)
+        if not float((mine - usual).abs().max()) <= WITHIN * spread:  # nor if one is not a number
+            return False
+    return True
+
+
+def _may_vary(usual: Any, again: Callable[[], Any], defined: bool) -> bool:
+    """Whether PyTorch has another kernel for who asks for deterministic ones, or warns that it has none."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            found = again()
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return any("deterministic implementation" in str(w.message) for w in said) or not _same(usual, found, defined)
+
+
+def capture_alone(call: Call, device: str, grad: bool) -> tuple[str, str] | None:
+    """Captures what PyTorch runs for a call, or for its derivative, that Thunder does not compile, and replays it.
+
+    Returns:
+        "pass", "wrong" or "fail" and the error, or None if PyTorch itself raises.
+    """
+    pool = resolve("tape" if device == "cpu" else "cuda").pool(torch.device(device))
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("ignore")
+            return _captured_alone(call, pool, grad)
+    finally:
+        pool.close()
+
+
+def _captured_alone(call: Call, pool: Pool, grad: bool) -> tuple[str, str] | None:
+    inputs = twins(call.draws[0])
+    try:
+        expected = [_alone(call, twins(draw), grad, seed) for seed, draw in enumerate(call.draws)]
+    except Exception:
+        return None
+    try:
+        graph, results = pool.capture(lambda: _alone(call, inputs, grad), ())
+        for seed in range(1, DRAWS):
+            for mine, fresh in zip(inputs, call.draws[seed]):
+                mine.copy_(fresh)
+            torch.manual_seed(seed)
+            graph.replay()
+            if not _same(expected[seed], list(results), call.defined):
+                return "wrong", "captured without Thunder"
+    except Exception as error:
+        return "fail", f"captured without Thunder: {_first_line(error)}"
+    return "pass", ""
+
+
+def _alone(call: Call, tensors: Sequence[torch.Tensor], grad: bool, seed: int | None = None) -> list[Any]:
+    args, kwargs = call.arguments(tensors)
+    if seed is not None:
+        torch.manual_seed(seed)
+    with torch.set_grad_enabled(grad):
+        results = tree_leaves(call.fn(*args, **kwargs))
+    if not grad:
+        return results
+    roots = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
+    wanted = [t for t in tensors if t.requires_grad]
+    if not roots:
+        raise NotImplementedError("nothing that it returns requires grad")
+    return [*torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)]
+
+
+def together(calls: Sequence[Call]) -> Callable[..., Any]:
+    """One function that makes all calls. Two kernels of its own make a region of whatever stands beside them."""
+    space: dict[str, Any] = {"torch": torch}
+    lines, count = [], 0
+    for index, call in enumerate(calls):
+        names = [f"t{count + i}" for i in range(len(call.draws[0]))]
+        count += len(names)
+        args, kwargs = call.arguments(map(_Name, names))
+        space[f"f{index}"] = call.fn
+        words = [_literal(a, space) for a in args] + [f"{k}={_literal(v, space)}" for k, v in kwargs.items()]
+        lines.append(f"        f{index}({', '.join(words)}),\n")
+    head = ", ".join(["keep_alive", *(f"t{i}" for i in range(count))])
+    source = f"def calls({head}):\n    return (\n{''.join(lines)}        torch.sin(torch.cos(keep_alive)),\n    )\n"
+    exec(compile(source, "<sweep>", "exec"), space)
+    made: Callable[..., Any] = space["calls"]
+    return made
+
+
+class _Name(str):
+    """A variable in the text of `together`."""
+
+
+def _literal(value: Any, space: dict[str, Any]) -> str:
+    if isinstance(value, _Name):
+        return value
+    if type(value) in (bool, int, str, type(None)) or (type(value) is float and abs(value) < float("inf")):
+        return repr(value)
+    if type(value) is torch.dtype:
+        return str(value)
+    if type(value) in (tuple, list):
+        inside = "".join(f"{_literal(v, space)}, " for v in value)
+        return f"({inside})" if type(value) is tuple else f"[{inside}]"
+    if type(value) is dict:
+        return "{" + "".join(f"{_literal(k, space)}: {_literal(v, space)}, " for k, v in value.items()) + "}"
+    if type(value) is slice:
+        return f"slice({', '.join(_literal(v, space) for v in (value.start, value.stop, value.step))})"
+    name = f"c{len(space)}"
+    space[name] = value
+    return name
+
+
+def _run(compiled: Any, calls: Sequence[Call], keep_alive: torch.Tensor, draw: int, grad: bool) -> list[list[Any]]:
+    """Of each call: its results, its arguments afterwards, and the gradients."""
+    given = [twins(call.draws[draw]) for call in calls]
+    torch.manual_seed(draw)
+    results = compiled(keep_alive + draw, *(t for tensors in given for t in tensors))
+    results = results[: len(calls)]
+    if not grad:
+        return [[*tree_leaves(r), *tensors] for r, tensors in zip(results, given)]
+    roots = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor) and t.requires_grad]
+    wanted = [t for tensors in given for t in tensors if t.requires_grad]
+    if not roots or not wanted:
+        raise NotImplementedError("nothing that it returns requires grad")
+    torch.manual_seed(DRAWS + draw)
+    cotangents = [torch.randn(t.shape, dtype=t.dtype, device=t.device) for t in roots]
+    found = iter(torch.autograd.grad(roots, wanted, cotangents, allow_unused=True))
+    gradients = [[next(found) for t in tensors if t.requires_grad] for tensors in given]
+    return [[*map(_detached, tree_leaves(r)), *g] for r, g in zip(results, gradients)]
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+def _same(expected: Any, found: Any, defined: bool, close: bool = False) -> bool:
+    """Laid out alike, and equal in every bit, or `close`."""
+    if isinstance(expected, list):
+        return len(expected) == len(found) and all(_same(a, b, defined, close) for a, b in zip(expected, found))
+    if not isinstance(expected, torch.Tensor):
+        return type(expected) is type(found) and (expected == found or expected != expected)
+    if not isinstance(found, torch.Tensor) or (expected.dtype, expected.shape) != (found.dtype, found.shape):
+        return False
+    if expected.layout != torch.strided or found.layout != torch.strided:
+        return expected.layout == found.layout and _close(expected.to_dense(), found.to_dense())
+    if expected.stride() != found.stride():
+        return False
+    return not defined or (_close(expected, found) if close else _equal_bits(expected, found))
+
+
+def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    # A copy, as one element counts as contiguous whatever its stride is, but cannot be viewed as bytes then.
+    a, b = (t.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg() for t in (a, b))
+    return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+
+
+def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    try:
+        torch.testing.assert_close(a, b, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
+
+
+def _look_at(program: Program, trial: Trial) -> None:
+    """Which symbols were replayed, which were not, and what went wrong."""
+    ops, verdicts = program.ops.ops, program.plan.verdicts
+    mine = _anchored(ops)
+    replayed = trial.captured.setdefault(program.kind, Counter())
+    inside: set[int] = set()
+    for region in program.regions:
+        if region.failure is not None:
+            trial.failure = trial.failure or (_blamed(region.failure, ops, region.region.ops), region.failure)
+        elif not program.calls:  # a backward that nothing needs: the forward returned its argument
+            continue
+        elif region.stats.replays < DRAWS - 1:
+            trial.unfit = "; ".join(program.fallbacks) or f"{program.calls} calls of {DRAWS}"
+        else:
+            inside.update(region.region.ops)
+    for op in ops:
+        if op.index in mine:
+            continue
+        if op.index in inside:
+            replayed.update(_keys(op))
+        elif not verdicts[op.index].capture and verdicts[op.index].reason not in _FRAME:
+            why = verdicts[op.index]
+            trial.eager.setdefault(_key(op), f"{why.reason.name}: {why.detail}")
+
+
+def _anchored(ops: Sequence[Op]) -> set[int]:
+    """The ops of `together`'s own kernels."""
+    names, found = {"keep_alive"}, set()
+    for op in ops:
+        if not op.bookkeeping and not names.isdisjoint(op.inputs):
+            names.update(op.outputs)
+            found.add(op.index)
+    return found
+
+
+def _keys(op: Op) -> Iterable[Key]:
+    """The symbol; of a fusion, those inside of it as well; of one without a row, those that it consists of."""
+    key = _key(op)
+    consists = bool(op.subs) and not op.is_fusion and key not in rules.ALLOW and key not in rules.DENY
+    if not consists:
+        yield key
+    if consists or op.is_fusion:
+        for sub in op.subs:
+            yield from _keys(sub)
+
+
+def _key(op: Op) -> Key:
+    executor, id_ = rules.find(op.executor, op.id)
+    return executor, id_ if id_ is not None else "fusion"
+
+
+def _blamed(failure: str, ops: Sequence[Op], indices: Sequence[int]) -> Key | None:
+    for index in indices:
+        if failure.startswith(f"{ops[index].name} at "):
+            return _key(ops[index])
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+__all__ = ["NotTraced", "Trial", "attempt", "capture_alone", "verdict"]

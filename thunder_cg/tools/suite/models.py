@@ -1,0 +1,236 @@
+"""The models: configurations of other people's packages, with random weights, in a real size and a tiny one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thunder_cg.tools.bench.models import optional
+
+LEARNING_RATE = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The arguments of one call, and what it is to learn where the model does not return its loss by itself."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] | None = None
+    labels: Tensor | None = None
+
+    def call(self, model: Callable[..., Any]) -> Any:
+        return model(*self.args, **(self.kwargs or {}))
+
+    def loss(self, output: Any) -> Tensor:
+        """That of the model if it returns one, else the mean cross-entropy of its logits (batch, classes, ...)."""
+        if self.labels is None:
+            loss: Tensor = output.loss
+            return loss
+        logits = output["out"] if isinstance(output, Mapping) else output
+        classes = logits.shape[1]
+        return F.cross_entropy(logits.float().movedim(1, -1).reshape(-1, classes), self.labels.flatten())
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A model of the zoo.
+
+    Attributes:
+        package: where its code is from.
+        make: the model in training mode, from `tiny`: small enough for a CPU, or as it is published.
+        batch: random inputs for it, on the CPU, from `tiny` and `trains`; the shapes are always the same.
+    """
+
+    name: str
+    package: str
+    make: Callable[[bool], nn.Module]
+    batch: Callable[[bool, bool], Batch]
+
+
+# ------------------------------------------------------------------------------------------------ transformers
+
+
+def _language(name: str, model: str, config: str, tiny: dict[str, Any], real: dict[str, Any]) -> Entry:
+    """A model of tokens; `tiny` goes over `real`, and every model gets the same small vocabulary when it is tiny."""
+
+    def settings(small: bool) -> dict[str, Any]:
+        return {**real, **_TINY, **tiny} if small else real
+
+    def make(small: bool) -> nn.Module:
+        transformers = optional("transformers")
+        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings(small)))
+        return made.train()
+
+    def batch(small: bool, trains: bool) -> Batch:
+        rows, length, vocabulary = (2, 16, _TINY["vocab_size"]) if small else (4 if trains else 1, 128, _VOCABULARY)
+        tokens = torch.randint(3, vocabulary, (rows, length))
+        kwargs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+        if trains:
+            kwargs["labels"] = torch.randint(3, vocabulary, (rows, length))
+        elif config == "T5Config":
+            kwargs["decoder_input_ids"] = torch.randint(3, vocabulary, (rows, length))
+        return Batch(kwargs=kwargs)
+
+    return Entry(name, "transformers", make, batch)
+
+
+_VOCABULARY = 30_000  # the smallest of the published ones, so that any model knows all tokens
+_TINY = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+_GROUPED = {**_NARROW, "num_key_value_heads": 2, "head_dim": 8}
+
+
+def _hugging_face_vit(tiny: bool) -> nn.Module:
+    transformers = optional("transformers")
+    small = {**_NARROW, "image_size": 32, "patch_size": 8} if tiny else {}
+    config = transformers.ViTConfig(
+        **small,
+        num_labels=10 if tiny else 1000,
+        hidden_dropout_prob=0.1,
+        attention_probs_dropout_prob=0.1,
+        problem_type="single_label_classification",
+    )
+    made: nn.Module = transformers.ViTForImageClassification(config)
+    return made.train()
+
+
+def _hugging_face_images(tiny: bool, trains: bool) -> Batch:
+    plain = _images(tiny, trains)
+    kwargs = {"pixel_values": plain.args[0]}
+    return Batch(kwargs={**kwargs, "labels": plain.labels} if trains else kwargs)
+
+
+# ------------------------------------------------------------------------------------------- torchvision, timm
+
+
+def _images(tiny: bool, trains: bool) -> Batch:
+    rows, size, classes = (2, 32, 10) if tiny else (16 if trains else 1, 224, 1000)
+    return Batch((torch.randn(rows, 3, size, size),), labels=torch.randint(classes, (rows,)))
+
+
+def _segments(tiny: bool, trains: bool) -> Batch:
+    """A class for each pixel."""
+    rows, size = (2, 32) if tiny else (4 if trains else 1, 224)
+    return Batch((torch.randn(rows, 3, size, size),), labels=torch.randint(10, (rows, size, size)))
+
+
+def _resnet(tiny: bool) -> nn.Module:
+    models = optional("torchvision.models")
+    made: nn.Module = _small_resnet() if tiny else models.resnet50(weights=None)
+    return made.train()
+
+
+def _small_resnet(**settings: Any) -> nn.Module:
+    """The blocks of a ResNet-50, one of each kind."""
+    resnet = optional("torchvision.models.resnet")
+    made: nn.Module = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=10, width_per_group=16, **settings)
+    return made
+
+
+def _torchvision_vit(tiny: bool) -> nn.Module:
+    models = optional("torchvision.models")
+    drops = {"dropout": 0.1, "attention_dropout": 0.1}
+    made: nn.Module = (
+        models.VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=10, **drops)
+        if tiny
+        else models.vit_b_16(weights=None, **drops)
+    )
+    return made.train()
+
+
+def _fcn(tiny: bool) -> nn.Module:
+    segmentation = optional("torchvision.models.segmentation")
+    made: nn.Module = (
+        segmentation.fcn._fcn_resnet(_small_resnet(replace_stride_with_dilation=[False, True, True]), 10, None)
+        if tiny
+        else segmentation.fcn_resnet50(weights=None, weights_backbone=None, num_classes=10)
+    )
+    return made.train()
+
+
+def _timm(name: str, model: str, tiny: str, **settings: Any) -> Entry:
+    """`tiny` is the model of the same kind that timm has for tests."""
+
+    def make(small: bool) -> nn.Module:
+        more = {"num_classes": 10} if small else {}
+        made: nn.Module = optional("timm").create_model(tiny if small else model, pretrained=False, **settings, **more)
+        return made.train()
+
+    return Entry(name, "timm", make, _images)
+
+
+_ENTRIES = (
+    _language(
+        "Llama 3.2 1B, 12 layers",
+        "LlamaForCausalLM",
+        "LlamaConfig",
+        _GROUPED,
+        {
+            "vocab_size": 128_256,
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+            "use_cache": False,
+        },
+    ),
+    _language(
+        "Qwen3 0.6B",
+        "Qwen3ForCausalLM",
+        "Qwen3Config",
+        _GROUPED,
+        {
+            "vocab_size": 151_936,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "tie_word_embeddings": True,
+            "use_cache": False,
+        },
+    ),
+    _language(
+        "GPT-2", "GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, {"use_cache": False}
+    ),
+    _language("BERT base", "BertForMaskedLM", "BertConfig", _NARROW, {}),
+    _language(
+        "T5 small",
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
+        # Through thunderfx, the fused attention of a GPU refuses the strides of T5's bias, without graphs too.
+        {"use_cache": False, "decoder_start_token_id": 0, "attn_implementation": "eager"},
+    ),
+    Entry("ViT B/16, Hugging Face", "transformers", _hugging_face_vit, _hugging_face_images),
+    _language(
+        "OLMoE 1B-7B, 2 layers",
+        "OlmoeForCausalLM",
+        "OlmoeConfig",
+        {**_NARROW, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2},
+        {"num_hidden_layers": 2, "use_cache": False},
+    ),
+    _language(
+        "Mixtral 8x7B, 1 layer",
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        {**_GROUPED, "num_local_experts": 4},
+        {"num_hidden_layers": 1, "use_cache": False},
+    ),
+    Entry("ResNet-50", "torchvision", _resnet, _images),
+    Entry("ViT B/16, torchvision", "torchvision", _torchvision_vit, _images),
+    Entry("FCN, ResNet-50", "torchvision", _fcn, _segments),
+    _timm("ConvNeXt tiny", "convnext_tiny", "test_convnext", drop_path_rate=0.1),
+    _timm("EfficientNet B0", "efficientnet_b0", "test_efficientnet", drop_rate=0.2, drop_path_rate=0.2),
+)
+
+MODELS: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+"""By name, in the order of the table."""

@@ -1,0 +1,132 @@
+"""Rows as text: one line for each as it comes, and the Markdown table of all."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from thunder_cg.tools.suite.row import BREAK, EAGER, FORWARD, INDUCTOR, NOT_REPLAYED, TRAINING, Outside, Row
+
+BEGIN, END = "<!-- zoo -->", "<!-- /zoo -->"
+
+_HEADER = ("model", "forward", "same bits", "training", "same bits", "not in a graph, and why")
+_SAID = {
+    EAGER: "eager",
+    INDUCTOR: "thunderfx leaves to Inductor",
+    BREAK: "Dynamo breaks the graph",
+    NOT_REPLAYED: "did not replay",
+}
+
+
+def line(row: Row) -> str:
+    """What came of one row, in a line."""
+    if row.failure:
+        return f"{row.model}, {row.mode}: {row.failure}"
+    times = f"; {row.thunder_us:,.0f} -> {row.captured_us:,.0f} us" if row.captured_us else ""
+    outside = f"; not in a graph: {_outside([row])}" if row.outside else ""
+    return f"{row.model}, {row.mode}, {row.path}: {_captured(row)}{times}; same bits: {row.agrees}{outside}"
+
+
+def markdown(rows: Sequence[Row], environment: Mapping[str, str]) -> str:
+    """The table, and what it was measured on. Two dashes stand for what was not tried."""
+    by_model: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_model.setdefault(row.model, {})[row.mode] = row
+    lines = [_line(_HEADER), _line(("---",) * len(_HEADER))]
+    for model, modes in by_model.items():
+        forward, training = modes.get(FORWARD), modes.get(TRAINING)
+        mine = [row for row in (forward, training) if row is not None]
+        cells = (_name(model, mine), *_cells(forward), *_cells(training), _outside(mine))
+        lines.append(_line(cells))
+    return "\n".join([*lines, "", *_caption(environment, [row for row in rows if not row.failure])])
+
+
+def rewrite(text: str, table: str) -> str:
+    """The Markdown text with the table between its two marks.
+
+    Raises:
+        ValueError: it has no such marks.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"it has no lines {BEGIN} and {END}; put them where the table is to be")
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def write_table(path: Path, rows: Sequence[Row], environment: Mapping[str, str]) -> None:
+    """Puts the table into a Markdown file. ValueError if that has no place for it."""
+    try:
+        text = rewrite(path.read_text(encoding="utf-8"), markdown(rows, environment))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    path.write_text(text, encoding="utf-8")
+
+
+def _name(model: str, rows: Iterable[Row]) -> str:
+    paths = [*dict.fromkeys(row.path for row in rows if row.path)]
+    return f"{model} ({', '.join(path.removeprefix('thunder.') for path in paths)})" if paths else model
+
+
+def _cells(row: Row | None) -> tuple[str, str]:
+    if row is None:
+        return "--", "--"
+    if row.failure:
+        return "fails", "--"
+    times = f", {row.thunder_us / 1e3:,.2f} → **{row.captured_us / 1e3:,.2f}** ms" if row.captured_us else ""
+    return _captured(row) + times, row.agrees.partition(":")[0]
+
+
+def _captured(row: Row) -> str:
+    regions = f"{row.regions} region" + ("" if row.regions == 1 else "s")
+    return f"{row.captured:,} of {row.ops:,} ops, {regions}"
+
+
+def _outside(rows: Sequence[Row]) -> str:
+    """Of a model's rows together; what both have is said once, with the larger number."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        merged: Counter[tuple[str, str, str]] = Counter()
+        for part in row.outside:
+            merged[part.kind, _short(part), _why(part)] += part.count
+        counts |= {key: max(count, counts.get(key, 0)) for key, count in merged.items()}
+    said: dict[tuple[str, str], list[str]] = {}
+    for (kind, what, why), count in counts.items():
+        said.setdefault((kind, why), []).append(f"{what} ×{count}" if count > 1 else what)
+    parts = [f"{_SAID[kind]}{f' ({why})' if why else ''}: {', '.join(names)}" for (kind, why), names in said.items()]
+    failed: dict[str, list[str]] = {}
+    for row in rows:
+        if row.failure:
+            failed.setdefault(re.sub(" at 0x[0-9a-f]+", "", row.failure), []).append(row.mode)
+    failures = [f"{' and '.join(modes)} fail{'s' * (len(modes) == 1)}: {text}" for text, modes in failed.items()]
+    different = [f"{row.mode}: {row.agrees}" for row in rows if not row.agrees.startswith("yes") and row.agrees]
+    return "; ".join([*parts, *failures, *different]).replace("|", "/").replace("\n", " ")
+
+
+def _short(part: Outside) -> str:
+    """Without the modules that an operator is in."""
+    return f"`{part.what.rsplit('.', 1)[-1]}`" if part.kind in (EAGER, INDUCTOR) else part.what
+
+
+def _why(part: Outside) -> str:
+    """Why, where the kind does not say it already."""
+    return part.why if part.kind in (EAGER, NOT_REPLAYED) else ""
+
+
+def _caption(environment: Mapping[str, str], rows: Sequence[Row]) -> Iterator[str]:
+    versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name not in _ENVIRONMENT)
+    driver = f", driver {environment['driver']}" if environment.get("driver") else ""
+    timed = [row for row in rows if row.captured_us]
+    sizes = "bfloat16, real sizes" if timed else "tiny sizes; the `tape` backend, whose times say nothing"
+    ran = [row for row in rows if not row.failure]
+    rest = " What has no times here was compared, and not timed." if 0 < len(timed) < len(ran) else ""
+    yield f"{environment.get('device', '?')}{driver}, {versions}, {environment.get('date', '?')}; {sizes}.{rest}"
+
+
+_ENVIRONMENT = ("device", "driver", "backend", "date")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
