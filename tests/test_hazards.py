@@ -1635,7 +1635,7 @@ class Output:
 
 
 def test_outputs_in_reference_cycles(twins, device, no_collections):
-    """All arenas look held. The garbage collector finds that they are not; calls replay, and the report says it once."""
+    """All arenas look held until the garbage collector runs. Then calls replay, and the report says why, once."""
     plain, graphed = twins(MLP(), max_arenas=2)
     for _ in range(20):
         x = torch.randn(4, 8, device=device)
