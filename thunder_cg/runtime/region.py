@@ -82,12 +82,9 @@ class RuntimeRegion:
         self.region = region
         self.io = io
         self.device = torch.device(region.device)
-        self.slots = tuple(
-            Slot(exit.name, leaves)
-            for exit in io.outputs_
-            for leaves in (False, True)
-            if (exit.leaves if leaves else exit.inside)
-        )
+        self.names = tuple(given.name for given in io.inputs)
+        self.written = frozenset(i for i, given in enumerate(io.inputs) if given.written)
+        self.slots = tuple(Slot(output.name, output.copied_out) for output in io.outputs)
         self.stats = Stats()
         self.failure: str | None = None  # of its last capture
         self.tries = _MAX_TRIES  # how many captures may still fail; none: it runs eagerly from then on
@@ -102,11 +99,7 @@ class RuntimeRegion:
     @property
     def is_always_verified(self) -> bool:
         """Whether a recording counts only once it has been verified; see Note [Numbers of a graph]."""
-        return bool(self.io.numbers)
-
-    @property
-    def written(self) -> frozenset[int]:
-        return frozenset(i for i, name in enumerate(self.io.inputs) if name in self.io.written)
+        return bool(self.io.scalars)
 
     def join(self, program: Program, index: int) -> None:
         """Makes it region ``index`` of the program."""
@@ -176,7 +169,7 @@ class RuntimeRegion:
         self.stats.eager_runs += 1
         owners = list(args)
         for i in self._inside(call, args):
-            owners[i] = call.owned[self.io.inputs[i]]
+            owners[i] = call.owned[self.names[i]]
         results = list(self.function(owners))
         for i in self.twice:  # what leaves becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
@@ -222,7 +215,7 @@ class RuntimeRegion:
             began = True
             return self.function(inputs, leave)
 
-        may_rerun = not self.io.written and self.io.alive.issuperset(call.owned)
+        may_rerun = not self.written and self.io.alive.issuperset(call.owned)
         while True:
             try:
                 pool = call.arena.pool(self.device)
@@ -244,7 +237,7 @@ class RuntimeRegion:
         outputs = Outputs(produced, sources, [slot.leaves for slot in self.slots], self.device, pool.alias)
         results: list[Any] = [None] * len(produced)
         alive = self.io.alive  # the memory of other arguments in the arena may be a result's by now
-        kept = [arg for i, (n, arg) in enumerate(zip(self.io.inputs, args)) if i not in inside or n in alive]
+        kept = [arg for i, (n, arg) in enumerate(zip(self.names, args)) if i not in inside or n in alive]
         handed_out = outputs.deliver_owned(results, args, set(map(_memory, kept)))
         for i, departed in gone.items():
             results[i] = departed.tensor
@@ -261,7 +254,7 @@ class RuntimeRegion:
 
     def _inside(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
         """The arguments that are in the arena."""
-        return frozenset(i for i, name in enumerate(self.io.inputs) if call.owns(name, args[i]))
+        return frozenset(i for i, name in enumerate(self.names) if call.owns(name, args[i]))
 
     def _take(self, call: Call, args: Sequence[Any], inside: frozenset[int]) -> list[Any]:
         """The region's arguments, each the only owner of its memory if nothing after the region needs it.
@@ -269,7 +262,7 @@ class RuntimeRegion:
         Warm-ups and captures see plain tensors where calls have parameters: a fusion that torch.compile guards by the
         type of its inputs would otherwise be compiled again in the middle of a capture.
         """
-        names, alive = self.io.inputs, self.io.alive
+        names, alive = self.names, self.io.alive
         taken = plain(args, self.written)
         for i in inside:
             taken[i] = call.owned[names[i]]
@@ -315,7 +308,7 @@ class RuntimeRegion:
         recording = call.recording
         assert call.arena is not None and recording is not None and call.part is not None
         pool = call.arena.pool(self.device)
-        names = self.io.inputs
+        names = self.names
         given, args = args, args[: len(names)]
         verifies = call.verifies or self.is_always_verified
         inside = self._inside(call, args)
@@ -351,7 +344,7 @@ class RuntimeRegion:
             return entry.outputs.sources()
 
         try:
-            numbers = sentinels(len(self.io.numbers))
+            numbers = sentinels(len(self.io.scalars))
             captured += numbers
             entry.graph, _ = pool.capture(self.function, [captured], entry.targets, leaving, numbers)
         finally:
@@ -382,7 +375,7 @@ class RuntimeRegion:
         apart = inside | self.written
         read = [i for i, arg in enumerate(args) if arg is not None and i not in apart]
         for i in sorted(read, key=lambda i: i not in static):  # what is static comes first
-            key = id(args[i]), self.io.inputs[i] in self.program.position  # which guard
+            key = id(args[i]), self.names[i] in self.program.position  # which guard
             if (other := first.setdefault(key, i)) != i and i not in static:
                 found[i] = other
         return found
@@ -428,11 +421,10 @@ class RuntimeRegion:
 
 def _sources(region: RuntimeRegion, taken: Sequence[Any], inside: frozenset[int]) -> list[Source]:
     """The arguments outside of the arena that results may be views of."""
-    names, shared = region.io.inputs, region.io.shared
     return [
         Source.of(i, tensor)
         for i, tensor in enumerate(taken)
-        if isinstance(tensor, torch.Tensor) and names[i] in shared and i not in inside
+        if isinstance(tensor, torch.Tensor) and region.io.inputs[i].aliased and i not in inside
     ]
 
 

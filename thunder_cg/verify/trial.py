@@ -37,7 +37,7 @@ import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thunder_cg.analysis.aliasing import alias_sets, has_effect, is_opaque, writes
+from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Graph, Pool, copy_all, sentinels
 from thunder_cg.runtime.cuda.copy_nodes import span
@@ -142,7 +142,7 @@ class _ValueHashes:
         targets = [load.target for load in loads]
         if region.program.backend.runs_captures:
             copy_all(targets, [load.source(args) for load in loads])
-        numbers = sentinels(len(region.io.numbers))
+        numbers = sentinels(len(region.io.scalars))
         captured += numbers
         graph, taken = pool.capture(region.watched, [captured], targets, sentinels=numbers)
         return cls(graph, tuple(loads), tuple(map(pool.alias, taken)))
@@ -163,8 +163,8 @@ def verified(
     region: RuntimeRegion, graph: RegionGraph, check: Check, args: Sequence[Any], ops: Ops, backend: Backend
 ) -> Outcome:
     """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
-    mine = [ops.ops[i] for i in region.region.ops]
-    generators = [_generator(region.device)] if any(map(has_effect, mine)) else []
+    has_effect = not region.program.aliasing.effects.isdisjoint(region.region.ops)
+    generators = [_generator(region.device)] if has_effect else []
     with _turns.setdefault(region.device, threading.RLock()) if generators else nullcontext():
         try:
             trial = _Trial(region, graph, check, args, generators)
@@ -208,7 +208,8 @@ def _tried(trial: _Trial, ops: Ops, backend: Backend) -> Outcome:
     differing = trial.differing(eager, replayed)
     if not differing:
         return Outcome(replayed.results)
-    may_draw_on_host = region.device.type != "cpu" and any(is_opaque(ops.ops[i]) for i in region.region.ops)
+    is_opaque = not region.program.aliasing.opaque.isdisjoint(region.region.ops)
+    may_draw_on_host = region.device.type != "cpu" and is_opaque
     try:
         # What an operator that nobody knows draws there, the first run has drawn.
         with torch.random.fork_rng(devices=[], enabled=may_draw_on_host):
@@ -303,7 +304,7 @@ class _Trial:
         self._region, self._graph, self._check, self._args = region, graph, check, args
         self._written = [i for i in sorted(region.written) if args[i] is not None]
         written = {address(args[i]) for i in self._written}
-        names, alive = region.io.inputs, region.io.alive
+        names, alive = region.names, region.io.alive
         reused = {address(args[i]) for i in check.inside if names[i] not in alive}
         storages = {address(t): t.untyped_storage() for t in args if isinstance(t, torch.Tensor)}
         self._images = {at: (storages[at], storages[at].clone()) for at in (written | reused) - {0}}
@@ -358,7 +359,7 @@ class _Trial:
 
     def _sources(self, results: Sequence[Any], args: Sequence[Any]) -> list[str | None]:
         """The inputs that results share memory with, but for those in the arena, whose memory has other uses."""
-        names = [(i, name) for i, name in enumerate(self._region.io.inputs) if i not in self._check.inside]
+        names = [(i, name) for i, name in enumerate(self._region.names) if i not in self._check.inside]
         found = {address_if_any(args[i]): name for i, name in reversed(names)}
         return [found.get(at) if (at := address_if_any(result)) else None for result in results]
 
@@ -432,7 +433,7 @@ class _Trial:
     def written_without_saying(self) -> str | None:
         """The name of an input that the ops have changed although it is not among those they write."""
         changed = [i for i, old, new in zip(self._others, self._prints, self._fingerprints()) if old != new]
-        return self._region.io.inputs[changed[0]] if changed else None
+        return self._region.names[changed[0]] if changed else None
 
     def _fingerprints(self) -> list[int]:
         if not self._others:
@@ -487,7 +488,7 @@ class _Trial:
         """The name of a result or input; none for a generator."""
         if at.kind == "generator":
             return ""
-        return self._region.slots[at.index].name if at.kind == "result" else self._region.io.inputs[at.index]
+        return self._region.slots[at.index].name if at.kind == "result" else self._region.names[at.index]
 
     def name(self, at: _Place) -> str:
         """What to call it in a message."""
@@ -558,7 +559,7 @@ def _first_op(trial: _Trial, wrong: Sequence[_Place], ops: Ops, backend: Backend
     """The first op whose value differs, of those that what is wrong depends on."""
     mine = [ops.ops[i] for i in trial.region.region.ops]
     results = {trial.slot(at) for at in wrong} if all(at.kind == "result" for at in wrong) else None
-    relevant = _ancestors(mine, results, alias_sets(ops)) if results else {op.index for op in mine}
+    relevant = _ancestors(mine, results, trial.region.program.aliasing) if results else {op.index for op in mine}
     once, again, filled = list(trial.prints()), list(trial.prints()), trial.filled_prints(backend)
     unlike = [
         k for k, (eager, graph) in enumerate(once) if mine[k].index in relevant and _differ(eager, graph, filled[k])
@@ -578,15 +579,14 @@ def _differ(one: _Hashes, other: _Hashes, filled: _Hashes | None = None) -> bool
     return any(a != b for a, b in pairs if _NOT_TAKEN not in (a, b))
 
 
-def _ancestors(mine: Sequence[Op], names: set[str], roots: Mapping[str, str]) -> set[int]:
-    """The ops that these values depend on, be it through memory that they share."""
+def _ancestors(mine: Sequence[Op], names: set[str], aliasing: Aliasing) -> set[int]:
+    """The ops that these values depend on, also through memory that they share."""
     found = set()
-    needed = {roots[name] for name in names if name in roots}
+    needed = aliasing.sets_of(names)
     for op in reversed(mine):
-        made = {roots[name] for name in op.outputs if name in roots} | writes(op, roots)
-        if not needed.isdisjoint(made):
+        if not needed.isdisjoint(aliasing.sets_of(op.outputs) | aliasing.writes[op.index]):
             found.add(op.index)
-            needed |= {roots[name] for name in op.inputs if name in roots}
+            needed |= aliasing.sets_of(op.inputs)
     return found
 
 
