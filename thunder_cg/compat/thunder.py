@@ -1,0 +1,177 @@
+"""Names of Thunder's internals. Checked with lightning-thunder 0.2.6.
+
+The rest of the package imports Thunder's types and passes from here. What Thunder keeps in underscored attributes is
+read by the functions below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from thunder import CacheEntry
+from thunder.core import dtypes, prims
+from thunder.core.baseutils import build_callable
+from thunder.core.codeutils import module_shortname
+from thunder.core.compile_data import get_compile_data
+from thunder.core.module import ThunderModule
+from thunder.core.options import CACHE_OPTIONS
+from thunder.core.prims import OpTags, PrimIDs
+from thunder.core.proxies import (
+    AnyProxy,
+    CollectionProxy,
+    DictProxy,
+    FutureTensorProxy,
+    ListProxy,
+    NumberProxy,
+    Proxy,
+    ProxyTag,
+    TensorProxy,
+    TupleProxy,
+)
+from thunder.core.pytree import tree_flatten, tree_flatten_with_dataclass, tree_map
+from thunder.core.recipe import Plugin, PluginPolicy
+from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, from_trace, tracectx
+from thunder.core.transform_common import Transform
+from thunder.executors.passes import del_last_used
+from thunder.executors.torch_autograd import connect_to_autograd
+from thunder.executors.torchex import no_autocast
+from thunder.extend import FusionExecutor, register_executor
+from thunder.plugins import register_plugin
+
+__all__ = [
+    "CACHE_OPTIONS",
+    "AnyProxy",
+    "BoundSymbol",
+    "CacheEntry",
+    "CollectionProxy",
+    "DictProxy",
+    "FusionExecutor",
+    "FutureTensorProxy",
+    "ListProxy",
+    "NumberProxy",
+    "OpTags",
+    "Plugin",
+    "PluginPolicy",
+    "PrimIDs",
+    "Proxy",
+    "ProxyTag",
+    "Symbol",
+    "TensorProxy",
+    "ThunderModule",
+    "TraceCtx",
+    "TraceProvenance",
+    "TraceTag",
+    "Transform",
+    "TupleProxy",
+    "bound_functions",
+    "build_callable",
+    "compile_data",
+    "compile_stats",
+    "connect_to_autograd",
+    "current_trace",
+    "del_last_used",
+    "dispatch_of",
+    "dtypes",
+    "from_trace",
+    "get_compile_data",
+    "module_buffers",
+    "module_cache",
+    "module_parameters",
+    "module_shortname",
+    "no_autocast",
+    "original_module",
+    "prims",
+    "proxy_shape",
+    "rebind",
+    "register_executor",
+    "register_plugin",
+    "set_dispatch",
+    "tracectx",
+    "tree_flatten",
+    "tree_flatten_with_dataclass",
+    "tree_map",
+]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Traces
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def current_trace() -> TraceCtx | None:
+    """The trace that is being made on this thread, if any."""
+    return _tracectx.get(None)
+
+
+def proxy_shape(proxy: TensorProxy | FutureTensorProxy) -> tuple[Any, ...]:
+    """The sizes of a tensor proxy: ints, or number proxies where they are known only at run time.
+
+    ``proxy.shape`` would add a symbol to the trace that is being made.
+    """
+    shape: tuple[Any, ...] = proxy._shape
+    return shape
+
+
+def bound_functions(symbol: BoundSymbol) -> dict[str, Callable[..., Any]]:
+    """The functions that a bound symbol calls, by the names under which the trace's source has them."""
+    functions: dict[str, Callable[..., Any]] = symbol._call_ctx or {}
+    return functions
+
+
+def rebind(symbol: BoundSymbol, functions: dict[str, Callable[..., Any]]) -> BoundSymbol:
+    """A copy of the symbol that calls these functions."""
+    copy = symbol.from_bsym()
+    copy._call_ctx = functions
+    return copy
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Compiled modules
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def original_module(module: ThunderModule) -> torch.nn.Module:
+    """The module that was given to ``thunder.jit``."""
+    model: torch.nn.Module = module._model
+    return model
+
+
+def module_parameters(module: ThunderModule) -> MutableMapping[str, torch.nn.Parameter]:
+    """The dictionary in which a compiled module looks parameters up."""
+    found: MutableMapping[str, torch.nn.Parameter] = module._overrides_parameters
+    return found
+
+
+def module_buffers(module: ThunderModule) -> MutableMapping[str, torch.Tensor]:
+    """The dictionary in which a compiled module looks buffers up."""
+    found: MutableMapping[str, torch.Tensor] = module._overrides_buffers
+    return found
+
+
+def module_cache(module: ThunderModule) -> MutableMapping[str, torch.nn.Module]:
+    """The submodules that a compiled module has looked up, by name."""
+    found: MutableMapping[str, torch.nn.Module] = module._module_cache
+    return found
+
+
+def compile_stats(module: ThunderModule) -> Any:
+    """Counts and cache entries of a compiled module: ``calls``, ``cache_hits``, ``interpreter_cache``, ``last_*``."""
+    return module._lc_cs
+
+
+def compile_data(module: ThunderModule) -> Any:
+    """The options that a module was compiled with: ``cache_option``, ``compile_options``."""
+    return module._lc_cd
+
+
+def dispatch_of(module: ThunderModule) -> Callable[..., Any]:
+    """The function that a compiled module calls in its forward: Thunder's dispatch, or what was put in its place."""
+    forward: Callable[..., Any] = module._forward_fn
+    return forward
+
+
+def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
+    """Puts another function in the place of the one that a compiled module calls."""
+    module._forward_fn = forward

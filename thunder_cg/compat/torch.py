@@ -1,0 +1,287 @@
+"""Private names of PyTorch. Checked with torch 2.9, 2.10 and 2.11.
+
+Functions that a steady call uses are PyTorch's own objects under another name: a wrapper would cost host time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch._C._dynamo import guards as _guards
+from torch._C._dynamo.guards import TensorGuards
+from torch._dynamo.guards import GuardManagerType
+from torch.autograd import forward_ad
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+__all__ = [
+    "TensorGuards",
+    "TorchDispatchMode",
+    "addresses_equal",
+    "any_autocast_enabled",
+    "autograd_base",
+    "autograd_is_active",
+    "backward_keeps_graph",
+    "composite_sees_views",
+    "copy_all_",
+    "default_device_is_set",
+    "deterministic_fill",
+    "dictionary_guard",
+    "disable_dispatch_modes",
+    "dispatch_mode_count",
+    "empty_strided",
+    "engine_will_execute",
+    "forward_ad_level",
+    "function_mode_count",
+    "functorch_is_active",
+    "has_accumulate_hooks",
+    "has_storage",
+    "is_mutable",
+    "is_traced",
+    "is_view",
+    "is_zero_tensor",
+    "kernel_settings",
+    "may_overlap_itself",
+    "neg_view",
+    "only_device_modes",
+    "preserve_version_counter",
+    "saved_tensors_hooks",
+    "tensor_guards",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "version",
+]
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tensors
+# ----------------------------------------------------------------------------------------------------------------------
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+"""Whether the tensor is zeros without memory, as the derivative of ``torch.sgn`` is."""
+
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._neg_view
+"""A view that is negated only when it is read. Its inverse is itself."""
+
+is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
+"""Whether autograd knows the tensor for a view of another one."""
+
+has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
+"""Whether the tensor has one storage: sparse and MKL-DNN tensors have none."""
+
+
+def autograd_base(tensor: Any) -> torch.Tensor | None:
+    """The tensor that autograd knows this one for a view of; None if it is no view."""
+    base: torch.Tensor | None = tensor._base
+    return base
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor's memory was written in place. RuntimeError for an inference tensor."""
+    return tensor._version
+
+
+def may_overlap_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory. True also where PyTorch cannot tell."""
+    return bool(torch._debug_has_internal_overlap(tensor) != 0)
+
+
+def empty_strided(device_type: str) -> Callable[..., torch.Tensor]:
+    """`torch.empty_strided` on the current device of that type, without the dispatch that takes half of its time."""
+    empty: Callable[..., torch.Tensor] = getattr(_guards, f"_empty_strided_{device_type}")
+    return empty
+
+
+def copy_all_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source to its target in as few kernels as PyTorch can."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def deterministic_fill() -> bool:
+    """Whether PyTorch fills new memory, because algorithms are to be deterministic."""
+    enabled = torch._C._get_deterministic_algorithms()
+    return bool(enabled and torch._C._get_deterministic_fill_uninitialized_memory())
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Guards in C++
+# ----------------------------------------------------------------------------------------------------------------------
+
+addresses_equal: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
+"""``addresses_equal(tensors, addresses, indices)``: whether the tensors at the indices have the addresses there."""
+
+_make_tensor_guards: Callable[..., TensorGuards] = TensorGuards  # its stub takes no lists
+
+
+def tensor_guards(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> TensorGuards:
+    """A check of type, dtype, device, shape, strides, dispatch keys and ``requires_grad``: ``.check(*tensors)``.
+
+    No tensor may occur twice.
+    """
+    return _make_tensor_guards(
+        *tensors,
+        dynamic_dims_sizes=[list(t.size()) for t in tensors],
+        dynamic_dims_strides=[list(t.stride()) if strides else [None] * t.dim() for t in tensors],
+    )
+
+
+def dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
+    """A check that objects have their types and their dictionaries, and that nothing was written to a dictionary.
+
+    Where CPython does not report writes to attributes, the check is always False unless only dictionaries are watched.
+    """
+    if attribute_writes_are_reported() or all(isinstance(item, dict) for item in watched):
+        return _dictionary_guard(watched)
+    return lambda: False
+
+
+def _dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
+    scope = tuple(watched)
+    manager = _guards.RootGuardManager()
+    kind = GuardManagerType.GUARD_MANAGER
+    for i, item in enumerate(scope):
+        guard: Any = manager.tuple_getitem_manager(i, str(i), item, kind)
+        if not isinstance(item, dict):
+            _add_guard(guard.add_type_match_guard, id(type(item)))
+            guard, item = guard.get_generic_dict_manager(f"{i}.__dict__", vars(item), kind), vars(item)
+        _add_guard(guard.add_dict_version_guard, item)
+    return partial(manager.check, scope)
+
+
+def _add_guard(add: Callable[..., None], value: Any) -> None:
+    try:
+        add(value, [], None)
+    except TypeError:  # torch before 2.11
+        add(value, [])
+
+
+class _Probe:
+    attribute: int
+
+
+@cache
+def attribute_writes_are_reported() -> bool:
+    """Whether a write to an attribute shows as a write to the object's dictionary. CPython 3.13.0 has a bug there."""
+    probe = _Probe()
+    unchanged = _dictionary_guard([probe])
+    probe.attribute = 0
+    return not unchanged()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# State of the thread and of the process
+# ----------------------------------------------------------------------------------------------------------------------
+
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+is_traced: Callable[[], bool] = torch._C._is_tracing
+"""Whether ``torch.jit.trace`` is at work on this thread."""
+
+any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+"""Whether a transform of torch.func, such as vmap or grad, is active."""
+
+_top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_excludes_key: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_AUTOGRAD_KEY = torch._C.DispatchKey.AutogradFunctionality
+
+
+def only_device_modes() -> bool:
+    """Whether all active function modes only set a default device."""
+    return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+def saved_tensors_hooks() -> Any:
+    """The innermost saved-tensor hooks of this thread; None if there are none."""
+    return _top_saved_tensors_hooks(False)
+
+
+def forward_ad_level() -> int:
+    """The level of forward-mode AD on this thread; -1 if it is not active."""
+    return forward_ad._current_level
+
+
+def autograd_is_active() -> bool:
+    """Whether operators reach autograd: not so below ``torch._C._AutoDispatchBelowAutograd()``."""
+    return not _excludes_key(_AUTOGRAD_KEY)
+
+
+def default_device_is_set() -> bool:
+    """Whether ``torch.set_default_device`` or ``with torch.device(...)`` is in force on this thread."""
+    return bool(function_mode_count()) or "device_context" in torch._GLOBAL_DEVICE_CONTEXT.__dict__
+
+
+_fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
+
+
+def kernel_settings() -> tuple[Any, ...]:
+    """The process-wide switches by which kernels on a GPU are chosen or refused. A graph has them baked in."""
+    c: Any = torch._C
+    return (
+        torch.is_inference_mode_enabled(),
+        c._get_deterministic_algorithms(),
+        c._get_deterministic_algorithms_warn_only(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_cudnn_deterministic(),
+        _fp32_precision("cuda", "matmul"),
+        _fp32_precision("cuda", "conv"),
+        _fp32_precision("cuda", "rnn"),
+        c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_accumulation(),
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+        c._get_math_sdp_allow_fp16_bf16_reduction(),
+        (*c._get_sdp_priority_order(),),
+        c._get_blas_preferred_backend().value,
+        c._get_linalg_preferred_backend().value,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Autograd
+# ----------------------------------------------------------------------------------------------------------------------
+
+engine_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
+"""Whether the backward under way runs this node. RuntimeError for a leaf among the inputs of `torch.autograd.grad`."""
+
+
+def backward_keeps_graph() -> bool:
+    """Whether a backward is under way on this thread that keeps its graph for another one."""
+    return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def has_accumulate_hooks(leaf: torch.Tensor) -> bool:
+    """Whether hooks wait for the gradient of the leaf, or for its accumulation."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Dispatch
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def is_mutable(func: Any) -> bool:
+    """Whether an operator's schema says that it writes to an argument."""
+    return bool(func._schema.is_mutable)
+
+
+@contextmanager
+def composite_sees_views() -> Iterator[None]:
+    """Inside, the parts of a composite operator make views in inference mode as they do outside of it."""
+    with torch._C._PreserveDispatchKeyGuard():
+        torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
+        yield
