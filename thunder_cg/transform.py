@@ -31,10 +31,11 @@ from thunder_cg.fastpath.dispatch import install
 from thunder_cg.options import Options
 from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
-from thunder_cg.runtime.backend import resolve
+from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.functions import region_function, watched_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion, keep
+from thunder_cg.verify import Verifier
 
 
 class PartitionProvenance(TraceProvenance):
@@ -176,6 +177,7 @@ class _Emission:
         regions = [step for step in self._plan.steps if isinstance(step, Region)]
         self._copies: dict[str, Proxy] = {}
         runtime: list[RuntimeRegion] = []
+        verifier = Verifier(self._ops, transform._backend, self._roots)
         for region, io in zip(regions, edges):
             name = f"CUDAGraph{next(transform._numbers)}"
             made = RuntimeRegion(name, region, io, function=lambda: ())
@@ -185,7 +187,9 @@ class _Emission:
             leaving = {exit.name: region.ops.index(exit.last) for exit in io.outputs_ if exit.last is not None}
             made.function = region_function(name, ops, inputs, results, leaving, transform._backend)
             if made.is_always_verified or transform.options.verify is not None:
-                made.watched = watched_function(name, ops, inputs, self._roots, made.device, transform._backend)
+                made.watched = watched_function(
+                    name, ops, inputs, self._roots, made.device, transform._backend, verifier.hash_values
+                )
             for exit in io.outputs_:
                 if exit.inside and exit.leaves:
                     proxy = self._proxies[exit.name]
@@ -201,6 +205,7 @@ class _Emission:
             backend=transform._backend,
             arenas=transform._arenas,
             forward=self._forward,
+            verifier=verifier,
         )
 
     def _outcome(self) -> tuple[set[str], set[str]]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from thunder_cg.compat.torch import is_view, neg_view
+
 try:
     from cuda.bindings import driver as driver
     from cuda.bindings import nvrtc
@@ -194,10 +196,10 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     alias = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
     # The metadata do not hold the bits of lazy conjugation and negation.
     alias = alias.conj() if tensor.is_conj() else alias
-    return alias._neg_view() if tensor.is_neg() else alias
+    return neg_view(alias) if tensor.is_neg() else alias
 
 
 def has_one_owner(tensor: torch.Tensor) -> bool:
     """Whether no other tensor uses the tensor's memory, besides the base of a view."""
-    owners = 3 if tensor._is_view() else 2  # the tensor, its base, and the storage object made here
+    owners = 3 if is_view(tensor) else 2  # the tensor, its base, and the storage object made here
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == owners)

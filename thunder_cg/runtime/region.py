@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,6 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, ReplayRefused
-from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.recording import (
@@ -34,7 +34,8 @@ from thunder_cg.runtime.recording import (
     plain,
     replaced,
 )
-from thunder_cg.verify.trial import Check, Disagreement, verified
+from thunder_cg.runtime.sentinels import sentinels
+from thunder_cg.runtime.verifier import Disagreement
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.program import Program
@@ -101,7 +102,7 @@ class RuntimeRegion:
 
     @property
     def is_always_verified(self) -> bool:
-        """Whether a recording counts only once it has been verified; see Note [Numbers of a graph]."""
+        """Whether a recording counts only once it has been verified; see Note [Scalars of a graph]."""
         return bool(self.io.numbers)
 
     @property
@@ -140,7 +141,7 @@ class RuntimeRegion:
 
     def _verify(self, call: Call, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
         """A replay that is compared with an eager run, which wins."""
-        outcome = verified(self, graph, graph.check, args, self.program.ops, self.program.backend)
+        outcome = self.program.verifier.replay(_Verified(self), graph, args)
         self.stats.verified += outcome.compared
         self.remark = outcome.remark or self.remark
         if not self.program.samples:
@@ -327,10 +328,10 @@ class RuntimeRegion:
 
         leaves = [slot.leaves for slot in self.slots]
         placing = partial(place, pool, args, static, self._same(args, static, inside))
-        check = Check.record(self, pool, args, placing, inside) if verifies else None
+        check = self.program.verifier.record(_Verified(self), pool, args, placing, inside) if verifies else None
         loads, buffers = placing()
         entry = RegionGraph(loads, written)
-        entry.numbers = slice(len(names), None)
+        entry.scalars = slice(len(names), None)
         entry.check = check
         if self.program.backend.runs_captures:
             entry.load(args)
@@ -424,6 +425,22 @@ class RuntimeRegion:
         stats.captures += 1
         stats.replays += 1
         stats.bytes_in, stats.bytes_out = entry.nbytes_in, entry.outputs.nbytes
+
+
+class _Verified:
+    """A region as verification sees it."""
+
+    def __init__(self, region: RuntimeRegion) -> None:
+        self.function, self.hash_function = region.function, region.watched
+        self.device, self.written = region.device, region.written
+        self.ops = [region.program.ops.ops[i] for i in region.region.ops]
+        io = region.io
+        self.io = SimpleNamespace(
+            inputs=[SimpleNamespace(name=name) for name in io.inputs],
+            outputs=region.slots,
+            scalars=io.numbers,
+            alive=io.alive,
+        )
 
 
 def _sources(region: RuntimeRegion, taken: Sequence[Any], inside: frozenset[int]) -> list[Source]:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from thunder_cg.compat.torch import copy_all_
+
 
 def span(tensor: torch.Tensor) -> int:
     """Elements between the tensor's first and its last, both included."""
@@ -40,4 +42,4 @@ def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
         if len(targets) == 1:
             targets[0].copy_(sources[0])
         elif targets:
-            torch._foreach_copy_(list(targets), list(sources))
+            copy_all_(targets, sources)
