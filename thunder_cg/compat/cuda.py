@@ -22,7 +22,7 @@ try:
 except ImportError:  # torch before 2.10 does not install it
     driver = nvrtc = None
 
-PoolId = tuple[int, int]
+PoolId = Any  # two numbers; PyTorch's type for them is private
 
 # The device and the stream of this thread, without the checks of torch.cuda.current_device() and current_stream().
 # They need CUDA to be initialized, which a graph implies. Builds without CUDA lack them.

@@ -120,8 +120,7 @@ def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int, refu
         return lambda i: f"results[{i}]"
     sources = [f"{tensors}[{arg}]" for arg in graph.loaded]
     targets = graph.outputs.write_allocate(code, refuse, depth)
-    code.add(
-        f"{code.name(graph.graph, 'graph')}.replay([{', '.join(sources)}], [{', '.join(targets.values())}])", depth
-    )
+    arguments = f"[{', '.join(sources)}], [{', '.join(targets.values())}]"
+    code.add(f"{code.name(graph.graph, 'graph')}.replay({arguments})", depth)
     fixed = code.name(graph.fixed, "fixed")
     return lambda i: targets.get(i, f"{fixed}[{i}]")

@@ -102,7 +102,7 @@ def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
     return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
 
 
-def difference(eager: Any, graph: Any) -> str:
+def describe_difference(eager: Any, graph: Any) -> str:
     """How many elements differ, by how much, and where first."""
     if not (isinstance(eager, torch.Tensor) and isinstance(graph, torch.Tensor)):
         return f"{graph!r} in the graph, {eager!r} eagerly"

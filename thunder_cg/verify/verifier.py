@@ -13,7 +13,7 @@ from thunder_cg.analysis.aliasing import has_effect, is_opaque, writes
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.verifier import Disagreement, Outcome, Place, VerifiedGraph, VerifiedRegion
-from thunder_cg.verify.compare import difference, is_tolerable, same
+from thunder_cg.verify.compare import describe_difference, is_tolerable, same
 from thunder_cg.verify.hashes import HashGraph, hash_values, hashes_differ
 from thunder_cg.verify.trial import Check, Compared, Disturbed, Run, Trial
 
@@ -126,16 +126,18 @@ class Verifier:
             if eager.source(of) != replayed.source(of) or not tolerable:
                 wrong.append(of)
             elif not (of in unwritten and is_tolerable([eagers[0][of]], [graphs[0][of]], ignored)):
-                remarks.append(f"{trial.describe(of)} is not deterministic: {difference(eagers[0][of], graphs[0][of])}")
+                remarks.append(
+                    f"{trial.describe(of)} is not deterministic: {describe_difference(eagers[0][of], graphs[0][of])}"
+                )
         if not wrong:
             return None, "; ".join(remarks) or None
         op = self._first_op(trial, wrong)
         of = next((of for of in wrong if op is not None and trial.name(of) in op.outputs), wrong[0])
         if eager.source(of) == replayed.source(of):
-            message = difference(eagers[0][of], graphs[0][of])
+            difference = describe_difference(eagers[0][of], graphs[0][of])
         else:
-            message = f"{_memory_of(replayed.source(of))} in the graph, {_memory_of(eager.source(of))} eagerly"
-        return Disagreement(op, f"{trial.describe(of)}: {message}", self._where(op)), None
+            difference = f"{_memory_of(replayed.source(of))} in the graph, {_memory_of(eager.source(of))} eagerly"
+        return Disagreement(op, f"{trial.describe(of)}: {difference}", self._where(op)), None
 
     def _first_op(self, trial: Trial, wrong: Sequence[Compared]) -> Op | None:
         """The first op whose value differs, of those that the wrong results depend on."""
