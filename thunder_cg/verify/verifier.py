@@ -70,8 +70,8 @@ class Verifier:
         except Disturbed:
             raise
         except torch.OutOfMemoryError as error:
-            remark = f"not verified: {_first_line(error)}"
-            return Outcome(trial.replay().results, remark=remark, compared=False)
+            results = trial.replay().results
+            return Outcome(results, remark=f"not verified: {_first_line(error)}", compared=False)
         except Exception as error:
             trial.rewind()
             return Outcome(None, Disagreement(None, f"its ops raise {_first_line(error)}, which a graph does not"))
