@@ -6,6 +6,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection
+from functools import cached_property
 from itertools import count
 from typing import Any, Literal
 
@@ -20,20 +21,21 @@ from thunder.core.transform_common import Transform
 from thunder.executors.passes import del_last_used
 from thunder.plugins import register_plugin
 
-from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.aliasing import alias_sets
 from thunder_cg.analysis.classify import UserRules, classify
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
-from thunder_cg.analysis.region_io import region_io
+from thunder_cg.analysis.region_io import region_ios
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.dispatch import install
 from thunder_cg.options import Options
 from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
-from thunder_cg.runtime.backend import resolve
+from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.functions import region_function, watched_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion, keep
+from thunder_cg.verify import Verifier
 
 
 class PartitionProvenance(TraceProvenance):
@@ -97,16 +99,16 @@ class CudagraphTransform(Transform):
         start = time.perf_counter_ns()
         forward = self._forward_of(computation_trace)
         ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
-        aliasing = Aliasing.of(ops)
-        verdicts = classify(
+        plan = partition(
             ops,
-            aliasing,
-            self._rules,
-            self._backend.device_type,
-            supports_scalar_updates=self._backend.supports_scalar_updates,
+            classify(
+                ops,
+                self._rules,
+                self._backend.device_type,
+                supports_scalar_updates=self._backend.supports_scalar_updates,
+            ),
         )
-        plan = partition(ops, verdicts, aliasing)
-        trace, program = _Emission(self, computation_trace, ops, aliasing, plan, forward).emit()
+        trace, program = _Emission(self, computation_trace, ops, plan, forward).emit()
         if TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
         took = (time.perf_counter_ns() - start) // 1_000_000
@@ -142,24 +144,21 @@ class _Emission:
     """Writes one planned trace."""
 
     def __init__(
-        self,
-        transform: CudagraphTransform,
-        trace: TraceCtx,
-        ops: Ops,
-        aliasing: Aliasing,
-        plan: Plan,
-        forward: Program | None,
+        self, transform: CudagraphTransform, trace: TraceCtx, ops: Ops, plan: Plan, forward: Program | None
     ) -> None:
         self._transform = transform
         self._old = trace
         self._ops = ops
-        self._aliasing = aliasing
         self._plan = plan
         self._forward = forward
         self._backward = TraceTag.BACKWARD in trace.tags
         self._return = trace.bound_symbols[-1]
         self._trains = TraceTag.AUGMENTED_FORWARD in trace.tags
         self._proxies: dict[str, Proxy] = {name: value.proxy for name, value in ops.values.items()}
+
+    @cached_property
+    def _roots(self) -> dict[str, str]:
+        return alias_sets(self._ops)
 
     def emit(self) -> tuple[TraceCtx, Program]:
         trace = from_trace(self._old)
@@ -174,28 +173,31 @@ class _Emission:
     def _program(self) -> Program:
         transform = self._transform
         returned, saved = self._outcome()
-        edges = region_io(self._ops, self._plan, self._aliasing, returned, saved)
+        edges = region_ios(self._ops, self._plan, returned, saved)
         regions = [step for step in self._plan.steps if isinstance(step, Region)]
         self._copies: dict[str, Proxy] = {}
         runtime: list[RuntimeRegion] = []
+        verifier = Verifier(self._ops, transform._backend, self._roots)
         for region, io in zip(regions, edges):
             name = f"CUDAGraph{next(transform._numbers)}"
             made = RuntimeRegion(name, region, io, function=lambda: ())
             ops = [self._ops.ops[i] for i in region.ops]
-            inputs = (*made.names, *io.scalars)
+            inputs = (*io.inputs, *io.numbers)
             results = [slot.name for slot in made.slots]
-            leaving = {output.name: output.last_use for output in io.outputs if output.last_use is not None}
+            leaving = {exit.name: region.ops.index(exit.last) for exit in io.outputs_ if exit.last is not None}
             made.function = region_function(name, ops, inputs, results, leaving, transform._backend)
             if made.is_always_verified or transform.options.verify is not None:
-                made.watched = watched_function(name, ops, inputs, self._aliasing, made.device, transform._backend)
-            for i in made.twice:
-                output = made.slots[i].name
-                self._copies[output] = self._proxies[output].replace(name=_unused(f"{output}_out", self._old.names))
+                made.watched = watched_function(
+                    name, ops, inputs, self._roots, made.device, transform._backend, verifier.hash_values
+                )
+            for exit in io.outputs_:
+                if exit.inside and exit.leaves:
+                    proxy = self._proxies[exit.name]
+                    self._copies[exit.name] = proxy.replace(name=_unused(f"{exit.name}_out", self._old.names))
             runtime.append(made)
         return Program(
             kind="backward" if self._backward else "forward",
             ops=self._ops,
-            aliasing=self._aliasing,
             plan=self._plan,
             regions=runtime,
             saved=frozenset(saved),
@@ -203,6 +205,7 @@ class _Emission:
             backend=transform._backend,
             arenas=transform._arenas,
             forward=self._forward,
+            verifier=verifier,
         )
 
     def _outcome(self) -> tuple[set[str], set[str]]:
@@ -251,7 +254,7 @@ class _Emission:
         return executor.bind(
             region.name,
             region.run,
-            [call, *(self._proxies[n] for n in (*region.names, *region.io.scalars))],
+            [call, *(self._proxies[n] for n in (*region.io.inputs, *region.io.numbers))],
             [
                 self._copies.get(s.name, self._proxies[s.name]) if s.leaves else self._proxies[s.name]
                 for s in region.slots
@@ -285,8 +288,8 @@ class _Emission:
             return []
         inside = {slot.name for region in self._forward.regions for slot in region.slots if not slot.leaves}
         leave = {slot.name for region in program.regions for slot in region.slots if slot.leaves}
-        saved = self._aliasing.sets_of(inside.intersection(self._ops.args))
-        names = sorted(n for n in _names(self._return.args) - leave if self._aliasing.sets.get(n) in saved)
+        saved = {self._roots[name] for name in inside.intersection(self._ops.args)}
+        names = sorted(name for name in _names(self._return.args) - leave if self._roots.get(name) in saved)
         for name in names:
             self._copies[name] = self._proxies[name].replace(name=_unused(f"{name}_out", self._old.names))
         proxies, copies = [self._proxies[name] for name in names], [self._copies[name] for name in names]

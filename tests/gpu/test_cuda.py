@@ -14,7 +14,7 @@ from support import regions, replays, same, same_state, same_training, twice
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
-from thunder_cg.runtime.cuda.pool import CudaBackend
+from thunder_cg.runtime.cuda import CudaBackend
 from thunder_cg.tools.bench.cases import cases
 from thunder_cg.tools.bench.measure import Contender, subject
 
@@ -150,18 +150,18 @@ def test_memory_is_filled_before_it_is_used(deterministic):
 
 
 def test_ids_of_pools_are_ordinary_numbers():
-    """Past 256 Python does not keep them alive by itself. See Note [Snapshots] in cuda.py."""
+    """Past 256 Python does not keep them alive by itself. See `pool_segments`."""
     for _ in range(257):
         torch.cuda.graph_pool_handle()
     pool = CudaBackend().pool(torch.device("cuda", 0))
-    before = [sys.getrefcount(number) for number in pool._memory.id]
+    before = [sys.getrefcount(number) for number in pool._private_pool.id]
     memory = pool.memory(3 * MB)
     for _ in range(3):
         assert pool.nbytes() >= 3 * MB
         pool.poison()
     del memory
     pool.poison()
-    assert [sys.getrefcount(number) for number in pool._memory.id] == before
+    assert [sys.getrefcount(number) for number in pool._private_pool.id] == before
     assert pool.nbytes() < torch.cuda.memory_reserved()  # the workspaces of its stream are elsewhere
     pool.close()
     assert pool.nbytes() == 0

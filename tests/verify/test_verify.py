@@ -24,8 +24,10 @@ from thunder_cg import CaptureError, DisagreementWarning, explain
 from thunder_cg.analysis import rules
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.program import Program
-from thunder_cg.verify import trial as verification
-from thunder_cg.verify.trial import _fingerprint, _is_tolerable, _same
+from thunder_cg.verify.compare import is_tolerable
+from thunder_cg.verify.compare import same as same_bits
+from thunder_cg.verify.hashes import CHUNK, hash_tensor
+from thunder_cg.verify.trial import Trial
 
 HERE = "test_verify.py"
 
@@ -552,7 +554,7 @@ def test_out_of_memory_costs_no_call(twins, device, monkeypatch, step):
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(verification._Trial, step, fails)
+    monkeypatch.setattr(Trial, step, fails)
     plain, graphed = twins(MLPWithDropout(), verify=1)
     for seed in range(4):
         x = torch.randn(4, 8, device=device)
@@ -570,7 +572,7 @@ def test_out_of_memory_costs_no_call(twins, device, monkeypatch, step):
 def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int) -> Iterator[list[float]]:
     """Another thread draws after some of these steps of trials, and says what."""
     drawn: list[float] = []
-    original = getattr(verification._Trial, step)
+    original = getattr(Trial, step)
 
     def draw() -> None:
         drawn.append(torch.rand((), dtype=torch.float64, device=device).item())
@@ -584,7 +586,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int)
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(verification._Trial, step, stepped)
+        patch.setattr(Trial, step, stepped)
         yield drawn
 
 
@@ -768,36 +770,36 @@ def test_memory_that_nobody_writes(twins, device):
 def test_tolerance():
     base = torch.randn(1000, dtype=torch.float64).float()
     noise = [base + torch.randn(1000) * 1e-6 for _ in range(10)]
-    assert _is_tolerable(noise[:5], noise[5:], None)
-    assert not _is_tolerable(noise[:5], [noise[5]] * 5, None), "the graph is frozen"
-    assert not _is_tolerable([noise[0]] * 5, noise[5:], None), "the ops are deterministic"
-    assert not _is_tolerable(noise[:5], [n + 1e-3 for n in noise[5:]], None), "far beyond the spread"
+    assert is_tolerable(noise[:5], noise[5:], None)
+    assert not is_tolerable(noise[:5], [noise[5]] * 5, None), "the graph is frozen"
+    assert not is_tolerable([noise[0]] * 5, noise[5:], None), "the ops are deterministic"
+    assert not is_tolerable(noise[:5], [n + 1e-3 for n in noise[5:]], None), "far beyond the spread"
     wild = [base + torch.randn(1000) for _ in range(10)]
-    assert not _is_tolerable(wild[:5], wild[5:], None), "no rounding"
+    assert not is_tolerable(wild[:5], wild[5:], None), "no rounding"
     holes = [n.clone() for n in noise]
     holes[5][3] = float("nan")
-    assert not _is_tolerable(holes[:5], holes[5:], None)
+    assert not is_tolerable(holes[:5], holes[5:], None)
     whole = [torch.arange(10) + i for i in range(10)]
-    assert not _is_tolerable(whole[:5], whole[5:], None), "integers are exact"
+    assert not is_tolerable(whole[:5], whole[5:], None), "integers are exact"
     garbage = [torch.tensor([7.0, float(i)]) for i in range(10)]
-    assert _is_tolerable(garbage[:5], garbage[5:], torch.tensor([False, True]))
-    assert not _is_tolerable(garbage[:5], garbage[5:], torch.tensor([True, False]))
+    assert is_tolerable(garbage[:5], garbage[5:], torch.tensor([False, True]))
+    assert not is_tolerable(garbage[:5], garbage[5:], torch.tensor([True, False]))
 
 
 def test_bits():
     nan = torch.tensor([float("nan")])
     other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert _same(nan, nan.clone()) and not _same(nan, other)
-    assert not _same(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert _same(torch.zeros(0, 3), torch.zeros(0, 3)) and not _same(torch.zeros(2, 3), torch.zeros(3, 2).t())
+    assert same_bits(nan, nan.clone()) and not same_bits(nan, other)
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_bits(torch.zeros(0, 3), torch.zeros(0, 3)) and not same_bits(torch.zeros(2, 3), torch.zeros(3, 2).t())
     for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
         t = torch.arange(6).reshape(2, 3).to(dtype)
-        assert _same(t, t.clone()) and _same(t.conj(), t.conj())
+        assert same_bits(t, t.clone()) and same_bits(t.conj(), t.conj())
 
 
-def test_fingerprints():
+def test_value_hashes():
     t = torch.randn(3, 4, 5)
-    assert int(_fingerprint(t)) == int(_fingerprint(t.clone())) == int(_fingerprint(t.t_().t() if t.dim() < 3 else t))
+    assert int(hash_tensor(t)) == int(hash_tensor(t.clone())) == int(hash_tensor(t.t_().t() if t.dim() < 3 else t))
     for other in (
         t.roll(1, 0),
         t.roll(1, 1),
@@ -806,15 +808,15 @@ def test_fingerprints():
         -t,
         t.transpose(0, 1).contiguous().transpose(0, 1),
     ):
-        assert int(_fingerprint(other)) != int(_fingerprint(t))
-    assert int(_fingerprint(torch.eye(2))) != int(_fingerprint(torch.eye(2).flip(0)))
+        assert int(hash_tensor(other)) != int(hash_tensor(t))
+    assert int(hash_tensor(torch.eye(2))) != int(hash_tensor(torch.eye(2).flip(0)))
     expanded = torch.randn(3, 1).expand(3, 4)
-    assert int(_fingerprint(expanded)) != int(_fingerprint(expanded.flip(0)[:, :1].expand(3, 4)))
-    long = torch.randn(3 * verification._CHUNK + 1)
+    assert int(hash_tensor(expanded)) != int(hash_tensor(expanded.flip(0)[:, :1].expand(3, 4)))
+    long = torch.randn(3 * CHUNK + 1)
     for at in (0, 1):
-        assert int(_fingerprint(long)) != int(_fingerprint(long.roll(verification._CHUNK + at)))
+        assert int(hash_tensor(long)) != int(hash_tensor(long.roll(CHUNK + at)))
     for t in (torch.tensor(3.0), torch.zeros(0), torch.randn(2, dtype=torch.complex128).conj(), torch.ones(2) > 0):
-        assert isinstance(int(_fingerprint(t)), int)
+        assert isinstance(int(hash_tensor(t)), int)
 
 
 def test_captures_are_verified_however_rare_samples_are(twins, device):

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from thunder_cg.compat.cuda import current_device
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.guards import GuardMismatch, PrologueGuard
 from thunder_cg.fastpath.training import MISS, Compiled, Region, Result, Tensors
@@ -44,7 +45,7 @@ def inference(
     code = Code()
     refuse = f"return {code.name(MISS, 'refused')}"
     recorded, ran = code.name(recording, "recording"), code.name(program, "program")
-    first = [f"not {recorded}.dropped", *program.conditions(code), *region.graph.graph.conditions(code)]
+    first = [f"not {recorded}.dropped", *program.conditions(code), *_device_conditions(code, region)]
     first += guard.arity_conditions(code)
     rest = guard.global_state.conditions(code)
     rest += [f"{now} == {then!r}" for now, then in zip(recordings.read_settings(code), region.guard.settings)]
@@ -104,6 +105,11 @@ def _guard_conditions(code: Code, guard: Guard, tensors: str) -> list[str]:
     return found + [f"{tensors}[{i}].data_ptr() % {recordings.ALIGNMENT} == {rest}" for i, rest in guard.aligned]
 
 
+def _device_conditions(code: Code, region: Region) -> list[str]:
+    device = region.graph.outputs._device
+    return [f"{code.name(current_device, 'device')}() == {device.index}"] if device.type == "cuda" else []
+
+
 def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int, refuse: str) -> Callable[[int], str]:
     """Writes what `RegionGraph.replay` does, and to ``refuse`` where there is no memory for results.
 
@@ -114,6 +120,7 @@ def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int, refu
         return lambda i: f"results[{i}]"
     sources = [f"{tensors}[{arg}]" for arg in graph.loaded]
     targets = graph.outputs.write_allocate(code, refuse, depth)
-    graph.graph.write_replay(code, sources, list(targets.values()), depth)
+    arguments = f"[{', '.join(sources)}], [{', '.join(targets.values())}]"
+    code.add(f"{code.name(graph.graph, 'graph')}.replay({arguments})", depth)
     fixed = code.name(graph.fixed, "fixed")
     return lambda i: targets.get(i, f"{fixed}[{i}]")

@@ -23,6 +23,7 @@ from thunder_cg.runtime.call import Call, Mode, SavedState
 from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.recording import Guard, Recording, Sharing, TraceRecording, layout, settings
 from thunder_cg.runtime.region import LEAF, RuntimeRegion, is_graded_leaf, is_plain
+from thunder_cg.runtime.verifier import Verifier
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
@@ -44,7 +45,9 @@ class Program:
         backend: Backend,
         arenas: Arenas,
         forward: Program | None,
+        verifier: Verifier,
     ) -> None:
+        self.verifier = verifier
         self.kind = kind
         self.ops = ops
         self.aliasing = aliasing

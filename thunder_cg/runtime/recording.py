@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch._C._dynamo import guards as _c_guards
 
+from thunder_cg.compat.cuda import current_device
 from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.arena import Arena
-from thunder_cg.runtime.backend import Graph, Pool, copy_all
+from thunder_cg.runtime.backend import Graph, Pool
 from thunder_cg.runtime.code import Code
-from thunder_cg.runtime.cuda.copy_nodes import get_device, is_dense, is_whole, span
 from thunder_cg.runtime.early_outputs import CopiedEarly
+from thunder_cg.runtime.tensors import copy_all, is_dense, is_whole, span
 
 # Kernels choose vector widths by the alignment of their operands, and with them the order of a sum.
 ALIGNMENT = 16
@@ -485,7 +486,7 @@ class Outputs:
     def allocate(self, results: list[Any]) -> list[torch.Tensor]:
         """Puts what leaves into ``results``, on new memory, which is returned, and is still to be filled."""
         if self._are_plain:
-            if self._device.type == "cpu" or get_device() == self._device.index:
+            if self._device.type == "cpu" or current_device() == self._device.index:
                 empty = _empty_strided(self._device)
                 targets = [empty(*layout) for layout in self._layouts]
             else:
@@ -641,8 +642,8 @@ class RegionGraph:
         "guard",
         "guarded",
         "nbytes_in",
-        "numbers",
         "outputs",
+        "scalars",
         "targets",
         "touched",
     )
@@ -652,7 +653,7 @@ class RegionGraph:
     fixed: list[Any]  # per result: the address that it stays at, or None
     guard: Guard | None  # for the arguments that were not there when the call began
     guarded: tuple[int, ...]
-    numbers: slice  # of the arguments: those after the tensors, see Note [Numbers of a graph]
+    scalars: slice  # of the arguments: those after the tensors, see Note [Scalars of a graph]
     check: Any  # what verifies it later, or None
 
     # Arguments whose version advances: not all that may be written are, nor do all operators say so.
@@ -662,7 +663,7 @@ class RegionGraph:
         self._loads = tuple(loads)
         self._stores = tuple(load for load in loads if load.arg in written)
         self.touched = frozenset()
-        self.numbers = slice(0, 0)
+        self.scalars = slice(0, 0)
         self.targets = [load.target for load in loads]
         self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
 
@@ -696,7 +697,7 @@ class RegionGraph:
             sources = [load.source(args) for load in self._loads]
         except Exception as error:
             raise ReplayRefused(error) from error
-        self.graph.replay(sources, targets, args[self.numbers])
+        self.graph.replay(sources, targets, args[self.scalars])
         if self._stores or not self.outputs.is_plain:
             with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
                 for store in self._stores:

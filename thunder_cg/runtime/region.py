@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,6 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, ReplayRefused
-from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.recording import (
@@ -34,7 +34,8 @@ from thunder_cg.runtime.recording import (
     plain,
     replaced,
 )
-from thunder_cg.verify.trial import Check, Disagreement, verified
+from thunder_cg.runtime.sentinels import sentinels
+from thunder_cg.runtime.verifier import Disagreement
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.program import Program
@@ -82,9 +83,12 @@ class RuntimeRegion:
         self.region = region
         self.io = io
         self.device = torch.device(region.device)
-        self.names = tuple(given.name for given in io.inputs)
-        self.written = frozenset(i for i, given in enumerate(io.inputs) if given.written)
-        self.slots = tuple(Slot(output.name, output.copied_out) for output in io.outputs)
+        self.slots = tuple(
+            Slot(exit.name, leaves)
+            for exit in io.outputs_
+            for leaves in (False, True)
+            if (exit.leaves if leaves else exit.inside)
+        )
         self.stats = Stats()
         self.failure: str | None = None  # of its last capture
         self.tries = _MAX_TRIES  # how many captures may still fail; none: it runs eagerly from then on
@@ -98,8 +102,12 @@ class RuntimeRegion:
 
     @property
     def is_always_verified(self) -> bool:
-        """Whether a recording counts only once it has been verified; see Note [Numbers of a graph]."""
-        return bool(self.io.scalars)
+        """Whether a recording counts only once it has been verified; see Note [Scalars of a graph]."""
+        return bool(self.io.numbers)
+
+    @property
+    def written(self) -> frozenset[int]:
+        return frozenset(i for i, name in enumerate(self.io.inputs) if name in self.io.written)
 
     def join(self, program: Program, index: int) -> None:
         """Makes it region ``index`` of the program."""
@@ -133,7 +141,7 @@ class RuntimeRegion:
 
     def _verify(self, call: Call, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
         """A replay that is compared with an eager run, which wins."""
-        outcome = verified(self, graph, graph.check, args, self.program.ops, self.program.backend)
+        outcome = self.program.verifier.replay(_Verified(self), graph, args)
         self.stats.verified += outcome.compared
         self.remark = outcome.remark or self.remark
         if not self.program.samples:
@@ -169,7 +177,7 @@ class RuntimeRegion:
         self.stats.eager_runs += 1
         owners = list(args)
         for i in self._inside(call, args):
-            owners[i] = call.owned[self.names[i]]
+            owners[i] = call.owned[self.io.inputs[i]]
         results = list(self.function(owners))
         for i in self.twice:  # what leaves becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
@@ -215,7 +223,7 @@ class RuntimeRegion:
             began = True
             return self.function(inputs, leave)
 
-        may_rerun = not self.written and self.io.alive.issuperset(call.owned)
+        may_rerun = not self.io.written and self.io.alive.issuperset(call.owned)
         while True:
             try:
                 pool = call.arena.pool(self.device)
@@ -237,7 +245,7 @@ class RuntimeRegion:
         outputs = Outputs(produced, sources, [slot.leaves for slot in self.slots], self.device, pool.alias)
         results: list[Any] = [None] * len(produced)
         alive = self.io.alive  # the memory of other arguments in the arena may be a result's by now
-        kept = [arg for i, (n, arg) in enumerate(zip(self.names, args)) if i not in inside or n in alive]
+        kept = [arg for i, (n, arg) in enumerate(zip(self.io.inputs, args)) if i not in inside or n in alive]
         handed_out = outputs.deliver_owned(results, args, set(map(_memory, kept)))
         for i, departed in gone.items():
             results[i] = departed.tensor
@@ -254,7 +262,7 @@ class RuntimeRegion:
 
     def _inside(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
         """The arguments that are in the arena."""
-        return frozenset(i for i, name in enumerate(self.names) if call.owns(name, args[i]))
+        return frozenset(i for i, name in enumerate(self.io.inputs) if call.owns(name, args[i]))
 
     def _take(self, call: Call, args: Sequence[Any], inside: frozenset[int]) -> list[Any]:
         """The region's arguments, each the only owner of its memory if nothing after the region needs it.
@@ -262,7 +270,7 @@ class RuntimeRegion:
         Warm-ups and captures see plain tensors where calls have parameters: a fusion that torch.compile guards by the
         type of its inputs would otherwise be compiled again in the middle of a capture.
         """
-        names, alive = self.names, self.io.alive
+        names, alive = self.io.inputs, self.io.alive
         taken = plain(args, self.written)
         for i in inside:
             taken[i] = call.owned[names[i]]
@@ -308,7 +316,7 @@ class RuntimeRegion:
         recording = call.recording
         assert call.arena is not None and recording is not None and call.part is not None
         pool = call.arena.pool(self.device)
-        names = self.names
+        names = self.io.inputs
         given, args = args, args[: len(names)]
         verifies = call.verifies or self.is_always_verified
         inside = self._inside(call, args)
@@ -320,10 +328,10 @@ class RuntimeRegion:
 
         leaves = [slot.leaves for slot in self.slots]
         placing = partial(place, pool, args, static, self._same(args, static, inside))
-        check = Check.record(self, pool, args, placing, inside) if verifies else None
+        check = self.program.verifier.record(_Verified(self), pool, args, placing, inside) if verifies else None
         loads, buffers = placing()
         entry = RegionGraph(loads, written)
-        entry.numbers = slice(len(names), None)
+        entry.scalars = slice(len(names), None)
         entry.check = check
         if self.program.backend.runs_captures:
             entry.load(args)
@@ -344,7 +352,7 @@ class RuntimeRegion:
             return entry.outputs.sources()
 
         try:
-            numbers = sentinels(len(self.io.scalars))
+            numbers = sentinels(len(self.io.numbers))
             captured += numbers
             entry.graph, _ = pool.capture(self.function, [captured], entry.targets, leaving, numbers)
         finally:
@@ -375,7 +383,7 @@ class RuntimeRegion:
         apart = inside | self.written
         read = [i for i, arg in enumerate(args) if arg is not None and i not in apart]
         for i in sorted(read, key=lambda i: i not in static):  # what is static comes first
-            key = id(args[i]), self.names[i] in self.program.position  # which guard
+            key = id(args[i]), self.io.inputs[i] in self.program.position  # which guard
             if (other := first.setdefault(key, i)) != i and i not in static:
                 found[i] = other
         return found
@@ -419,12 +427,29 @@ class RuntimeRegion:
         stats.bytes_in, stats.bytes_out = entry.nbytes_in, entry.outputs.nbytes
 
 
+class _Verified:
+    """A region as verification sees it."""
+
+    def __init__(self, region: RuntimeRegion) -> None:
+        self.function, self.hash_function = region.function, region.watched
+        self.device, self.written = region.device, region.written
+        self.ops = [region.program.ops.ops[i] for i in region.region.ops]
+        io = region.io
+        self.io = SimpleNamespace(
+            inputs=[SimpleNamespace(name=name) for name in io.inputs],
+            outputs=region.slots,
+            scalars=io.numbers,
+            alive=io.alive,
+        )
+
+
 def _sources(region: RuntimeRegion, taken: Sequence[Any], inside: frozenset[int]) -> list[Source]:
     """The arguments outside of the arena that results may be views of."""
+    names, shared = region.io.inputs, region.io.shared
     return [
         Source.of(i, tensor)
         for i, tensor in enumerate(taken)
-        if isinstance(tensor, torch.Tensor) and region.io.inputs[i].aliased and i not in inside
+        if isinstance(tensor, torch.Tensor) and names[i] in shared and i not in inside
     ]
 
 

@@ -18,7 +18,8 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.rules import Key, Reason
 from thunder_cg.report.programs import locate
-from thunder_cg.runtime.backend import Pool, resolve
+from thunder_cg.runtime.backend import Pool
+from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.program import Program
 from thunder_cg.tools.operators.samples import DRAWS, Call, twins
 from thunder_cg.transform import cudagraph_transform
