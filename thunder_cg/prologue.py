@@ -15,8 +15,8 @@ from thunder.core.proxies import NumberProxy
 from thunder.core.trace import TraceCtx, TraceProvenance, from_trace
 from torch._C._dynamo.guards import TensorGuards
 
+from thunder_cg.compat.torch import tensor_guards
 from thunder_cg.executor import executor
-from thunder_cg.runtime.recording import metadata_guard
 
 
 class Metadata(NamedTuple):
@@ -50,7 +50,7 @@ class ParameterCheck:
             metadata.check(tensor)
         # Strides are Thunder's to ignore. Tied weights occur twice, which TensorGuards never admits.
         if len(set(map(id, tensors))) == len(tensors):
-            self._fast[inference] = metadata_guard(tensors, strides=False)
+            self._fast[inference] = tensor_guards(tensors, strides=False)
 
 
 def with_one_check(prologue: TraceCtx, names: Set[str]) -> TraceCtx:

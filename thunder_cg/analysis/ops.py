@@ -314,7 +314,9 @@ def _conditions(bound: BoundSymbol, executor: str | None, id_: str | None) -> fr
 def _arguments(bound: BoundSymbol, name: str) -> Arguments:
     """The arguments of a symbol of this name, as predicates see them."""
     match bound.args:
-        case [([*args], dict() as kwargs), *_] if name.endswith(rules.VJP):  # a derivative saves its operator's arguments
+        case [([*args], dict() as kwargs), *_] if name.endswith(
+            rules.VJP
+        ):  # a derivative saves its operator's arguments
             name = name.removesuffix(rules.VJP)
             operator = Arguments(_literal(tuple(args)), _literal(kwargs))
         case _:

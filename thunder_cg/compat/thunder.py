@@ -6,6 +6,7 @@ read by the functions below.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -74,6 +75,7 @@ __all__ = [
     "current_trace",
     "del_last_used",
     "dispatch_of",
+    "drop_self_reference",
     "dtypes",
     "from_trace",
     "get_compile_data",
@@ -175,3 +177,9 @@ def dispatch_of(module: ThunderModule) -> Callable[..., Any]:
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
     """Puts another function in the place of the one that a compiled module calls."""
     module._forward_fn = forward
+
+
+def drop_self_reference(function: Callable[..., Any]) -> None:
+    """Takes a function that Thunder built out of its own globals: the cycle would keep all that it names alive."""
+    inner = inspect.unwrap(function)
+    inner.__globals__.pop(inner.__name__, None)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from thunder_cg.runtime.recording import address_if_any
+from thunder_cg.runtime.tensors import address_if_any
 
 _MARK = "thunder_cg"
 _MAX_RENEWALS = 64  # of nodes, because somebody registered a hook somewhere

@@ -96,6 +96,7 @@ class TraceReport:
     arena_bytes: int
     fast_path_calls: int = 0
     no_fast_path: str | None = None
+    remark: str | None = None
 
     @property
     def counts(self) -> Counter[str]:
@@ -157,13 +158,14 @@ def _trace(located: Located) -> TraceReport:
         eager_calls=program.eager_calls,
         fast_path_calls=program.fast_path_calls,
         no_fast_path=program.no_fast_path,
+        remark=program.remark,
         fallbacks=dict(program.fallbacks),
         arena_bytes=program.arena_bytes(),
     )
 
 
 def _ops(program: Program) -> tuple[OpReport, ...]:
-    regions = {index: region.name for region in program.regions for index in region.region.ops}
+    regions = {index: region.name for region in program.regions for index in region.planned.ops}
     return tuple(_op(program, index, regions.get(index)) for index in _order(program.plan))
 
 
@@ -194,9 +196,9 @@ def _region(region: RuntimeRegion) -> RegionReport:
     stats = region.stats
     return RegionReport(
         name=region.name,
-        device=region.region.device,
-        ops=len(region.region.ops),
-        split=region.region.split,
+        device=region.planned.device,
+        ops=len(region.planned.ops),
+        split=region.planned.split,
         captures=stats.captures,
         replays=stats.replays,
         eager_runs=stats.eager_runs,

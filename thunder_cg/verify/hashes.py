@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thunder_cg.runtime.backend import Backend, Graph, Pool
-from thunder_cg.runtime.recording import plain, replaced
+from thunder_cg.runtime.inputs import detached, with_buffers
 from thunder_cg.runtime.sentinels import sentinels
 from thunder_cg.runtime.tensors import copy_all
 from thunder_cg.runtime.verifier import CopiedInput, Place, VerifiedRegion
@@ -86,7 +86,7 @@ class HashGraph:
     ) -> HashGraph:
         assert region.hash_function is not None
         copied, buffers = place()
-        inputs = replaced(plain(args, region.written), buffers)
+        inputs = with_buffers(detached(args, region.written), buffers)
         targets = [each.target for each in copied]
         if backend.runs_captures:
             copy_all(targets, [each.source(args) for each in copied])

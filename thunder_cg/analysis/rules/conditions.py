@@ -330,4 +330,3 @@ CUFFT_PLAN = Condition(
         "torch.backends.cuda.cufft_plan_cache.clear() before a replay: a segmentation fault on an H200",
     ),
 )
-
