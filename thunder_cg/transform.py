@@ -35,7 +35,7 @@ from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.functions import region_function, watched_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion, keep
-from thunder_cg.verify import Verifier
+from thunder_cg.verify import ReplayVerifier
 
 
 class PartitionProvenance(TraceProvenance):
@@ -177,7 +177,7 @@ class _Emission:
         regions = [step for step in self._plan.steps if isinstance(step, Region)]
         self._copies: dict[str, Proxy] = {}
         runtime: list[RuntimeRegion] = []
-        verifier = Verifier(self._ops, transform._backend, self._roots)
+        verifier = ReplayVerifier(self._ops, transform._backend, self._roots)
         for region, io in zip(regions, edges):
             name = f"CUDAGraph{next(transform._numbers)}"
             made = RuntimeRegion(name, region, io, function=lambda: ())

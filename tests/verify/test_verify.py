@@ -518,7 +518,7 @@ def test_one_call_in_n_goes_thunders_way(twins, device, training):
 
 
 def test_gradients_still_go_in_bulk(twins, device):
-    """A verified call takes Thunder's way, which must not wear out what accumulates gradients in bulk."""
+    """A verified call goes through Thunder's dispatch, which must not exhaust what accumulates gradients in bulk."""
     _, graphed = twins(mlp(1), verify=2)
     outcomes(graphed, [torch.randn(4, 16, device=device) for _ in range(200)], backward=True)
     (entry,) = graphed._forward_fn._entries
@@ -657,7 +657,7 @@ def test_a_wrong_operator_is_caught_though_others_draw_now_and_then(planted, twi
 
 
 def test_dropout_on_two_threads(twins, device):
-    """Trials take turns, and what else the other thread does is no disagreement."""
+    """Trials that draw exclude each other, and other draws of the other thread are no disagreement."""
     models = [twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)[1] for _ in range(2)]
     errors: list[BaseException] = []
 

@@ -21,7 +21,7 @@ _MORE_RUNS = 4  # of both sides, once they differ
 _locks: dict[torch.device, threading.RLock] = {}  # for trials that draw: see Note [Generators of the process]
 
 
-class Verifier:
+class ReplayVerifier:
     """See :class:`thunder_cg.runtime.verifier.Verifier`.
 
     Args:
