@@ -95,5 +95,5 @@ def test_a_fast_replay(fake):
     assert len(fake.launches) == 1
     only_launch = graph._make_fast_replay(0, cuda.graph_launcher("executable"), None, None)
     fake.answer = FAILED
-    with pytest.raises(ReplayRefused, match="launch a graph.*OUT_OF_MEMORY"):
+    with pytest.raises(ReplayRefused, match=r"launch a graph.*OUT_OF_MEMORY"):
         only_launch([], [])
