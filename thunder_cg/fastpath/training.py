@@ -148,7 +148,7 @@ class Region:
         self.guard: Guard = part.guard
         self.graph: RegionGraph = part.graphs[0]
         self._written = program.written
-        self.inputs = program.regions[0].io.inputs
+        self.inputs = program.regions[0].names
         if self.inputs != program.inputs:
             raise Unsupported("the region's inputs are not the trace's")
         self.stats = program.regions[0].stats

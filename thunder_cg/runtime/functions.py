@@ -15,7 +15,7 @@ from thunder.core.codeutils import module_shortname
 from thunder.core.proxies import TensorProxy
 from thunder.core.trace import TraceCtx, tracectx
 
-from thunder_cg.analysis.aliasing import writes
+from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op
 from thunder_cg.runtime.backend import Backend
 
@@ -56,7 +56,7 @@ def watched_function(
     name: str,
     ops: Sequence[Op],
     inputs: Sequence[str],
-    roots: Mapping[str, str],
+    aliasing: Aliasing,
     device: torch.device,
     backend: Backend,
     hash_values: Callable[..., torch.Tensor],
@@ -68,8 +68,8 @@ def watched_function(
     body, taken = [], []
     for i, (op, step) in enumerate(zip(ops, _steps(ops, backend))):
         made = [proxy.name for proxy in op.symbol.flat_proxy_outs if isinstance(proxy, TensorProxy)]
-        written = writes(op, roots)
-        made += [name for name in op.inputs if roots.get(name) in written]
+        written = aliasing.writes[op.index]
+        made += [name for name in op.inputs if aliasing.sets.get(name) in written]
         taken.append(f"{prefix}{i}")
         takes = _Step([f"  {taken[-1]} = {take}({', '.join(made)})"], (taken[-1], *op.outputs, *made), context)
         body += [step, takes]

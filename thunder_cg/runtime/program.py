@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.analysis.aliasing import has_effect
+from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.errors import CaptureError
@@ -37,6 +37,7 @@ class Program:
         *,
         kind: str,
         ops: Ops,
+        aliasing: Aliasing,
         plan: Plan,
         regions: Sequence[RuntimeRegion],
         saved: frozenset[str],
@@ -49,6 +50,7 @@ class Program:
         self.verifier = verifier
         self.kind = kind
         self.ops = ops
+        self.aliasing = aliasing
         self.plan = plan
         self.regions = list(regions)
         self.options = options
@@ -72,21 +74,20 @@ class Program:
         self._moves: Counter[int] = Counter()
         self._retired = 0
         outside = set(ops.args)
-        self.inputs = tuple(dict.fromkeys(n for r in regions for n in r.io.inputs if n in outside))
+        self.inputs = tuple(dict.fromkeys(n for r in regions for n in r.names if n in outside))
         self.position = position = {name: i for i, name in enumerate(self.inputs)}
         self._static = [ops.values[name].static for name in self.inputs]
-        self.written = frozenset(position[n] for r in regions for n in r.io.written if n in position)
+        self.written = frozenset(position[g.name] for r in regions for g in r.io.inputs if g.written and g.name in position)
         made = {s.name for r in forward.regions for s in r.slots if not s.leaves} if forward is not None else set()
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in made]  # the rest follows from the forward
         for index, region in enumerate(self.regions):
             region.join(self, index)
-            names = region.io.inputs
-            region.in_arena = [i for i, n in enumerate(names) if n in made and n in region.io.shared]
+            region.in_arena = [i for i, given in enumerate(region.io.inputs) if given.aliased and given.name in made]
             made |= {s.name for s in region.slots if not s.leaves}
         self.no_leaves = any(map(_writes_with_grad, ops.ops))
-        captured = [ops.ops[i] for region in regions for i in region.region.ops]
+        captured = {i for region in regions for i in region.region.ops}
         # Whether replays write to nothing but the arena and their results, and draw nothing.
-        self.is_invisible = not any(r.io.written for r in regions) and not any(map(has_effect, captured))
+        self.is_invisible = not any(r.written for r in regions) and captured.isdisjoint(aliasing.effects)
 
     # How a call begins
 
@@ -156,7 +157,7 @@ class Program:
         """Whether the whole trace is one region."""
         return (
             len(self.regions) == 1
-            and not self.regions[0].io.numbers
+            and not self.regions[0].io.scalars
             and all(isinstance(step, Region) or self.ops.ops[step.op].bookkeeping for step in self.plan.steps)
         )
 
