@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from thunder_cg.analysis.aliasing import has_effect, is_opaque, writes
+from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.verifier import Disagreement, Outcome, Place, VerifiedGraph, VerifiedRegion
@@ -27,12 +27,12 @@ class ReplayVerifier:
     Args:
         ops: the trace.
         backend: runs the comparisons.
-        aliasing: the alias set of each value of the trace.
+        aliasing: the aliasing of the trace.
     """
 
     hash_values = staticmethod(hash_values)
 
-    def __init__(self, ops: Ops, backend: Backend, aliasing: Mapping[str, str]) -> None:
+    def __init__(self, ops: Ops, backend: Backend, aliasing: Aliasing) -> None:
         self._ops = ops
         self._backend = backend
         self._aliasing = aliasing
@@ -48,7 +48,8 @@ class ReplayVerifier:
 
     def replay(self, region: VerifiedRegion, graph: VerifiedGraph, args: Sequence[Any]) -> Outcome:
         """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
-        generators = [_generator(region.device)] if any(map(has_effect, region.ops)) else []
+        may_draw = any(op.index in self._aliasing.effects for op in region.ops)
+        generators = [_generator(region.device)] if may_draw else []
         with _locks.setdefault(region.device, threading.RLock()) if generators else nullcontext():
             try:
                 trial = Trial(region, graph, args, self._backend, generators)
@@ -93,7 +94,8 @@ class ReplayVerifier:
         self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]
     ) -> tuple[Disagreement | None, str | None]:
         """`_judge`, which may fail."""
-        may_draw_on_host = trial.region.device.type != "cpu" and any(map(is_opaque, trial.region.ops))
+        has_opaque_ops = any(op.index in self._aliasing.opaque for op in trial.region.ops)
+        may_draw_on_host = trial.region.device.type != "cpu" and has_opaque_ops
         try:
             # An unknown operator that draws on the host has done so in the first run, and must not in the others.
             with torch.random.fork_rng(devices=[], enabled=may_draw_on_host):
@@ -159,14 +161,13 @@ class ReplayVerifier:
 
     def _ancestors(self, ops: Sequence[Op], names: set[str]) -> set[int]:
         """The ops that these values depend on, also through memory that values share."""
-        sets = self._aliasing
+        aliasing = self._aliasing
         ancestors = set()
-        needed = {sets[name] for name in names if name in sets}
+        needed = aliasing.sets_of(names)
         for op in reversed(ops):
-            changed = {sets[name] for name in op.outputs if name in sets} | writes(op, sets)
-            if not needed.isdisjoint(changed):
+            if not needed.isdisjoint(aliasing.sets_of(op.outputs) | aliasing.writes[op.index]):
                 ancestors.add(op.index)
-                needed |= {sets[name] for name in op.inputs if name in sets}
+                needed |= aliasing.sets_of(op.inputs)
         return ancestors
 
     def _where(self, op: Op | None) -> str:
