@@ -61,8 +61,8 @@ class Outcome:
     compared: bool = True
 
 
-# Makes buffers for a region's inputs. Returns the copies to them, each with a ``source(args)`` and a ``target``, and for
-# each argument its buffer or None.
+# Makes buffers for a region's inputs. Returns the copies to the buffers, each with a ``source(args)`` and a ``target``,
+# and for each argument its buffer or None.
 Place = Callable[[], tuple[Sequence[Any], list[Any]]]
 
 
