@@ -108,7 +108,7 @@ def test_draws_on_two_streams():
 
 @pytest.mark.parametrize("what", ["arena", "capture"])
 def test_draws_that_wait_while_a_capture_begins(what):
-    """PyTorch sets the seed of all graphs when a capture begins. It must not do so before a launched graph has drawn."""
+    """PyTorch sets the seed of all graphs when a capture begins. That has to wait until a launched graph has drawn."""
 
     def fn(x):
         return torch.rand_like(x * 2 + 1) + x * 3
@@ -337,7 +337,7 @@ def test_plans_of_fourier_transforms():
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 8, 8), (64, 20, 20), (2, 300, 300)])
 def test_libraries_of_solvers(shape):
-    """PyTorch picks a library by the sizes, and not every library can be captured. The other ops are captured anyway."""
+    """PyTorch picks a library by the sizes, and not all can be captured. The other ops are captured anyway."""
     fn = lambda x: torch.sin(torch.linalg.slogdet(torch.cos(x * 2) + 3)[1] * 2) * 3  # noqa: E731
     plain, graphed = twice(fn, cudagraph_transform())
     for _ in range(4):

@@ -91,7 +91,7 @@ def outcomes(model: Any, inputs: Any, *, backward: bool = False) -> list[Any]:
     return made
 
 
-# ---------------------------------------------------------------------------------------------------- wrong operators are found
+# -------------------------------------------------------------------------------------------- wrong operators are found
 
 
 class Net(nn.Module):
@@ -687,7 +687,7 @@ class MLPWithDropout(nn.Module):
         return torch.sin(nn.functional.dropout(self.op(self.layer(x)), 0.5))
 
 
-# -------------------------------------------------------------------------------------------- tolerated differences
+# ------------------------------------------------------------------------------------------------ tolerated differences
 
 
 @pytest.fixture
