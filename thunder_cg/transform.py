@@ -40,7 +40,7 @@ from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.verify import Verifier
+from thunder_cg.verify import ReplayVerifier
 
 
 class PartitionProvenance(TraceProvenance):
@@ -128,7 +128,7 @@ class CudagraphTransform(Transform):
     ) -> Program:
         returned, saved = returned_and_saved(trace)
         ios = region_io(ops, plan, aliasing, returned, saved)
-        verifier = Verifier(ops, self._backend, aliasing)
+        verifier = ReplayVerifier(ops, self._backend, aliasing)
         planned = [step for step in plan.steps if isinstance(step, Region)]
         return Program(
             kind="backward" if TraceTag.BACKWARD in trace.tags else "forward",
@@ -144,7 +144,7 @@ class CudagraphTransform(Transform):
         )
 
     def _region(
-        self, planned: Region, io: RegionIO, ops: Ops, aliasing: Aliasing, verifier: Verifier, taken: set[str]
+        self, planned: Region, io: RegionIO, ops: Ops, aliasing: Aliasing, verifier: ReplayVerifier, taken: set[str]
     ) -> RuntimeRegion:
         name = region_names(self._numbers, taken)
         mine = [ops.ops[i] for i in planned.ops]

@@ -12,7 +12,7 @@ from thunder_cg.runtime.cuda.streams import capture_lock
 
 
 class Graph:
-    """In the place of PyTorch's."""
+    """Stands in for PyTorch's."""
 
 
 def graph():

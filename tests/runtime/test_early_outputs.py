@@ -71,7 +71,7 @@ def test_what_cannot_be_copied_stays():
 
 
 class Alive(TorchDispatchMode):
-    """How many bytes of what operators make are alive at once, at most."""
+    """The peak of the bytes that operators' results occupy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,9 +92,9 @@ class Alive(TorchDispatchMode):
         self.now -= nbytes
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, leaves):
-    """What a backward's arena has to hold, with and without results that leave early."""
+@pytest.mark.parametrize("early", [True, False])
+def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, early):
+    """The memory of a backward's arena, with and without results that are copied out early."""
     most = {}
     early_copier = tape.EarlyCopier
 
@@ -106,7 +106,7 @@ def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, leaves):
                 outside.extend(t.clone() for t in tensors)
                 return outside[-len(tensors) :]
 
-        copier = early_copier(self._device, send, 0, lambda tensor: leaves)
+        copier = early_copier(self._device, send, 0, lambda tensor: early)
         with Alive() as alive:
             made = copier.finish(fn(*args, copier))
         most["backward" if most else "forward"] = alive.most
@@ -117,4 +117,4 @@ def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, leaves):
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
     jmodel(torch.randn(2, 64)).sum().backward()
-    assert (most["backward"] < nbytes / 4) if leaves else (most["backward"] > nbytes)
+    assert (most["backward"] < nbytes / 4) if early else (most["backward"] > nbytes)

@@ -158,7 +158,7 @@ def test_a_scalar_that_reaches_no_kernel_fails_the_capture(pair, batches):
     failures = [region["failure"] for region in regions(graphed)]
     if batches[0][0].is_cuda:
         assert "3 of 6 numbers of the call reach no kernel as they are" in failures[0]
-    else:  # on the tape a fusion is one call, which has the number
+    else:  # on the tape, a fusion is one call, and the scalar is its argument
         assert failures == [None, None]
 
 

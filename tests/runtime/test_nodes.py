@@ -110,7 +110,7 @@ def test_a_copy_that_a_capture_admits(way):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_region_with_such_a_copy_stays_eager():
-    """Whoever allows the operator does not get what lay in the host's memory when it was captured."""
+    """``allow=`` does not make a graph replay the host's memory as it was at the capture."""
     staged = torch.zeros(64, pin_memory=True)
     like = lambda x: thunder.core.proxies.TensorProxy(like=x)  # noqa: E731
     executor = thunder.extend.OperatorExecutor("staging")

@@ -1,4 +1,4 @@
-"""`verify`: what is planted is caught and named, the result is the eager one, and what is right stays captured."""
+"""`verify`: wrong operators are found and named, the call gets the eager result, and right ones stay captured."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HERE = "test_verify.py"
 
 
 class Planted:
-    """Operators of the user's own, each allowed: what ``fn`` reads on the host is frozen in a graph."""
+    """Registers operators that are wrong in a graph: what ``fn`` reads on the host is frozen there."""
 
     def __init__(self) -> None:
         self.executor = thunder.extend.OperatorExecutor("planted")
@@ -79,7 +79,7 @@ def caught() -> Iterator[list[str]]:
 
 
 def outcomes(model: Any, inputs: Any, *, backward: bool = False) -> list[Any]:
-    """What each call gives, gradients of the parameters with it."""
+    """The result of each call, and the gradients of the parameters."""
     made = []
     for x in inputs:
         y = model(x)
@@ -91,11 +91,11 @@ def outcomes(model: Any, inputs: Any, *, backward: bool = False) -> list[Any]:
     return made
 
 
-# ------------------------------------------------------------------------------------------------------ what is planted
+# -------------------------------------------------------------------------------------------- wrong operators are found
 
 
 class Net(nn.Module):
-    """Something of everything around an operator: a layer, dropout, statistics, a buffer that is written."""
+    """An operator among a layer, dropout, statistics and a buffer that is written."""
 
     def __init__(self, op: Any) -> None:
         super().__init__()
@@ -278,12 +278,12 @@ def test_every_recording_with_the_region_goes(planted, twins, device):
 
 
 def program(jitted: Any) -> Program:
-    """That of the only forward."""
+    """The program of the only forward."""
     return locate(jitted).programs[0].program
 
 
 def test_forwards_in_flight(planted, twins, device):
-    """Their backwards would replay a graph that has been quarantined meanwhile."""
+    """Their backwards must not replay a graph that has been quarantined meanwhile."""
     factor = [2.0]
     back = planted("scale_gradient", lambda x: x * factor[0])
     op = planted("scale", lambda x: x * 2.0, backward=back)
@@ -427,7 +427,7 @@ def test_memory_that_results_share_with_inputs(planted, twins, device, at_first,
 
 @pytest.mark.parametrize("how", ["a write", "an integer", "strides", "order"])
 def test_the_operator_to_blame(planted, twins, device, how):
-    """Not one after it, which reads what it makes or writes."""
+    """A later op that reads its result, or what it writes, is not blamed."""
     factor = [0]
 
     def write(x, y):
@@ -471,7 +471,7 @@ def test_the_operator_to_blame(planted, twins, device, how):
         assert all(f"made by wrong at {HERE}" in message and "deny=['wrong']" in message for message in found)
 
 
-# -------------------------------------------------------------------------------------------------------- what is right
+# ------------------------------------------------------------------------------------------------------ right ones stay
 
 
 def tokens(device, rows=2, length=8):
@@ -518,7 +518,7 @@ def test_one_call_in_n_goes_thunders_way(twins, device, training):
 
 
 def test_gradients_still_go_in_bulk(twins, device):
-    """A verified call takes Thunder's way, which must not wear out what accumulates gradients in bulk."""
+    """A verified call goes through Thunder's dispatch, which must not exhaust what accumulates gradients in bulk."""
     _, graphed = twins(mlp(1), verify=2)
     outcomes(graphed, [torch.randn(4, 16, device=device) for _ in range(200)], backward=True)
     (entry,) = graphed._forward_fn._entries
@@ -570,7 +570,7 @@ def test_out_of_memory_costs_no_call(twins, device, monkeypatch, step):
 
 @contextmanager
 def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int) -> Iterator[list[float]]:
-    """Another thread draws after some of these steps of trials, and says what."""
+    """Another thread draws after some of these steps of trials. Yields the numbers that it drew."""
     drawn: list[float] = []
     original = getattr(Trial, step)
 
@@ -657,7 +657,7 @@ def test_a_wrong_operator_is_caught_though_others_draw_now_and_then(planted, twi
 
 
 def test_dropout_on_two_threads(twins, device):
-    """Trials take turns, and what else the other thread does is no disagreement."""
+    """Trials that draw exclude each other, and other draws of the other thread are no disagreement."""
     models = [twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)[1] for _ in range(2)]
     errors: list[BaseException] = []
 
@@ -687,12 +687,12 @@ class MLPWithDropout(nn.Module):
         return torch.sin(nn.functional.dropout(self.op(self.layer(x)), 0.5))
 
 
-# ---------------------------------------------------------------------------------------------- what is no disagreement
+# ------------------------------------------------------------------------------------------------ tolerated differences
 
 
 @pytest.fixture
 def unsteady_sum() -> Iterator[Any]:
-    """An operator that sums rows in an order of its own at each run, in replays, too, as atomic additions do."""
+    """An operator that sums rows in another order at each run and each replay, as atomic additions do."""
     library = torch.library.Library("thunder_cg_tests", "DEF")
     library.define("unsteady_sum(Tensor x) -> Tensor")
     order = random.Random(0)
@@ -741,7 +741,7 @@ def test_kernels_that_are_not_deterministic_on_cuda(twins, backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_attention_is_right(twins, backend, device, dtype):
-    """Its kernels hand out seeds that they never write where nothing is dropped, and some add atomically."""
+    """Without dropout its kernels return seeds that they never wrote, and some of them add atomically."""
     if backend == "tape" and dtype is torch.float16:
         pytest.skip("the CPU has the same kernels for both")
     plain, graphed = twins(GPT(layers=1, heads=2).to(dtype), verify=1)

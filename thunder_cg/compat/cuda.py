@@ -1,8 +1,8 @@
 """What the package uses of PyTorch's CUDA support and of the CUDA driver that is private or differs between versions.
 
-No other module imports ``cuda.bindings`` or names something private of ``torch.cuda``. Checked with torch 2.9 to 2.11
-and cuda-bindings 12.9 to 13. Importing this module compiles nothing and does not initialize CUDA. It can be imported
-where PyTorch is built without CUDA.
+No other module imports ``cuda.bindings`` or names something private of ``torch.cuda``. Checked with torch 2.9 to 2.11,
+and with cuda-bindings 13.5 where it is installed. Importing this module compiles nothing and does not initialize CUDA.
+It can be imported where PyTorch is built without CUDA.
 """
 
 from __future__ import annotations

@@ -61,17 +61,9 @@ class Outcome:
     compared: bool = True
 
 
-class CopiedInput(Protocol):
-    """An input that is copied to a buffer, where its graph reads it."""
-
-    @property
-    def target(self) -> torch.Tensor: ...
-
-    def source(self, args: Sequence[Any]) -> torch.Tensor: ...
-
-
-# Makes buffers for a region's inputs: those that are copied in, and a buffer, or None, for each argument.
-Place = Callable[[], tuple[Sequence[CopiedInput], list[Any]]]
+# Makes buffers for a region's inputs. Returns the copies to the buffers, each with a ``source(args)`` and a ``target``,
+# and for each argument its buffer or None.
+Place = Callable[[], tuple[Sequence[Any], list[Any]]]
 
 
 class VerifiedRegion(Protocol):

@@ -17,6 +17,6 @@ One comparison, step by step:
     gets what the ops made.
 """
 
-from thunder_cg.verify.verifier import Verifier
+from thunder_cg.verify.verifier import ReplayVerifier
 
-__all__ = ["Verifier"]
+__all__ = ["ReplayVerifier"]

@@ -37,7 +37,7 @@ def ones(tensor: torch.Tensor) -> int:
     return 255 if tensor.element_size() == 1 else -1
 
 
-def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+def effective_layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Size, strides and dtype; the strides only where they matter."""
     strides = tuple(s for s, n in zip(tensor.stride(), tensor.size()) if n != 1) if tensor.numel() else ()
     return tuple(tensor.size()), strides, tensor.dtype
@@ -46,7 +46,7 @@ def layout(tensor: torch.Tensor) -> tuple[Any, ...]:
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     """The same but for their values."""
     same = one.device == other.device and one.layout == other.layout
-    return same and (one.layout is not torch.strided or layout(one) == layout(other))
+    return same and (one.layout is not torch.strided or effective_layout(one) == effective_layout(other))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -12,8 +12,8 @@ from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import detached, with_buffers
 from thunder_cg.runtime.sentinels import sentinels
 from thunder_cg.runtime.tensors import copy_all
-from thunder_cg.runtime.verifier import CopiedInput, Place, VerifiedRegion
-from thunder_cg.verify.compare import bits, layout
+from thunder_cg.runtime.verifier import Place, VerifiedRegion
+from thunder_cg.verify.compare import bits, effective_layout
 
 NO_HASH = -(2**63)  # of a value that is not hashed
 CHUNK = 2**22  # elements that are hashed at a time
@@ -24,7 +24,7 @@ OpHashes = list[list[int]]  # of one op's values: a row of strict hashes and a r
 
 def hash_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """A number that changes with the bits of the tensor, their order and its strides, without much memory."""
-    total = torch.full((), hash(layout(tensor)), dtype=torch.int64, device=tensor.device)
+    total = torch.full((), hash(effective_layout(tensor)), dtype=torch.int64, device=tensor.device)
     for dim in range(tensor.dim()):
         if tensor.stride(dim) == 0 and tensor.size(dim) > 1:  # expanded: the same memory again and again
             tensor = tensor.narrow(dim, 0, 1)
@@ -77,7 +77,7 @@ class HashGraph:
     """
 
     graph: Graph
-    copied: tuple[CopiedInput, ...]
+    copies: tuple[Any, ...]
     hashes: tuple[torch.Tensor, ...]
 
     @classmethod
@@ -85,17 +85,17 @@ class HashGraph:
         cls, region: VerifiedRegion, backend: Backend, pool: Pool, args: Sequence[Any], place: Place
     ) -> HashGraph:
         assert region.hash_function is not None
-        copied, buffers = place()
+        copies, buffers = place()
         inputs = with_buffers(detached(args, region.written), buffers)
-        targets = [each.target for each in copied]
+        targets = [each.target for each in copies]
         if backend.runs_captures:
-            copy_all(targets, [each.source(args) for each in copied])
+            copy_all(targets, [each.source(args) for each in copies])
         scalars = sentinels(len(region.io.scalars))
         inputs += scalars
         graph, hashes = pool.capture(region.hash_function, [inputs], targets, sentinels=scalars)
-        return cls(graph, tuple(copied), tuple(map(pool.alias, hashes)))
+        return cls(graph, tuple(copies), tuple(map(pool.alias, hashes)))
 
     def replay(self, args: Sequence[Any], scalars: Sequence[int]) -> list[OpHashes]:
         """The value hashes of each op."""
-        self.graph.replay([each.source(args) for each in self.copied], scalars=scalars)
+        self.graph.replay([each.source(args) for each in self.copies], scalars=scalars)
         return [hashes.tolist() for hashes in self.hashes]

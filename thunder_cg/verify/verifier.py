@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,13 +21,13 @@ _MORE_RUNS = 4  # of both sides, once they differ
 _locks: dict[torch.device, threading.RLock] = {}  # for trials that draw: see Note [Generators of the process]
 
 
-class Verifier:
+class ReplayVerifier:
     """See :class:`thunder_cg.runtime.verifier.Verifier`.
 
     Args:
         ops: the trace.
         backend: runs the comparisons.
-        aliasing: of the trace.
+        aliasing: the aliasing of the trace.
     """
 
     hash_values = staticmethod(hash_values)
@@ -48,7 +48,8 @@ class Verifier:
 
     def replay(self, region: VerifiedRegion, graph: VerifiedGraph, args: Sequence[Any]) -> Outcome:
         """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
-        generators = [_generator(region.device)] if self._any(region, self._aliasing.effects) else []
+        may_draw = any(op.index in self._aliasing.effects for op in region.ops)
+        generators = [_generator(region.device)] if may_draw else []
         with _locks.setdefault(region.device, threading.RLock()) if generators else nullcontext():
             try:
                 trial = Trial(region, graph, args, self._backend, generators)
@@ -93,7 +94,8 @@ class Verifier:
         self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]
     ) -> tuple[Disagreement | None, str | None]:
         """`_judge`, which may fail."""
-        may_draw_on_host = trial.region.device.type != "cpu" and self._any(trial.region, self._aliasing.opaque)
+        has_opaque_ops = any(op.index in self._aliasing.opaque for op in trial.region.ops)
+        may_draw_on_host = trial.region.device.type != "cpu" and has_opaque_ops
         try:
             # An unknown operator that draws on the host has done so in the first run, and must not in the others.
             with torch.random.fork_rng(devices=[], enabled=may_draw_on_host):
@@ -167,10 +169,6 @@ class Verifier:
                 ancestors.add(op.index)
                 needed |= aliasing.sets_of(op.inputs)
         return ancestors
-
-    @staticmethod
-    def _any(region: VerifiedRegion, indices: Set[int]) -> bool:
-        return any(op.index in indices for op in region.ops)
 
     def _where(self, op: Op | None) -> str:
         line = (op and self._ops.line(op)) or "at a line unknown to Thunder"

@@ -9,7 +9,6 @@ import torch
 
 from thunder_cg.compat import cuda
 from thunder_cg.errors import BackendError
-from thunder_cg.runtime.cuda import scalars
 from thunder_cg.runtime.cuda.pool import CudaPool
 from thunder_cg.runtime.cuda.streams import capture_lock
 
@@ -21,7 +20,7 @@ class CudaBackend:
     device_type = "cuda"
     poisons = False
     runs_captures = False
-    supports_scalar_updates = scalars.available
+    supports_scalar_updates = cuda.driver is not None
     capture_lock = capture_lock
 
     def __init__(self) -> None:

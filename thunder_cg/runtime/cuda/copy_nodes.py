@@ -79,7 +79,7 @@ class _Thread(threading.local):
 thread = _Thread()
 
 
-def set_context(index: int, context: Any) -> None:
+def ensure_context(index: int, context: Any) -> None:
     """Gives this thread the context of device ``index``, which has to be the current device."""
     if thread.index != index:
         cuda.set_context(context)

@@ -114,7 +114,7 @@ class CudaGraph:
             fast_replay(sources, targets)
         elif self._has_driver and (thread.index != self._index or cuda.current_device() != self._index):
             with torch.cuda.device(self._index):
-                copy_nodes.set_context(self._index, self._context)
+                copy_nodes.ensure_context(self._index, self._context)
                 self._replay(sources, targets, scalars)
         else:
             self._replay(sources, targets, scalars)

@@ -15,8 +15,6 @@ from thunder_cg.runtime.cuda.copy_nodes import refused
 from thunder_cg.runtime.cuda.nodes import kernel_nodes
 from thunder_cg.runtime.sentinels import check_sentinels
 
-available = cuda.driver is not None
-
 
 class KernelScalars:
     """The scalars of a captured graph, which take the place of sentinels.
