@@ -195,7 +195,11 @@ def test_condition_of_a_renormalized_embedding(traces_of):
         return bag(i, w, o, 1.0), bag(i, w, o, max_norm=1.0), bag(i, w, o)
 
     (ops,) = traces_of(model, torch.tensor([0, 1]), torch.rand(2, 3), torch.tensor([0]))
-    assert [sorted(op.conditions) for op in only(ops, "embedding_bag")] == [["renormalizes_weight"], ["renormalizes_weight"], []]
+    assert [sorted(op.conditions) for op in only(ops, "embedding_bag")] == [
+        ["renormalizes_weight"],
+        ["renormalizes_weight"],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(

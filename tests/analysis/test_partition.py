@@ -253,7 +253,9 @@ def pairs_in_order(ops):
     reads, writes, opaque = aliasing.reads, aliasing.writes, aliasing.opaque
     outside = aliasing.sets_of(ops.args)
     if any(outside & names for names in writes):
-        reads, writes = ([{"<arguments>" if n in outside else n for n in ns} for ns in all_] for all_ in (reads, writes))
+        reads, writes = (
+            [{"<arguments>" if n in outside else n for n in ns} for ns in all_] for all_ in (reads, writes)
+        )
         outside = {"<arguments>"}
     for (i, a), (j, b) in itertools.combinations(enumerate(ops.ops), 2):
         uses = set(a.outputs) & set(b.inputs)

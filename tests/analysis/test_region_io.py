@@ -91,7 +91,9 @@ def test_outputs_not_copied_out_early(trace):
 def test_numbers_that_only_kernels_get_are_scalars(trace):
     t = trace()
     draw = t.make("UNIFORM_PHILOX", "n1 n2", "b", executor=None, keywords=(("seed", "n1"), ("offset", "n2")))
-    t.op(None, "a n1 n2", "b", executor="nvfuser", is_fusion=True, subs=(draw, t.make("ADD", "a b", "b", executor=None)))
+    t.op(
+        None, "a n1 n2", "b", executor="nvfuser", is_fusion=True, subs=(draw, t.make("ADD", "a b", "b", executor=None))
+    )
     ops = t.add("b", "g").returns("g").done()
     aliasing = Aliasing.of(ops)
     verdicts = classify(ops, aliasing, UserRules(), "cuda", supports_scalar_updates=True)

@@ -77,9 +77,7 @@ def test_every_prim_has_a_row_or_is_bookkeeping():
     missing = [
         prim.name
         for prim in PrimIDs
-        if (None, prim.name) not in RULES
-        and not _is_bookkeeping(None, prim.name)
-        and prim.name not in dropped
+        if (None, prim.name) not in RULES and not _is_bookkeeping(None, prim.name) and prim.name not in dropped
     ]
     assert not missing
 

@@ -41,9 +41,7 @@ class Aliasing:
         sets = _alias_sets(ops)
         return cls(
             sets=sets,
-            reads=tuple(
-                frozenset(sets[name] for name in (*op.inputs, *op.outputs) if name in sets) for op in ops.ops
-            ),
+            reads=tuple(frozenset(sets[name] for name in (*op.inputs, *op.outputs) if name in sets) for op in ops.ops),
             writes=tuple(frozenset(_writes(op, sets)) for op in ops.ops),
             opaque=frozenset(op.index for op in ops.ops if is_opaque(op)),
             effects=frozenset(op.index for op in ops.ops if has_effect(op)),

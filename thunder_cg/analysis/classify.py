@@ -243,7 +243,9 @@ class _Judge:
         read = [name for name in op.outputs if name in self.read_past]
         if not read or self.user.allows(op):
             return None
-        detail = f"as_strided may read the whole storage of {_listed(read)}, and an output of a graph has its own storage"
+        detail = (
+            f"as_strided may read the whole storage of {_listed(read)}, and an output of a graph has its own storage"
+        )
         return Cause(Reason.UNVERIFIED, detail, "take slices instead of as_strided with an offset")
 
 

@@ -54,9 +54,7 @@ class RegionIO:
     """Of all values, those whose memory is still needed when the region has run."""
 
 
-def region_io(
-    ops: Ops, plan: Plan, aliasing: Aliasing, returned: Set[str], saved: Set[str]
-) -> tuple[RegionIO, ...]:
+def region_io(ops: Ops, plan: Plan, aliasing: Aliasing, returned: Set[str], saved: Set[str]) -> tuple[RegionIO, ...]:
     """One record for each region of ``plan``, in order.
 
     Args:
@@ -127,9 +125,7 @@ class _Steps:
         return cls(made, used, written)
 
 
-def _inputs(
-    tensors: Iterable[str], aliasing: Aliasing, written: Set[str], given: Set[str]
-) -> tuple[RegionInput, ...]:
+def _inputs(tensors: Iterable[str], aliasing: Aliasing, written: Set[str], given: Set[str]) -> tuple[RegionInput, ...]:
     """The inputs of a region that writes and gives these alias sets."""
     sets = aliasing.sets
     return tuple(RegionInput(n, written=sets[n] in written, aliased=sets[n] in given) for n in tensors)
@@ -165,9 +161,7 @@ def _last_steps(aliasing: Aliasing, steps: _Steps, saved: Set[str], end: int) ->
     return last | dict.fromkeys(aliasing.sets_of(saved), end)
 
 
-def _must_be_copied_out(
-    ops: Ops, plan: Plan, aliasing: Aliasing, steps: _Steps, returned: Set[str]
-) -> set[str]:
+def _must_be_copied_out(ops: Ops, plan: Plan, aliasing: Aliasing, steps: _Steps, returned: Set[str]) -> set[str]:
     """Alias sets that cannot both stay in the pool and leave, because a copy and its original would come to differ.
 
     These are sets with a returned value that are written outside of the region that made them, or shared between
@@ -191,9 +185,7 @@ def _must_be_copied_out(
     return aliasing.sets_of(kept) | shared
 
 
-def _aliased_by_eager_ops(
-    ops: Ops, plan: Plan, aliasing: Aliasing, steps: _Steps, saved: Set[str]
-) -> set[str]:
+def _aliased_by_eager_ops(ops: Ops, plan: Plan, aliasing: Aliasing, steps: _Steps, saved: Set[str]) -> set[str]:
     """Alias sets of outputs of eager ops, such as views, that a region or the backward gets.
 
     In an arena, only the values that regions make own their memory, and a region that uses such a value for the last

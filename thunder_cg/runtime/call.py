@@ -11,7 +11,7 @@ Note [Who owns a recording's memory]
     can give each value up the moment the last region that needs it begins, and the memory is reused as in an eager
     call. Afterwards nobody owns it: the recording keeps addresses. What a forward saved for a backward that has not
     been captured yet must not be reused before it has: the recording owns it until then. What an eager operator makes
-    of such memory, a view or what it wrote to, owns none of it, so no region gets any: see `_aliased_by_eager_ops`, io.py.
+    of such memory, a view or what it wrote to, owns none of it, so no region gets any: see `_aliased_by_eager_ops`.
 """
 
 from __future__ import annotations

@@ -74,7 +74,9 @@ class Program:
         self.inputs = tuple(dict.fromkeys(n for r in regions for n in r.names if n in outside))
         self.position = position = {name: i for i, name in enumerate(self.inputs)}
         self._static = [ops.values[name].static for name in self.inputs]
-        self.written = frozenset(position[g.name] for r in regions for g in r.io.inputs if g.written and g.name in position)
+        self.written = frozenset(
+            position[g.name] for r in regions for g in r.io.inputs if g.written and g.name in position
+        )
         made = {s.name for r in forward.regions for s in r.slots if not s.leaves} if forward is not None else set()
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in made]  # the rest follows from the forward
         for index, region in enumerate(self.regions):

@@ -64,7 +64,7 @@ def positions(meta: Callable[..., Any] | None, name: str) -> Mapping[str, int]:
         except (TypeError, ValueError):  # there is no function, or a builtin one
             continue
         found |= {parameter: i for i, parameter in enumerate(parameters.parameters)}
-    return found | _POSITIONS.get(name, {})
+    return {**found, **_POSITIONS.get(name, {})}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -330,4 +330,3 @@ CUFFT_PLAN = Condition(
         "torch.backends.cuda.cufft_plan_cache.clear() before a replay: a segmentation fault on an H200",
     ),
 )
-

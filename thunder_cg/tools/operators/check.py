@@ -24,8 +24,8 @@ def packaged() -> list[Results]:
 def disagreements(files: Sequence[Results]) -> list[str]:
     """Where rules and measurements differ, a sentence each.
 
-    That a denied symbol must not be captured is shown on some machine in `files`. A kernel that asks the host harms
-    nothing where host and device are one, so `Evidence.MEASURED_ON_GPU` is shown on a GPU, once there is one in `files`.
+    Some machine in `files` shows that a denied symbol must not be captured. A kernel that asks the host harms nothing
+    where host and device are one. So a GPU shows this for `Evidence.MEASURED_ON_GPU`, once there is one in `files`.
     """
     found = [text for file in files for text in _wrong_rows(file)]
     on_gpu = any(file.environment["backend"] == "cuda" for file in files)
