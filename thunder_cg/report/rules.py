@@ -53,7 +53,7 @@ def _find(name: str) -> Rule | None:
 
 def _unknown(name: str) -> str:
     last = name.rsplit(".", 1)[-1]
-    labels = {str(id_): _label((executor, id_)) for executor, id_ in reversed(RULES)}
+    labels = {str(key[1]): _label(key) for key in [*RULES][::-1]}
     close = [labels[id_] for id_ in difflib.get_close_matches(last, labels, n=5)]
     hint = f"; close to it: {', '.join(close)}" if close else ""
     return f"no rule knows {name!r}{hint}. An operator without a rule stays eager unless allow= names it."

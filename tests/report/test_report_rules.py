@@ -89,5 +89,5 @@ def test_a_name_that_no_rule_has(name):
 def test_every_record_can_be_described(monkeypatch, tmp_path):
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     for executor, name in RULES:
-        described = describe(f"{executor or 'prim'}.{name}")
+        described = describe(report._label((executor, name)))
         assert name in described.splitlines()[0]
