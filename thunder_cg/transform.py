@@ -134,6 +134,7 @@ class CudagraphTransform(Transform):
             kind="backward" if TraceTag.BACKWARD in trace.tags else "forward",
             ops=ops,
             plan=plan,
+            aliasing=aliasing,
             regions=[self._region(region, io, ops, aliasing, verifier, taken) for region, io in zip(planned, ios)],
             saved=frozenset(saved),
             options=self.options,

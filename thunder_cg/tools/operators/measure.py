@@ -70,7 +70,7 @@ class Record:
     def is_forced(self) -> bool:
         """Whether anything was captured that the rules deny."""
         ends = {(key_of(symbol), end.split()[0]) for symbol, counts in self.symbols.items() for end in counts}
-        return any(how == "forced" or (how == "alone" and key in rules.DENY) for key, how in ends)
+        return any(how == "forced" or (how == "alone" and _is_denied(key)) for key, how in ends)
 
     def end(self, failure: str) -> None:
         """The process that measured has failed. If it was capturing by force, that is what came of it."""
@@ -300,6 +300,10 @@ def _worst(verdicts: Sequence[str]) -> str:
 
 
 def covered(symbol: str) -> bool:
-    """Whether the tables have a row for it."""
-    key = key_of(symbol)
-    return key in rules.ALLOW or key in rules.DENY
+    """Whether the rules have a record of it."""
+    return key_of(symbol) in rules.RULES
+
+
+def _is_denied(key: Key) -> bool:
+    rule = rules.RULES.get(key)
+    return rule is not None and not rule.captures

@@ -330,7 +330,7 @@ def _anchored(ops: Sequence[Op]) -> set[int]:
 def _keys(op: Op) -> Iterable[Key]:
     """The symbol; of a fusion, those inside of it as well; of one without a row, those that it consists of."""
     key = _key(op)
-    consists = bool(op.subs) and not op.is_fusion and key not in rules.ALLOW and key not in rules.DENY
+    consists = bool(op.subs) and not op.is_fusion and key not in rules.RULES
     if not consists:
         yield key
     if consists or op.is_fusion:
@@ -339,7 +339,7 @@ def _keys(op: Op) -> Iterable[Key]:
 
 
 def _key(op: Op) -> Key:
-    executor, id_ = rules.find(op.executor, op.id)
+    executor, id_ = rules.key_of(op.executor, op.id)
     return executor, id_ if id_ is not None else "fusion"
 
 
