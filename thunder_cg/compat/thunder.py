@@ -37,9 +37,11 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, f
 from thunder.core.transform_common import Transform
 from thunder.executors.passes import del_last_used
 from thunder.executors.torch_autograd import connect_to_autograd
+from thunder.executors.torchex import ex as _torch_executor
 from thunder.executors.torchex import no_autocast
-from thunder.extend import FusionExecutor, register_executor
+from thunder.extend import FusionExecutor, get_default_executors, get_executor, register_executor
 from thunder.plugins import register_plugin
+from thunder.torch import _torch_to_thunder_function_map
 
 __all__ = [
     "CACHE_OPTIONS",
@@ -77,6 +79,8 @@ __all__ = [
     "dtypes",
     "from_trace",
     "get_compile_data",
+    "get_default_executors",
+    "get_executor",
     "module_buffers",
     "module_cache",
     "module_parameters",
@@ -89,6 +93,8 @@ __all__ = [
     "register_executor",
     "register_plugin",
     "set_dispatch",
+    "symbols_of_functions",
+    "torch_executor_has",
     "tracectx",
     "tree_flatten",
     "tree_flatten_with_dataclass",
@@ -175,3 +181,18 @@ def dispatch_of(module: ThunderModule) -> Callable[..., Any]:
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
     """Puts another function in the place of the one that a compiled module calls."""
     module._forward_fn = forward
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Operators
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def symbols_of_functions() -> dict[Any, Any]:
+    """Thunder's symbol for each function of PyTorch that it knows."""
+    return _torch_to_thunder_function_map
+
+
+def torch_executor_has(name: str) -> bool:
+    """Whether the torch executor has a symbol of that name. It has none for derivatives that Thunder writes out."""
+    return name in _torch_executor.opmap
