@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else [*argv]
     parser = argparse.ArgumentParser(
         prog="python -m thunder_cg",
+        usage="%(prog)s [-h] command ...",
         description="CUDA graphs for Lightning Thunder.",
         epilog="commands:\n" + "\n".join(f"  {name:10}{command.__doc__}" for name, command in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -48,13 +49,13 @@ def _bench(argv: Sequence[str]) -> int:
 
 def _rules(argv: Sequence[str]) -> int:
     """print the rule of an operator: whether it is captured, on which conditions, and why"""
-    from thunder_cg.report.rules import describe
-
     parser = argparse.ArgumentParser(
         prog="python -m thunder_cg rules", description="Prints the rules of operators: verdict, conditions, evidence."
     )
     parser.add_argument("names", nargs="+", metavar="NAME", help="an operator, such as torch.det")
     arguments = parser.parse_args(argv)
+    from thunder_cg.report.rules import describe
+
     try:
         print("\n\n".join(map(describe, arguments.names)))
     except LookupError as error:
