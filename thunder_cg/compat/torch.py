@@ -5,10 +5,17 @@ Functions that a steady call uses are PyTorch's own objects under another name: 
 
 from __future__ import annotations
 
+import sys
+import types
+import unittest
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._C._dynamo import guards as _guards
@@ -37,8 +44,12 @@ __all__ = [
     "dictionary_guard",
     "disable_dispatch_modes",
     "dispatch_mode_count",
+    "dynamo_counters",
+    "dynamo_recompile_limit",
     "empty_strided",
+    "end_allocate_to_pool",
     "engine_will_execute",
+    "forget_dynamic_sizes",
     "forward_ad_level",
     "function_mode_count",
     "functorch_is_active",
@@ -48,12 +59,15 @@ __all__ = [
     "is_traced",
     "is_view",
     "is_zero_tensor",
+    "keep_cublas_workspaces",
     "kernel_settings",
     "may_overlap_itself",
     "neg_view",
     "only_device_modes",
+    "operator_table",
     "preserve_version_counter",
     "saved_tensors_hooks",
+    "storage_id",
     "tensor_guards",
     "tree_flatten",
     "tree_leaves",
@@ -285,3 +299,64 @@ def composite_sees_views() -> Iterator[None]:
     with torch._C._PreserveDispatchKeyGuard():
         torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
         yield
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# For the tools: Dynamo, cuBLAS, the allocator, PyTorch's table of operators
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def dynamo_recompile_limit(limit: int) -> AbstractContextManager[None]:
+    """Inside, Dynamo compiles a code object so many times. Compiled copies of a model share its code objects."""
+    limited: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=limit)
+    return limited
+
+
+def forget_dynamic_sizes() -> None:
+    """Makes Dynamo forget which sizes varied: it compiles such sizes as dynamic ones from the start."""
+    torch._dynamo.pgo.reset_code_state()
+
+
+def dynamo_counters() -> list[Counter[str]]:
+    """Dynamo's live counts of graph breaks, by reason; which of the two it uses depends on the version of torch."""
+    return [torch._dynamo.utils.counters[name] for name in ("graph_break", "unimplemented")]
+
+
+def keep_cublas_workspaces() -> AbstractContextManager[Any]:
+    """Inside, Inductor frees no cuBLAS workspaces. It frees all of them when it records a graph, although other graphs
+    write to them."""
+    return patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True)
+
+
+def end_allocate_to_pool(device: int, pool: Any) -> None:
+    """Ends the allocation to a pool. RuntimeError if no capture allocates to it."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that two tensors have in common if they share their storage."""
+    return tensor.untyped_storage()._cdata
+
+
+@cache
+def operator_table() -> tuple[Any, ...]:
+    """``op_db``, the table of operators with sample inputs that PyTorch's tests use.
+
+    The package of PyTorch's tests imports `expecttest`, which the table does not need, and forbids the process to set
+    any flag of ``torch.backends``: a stand-in replaces the first, and the second is ignored.
+    """
+    if "expecttest" not in sys.modules and find_spec("expecttest") is None:
+        stand_in = types.ModuleType("expecttest")
+        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+        sys.modules["expecttest"] = stand_in
+    with patch.object(torch.backends, "disable_global_flags", lambda: None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that it imports where they are installed
+        from torch.testing._internal import common_methods_invocations as source
+
+    source.wrapper_set_seed = _call_without_seed  # type: ignore[attr-defined]
+    return tuple(source.op_db)
+
+
+def _call_without_seed(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces the table's function that seeds before each call, which Thunder cannot trace."""
+    return op(*args, **kwargs)
