@@ -28,8 +28,8 @@ from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import region_ios
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.dispatch import install
+from thunder_cg.fastpath.prologue import with_one_check
 from thunder_cg.options import Options
-from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import resolve
 from thunder_cg.runtime.functions import region_function, watched_function

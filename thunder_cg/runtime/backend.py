@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import torch
 
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.runtime.code import Code
 
 Function = Callable[..., Sequence[Any]]
 Sources = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
@@ -61,15 +60,6 @@ class Graph(Protocol):
             sources: are copied to the capture's ``buffers`` first.
             targets: get the tensors that the capture found to be ``leaving``. Both are laid out as those.
             numbers: in the place of the capture's ``sentinels``.
-        """
-
-    def conditions(self, code: Code) -> list[str]:
-        """What has to hold where `write_replay` writes, as expressions."""
-
-    def write_replay(self, code: Code, sources: Sequence[str], targets: Sequence[str], depth: int) -> None:
-        """Writes what `replay` does with the tensors that these expressions stand for, after a first replay.
-
-        Not for a graph with numbers.
         """
 
 

@@ -14,14 +14,14 @@ import torch
 from thunder_cg.analysis.aliasing import has_effect
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
+from thunder_cg.compat.torch import kernel_settings
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode, SavedState
-from thunder_cg.runtime.code import Code
-from thunder_cg.runtime.recording import Guard, Recording, Sharing, TraceRecording, layout, settings
+from thunder_cg.runtime.recording import Guard, Recording, Sharing, TraceRecording, layout
 from thunder_cg.runtime.region import LEAF, RuntimeRegion, is_graded_leaf, is_plain
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
@@ -121,14 +121,6 @@ class Program:
     def fast_path_skip_reason(self) -> str | None:
         """Why the next call on this thread must not go around Thunder's dispatch, of a program that samples calls."""
         return "it is verified" if self.calls >= self.verify_after else self.skip_reason()
-
-    def conditions(self, code: Code) -> list[str]:
-        """That there is no `skip_reason`, nor a `fast_path_skip_reason` to make, as expressions."""
-        found = skip_reasons.conditions(self.backend, code, saves=bool(self._saved))
-        if self.samples:
-            ran = code.name(self, "program")
-            found.append(f"{ran}.calls < {ran}.verify_after")
-        return found
 
     def may_replay_backward(self) -> bool:
         """Whether the backward under way may replay a graph, and need not leave what its forward saved."""
@@ -260,7 +252,7 @@ class Program:
         return None
 
     def _key(self, inputs: Sequence[torch.Tensor]) -> Any:
-        return (settings(), tuple(layout(inputs[i]) for i in self._keyed))
+        return (kernel_settings(), tuple(layout(inputs[i]) for i in self._keyed))
 
     def _count_moves(self, inputs: Sequence[torch.Tensor]) -> None:
         for recording in self._recordings[:1]:

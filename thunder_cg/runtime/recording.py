@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch._C._dynamo import guards as _c_guards
 
+from thunder_cg.compat.torch import kernel_settings
 from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph, Pool, copy_all
-from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.cuda.copy_nodes import get_device, is_dense, is_whole, span
 from thunder_cg.runtime.early_outputs import CopiedEarly
 
@@ -31,47 +31,6 @@ def metadata_guard(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> 
         dynamic_dims_sizes=[list(t.size()) for t in tensors],
         dynamic_dims_strides=[list(t.stride()) if strides else [None] * t.dim() for t in tensors],
     )
-
-
-_precision = torch._C._get_fp32_precision_getter
-
-# The process-wide switches that kernels on a GPU are chosen or refused by: what reads each, and how. They are baked in.
-SETTINGS: tuple[tuple[Callable[..., Any], str], ...] = (
-    (torch.is_inference_mode_enabled, "{}()"),
-    (torch._C._get_deterministic_algorithms, "{}()"),
-    (torch._C._get_deterministic_algorithms_warn_only, "{}()"),
-    (torch._C._get_cudnn_enabled, "{}()"),
-    (torch._C._get_cudnn_benchmark, "{}()"),
-    (torch._C._get_cudnn_deterministic, "{}()"),
-    (_precision, "{}('cuda', 'matmul')"),
-    (_precision, "{}('cuda', 'conv')"),
-    (_precision, "{}('cuda', 'rnn')"),
-    (torch._C._get_cublas_allow_fp16_reduced_precision_reduction, "{}()"),
-    (torch._C._get_cublas_allow_bf16_reduced_precision_reduction, "{}()"),
-    (torch._C._get_cublas_allow_fp16_accumulation, "{}()"),
-    (torch._C._get_flash_sdp_enabled, "{}()"),
-    (torch._C._get_mem_efficient_sdp_enabled, "{}()"),
-    (torch._C._get_math_sdp_enabled, "{}()"),
-    (torch._C._get_cudnn_sdp_enabled, "{}()"),
-    (torch._C._get_math_sdp_allow_fp16_bf16_reduction, "{}()"),
-    (torch._C._get_sdp_priority_order, "(*{}(),)"),
-    (torch._C._get_blas_preferred_backend, "{}().value"),
-    (torch._C._get_linalg_preferred_backend, "{}().value"),
-)
-
-
-def read_settings(code: Code) -> list[str]:
-    """What the switches are set to, as expressions."""
-    return [how.format(code.name(read, f"setting{i}")) for i, (read, how) in enumerate(SETTINGS)]
-
-
-def _settings() -> Callable[[], tuple[Any, ...]]:
-    code = Code()
-    code.add(f"return {', '.join(read_settings(code))}")
-    return code.function("settings()")
-
-
-settings = _settings()  # what they are set to
 
 
 def _empty_strided(device: torch.device) -> Callable[..., torch.Tensor]:
@@ -148,7 +107,7 @@ class Guard:
         self.aligned = [(i, t.data_ptr() % ALIGNMENT) for i, t in present if i not in fixed]
         self._shared = Sharing.of(tensors, fixed, written) if written else None
         self._leaves = [(i, t.is_leaf) for i, t in present if i in written and t.requires_grad]
-        self.settings = settings()
+        self.settings = kernel_settings()
 
     def holds(self, tensors: list[Any]) -> bool:
         """Whether a graph captured with the guard's tensors may be replayed with these."""
@@ -170,7 +129,7 @@ class Guard:
             for i, is_leaf in self._leaves:
                 if tensors[i].is_leaf != is_leaf:
                     return False
-            return (self._shared is None or self._shared.admits(tensors)) and settings() == self.settings
+            return (self._shared is None or self._shared.admits(tensors)) and kernel_settings() == self.settings
         except (AttributeError, TypeError, RuntimeError):  # no tensor where there was one, or one without memory
             return False
 
@@ -494,21 +453,6 @@ class Outputs:
                 results[copy.result] = target
             return targets
         return [copy.allocate(results) for copy in self._new]
-
-    def write_allocate(self, code: Code, otherwise: str, depth: int) -> dict[int, str]:
-        """Writes what `allocate` does where all are plain and the device is the current one, and what if it fails.
-
-        Returns the expression for each result.
-        """
-        empty = code.name(_empty_strided(self._device), "empty")
-        targets = {copy.result: f"result{n}" for n, copy in enumerate(self._new)}
-        if targets:
-            code.add("try:", depth)
-            for target, layout in zip(targets.values(), self._layouts):
-                code.add(f"{target} = {empty}(*{code.name(layout, 'layout')})", depth + 1)
-            code.add("except Exception:", depth)
-            code.add(otherwise, depth + 1)
-        return targets
 
     def derive(self, results: list[Any], args: Sequence[Any]) -> None:
         """Puts the views of arguments, and what never changes, into ``results``; ``args`` are the call's."""

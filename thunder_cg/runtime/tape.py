@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.backend import Function, Sources, check_sentinels, copy_all
-from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.early_outputs import EarlyCopier
 
 _aten = torch.ops.aten
@@ -293,12 +292,6 @@ class TapeGraph:
                         tensor.copy_(leaves[leaf])
                 _poison(self._free)
             copy_all(targets[departed:], self._leaving[departed:])
-
-    def conditions(self, code: Code) -> list[str]:
-        return []
-
-    def write_replay(self, code: Code, sources: Sequence[str], targets: Sequence[str], depth: int) -> None:
-        code.add(f"{code.name(self.replay, 'replay')}([{', '.join(sources)}], [{', '.join(targets)}])", depth)
 
 
 class TapePool:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from thunder_cg.errors import ReplayRefused
-from thunder_cg.runtime.code import Code
 
 try:
     from cuda.bindings import driver, nvrtc
@@ -126,16 +125,6 @@ def launch(executable: Any, index: int) -> None:
         refused("to launch a graph", error)
 
 
-def write_launch(code: Code, executable: Any, index: int, depth: int) -> None:
-    """Writes what `launch` does."""
-    stream = f"{code.name(torch._C._cuda_getCurrentRawStream, 'stream')}({index})"
-    code.add(
-        f"(error,) = {code.name(driver.cuGraphLaunch, 'launch')}({code.name(executable, 'graph')}, {stream})", depth
-    )
-    code.add("if error:", depth)
-    code.add(f"{code.name(refused, 'driver_refused')}('to launch a graph', error)", depth + 1)
-
-
 def refused(what: str, error: Any) -> None:
     """Raises what a replay raises that the driver did not take."""
     raise ReplayRefused(f"the CUDA driver refused {what}: {error!r}")
@@ -190,19 +179,6 @@ class _Node:
         if error:
             refused("new addresses for the copies of a graph", error)
 
-    def write_set_addresses(self, code: Code, tensor: str, depth: int) -> None:
-        """Writes what `point` does for one tensor."""
-        code.add(f"{code.name(self._words, 'words')}[{self._one}] = {tensor}.data_ptr()", depth)
-        arguments = [
-            code.name(self._executable, "graph"),
-            code.name(self._node, "node"),
-            code.name(self._parameters, "parameters"),
-        ]
-        set_parameters = code.name(driver.cuGraphExecKernelNodeSetParams, "set_parameters")
-        code.add(f"(error,) = {set_parameters}({', '.join(arguments)})", depth)
-        code.add("if error:", depth)
-        code.add(f"{code.name(refused, 'driver_refused')}('new addresses for a copy', error)", depth + 1)
-
 
 class Copies:
     """Copies between fixed memory of a graph and memory that differs from launch to launch.
@@ -241,13 +217,6 @@ class Copies:
         """Tells which executable graph they are part of."""
         for node in self._nodes:
             node.bind(executable)
-
-    def write_set_addresses(self, code: Code, tensors: Sequence[str], depth: int) -> None:
-        """Writes what `point` does with the tensors that these expressions stand for."""
-        if self._count == len(self._present) == 1:
-            self._nodes[0].write_set_addresses(code, tensors[0], depth)
-        else:
-            code.add(f"{code.name(self.set_addresses, 'set_addresses')}([{', '.join(tensors)}])", depth)
 
     def set_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
         """Has the next launches copy from, or to, these, laid out as the fixed ones."""

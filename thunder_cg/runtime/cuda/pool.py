@@ -48,7 +48,6 @@ import torch
 
 from thunder_cg.errors import BackendError, ReplayRefused
 from thunder_cg.runtime.backend import Function, Sources, copy_all
-from thunder_cg.runtime.code import Code
 from thunder_cg.runtime.cuda import copy_nodes as copies
 from thunder_cg.runtime.cuda import nodes
 from thunder_cg.runtime.cuda import scalars as numbers
@@ -343,25 +342,6 @@ class CudaGraph:
             raise ReplayRefused(error) from error
         if self._late:
             copy_all(targets[self.left :], self._late)
-
-    def conditions(self, code: Code) -> list[str]:
-        found = [f"{code.name(copies.get_device, 'device')}() == {self._index}"]
-        return [f"{code.name(copies.thread, 'thread')}.index == {self._index}", *found] if self._nodes else found
-
-    def write_replay(self, code: Code, sources: Sequence[str], targets: Sequence[str], depth: int) -> None:
-        copy = code.name(copy_all, "copy_all")
-        if self._in is not None:
-            self._in.write_set_addresses(code, sources, depth)
-        elif sources:
-            code.add(f"{copy}({code.name(self._buffers, 'buffers')}, [{', '.join(sources)}])", depth)
-        if self.left:
-            self._out.write_set_addresses(code, targets[: self.left], depth)
-        if self._executable is not None:
-            copies.write_launch(code, self._executable, self._index, depth)
-        else:
-            code.add(f"{code.name(self._launch_with_generator, 'launch')}()", depth)
-        if self._late:
-            code.add(f"{copy}([{', '.join(targets[self.left :])}], {code.name(self._late, 'late')})", depth)
 
     def _first_launch(self) -> None:
         """PyTorch's replay puts the generator's state in place; a graph that draws nothing needs only the driver."""
