@@ -523,10 +523,10 @@ def test_gradients_still_go_in_bulk(twins, device):
     _, graphed = twins(mlp(1), verify=2)
     outcomes(graphed, [torch.randn(4, 16, device=device) for _ in range(200)], backward=True)
     (entry,) = graphed._forward_fn._entries
-    ((_, way),) = entry._straight
+    ((_, path),) = entry._training
     x = torch.randn(4, 16, device=device)
     graphed(x)
-    kept = way._keeper._kept
+    kept = path._keeper._kept
     assert kept is None or kept._may_deliver
 
 

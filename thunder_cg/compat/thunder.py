@@ -78,6 +78,7 @@ __all__ = [
     "del_last_used",
     "dispatch_of",
     "drop_self_reference",
+    "drop_self_references",
     "dtypes",
     "from_trace",
     "get_compile_data",
@@ -189,6 +190,13 @@ def drop_self_reference(function: Callable[..., Any]) -> None:
     """Takes a function that Thunder built out of its own globals: the cycle would keep all that it names alive."""
     inner = inspect.unwrap(function)
     inner.__globals__.pop(inner.__name__, None)
+
+
+def drop_self_references(entry: CacheEntry) -> None:
+    """`drop_self_reference` for all functions of a cache entry, so that the entry is freed by reference counting."""
+    for function in (entry.prologue_fn, entry.computation_fn, entry.backward_fn, entry.epilogue_fn):
+        if function is not None:
+            drop_self_reference(function)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -302,13 +302,13 @@ def _add_program(program: Program, trial: CaptureTrial) -> None:
     inside: set[int] = set()
     for region in program.regions:
         if region.failure is not None:
-            trial.failure = trial.failure or (_blamed(region.failure, ops, region.region.ops), region.failure)
+            trial.failure = trial.failure or (_blamed(region.failure, ops, region.planned.ops), region.failure)
         elif not program.calls:  # an unused backward: the forward returned its argument
             continue
         elif region.stats.replays < DRAWS - 1:
             trial.unfit = "; ".join(program.fallbacks) or f"{program.calls} calls of {DRAWS}"
         else:
-            inside.update(region.region.ops)
+            inside.update(region.planned.ops)
     for op in ops:
         if op.index in own:
             continue
