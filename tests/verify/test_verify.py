@@ -535,7 +535,7 @@ def test_off_costs_nothing(twins, device):
     for _ in range(4):
         graphed(torch.randn(4, 16, device=device))
     (recording,) = program(graphed).recordings
-    assert program(graphed).regions[0].watched is None and recording.parts["forward"].graphs[0].check is None
+    assert program(graphed).regions[0].hash_function is None and recording.forward.graphs[0].check is None
     (call,) = graphed._forward_fn._calls
     assert "verify" not in " ".join((*call.__code__.co_names, *call.__code__.co_varnames))
     assert fast_path_calls(graphed) == 2
