@@ -100,6 +100,7 @@ from contextlib import nullcontext
 import pytest
 import thunder
 import torch
+from models import Dropout, LayerNorm, Linear
 from support import regions, replays, same, same_state
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -115,10 +116,10 @@ CALLS = 5
 class MLP(nn.Module):
     def __init__(self, width: int = 8, p: float = 0.0) -> None:
         super().__init__()
-        self.first = nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-        self.second = nn.Linear(width, width)
-        self.drop = nn.Dropout(p)
+        self.first = Linear(width, width)
+        self.norm = LayerNorm(width)
+        self.second = Linear(width, width)
+        self.drop = Dropout(p)
 
     def forward(self, x):
         return self.second(self.drop(torch.relu(self.norm(self.first(x)))))
