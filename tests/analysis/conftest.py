@@ -6,6 +6,7 @@ import pytest
 import thunder
 from thunder.core.transform_common import Transform
 
+from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
 from thunder_cg.analysis.ops import Op, Ops, Value, read
 from thunder_cg.analysis.partition import Plan, Region, partition
@@ -61,10 +62,11 @@ class Trace:
         return Ops(tuple(self.ops), self.values, tuple(self.args))
 
     def verdicts(self, allow: tuple[str, ...] = (), deny: tuple[str, ...] = (), device_type: str = "cuda"):
-        return classify(self.done(), UserRules(frozenset(allow), frozenset(deny)), device_type)
+        ops = self.done()
+        return classify(ops, Aliasing.of(ops), UserRules(frozenset(allow), frozenset(deny)), device_type)
 
     def plan(self, **kwargs: object) -> Plan:
-        return partition(self.done(), self.verdicts(**kwargs))
+        return partition(self.done(), self.verdicts(**kwargs), Aliasing.of(self.done()))
 
     def regions(self, **kwargs: object) -> list[tuple[int, ...]]:
         return [step.ops for step in self.plan(**kwargs).steps if isinstance(step, Region)]
@@ -103,6 +105,7 @@ def on_cpu():
     """``on_cpu(ops)``: the plan for a trace on the CPU."""
 
     def plan(ops: Ops, allow: tuple[str, ...] = (), deny: tuple[str, ...] = ()) -> Plan:
-        return partition(ops, classify(ops, UserRules(frozenset(allow), frozenset(deny)), "cpu"))
+        aliasing = Aliasing.of(ops)
+        return partition(ops, classify(ops, aliasing, UserRules(frozenset(allow), frozenset(deny)), "cpu"), aliasing)
 
     return plan

@@ -1,9 +1,9 @@
 """Decide for every op whether it may be captured, and say why.
 
-The order of the questions: the trace's frame; the user's ``deny=``; devices; numbers and sizes known only at run
-time; the user's ``allow=`` or else the rule tables, for the op and for what it is made of. ``allow=`` vouches for an
-operator, so it lifts a row of the tables, but not a fact about this call: a number baked into a graph would be wrong
-at the next replay whoever allowed it.
+The order of the questions: bookkeeping; the user's ``deny=``; devices; numbers and sizes known only at run time; the
+user's ``allow=`` or else the rules, for the op and for what it is made of. ``allow=`` vouches for an operator, so it
+overrides a rule. It does not override a fact about the call: a number that a graph keeps is wrong at the next replay,
+whoever allowed the operator.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.aliasing import alias_sets
+from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops, Value
-from thunder_cg.analysis.rules import Reason, Rule
+from thunder_cg.analysis.rules import Cause, Reason
+from thunder_cg.analysis.rules.conditions import reads_past_its_view
 from thunder_cg.errors import OptionError
 
 __all__ = ["UserRules", "Verdict", "classify"]
 
 _AD_HOC = re.compile(r"__ad_hoc_executor_\d+")
-_AD_HOC_SUFFIX = re.compile(
-    r"_\d+_\d+$"
-)  # thunder.extend.TemporaryExecutor adds its address and a counter to each name
+_AD_HOC_SUFFIX = re.compile(r"_\d+_\d+$")  # thunder.extend.TemporaryExecutor adds its address and a counter
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +34,14 @@ class Verdict:
     detail: str
     """The reason, for this op: which tensor, which number, which operator inside."""
     fix: str
-    """What would change the verdict; empty only for what is captured and for the trace's frame."""
+    """What would change the verdict; empty only for captured ops and bookkeeping."""
     device: str | None
     """The device that the op's tensors are all on, such as ``"cuda:0"``; None if there is no such device."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserRules:
-    """The user's own rows: operators by id (``"my_op"``), executor and id (``"my_ex.my_op"``), or printed name
+    """The user's own rules: operators by id (``"my_op"``), executor and id (``"my_ex.my_op"``), or printed name
     (``"torch.nn.functional.linear"``).
 
     Raises:
@@ -72,34 +71,32 @@ class UserRules:
 
 
 def classify(
-    ops: Ops, user: UserRules, device_type: str, *, supports_scalar_updates: bool = False
+    ops: Ops, aliasing: Aliasing, user: UserRules, device_type: str, *, supports_scalar_updates: bool = False
 ) -> tuple[Verdict, ...]:
     """One verdict per op, in the same order.
 
     Args:
         ops: A trace.
-        user: The user's rows.
+        aliasing: Its aliasing.
+        user: The user's rules.
         device_type: ``"cuda"`` or ``"cpu"``: what the backend captures.
         supports_scalar_updates: whether the backend can give the kernels of a graph new numbers.
     """
-    judge = _Judge(ops.values, user, device_type, supports_scalar_updates, _shown_beyond(ops, user))
+    judge = _Judge(ops.values, user, device_type, supports_scalar_updates, _read_past(ops, aliasing, user))
     return tuple(judge.verdict(op) for op in ops.ops)
 
 
-def _shown_beyond(ops: Ops, user: UserRules) -> frozenset[str]:
-    """Tensors that may share a storage with one that an operator shows more of than the tensor's own elements."""
-    shown = [
+def _read_past(ops: Ops, aliasing: Aliasing, user: UserRules) -> frozenset[str]:
+    """Tensors that may share a storage with one of which an operator reads more of the storage than the tensor."""
+    read = [
         name
         for op in ops.ops
         for inner in _walk(op)
-        if "beyond" in inner.traits and not user.allows(inner)
+        if reads_past_its_view.__name__ in inner.conditions and not user.allows(inner)
         for name in inner.inputs[:1]
     ]
-    if not shown:
-        return frozenset()
-    root = alias_sets(ops)
-    storages = {root[name] for name in shown if name in root}
-    return frozenset(name for name in root if root[name] in storages)
+    storages = aliasing.sets_of(read)
+    return frozenset(name for name, storage in aliasing.sets.items() if storage in storages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +105,7 @@ class _Judge:
     user: UserRules
     device_type: str
     supports_scalar_updates: bool
-    shown_beyond: frozenset[str]
+    read_past: frozenset[str]
 
     def verdict(self, op: Op) -> Verdict:
         if op.bookkeeping:
@@ -135,89 +132,85 @@ class _Judge:
             if numbers := self.kernel_scalars(op):
                 detail += f"; {_listed(sorted(numbers))} are set before each launch"
             return Verdict(True, Reason.FUSION, detail, "", device)
-        row = rules.ALLOW.get(rules.find(op.executor, op.id))
-        return Verdict(True, Reason.ALLOWED, row.detail if row else "all operators inside are allowed", "", device)
+        rule = rules.find(op.executor, op.id)
+        detail = rule.cause.detail if rule is not None else "all operators inside are allowed"
+        return Verdict(True, Reason.ALLOWED, detail, "", device)
 
-    def user_denies(self, op: Op) -> Rule | None:
+    def user_denies(self, op: Op) -> Cause | None:
         for inner in _walk(op):
             pattern = self.user.denies(inner)
             if pattern is not None:
                 inside = "" if inner is op else f", which is inside {op.name}"
-                return Rule(Reason.USER_DENY, f"deny= names {pattern!r}{inside}", "", f"remove {pattern!r} from deny=")
+                return Cause(Reason.USER_DENY, f"deny= names {pattern!r}{inside}", f"remove {pattern!r} from deny=")
         return None
 
-    def on_device(self, op: Op, devices: Mapping[str, str]) -> Rule | None:
-        """All tensors on one device, and that one of the type that is captured?"""
+    def on_device(self, op: Op, devices: Mapping[str, str]) -> Cause | None:
+        """Whether all tensors are on one device, of the type that is captured."""
         if len(devices) > 1:
             (device, name), (other, other_name), *_ = devices.items()
             detail = f"{name!r} is on {device} and {other_name!r} on {other}"
-            return Rule(Reason.MIXED_DEVICES, detail, "", "keep all its tensors on one device, 0-dim ones too")
+            return Cause(Reason.MIXED_DEVICES, detail, "keep all its tensors on one device, 0-dim ones too")
         if not devices:
             numbers = [n for n in (*op.inputs, *op.outputs) if self.values[n].kind == "number"]
             if numbers:
                 detail = f"it computes with numbers on the host ({_listed(numbers)}), no tensors"
-                return Rule(Reason.RUNTIME_NUMBER, detail, "", "compute with 0-dim tensors on the device instead")
-            denied = rules.DENY.get(rules.find(op.executor, op.id))
-            return denied or Rule(
-                Reason.NOT_ON_DEVICE, "it has no tensors", "", "nothing to gain: it launches no kernels"
-            )
+                return Cause(Reason.RUNTIME_NUMBER, detail, "compute with 0-dim tensors on the device instead")
+            rule = rules.find(op.executor, op.id)
+            if rule is not None and not rule.captures:
+                return rule.cause
+            return Cause(Reason.NOT_ON_DEVICE, "it has no tensors", "nothing to gain: it launches no kernels")
         ((device, name),) = devices.items()
         if device.split(":")[0] == self.device_type:
             return None
         fix = f"move {name!r} to a {self.device_type} device before it"
-        return Rule(Reason.NOT_ON_DEVICE, f"{name!r} is on {device}; regions form on {self.device_type}", "", fix)
+        return Cause(Reason.NOT_ON_DEVICE, f"{name!r} is on {device}; regions form on {self.device_type}", fix)
 
-    def takes_known(self, op: Op) -> Rule | None:
-        """Is everything that a graph would bake in the same at every call?"""
+    def takes_known(self, op: Op) -> Cause | None:
+        """Whether everything that a graph keeps is the same at every call."""
         settable = self.kernel_scalars(op)
         numbers = [name for name in op.inputs if self.values[name].kind == "number" and name not in settable]
         if numbers:
             detail = f"it takes {_listed(numbers)}, which a graph would keep as it was when captured"
-            return Rule(
-                Reason.RUNTIME_NUMBER, detail, "", "pass a 0-dim tensor on the device instead of a Python number"
-            )
+            return Cause(Reason.RUNTIME_NUMBER, detail, "pass a 0-dim tensor on the device instead of a Python number")
         symbolic = [name for name in (*op.inputs, *op.outputs) if self.values[name].symbolic]
         if symbolic:
             detail = f"a size of {_listed(symbolic)} is known only at run time"
             fix = 'compile with the default cache="constant values", which makes a trace per shape'
-            return Rule(Reason.SYMBOLIC_SHAPE, detail, "", fix)
+            return Cause(Reason.SYMBOLIC_SHAPE, detail, fix)
         futures = [name for name in (*op.inputs, *op.outputs) if self.values[name].kind == "future"]
         if futures:
             detail = f"{_listed(futures)} is still being filled by a collective"
-            return Rule(Reason.COLLECTIVE, detail, "", "none needed: regions form on both sides of it")
+            return Cause(Reason.COLLECTIVE, detail, "none needed: regions form on both sides of it")
         return None
 
-    def objection(self, op: Op) -> Rule | None:
-        """What the tables, or the lack of a row, say against the op and what it is made of."""
+    def objection(self, op: Op) -> Cause | None:
+        """Why the rules, or the lack of one, keep the op eager, or an op that it is made of."""
         if self.user.allows(op):
             return None
-        key = rules.find(op.executor, op.id)
-        denied = _denied(op)
-        if denied is not None:
-            return denied
-        if op.is_fusion and op.executor not in rules.FUSION_EXECUTORS:
+        rule = rules.find(op.executor, op.id)
+        cause = rule.objection(op.conditions) if rule is not None else None
+        if cause is not None:
+            return cause
+        if op.is_fusion and not rules.executor_rule(op.executor).fuses:
             return _unknown(op, f"{op.executor or 'an unknown executor'} is not a fusion executor that the rules know")
-        allowed = key in rules.ALLOW
         for sub in op.subs:
             constant = self.is_constant(sub) or (op.is_fusion and self.is_given_numbers(op, sub))
             inner = None if constant else self.objection(sub)
-            # What an allowed symbol is made of documents it; an unknown name in there proves nothing.
-            if inner is not None and not (allowed and inner.reason is Reason.UNKNOWN):
-                return Rule(
-                    inner.reason, f"inside is {sub.name}: {inner.detail}", inner.source, inner.fix or _allow_fix(sub)
-                )
-        if not allowed and not op.is_fusion and (op.executor is not None or not op.subs):
+            # The inside of an operator with a rule documents the operator. An unknown name in there proves nothing.
+            if inner is not None and not (rule is not None and inner.reason is Reason.UNKNOWN):
+                return Cause(inner.reason, f"inside is {sub.name}: {inner.detail}", inner.fix or _allow_fix(sub))
+        if rule is None and not op.is_fusion and (op.executor is not None or not op.subs):
             return _unknown(
                 op, "no rule knows this operator, so it may do anything: wait, draw, communicate, keep state"
             )
         return None
 
     def is_constant(self, op: Op) -> bool:
-        """Did it only compute numbers that were known when the trace was made, such as the shape of a tensor?"""
-        denied = _denied(op)
+        """Whether it only computed numbers that were known when the trace was made, such as the shape of a tensor."""
+        rule = rules.find(op.executor, op.id)
         return (
-            denied is not None
-            and denied.reason is Reason.RUNTIME_NUMBER
+            rule is not None
+            and rule.cause.reason is Reason.RUNTIME_NUMBER
             and not any(self.values[name].kind == "tensor" for name in op.outputs)
             and not any(
                 self.values[name].kind == "number" or self.values[name].symbolic for name in (*op.inputs, *op.outputs)
@@ -225,50 +218,45 @@ class _Judge:
         )
 
     def kernel_scalars(self, op: Op) -> set[str]:
-        """Numbers that a fusion takes and only hands to its kernels, as `rules.KERNEL_SCALARS` says."""
+        """Numbers that a fusion takes and only passes to its kernels; see `ExecutorRule.kernel_scalars`."""
         if not (self.supports_scalar_updates and op.is_fusion):
             return set()
         numbers = {name for name in op.inputs if self.values[name].kind == "number"}
         for sub in op.subs:
-            numbers -= {*sub.inputs, *sub.outputs} - _handed_on(op, sub)
+            numbers -= {*sub.inputs, *sub.outputs} - _passed_to_kernels(op, sub)
         return numbers
 
     def is_given_numbers(self, fusion: Op, sub: Op) -> bool:
-        """Is what the rules have against the operator no more than numbers, which its kernels are given?"""
-        given = _handed_on(fusion, sub)
+        """Whether the rules only object to numbers of the operator that its kernels are given."""
+        given = _passed_to_kernels(fusion, sub)
         return bool(given) and given <= self.kernel_scalars(fusion)
 
-    def returns_known(self, op: Op) -> Rule | None:
+    def returns_known(self, op: Op) -> Cause | None:
         numbers = [name for name in op.outputs if self.values[name].kind == "number"]
         if numbers:
             detail = f"it returns {_listed(numbers)}, a Python number, which a replay would not compute again"
-            return Rule(Reason.RUNTIME_NUMBER, detail, "", "return a 0-dim tensor instead")
+            return Cause(Reason.RUNTIME_NUMBER, detail, "return a 0-dim tensor instead")
         return None
 
-    def keeps_storage(self, op: Op) -> Rule | None:
-        """Are the storages of its results, which a graph makes anew, seen only through the results?"""
-        seen = [name for name in op.outputs if name in self.shown_beyond]
-        if not seen or self.user.allows(op):
+    def keeps_storage(self, op: Op) -> Cause | None:
+        """Whether nothing reads more of a result's storage than the result. A graph makes a storage for the result."""
+        read = [name for name in op.outputs if name in self.read_past]
+        if not read or self.user.allows(op):
             return None
-        detail = f"more of the storage of {_listed(seen)} is shown by as_strided, and what leaves a graph has its own"
-        return Rule(Reason.UNVERIFIED, detail, "", "take slices instead of as_strided with an offset")
+        detail = (
+            f"as_strided may read the whole storage of {_listed(read)}, and an output of a graph has its own storage"
+        )
+        return Cause(Reason.UNVERIFIED, detail, "take slices instead of as_strided with an offset")
 
 
-def _handed_on(fusion: Op, sub: Op) -> set[str]:
-    """What the operator only hands to the fusion's kernels."""
-    keys = rules.KERNEL_SCALARS.get((fusion.executor, sub.id), frozenset())
+def _passed_to_kernels(fusion: Op, sub: Op) -> set[str]:
+    """The numbers that the operator only passes to the fusion's kernels."""
+    keys = rules.executor_rule(fusion.executor).kernel_scalars.get(sub.id or "", frozenset())
     return {name for key, name in sub.keywords if key in keys}
 
 
-def _denied(op: Op) -> Rule | None:
-    key = rules.find(op.executor, op.id)
-    if key in rules.DENY:
-        return rules.DENY[key]
-    return next((rule for trait, rule in rules.DENY_IF.get(key, {}).items() if trait in op.traits), None)
-
-
-def _unknown(op: Op, detail: str) -> Rule:
-    return Rule(Reason.UNKNOWN, detail, "", _allow_fix(op))
+def _unknown(op: Op, detail: str) -> Cause:
+    return Cause(Reason.UNKNOWN, detail, _allow_fix(op))
 
 
 def _allow_fix(op: Op) -> str:
@@ -276,7 +264,7 @@ def _allow_fix(op: Op) -> str:
 
 
 def _pattern(op: Op) -> str:
-    """The most telling of the names that ``allow=`` takes and that the next process will print as well."""
+    """The most precise name that ``allow=`` takes and that is the same in the next process."""
     if op.id is None:
         return op.name
     executor, id_ = _stable(op)
@@ -290,7 +278,7 @@ def _stable(op: Op) -> tuple[str | None, str]:
 
 
 def _names(op: Op) -> Iterator[str]:
-    """Everything that a pattern of the user may call the op."""
+    """All names by which a pattern of the user may match the op."""
     yield op.name
     if op.id is not None:
         executor, id_ = _stable(op)
@@ -301,7 +289,7 @@ def _names(op: Op) -> Iterator[str]:
 
 
 def _walk(op: Op) -> Iterator[Op]:
-    """The op and, for a fusion, everything inside of it: what a claimed symbol is made of only documents it."""
+    """The op and, for a fusion, everything inside of it. The inside of another op only documents the op."""
     yield op
     if op.is_fusion:
         for sub in op.subs:

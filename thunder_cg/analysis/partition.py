@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.aliasing import alias_sets, has_effect, is_opaque, reads, writes
+from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import Verdict
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason
@@ -22,7 +22,7 @@ _PEAK_GROWTH = 1.10
 """Regrouping may raise the estimated peak memory by this factor over trace order, no further."""
 
 _PEAK_SLACK = 2 << 20
-"""As many bytes more never matter: torch's caching allocator asks the device for no smaller segment."""
+"""An increase of at most as many bytes never matters: torch's allocator asks the device for no smaller segment."""
 
 _FEWEST_KERNELS = 2
 """A graph of one kernel launches no faster than the kernel."""
@@ -36,7 +36,7 @@ class Region:
     """Indices into the trace's ops, in trace order."""
     device: str
     split: str
-    """Why it ended where it did; empty if nothing follows."""
+    """Why it ended where it did; empty if no eager op follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +55,15 @@ class Plan:
     """One per op; those of regions that turned out too small say so."""
 
 
-def partition(ops: Ops, verdicts: Sequence[Verdict]) -> Plan:
+def partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan:
     """Orders ``ops`` so that those to capture form the fewest regions.
 
-    The fewest means: on each device, no order that respects `dependencies` has fewer (with several devices, nearly so:
-    exact would be a search). Among the orders with as few, ops stay as close to trace order as they can. Trace order
-    itself is kept where regrouping would raise the estimated peak memory by more than a tenth.
+    On each device, no order that respects `dependencies` has fewer regions. With several devices this is nearly so; an
+    exact answer would need a search. Among the orders with as few regions, ops stay as close to trace order as they
+    can. Trace order itself is kept where regrouping would raise the estimated peak memory by more than a tenth.
     """
-    graph = _Graph.of(ops, verdicts)
-    memory = _Memory.of(ops, graph)
+    graph = DependencyGraph.of(ops, verdicts, aliasing)
+    memory = PeakMemory.of(ops, graph, aliasing)
     in_order = _runs(range(len(ops.ops)), graph.colors)
     runs = _runs(graph.schedule(), graph.colors)
     before, after = memory.peak(in_order), memory.peak(runs)
@@ -78,38 +78,29 @@ def partition(ops: Ops, verdicts: Sequence[Verdict]) -> Plan:
 # ----------------------------------------------------------------------------------------------------------------------
 
 # Note [Overlapping arguments]
-# Thunder tells aliased arguments only by their first address, and parameters and buffers not at all, so two of them may
-# overlap unnoticed. Where the trace writes one, all count as one memory for the order of reads and writes.
+# Thunder compares only the first addresses of arguments, and no addresses of parameters and buffers, so two of them may
+# overlap unnoticed. Where the trace writes one of them, all count as one memory for the order of reads and writes.
 
 
-def dependencies(ops: Ops) -> list[list[int]]:
+def dependencies(ops: Ops, aliasing: Aliasing) -> list[list[int]]:
     """For each op, the ops before it that must stay before it.
 
-    Uses stay after definitions; reads and writes of memory that may be shared keep their order, reads among
-    themselves excepted; random draws, opaque operators, collectives and side effects keep theirs, all in one; an
-    opaque operator also keeps its place among writes to arguments, parameters and buffers, which it may see from
-    outside. The trace's frame keeps its order, and its last op, the return, comes last.
+    A use stays after the definition. Reads and writes of memory that may be shared keep their order, except reads among
+    themselves. Random draws, opaque operators, collectives and side effects keep one common order. An opaque operator
+    may see arguments, parameters and buffers from outside, so it also keeps its order with writes to them. Bookkeeping
+    keeps its order, and the last op, the return, comes last.
     """
-    return _dependencies(ops, alias_sets(ops))
-
-
-def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
-    wrote = [writes(op, root) for op in ops.ops]
-    outside = {root[name] for name in ops.args if name in root}
-    if not outside.isdisjoint(name for names in wrote for name in names):  # Note [Overlapping arguments]
-        one = min(outside)
-        root = {name: one if of in outside else of for name, of in root.items()}
-        outside, wrote = {one}, [writes(op, root) for op in ops.ops]
-    written = {name for names in wrote for name in names}
+    reads, writes, outside = _memory_accesses(ops, aliasing)
+    written = {name for names in writes for name in names}
     producer: dict[str, int] = {}
     writer: dict[str, int] = {}
     readers: defaultdict[str, list[int]] = defaultdict(list)
-    effect = frame = opaque = -1
+    effect = bookkeeping = opaque = -1
     outside_writers: list[int] = []
     found = []
     for index, op in enumerate(ops.ops):
         before = {producer[name] for name in op.inputs if name in producer}
-        touched, mine = reads(op, root), wrote[index]
+        touched, mine = reads[index], writes[index]
         before.update(writer[name] for name in touched if name in writer)
         for name in mine:
             before.update(readers.pop(name, ()))
@@ -117,14 +108,14 @@ def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
         for name in (touched & written) - mine:
             readers[name].append(index)
         if op.bookkeeping:
-            before.add(frame)
-            frame = index
-        elif is_opaque(op):
+            before.add(bookkeeping)
+            bookkeeping = index
+        elif index in aliasing.opaque:
             before.update((effect, *outside_writers))
             effect = opaque = index
             outside_writers = []
         else:
-            if has_effect(op):
+            if index in aliasing.effects:
                 before.add(effect)
                 effect = index
             if mine & outside:
@@ -135,6 +126,21 @@ def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
     return found
 
 
+def _memory_accesses(
+    ops: Ops, aliasing: Aliasing
+) -> tuple[Sequence[frozenset[str]], Sequence[frozenset[str]], set[str]]:
+    """The alias sets that each op reads, those that it writes, and those of values from outside."""
+    outside = aliasing.sets_of(ops.args)
+    if all(outside.isdisjoint(names) for names in aliasing.writes):
+        return aliasing.reads, aliasing.writes, outside
+    one = min(outside)  # Note [Overlapping arguments]
+
+    def merged(accesses: Sequence[frozenset[str]]) -> list[frozenset[str]]:
+        return [frozenset(one if name in outside else name for name in names) for names in accesses]
+
+    return merged(aliasing.reads), merged(aliasing.writes), {one}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Schedule
 # ----------------------------------------------------------------------------------------------------------------------
@@ -142,28 +148,26 @@ def _dependencies(ops: Ops, root: Mapping[str, str]) -> list[list[int]]:
 # Note [Time]
 # A schedule is a sequence of groups, each on one device, with a slot for eager ops before, between and after them.
 # Group g (from 1) has time 2g, the slot after it 2g + 1, the first slot 1. An op's time is at least that of each op
-# before it, and ops of equal time run in trace order, so times are all that a schedule is.
+# before it. Ops of equal time run in trace order. So the times of all ops define the schedule.
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
+class DependencyGraph:
     """Ops as the scheduler sees them."""
 
     before: list[list[int]]
     after: list[list[int]]
     colors: list[str | None]
     """The device of an op to capture; None for eager ones."""
-    root: Mapping[str, str]
 
     @classmethod
-    def of(cls, ops: Ops, verdicts: Sequence[Verdict]) -> _Graph:
-        root = alias_sets(ops)
-        before = _dependencies(ops, root)
+    def of(cls, ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> DependencyGraph:
+        before = dependencies(ops, aliasing)
         after: list[list[int]] = [[] for _ in before]
         for op, earlier in enumerate(before):
             for other in earlier:
                 after[other].append(op)
-        return cls(before, after, [v.device if v.capture else None for v in verdicts], root)
+        return cls(before, after, [v.device if v.capture else None for v in verdicts])
 
     def schedule(self) -> list[int]:
         """A time for each op: as close to trace order as the fewest groups allow."""
@@ -176,8 +180,8 @@ class _Graph:
         now = 0
         times = []
         for op, color in enumerate(self.colors):
-            # Not before what came earlier in the trace, unless a region would have to wait for it. Whatever depends
-            # on an op has no smaller latest time than it, so this never puts an op before one that it depends on.
+            # An op does not run before ops that come earlier in the trace, unless a region would wait for it. An op
+            # that depends on another has no smaller latest time, so it never comes before the other.
             time = _not_before(max(earliest[op], min(now, latest[op])), color, at)
             now = max(now, time)
             times.append(time)
@@ -208,19 +212,19 @@ def _not_before(time: int, color: str | None, at: Mapping[str, list[int]]) -> in
     return at[color][bisect.bisect_left(at[color], time)]
 
 
-def _groups(graph: _Graph) -> list[str]:
+def _groups(graph: DependencyGraph) -> list[str]:
     """The devices of the groups, in order.
 
-    Runs all eager ops that are ready, then all ops of one device that are, and so on. With one device nothing beats
-    this: whatever any other order has run before its k-th group ends, this has run too. With several, a device waits
-    until everything that can be in its group is ready, unless all of them wait.
+    Runs all eager ops that are ready, then all ops of one device that are ready, and so on. With one device no order
+    has fewer groups: all ops that another order has run by the end of its k-th group, this order has run, too. With
+    several devices, a device waits until all ops that can be in its group are ready, unless all devices wait.
     """
     waiting = [len(earlier) for earlier in graph.before]
     ready: dict[str | None, list[int]] = defaultdict(list)
     for op, count in enumerate(waiting):
         if not count:
             ready[graph.colors[op]].append(op)
-    fronts = [_Front.of(graph, device) for device in dict.fromkeys(c for c in graph.colors if c is not None)]
+    fronts = [_Progress.of(graph, device) for device in dict.fromkeys(c for c in graph.colors if c is not None)]
 
     def run(color: str | None) -> None:
         stack = ready[color]
@@ -244,10 +248,10 @@ def _groups(graph: _Graph) -> list[str]:
     return order
 
 
-class _Front:
-    """How far one device is: its ops by level, the number of groups of the device that an op needs up to itself."""
+class _Progress:
+    """How far the schedule of one device is. The level of an op is the number of groups of the device up to the op."""
 
-    def __init__(self, graph: _Graph, device: str, levels: list[int]) -> None:
+    def __init__(self, graph: DependencyGraph, device: str, levels: list[int]) -> None:
         self.graph, self.device, self.levels = graph, device, levels
         mine = [op for op, color in enumerate(graph.colors) if color == device]
         self.left = Counter(levels[op] for op in mine)
@@ -255,7 +259,7 @@ class _Front:
         self.level, self.deepest = 1, max(self.left)
 
     @classmethod
-    def of(cls, graph: _Graph, device: str) -> _Front:
+    def of(cls, graph: DependencyGraph, device: str) -> _Progress:
         levels: list[int] = []
         for op, color in enumerate(graph.colors):
             own = color == device
@@ -272,7 +276,7 @@ class _Front:
                 self.foreign[self.levels[later]] -= 1
 
     def is_whole(self) -> bool:
-        """Does no op of the current level wait for anything but ops of this device?"""
+        """Whether the ops of the current level wait only for ops of this device."""
         while not self.left[self.level] and self.level < self.deepest:
             self.level += 1
         return not self.foreign[self.level]
@@ -295,41 +299,37 @@ def _runs(times: Sequence[int], colors: Sequence[str | None]) -> list[tuple[str 
 
 
 @dataclass(frozen=True, slots=True)
-class _Memory:
-    """What each op allocates on the captured devices, by root, and what it needs."""
+class PeakMemory:
+    """An estimate of the memory that a schedule needs on the captured devices."""
 
     allocates: list[dict[str, int]]
-    touches: list[frozenset[str]]
+    """For each op, bytes by alias set."""
+    touches: Sequence[frozenset[str]]
+    """For each op, the alias sets that it reads or writes."""
     start: dict[str, int]
-    """Tensors from outside that the call can free: not parameters, not buffers."""
-    kept: frozenset[str]
-    """Returned or saved: alive to the end."""
+    """Bytes by alias set of tensors from outside that the call can free: not of parameters and buffers."""
+    returned: set[str]
+    """Alias sets that stay alive to the end, because they are returned or saved."""
 
     @classmethod
-    def of(cls, ops: Ops, graph: _Graph) -> _Memory:
-        root, captured = graph.root, set(graph.colors)
+    def of(cls, ops: Ops, graph: DependencyGraph, aliasing: Aliasing) -> PeakMemory:
+        sets, captured = aliasing.sets, set(graph.colors)
         size = {name: v.nbytes if v.device in captured else 0 for name, v in ops.values.items()}
-        outside = [name for name in ops.args if name in root]
         start: dict[str, int] = {}
-        for name in outside:
-            if not ops.values[name].static:
-                start[root[name]] = max(start.get(root[name], 0), size[name])
-        known = {root[name] for name in outside}
+        for name in ops.args:
+            if name in sets and not ops.values[name].static:
+                start[sets[name]] = max(start.get(sets[name], 0), size[name])
+        outside = aliasing.sets_of(ops.args)
         allocates = []
         for op in ops.ops:
-            fresh: dict[str, int] = {}
-            taken = {root[name] for name in op.inputs if name in root}
+            new: dict[str, int] = {}
+            known = aliasing.sets_of(op.inputs) | outside
             for name in op.outputs:
-                if name in root and root[name] not in taken and root[name] not in known:
-                    fresh[root[name]] = max(fresh.get(root[name], 0), size[name])
-            allocates.append(fresh)
-        ends = (name for op in ops.ops if op.id == "RETURN" for name in op.inputs)
-        return cls(
-            allocates,
-            [reads(op, root) for op in ops.ops],
-            start,
-            frozenset(root[name] for name in ends if name in root),
-        )
+                if name in sets and sets[name] not in known:
+                    new[sets[name]] = max(new.get(sets[name], 0), size[name])
+            allocates.append(new)
+        returned = (name for op in ops.ops if op.id == "RETURN" for name in op.inputs)
+        return cls(allocates, aliasing.reads, start, aliasing.sets_of(returned))
 
     def peak(self, runs: Iterable[tuple[str | None, list[int]]]) -> int:
         """Bytes alive at once, at most, if ops run in this order and memory is freed after its last use."""
@@ -343,7 +343,7 @@ class _Memory:
                 alive += nbytes
             peak = max(peak, alive)
             for name in self.touches[op]:
-                if last[name] == position and name not in self.kept:
+                if last[name] == position and name not in self.returned:
                     alive -= size.pop(name, 0)
         return peak
 
@@ -356,7 +356,7 @@ class _Memory:
 def _plan(
     ops: Ops,
     verdicts: Sequence[Verdict],
-    graph: _Graph,
+    graph: DependencyGraph,
     runs: list[tuple[str | None, list[int]]],
     note: str,
 ) -> Plan:
@@ -378,15 +378,16 @@ def _plan(
 
 
 def _kernels(op: Op, verdict: Verdict) -> int:
-    """A lower bound of what the op launches, views and allocations not counted.
+    """A lower bound of the number of kernels that the op launches; views and allocations launch none.
 
-    A fusion counts as what is inside of it: it may be one kernel, but calling it costs more than launching several.
+    A fusion counts as the ops inside of it. It may be one kernel, but a call of it costs more than several launches.
     """
     if verdict.reason is Reason.USER_ALLOW:
         return _FEWEST_KERNELS
     if op.is_fusion:
         return max(1, sum(_kernels(sub, verdict) for sub in op.subs))
-    return int(rules.find(op.executor, op.id) not in rules.KERNEL_FREE)
+    rule = rules.find(op.executor, op.id)
+    return int(rule is None or rule.launches_kernels)
 
 
 def _too_small(verdict: Verdict, kernels: int) -> Verdict:
@@ -397,7 +398,7 @@ def _too_small(verdict: Verdict, kernels: int) -> Verdict:
 
 
 def _splits(
-    ops: Ops, verdicts: Sequence[Verdict], graph: _Graph, steps: Sequence[Region | Eager], note: str
+    ops: Ops, verdicts: Sequence[Verdict], graph: DependencyGraph, steps: Sequence[Region | Eager], note: str
 ) -> dict[int, str]:
     """For each region's step, why it ended there."""
     following: dict[str, int] = {}
@@ -418,8 +419,11 @@ def _splits(
     return splits
 
 
-def _blocking(ops: Ops, graph: _Graph, steps: Sequence[Region | Eager], at: int, end: int) -> list[int]:
-    """Eager ops between two regions of a device that need the first and that the second needs, if there are such."""
+def _blocking(ops: Ops, graph: DependencyGraph, steps: Sequence[Region | Eager], at: int, end: int) -> list[int]:
+    """Eager ops between two regions of a device that depend on the first and on which the second depends.
+
+    If there are none, those on which the second depends; if there are none of these, all eager ops in between.
+    """
     between = [op for step in steps[at + 1 : end] for op in _members(step)]
     eager = [s.op for s in steps[at + 1 : end] if isinstance(s, Eager) and not ops.ops[s.op].bookkeeping]
     needing = set(_members(steps[at]))

@@ -6,6 +6,7 @@ read by the functions below.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -76,6 +77,8 @@ __all__ = [
     "current_trace",
     "del_last_used",
     "dispatch_of",
+    "drop_self_reference",
+    "drop_self_references",
     "dtypes",
     "from_trace",
     "get_compile_data",
@@ -181,6 +184,19 @@ def dispatch_of(module: ThunderModule) -> Callable[..., Any]:
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
     """Puts another function in the place of the one that a compiled module calls."""
     module._forward_fn = forward
+
+
+def drop_self_reference(function: Callable[..., Any]) -> None:
+    """Takes a function that Thunder built out of its own globals: the cycle would keep all that it names alive."""
+    inner = inspect.unwrap(function)
+    inner.__globals__.pop(inner.__name__, None)
+
+
+def drop_self_references(entry: CacheEntry) -> None:
+    """`drop_self_reference` for all functions of a cache entry, so that the entry is freed by reference counting."""
+    for function in (entry.prologue_fn, entry.computation_fn, entry.backward_fn, entry.epilogue_fn):
+        if function is not None:
+            drop_self_reference(function)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import types
 import unittest
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 from unittest.mock import patch
+from weakref import ref
 
 import torch
 from torch._C._dynamo import guards as _guards
@@ -34,6 +35,7 @@ __all__ = [
     "TorchDispatchMode",
     "addresses_equal",
     "any_autocast_enabled",
+    "attribute_dictionaries",
     "autograd_base",
     "autograd_is_active",
     "backward_keeps_graph",
@@ -51,6 +53,7 @@ __all__ = [
     "engine_will_execute",
     "forget_dynamic_sizes",
     "forward_ad_level",
+    "function_apply",
     "function_mode_count",
     "functorch_is_active",
     "has_accumulate_hooks",
@@ -152,6 +155,8 @@ def tensor_guards(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> T
 def dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
     """A check that objects have their types and their dictionaries, and that nothing was written to a dictionary.
 
+    The check owns what it watches, except for objects that ``watched`` has weak references to.
+
     Where CPython does not report writes to attributes, the check is always False unless only dictionaries are watched.
     """
     if attribute_writes_are_reported() or all(isinstance(item, dict) for item in watched):
@@ -165,6 +170,9 @@ def _dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
     kind = GuardManagerType.GUARD_MANAGER
     for i, item in enumerate(scope):
         guard: Any = manager.tuple_getitem_manager(i, str(i), item, kind)
+        if isinstance(item, ref):
+            item = item()
+            guard = guard.weakref_call_manager(f"{i}()", item, kind)
         if not isinstance(item, dict):
             _add_guard(guard.add_type_match_guard, id(type(item)))
             guard, item = guard.get_generic_dict_manager(f"{i}.__dict__", vars(item), kind), vars(item)
@@ -177,6 +185,11 @@ def _add_guard(add: Callable[..., None], value: Any) -> None:
         add(value, [], None)
     except TypeError:  # torch before 2.11
         add(value, [])
+
+
+def attribute_dictionaries(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
+    """The dictionaries in which a module has attributes, parameters and buffers."""
+    return vars(module), module._parameters, module._buffers
 
 
 class _Probe:
@@ -276,6 +289,12 @@ engine_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 def backward_keeps_graph() -> bool:
     """Whether a backward is under way on this thread that keeps its graph for another one."""
     return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def function_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What ``function.apply`` calls where no transform of torch.func is active, without the check whether one is."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
 
 
 def has_accumulate_hooks(leaf: torch.Tensor) -> bool:

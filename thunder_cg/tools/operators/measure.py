@@ -71,7 +71,7 @@ class OperatorRecord:
     def is_forced(self) -> bool:
         """Whether a symbol was captured that the rules deny."""
         ends = {(key_of(symbol), end.split()[0]) for symbol, counts in self.symbols.items() for end in counts}
-        return any(how == "forced" or (how == "alone" and key in rules.DENY) for key, how in ends)
+        return any(how == "forced" or (how == "alone" and _is_denied(key)) for key, how in ends)
 
     def end(self, failure: str) -> None:
         """Ends the record. If the process failed in a forced capture, the failure is the outcome of that capture."""
@@ -293,3 +293,13 @@ def _halves(batch: Numbered) -> list[Numbered]:
 def _worst(verdicts: Sequence[str]) -> str:
     counts = Counter(verdicts)
     return next((v for v in ("wrong", "nondeterministic") if counts[v]), "pass")
+
+
+def covered(symbol: str) -> bool:
+    """Whether the rules have a record of it."""
+    return key_of(symbol) in rules.RULES
+
+
+def _is_denied(key: Key) -> bool:
+    rule = rules.RULES.get(key)
+    return rule is not None and not rule.captures

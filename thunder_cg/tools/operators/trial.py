@@ -18,7 +18,8 @@ from thunder_cg.analysis.rules import Key, Reason
 from thunder_cg.compat.thunder import get_default_executors, get_executor
 from thunder_cg.compat.torch import tree_leaves
 from thunder_cg.report.programs import locate
-from thunder_cg.runtime.backend import Pool, resolve
+from thunder_cg.runtime.backend import Pool
+from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.program import Program
 from thunder_cg.tools.operators.samples import DRAWS, SampledCall, twins
 from thunder_cg.transform import cudagraph_transform
@@ -301,13 +302,13 @@ def _add_program(program: Program, trial: CaptureTrial) -> None:
     inside: set[int] = set()
     for region in program.regions:
         if region.failure is not None:
-            trial.failure = trial.failure or (_blamed(region.failure, ops, region.region.ops), region.failure)
+            trial.failure = trial.failure or (_blamed(region.failure, ops, region.planned.ops), region.failure)
         elif not program.calls:  # an unused backward: the forward returned its argument
             continue
         elif region.stats.replays < DRAWS - 1:
             trial.unfit = "; ".join(program.fallbacks) or f"{program.calls} calls of {DRAWS}"
         else:
-            inside.update(region.region.ops)
+            inside.update(region.planned.ops)
     for op in ops:
         if op.index in own:
             continue
@@ -331,7 +332,7 @@ def _keep_alive_ops(ops: Sequence[Op]) -> set[int]:
 def _keys(op: Op) -> Iterable[Key]:
     """The symbol. For a fusion, also the symbols inside of it; for a symbol without a rule, its parts instead."""
     key = _key(op)
-    consists = bool(op.subs) and not op.is_fusion and key not in rules.ALLOW and key not in rules.DENY
+    consists = bool(op.subs) and not op.is_fusion and key not in rules.RULES
     if not consists:
         yield key
     if consists or op.is_fusion:
@@ -340,7 +341,7 @@ def _keys(op: Op) -> Iterable[Key]:
 
 
 def _key(op: Op) -> Key:
-    executor, id_ = rules.find(op.executor, op.id)
+    executor, id_ = rules.key_of(op.executor, op.id)
     return executor, id_ if id_ is not None else "fusion"
 
 

@@ -1,0 +1,90 @@
+"""What is known of each operator: whether it may be captured, why, and what it shares, writes and draws.
+
+In comes the executor and the id of a symbol, out goes one frozen record, a `Rule`. A symbol without a record is not
+safe but unknown: it stays eager, and counts as one that may write, return or do anything. The records are plain data
+and stand in tables by origin: `torch` has PyTorch's operators and their derivatives, `prims` Thunder's prims,
+`executors` the operators of other executors. Where the arguments of a call matter, a record names conditions; these
+are predicates of `conditions`, which `ops.read` evaluates once for each op. Only `classify`, `aliasing` and `partition`
+decide by what the records say.
+
+Note [How the rules were checked]
+    ``python -m thunder_cg rules`` measures the records; the results are in ``tools/results/rules-*.json``, one file for
+    each machine, with versions and date. It runs PyTorch's own table of operators with all its samples
+    (torch.testing._internal.common_methods_invocations.op_db; float32 where an operator takes that), other names for
+    the same operators, their in-place forms, and calls written by hand, through Thunder. Each call is captured and
+    replayed on three fresh sets of values, forward and backward, and compared bit for bit with uncaptured Thunder. An
+    operator that must stay eager is captured by force, through ``allow=``: it fails, is wrong, or is refused, as for a
+    number that a replay would not compute again. An operator that Thunder does not compile is captured without
+    Thunder. `Evidence` says for each record whether there is such a measurement; ``tools/operators/coverage.py`` says
+    why not. The ``tape`` backend runs kernels of the CPU, which hardly ever wait for anything. So there are records
+    that only a GPU can confirm. A test compares all records with the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from thunder_cg.analysis.rules import executors, prims, torch
+from thunder_cg.analysis.rules.conditions import IN_PLACE, positions
+from thunder_cg.analysis.rules.record import (
+    VJP,
+    AliasedInputs,
+    Arguments,
+    Cause,
+    Condition,
+    Evidence,
+    ExecutorRule,
+    Key,
+    Reason,
+    Rule,
+    TensorArgument,
+)
+
+__all__ = [
+    "EXECUTORS",
+    "IN_PLACE",
+    "RULES",
+    "VJP",
+    "AliasedInputs",
+    "Arguments",
+    "Cause",
+    "Condition",
+    "Evidence",
+    "ExecutorRule",
+    "Key",
+    "Reason",
+    "Rule",
+    "TensorArgument",
+    "executor_rule",
+    "find",
+    "key_of",
+    "positions",
+]
+
+RULES: Mapping[Key, Rule] = MappingProxyType(
+    {rule.key: rule for rule in (*torch.RULES, *prims.RULES, *executors.RULES)}
+)
+EXECUTORS = executors.EXECUTORS
+
+
+def key_of(executor: str | None, id: str | None) -> Key:
+    """The key that a symbol's record has.
+
+    Thunder's own torch symbols, such as ``"torch.nn.functional.linear"``, do what the torch executor's symbol of the
+    same last name does.
+    """
+    if executor is None and id is not None and id.startswith(("torch.", "Tensor.")):
+        named: Key = ("torch", id)
+        return named if named in RULES else ("torch", id.rsplit(".", 1)[-1])
+    return executor, id
+
+
+def find(executor: str | None, id: str | None) -> Rule | None:
+    """The record of a symbol; None if the symbol is unknown."""
+    return RULES.get(key_of(executor, id))
+
+
+def executor_rule(name: str | None) -> ExecutorRule:
+    """What is known of an executor; nothing of one that is not in the table."""
+    return EXECUTORS.get(name or "") or ExecutorRule(name or "")

@@ -1,0 +1,74 @@
+"""Other executors that come with Thunder: their operators, and what is known of each executor as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from thunder_cg.analysis.rules.conditions import DROPOUT
+from thunder_cg.analysis.rules.record import CAPTURED, Cause, Evidence, ExecutorRule, Reason, Rule, rows
+
+EXECUTORS: Mapping[str, ExecutorRule] = {
+    rule.name: rule
+    for rule in (
+        ExecutorRule(
+            "nvfuser", fuses=True, kernel_scalars={"UNIFORM_PHILOX": frozenset({"seed", "offset"})}
+        ),
+        ExecutorRule("torchcompile", fuses=True),
+        ExecutorRule("torchcompile_cat", fuses=True),
+        ExecutorRule("torchcompile_xentropy", fuses=True),
+        # torch.library.custom_op checks this, and Thunder takes only operators that declare no mutation.
+        ExecutorRule("custom_op", is_pure=True),
+    )
+}  # fmt: skip
+
+
+def _eager(
+    executor: str, names: str, reason: Reason, detail: str, source: str, fix: str = "", **columns: Any
+) -> Iterable[Rule]:
+    source = f"thunder/executors/{source}"
+    return rows(executor, names, Cause(reason, detail, fix, source), Evidence.NOT_MEASURED, **columns)
+
+
+# fmt: off
+RULES: tuple[Rule, ...] = (
+    *rows("sdpa", """
+        sdpaex_grad_forward_scaled_dot_product_efficient_attention
+        sdpafx_grad_forward_scaled_dot_product_efficient_attention
+    """, CAPTURED, Evidence.MEASURED, conditions=(DROPOUT,)),
+    *rows("sdpa", """
+        sdpaex_scaled_dot_product_efficient_attention_backward sdpafx_scaled_dot_product_efficient_attention_backward
+    """, CAPTURED, Evidence.MEASURED),
+
+    *_eager("python", """
+        abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_or bitwise_xor convert_element_type_prim div
+        eq floordiv fmod ge gt imag le lt mod mul ne neg pow real shape signbit sub tensor_abs
+    """, Reason.RUNTIME_NUMBER, "it computes with Python numbers on the host", "pythonex.py",
+            "compute with 0-dim tensors instead"),
+    *_eager("python", "sink", Reason.SIDE_EFFECT, "it acts on Python", "pythonex.py", "remove it"),
+
+    *_eager("cudnn", "cudnn_sdpa_fwd", Reason.UNVERIFIED,
+            "it builds plans and dropout seeds on the host", "cudnn_sdpa.py", conditions=(DROPOUT,)),
+    *_eager("cudnn", "cudnn_sdpa_bwd", Reason.UNVERIFIED,
+            "it builds plans and dropout seeds on the host", "cudnn_sdpa.py"),
+    *_eager("cudnn_layernorm", "cudnn_layernorm cudnn_layernorm_aug_fwd cudnn_layernorm_bwd", Reason.UNVERIFIED,
+            "it builds plans on the host", "cudnn_layernormex.py"),
+    *_eager("fa3", "fa3_bwd fa3_fwd", Reason.UNVERIFIED, "FlashAttention 3 was not tried", "fa3ex.py"),
+    *_eager("apex", """
+        apex_cross_entropy apex_cross_entropy_backward apex_fused_rms_norm_backward_affine
+        apex_fused_rms_norm_forward_affine apex_fused_rms_norm_forward_affine_mixed_dtypes
+    """, Reason.UNVERIFIED, "apex was not tried", "apexex.py"),
+    *_eager("triton", "triton_crossentropy", Reason.UNVERIFIED,
+            "Triton compiles and loads a kernel at the first call of each new specialization",
+            "triton_crossentropy_impl.py"),
+    *_eager("nvfuser", "nv_sdpfa_fwd", Reason.UNVERIFIED,
+            "nvFuser's own operators were not tried", "nvfuserex_impl.py", conditions=(DROPOUT,)),
+    *_eager("nvfuser", "nv_cross_entropy_bwd nv_cross_entropy_fwd nv_sdpfa_bwd", Reason.UNVERIFIED,
+            "nvFuser's own operators were not tried", "nvfuserex_impl.py"),
+    *_eager("transformer_engine_v1", "te_functional_linear_backward te_sync_fp8_meta_bwd", Reason.SIDE_EFFECT,
+            "FP8 scaling factors live in Python objects", "transformer_engine_v1ex.py", "run the layer without FP8"),
+    *_eager("transformer_engine", "te_fp8_amax_and_scale_update te_functional_linear_bwd te_functional_linear_fwd",
+            Reason.SIDE_EFFECT,
+            "FP8 scaling factors live in Python objects", "transformer_engineex_impl.py", "run the layer without FP8"),
+)
+# fmt: on

@@ -1,0 +1,236 @@
+"""The types of the rule tables."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = [
+    "CAPTURED",
+    "VJP",
+    "AliasedInputs",
+    "Arguments",
+    "Cause",
+    "Condition",
+    "Evidence",
+    "ExecutorRule",
+    "Key",
+    "Predicate",
+    "Reason",
+    "Rule",
+    "TensorArgument",
+    "rows",
+]
+
+Key = tuple[str | None, str | None]
+"""Executor and id of a symbol. Prims and Thunder's own torch symbols have the executor None."""
+
+VJP = "_vjp"
+"""Thunder runs some derivatives through torch.autograd. It names them after the operator, with this suffix."""
+
+
+class Reason(enum.Enum):
+    """Why an op is captured or eager; the value is how a report says it."""
+
+    ALLOWED = "allowed"
+    USER_ALLOW = "allowed by the user"
+    FUSION = "a fusion of allowed operators"
+
+    BOOKKEEPING = "bookkeeping of the trace"
+    USER_DENY = "denied by the user"
+    NOT_ON_DEVICE = "not on the device that is captured"
+    MIXED_DEVICES = "moves between devices"
+    RUNTIME_NUMBER = "a number known only at run time"
+    SYMBOLIC_SHAPE = "a size known only at run time"
+    DATA_DEPENDENT = "depends on what tensors hold"
+    HOST_SYNC = "waits for the device"
+    RANDOM_STATE = "touches generator state on the host"
+    COLLECTIVE = "communicates between processes"
+    SIDE_EFFECT = "changes something outside of tensors"
+    UNVERIFIED = "not shown to be safe in a capture"
+    UNKNOWN = "no rule knows it"
+    TOO_SMALL = "too small a region to gain"
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why an op has its verdict, and what changes the verdict."""
+
+    reason: Reason
+    detail: str
+    fix: str = ""
+    """What the user can change in their code; empty if only ``allow=`` helps."""
+    source: str = ""
+    """Where the detail can be looked up, besides the measurement."""
+
+    @property
+    def captures(self) -> bool:
+        return self.reason is Reason.ALLOWED
+
+
+CAPTURED = Cause(Reason.ALLOWED, "it only launches kernels on the current stream")
+
+
+class Evidence(enum.Enum):
+    """Whether the operator sweep measured what a record says; see Note [How the rules were checked]."""
+
+    MEASURED = "measured by the operator sweep"
+    MEASURED_ON_GPU = "measured by the operator sweep; only a GPU shows that it must stay eager"
+    NOT_MEASURED = "not measured"
+    KNOWN = "known from source code, documentation or a trial by hand"
+
+
+class AliasedInputs(enum.Enum):
+    """The inputs that an output may be a view of, or that an operator may write."""
+
+    FIRST = "the first tensor"
+    LAST = "the last tensor"
+    PAIRWISE = "for each output, the input at the same position"
+    ALL = "any tensor"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorArgument:
+    """A tensor among the arguments or results of a bound symbol."""
+
+    shape: tuple[Any, ...]
+    """Sizes known only at run time are no ints."""
+    dtype: str
+    """Thunder's name, such as ``"float32"`` or ``"bool8"``."""
+    device: str
+    """``"cpu"`` or ``"cuda"``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a bound symbol, as predicates see them.
+
+    Tensors are `TensorArgument` records. Other values known only at run time are opaque objects.
+    """
+
+    positional: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    results: Any = None
+    operator: Arguments | None = None
+    """Of a derivative, the arguments of its operator."""
+    positions: Mapping[str, int] = field(default_factory=dict)
+    """The positions of parameters by name."""
+
+    def argument(self, name: str) -> Any:
+        """The argument for the parameter ``name``; None if it is not given. A derivative has those of its operator."""
+        of = self.operator or self
+        position = self.positions.get(name, len(of.positional))
+        return of.keywords.get(name, of.positional[position] if position < len(of.positional) else None)
+
+    def position(self, index: int) -> Any:
+        """The positional argument at ``index``; None if there are fewer."""
+        return self.positional[index] if index < len(self.positional) else None
+
+    def tensors(self, device: str) -> list[TensorArgument]:
+        """All positional tensors and results on a device of this type."""
+        return [t for t in tensors_in((self.positional, self.results)) if t.device == device]
+
+
+def tensors_in(tree: Any) -> Iterator[TensorArgument]:
+    """The tensors in nested lists, tuples and dictionaries."""
+    if isinstance(tree, TensorArgument):
+        yield tree
+    elif isinstance(tree, Mapping):
+        yield from tensors_in(tuple(tree.values()))
+    elif isinstance(tree, (list, tuple)):
+        for branch in tree:
+            yield from tensors_in(branch)
+
+
+Predicate = Callable[[Arguments], bool]
+"""A named condition on arguments. Its name is the condition's name, and its docstring says when the condition holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What else is true of an operator when a predicate holds for its arguments."""
+
+    predicate: Predicate
+    cause: Cause | None = None
+    """Why the op stays eager then; None if the verdict does not change."""
+    evidence: Evidence = Evidence.KNOWN
+    aliases: AliasedInputs | None = None
+    writes: AliasedInputs | None = None
+    draws: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.predicate.__name__
+
+    @property
+    def when(self) -> str:
+        """When the condition holds, as a sentence."""
+        return " ".join((self.predicate.__doc__ or "").split())
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """All that is known of one operator."""
+
+    key: Key
+    cause: Cause
+    """The verdict, and why."""
+    evidence: Evidence
+    aliases: AliasedInputs | None = None
+    """Inputs that an output may share memory with."""
+    writes: AliasedInputs | None = None
+    """Inputs that may be written."""
+    draws: bool = False
+    """It draws from a generator or advances one. Draws keep their order."""
+    launches_kernels: bool = True
+    """False if it launches nothing, or hardly ever: a region of only such operators gains nothing."""
+    conditions: tuple[Condition, ...] = ()
+    """In the order in which they are asked."""
+
+    @property
+    def captures(self) -> bool:
+        return self.cause.captures
+
+    @property
+    def is_collective(self) -> bool:
+        return self.cause.reason is Reason.COLLECTIVE
+
+    def holding(self, names: Collection[str]) -> list[Condition]:
+        """Those of its conditions that have these names."""
+        return [condition for condition in self.conditions if condition.name in names] if names else []
+
+    def objection(self, names: Collection[str]) -> Cause | None:
+        """Why an op stays eager for which the conditions of these names hold."""
+        if not self.captures:
+            return self.cause
+        return next((c.cause for c in self.holding(names) if c.cause is not None), None)
+
+    def aliased(self, names: Collection[str]) -> AliasedInputs | None:
+        """Inputs that an output may share memory with, where the conditions of these names hold."""
+        return self.aliases or next((c.aliases for c in self.holding(names) if c.aliases is not None), None)
+
+    def written(self, names: Collection[str]) -> AliasedInputs | None:
+        """Inputs that may be written, where the conditions of these names hold."""
+        return self.writes or next((c.writes for c in self.holding(names) if c.writes is not None), None)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorRule:
+    """What is known of an executor as a whole."""
+
+    name: str
+    source: str = ""
+    fuses: bool = False
+    """A fusion of this executor is as safe as the worst operator inside of it."""
+    is_pure: bool = False
+    """Its operators neither write an input nor return a view of one."""
+    kernel_scalars: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    """Of prims inside of its fusions, the keywords whose numbers are arguments of the fusion's kernels. A graph can be
+    given new numbers before each launch. Every recording that makes use of this is verified before it counts."""
+
+
+def rows(executor: str | None, names: str, cause: Cause, evidence: Evidence, **columns: Any) -> Iterable[Rule]:
+    """A record for each of the names, which are separated by spaces."""
+    return [Rule((executor, name), cause, evidence, **columns) for name in names.split()]
