@@ -9,6 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,9 +64,9 @@ def planted() -> Iterator[Planted]:
 
 
 def plant_rule(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Adds a row that says of a planted operator what the table says of those that only launch kernels."""
-    rule = rules.ALLOW["torch", "tanh"]
-    monkeypatch.setattr(rules, "ALLOW", {**rules.ALLOW, ("planted", name): rule})
+    """Adds a record for a planted operator, which says that it only launches kernels."""
+    rule = replace(rules.RULES["torch", "tanh"], key=("planted", name))
+    monkeypatch.setattr(rules, "RULES", {**rules.RULES, rule.key: rule})
 
 
 @contextmanager
@@ -326,7 +327,7 @@ def test_strict_raises(planted, transform, device):
 
 
 def test_a_write_that_nothing_says(planted, twins, device, monkeypatch):
-    """A wrong row in the table: an operator nobody knows is taken to write its arguments."""
+    """A wrong record. An operator without one is assumed to write its arguments."""
     plant_rule(monkeypatch, "advance")
     op = planted("advance", lambda x: x.add_(1.0) * 2.0)
     counts = [torch.zeros(4, device=device), torch.zeros(4, device=device)]
@@ -507,7 +508,7 @@ def test_right_inference_with_state(twins, device, deterministic, verify):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_one_call_in_n_goes_thunders_way(twins, device, training):
+def test_one_call_in_n_goes_through_thunders_dispatch(twins, device, training):
     plain, graphed = twins(mlp().requires_grad_(training), verify=4)
     inputs = [torch.randn(4, 16, device=device) for _ in range(18)]
     same(outcomes(plain, inputs, backward=training), outcomes(graphed, inputs, backward=training))
@@ -534,7 +535,7 @@ def test_off_costs_nothing(twins, device):
     for _ in range(4):
         graphed(torch.randn(4, 16, device=device))
     (recording,) = program(graphed).recordings
-    assert program(graphed).regions[0].watched is None and recording.parts["forward"].graphs[0].check is None
+    assert program(graphed).regions[0].hash_function is None and recording.parts["forward"].graphs[0].check is None
     (call,) = graphed._forward_fn._calls
     assert "verify" not in " ".join((*call.__code__.co_names, *call.__code__.co_varnames))
     assert fast_path_calls(graphed) == 2
