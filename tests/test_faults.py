@@ -40,7 +40,8 @@ from thunder_cg.runtime.cuda.backend import CudaBackend
 from thunder_cg.runtime.cuda.graph import CudaGraph
 from thunder_cg.runtime.cuda.pool import CudaPool
 from thunder_cg.runtime.cuda.streams import CaptureStream
-from thunder_cg.runtime.recording import Outputs, RegionGraph, _Copy
+from thunder_cg.runtime.outputs import Outputs, _Copy
+from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
 
 
@@ -311,7 +312,7 @@ def steps(backend: str, fail: Callable[..., Switch]) -> dict[str, Switch]:
         "results": fail(Outputs, "allocate"),
     }
     if backend == "tape":
-        found["load"] = fail(RegionGraph, "load")
+        found["copy_in"] = fail(RegionGraph, "copy_in")
     if backend == "cuda":
         for name in ("begin", "copy_in", "copy_out", "end", "instantiate"):
             found[f"after {name}"] = fail(graph, name, after=True)

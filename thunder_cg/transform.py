@@ -33,8 +33,8 @@ from thunder_cg.compat.thunder import (
 from thunder_cg.emit import Emitter, region_names, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError
 from thunder_cg.fastpath.dispatch import install
+from thunder_cg.fastpath.prologue import with_one_check
 from thunder_cg.options import Options
-from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.functions import hash_function, region_function
@@ -134,6 +134,7 @@ class CudagraphTransform(Transform):
             kind="backward" if TraceTag.BACKWARD in trace.tags else "forward",
             ops=ops,
             plan=plan,
+            aliasing=aliasing,
             regions=[self._region(region, io, ops, aliasing, verifier, taken) for region, io in zip(planned, ios)],
             saved=frozenset(saved),
             options=self.options,

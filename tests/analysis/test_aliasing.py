@@ -7,12 +7,11 @@ import inspect
 import pytest
 import torch
 
-from thunder_cg.analysis.aliasing import alias_sets, has_effect, is_opaque, reads, writes
+from thunder_cg.analysis.aliasing import Aliasing, has_effect, is_opaque
 
 
 def together(ops, *names):
-    root = alias_sets(ops)
-    return len({root[name] for name in names}) == 1
+    return len({Aliasing.of(ops).sets[name] for name in names}) == 1
 
 
 @pytest.mark.parametrize("id_", ["reshape", "view", "permute", "__getitem__", "expand", "transpose", "squeeze"])
@@ -42,31 +41,31 @@ def test_update_aliases_goes_pair_by_pair(trace):
 
 def test_copy_writes_its_destination_and_returns_it(trace):
     ops = trace().op("copy_", "a b", "g").done()
-    root = alias_sets(ops)
-    assert writes(ops.ops[0], root) == {root["b"]} and together(ops, "b", "g") and not together(ops, "a", "b")
-    assert reads(ops.ops[0], root) == {root["a"], root["b"]}
+    aliasing = Aliasing.of(ops)
+    assert aliasing.writes == ({"b"},) and together(ops, "b", "g") and not together(ops, "a", "b")
+    assert aliasing.reads == ({"a", "b"},)
 
 
 def test_a_copy_onto_itself_writes_it(trace):
     ops = trace().op("copy_", "a", "g").done()
-    assert writes(ops.ops[0], alias_sets(ops)) == {alias_sets(ops)["a"]}
+    assert Aliasing.of(ops).writes == ({"a"},)
 
 
 def test_the_representative_is_the_oldest(trace):
     ops = trace().op("view", "a", "b").op("permute", "b", "g").done()
-    assert alias_sets(ops)["g"] == "a"
+    assert Aliasing.of(ops).sets["g"] == "a"
 
 
 def test_an_unknown_operator_may_write_and_return_anything(trace):
     ops = trace().mine("a b", "g").done()
-    root = alias_sets(ops)
-    assert together(ops, "a", "b", "g") and writes(ops.ops[0], root) == {root["a"]}
-    assert is_opaque(ops.ops[0]) and has_effect(ops.ops[0])
+    aliasing = Aliasing.of(ops)
+    assert together(ops, "a", "b", "g") and aliasing.writes == ({"a"},)
+    assert aliasing.opaque == aliasing.effects == {0}
 
 
 def test_a_torch_custom_op_is_unknown_but_writes_nothing(trace):
     ops = trace().op("torch.ops.my.op", "a b", "g", executor="custom_op").done()
-    assert not together(ops, "a", "g") and not writes(ops.ops[0], alias_sets(ops)) and has_effect(ops.ops[0])
+    assert not together(ops, "a", "g") and Aliasing.of(ops).writes == (set(),) and has_effect(ops.ops[0])
 
 
 def test_a_fusion_is_what_is_inside_of_it(trace):
@@ -77,8 +76,7 @@ def test_a_fusion_is_what_is_inside_of_it(trace):
         t.make("ADD", "b", "i", executor=None),
     )
     ops = t.op(None, "a b", "g h i", executor="torchcompile", is_fusion=True, subs=subs).done()
-    root = alias_sets(ops)
-    assert writes(ops.ops[0], root) == {root["a"]}
+    assert Aliasing.of(ops).writes == ({"a"},)
     assert together(ops, "a", "g") and together(ops, "b", "h") and not together(ops, "b", "i")
     assert not is_opaque(ops.ops[0]) and not has_effect(ops.ops[0])
 
@@ -99,7 +97,7 @@ def test_a_fusion_that_draws_or_hides_something_unknown_has_an_effect(trace):
 def test_attention_draws_only_with_dropout(trace):
     make = trace().make
     assert not has_effect(make("scaled_dot_product_attention", "a", "b"))
-    assert has_effect(make("scaled_dot_product_attention", "a", "b", traits=frozenset({"dropout"})))
+    assert has_effect(make("scaled_dot_product_attention", "a", "b", conditions=frozenset({"has_dropout"})))
 
 
 @pytest.mark.parametrize("id_", ["uniform", "rand", "dropout", "get_and_update_rng_state_impl", "torch_wait_prim_impl"])
@@ -116,9 +114,9 @@ def test_other_operators_have_none(trace, id_):
 
 
 def written_names(ops):
-    root = alias_sets(ops)
-    written = {name for op in ops.ops for name in writes(op, root)}
-    return {name for name in ops.args if name in root and root[name] in written}
+    aliasing = Aliasing.of(ops)
+    written = {name for names in aliasing.writes for name in names}
+    return {name for name in ops.args if aliasing.sets.get(name) in written}
 
 
 def test_batch_norm_writes_its_running_statistics(traces_of):
@@ -167,10 +165,9 @@ def test_setitem_on_a_view_writes_the_base(traces_of):
         return y
 
     (ops,) = traces_of(model, torch.randn(2, 2))
-    root = alias_sets(ops)
+    aliasing = Aliasing.of(ops)
     (result,) = (op.inputs for op in ops.ops if op.id == "RETURN")
-    written = {name for op in ops.ops for name in writes(op, root)}
-    assert any(root[name] in written for name in result)
+    assert not aliasing.sets_of(result).isdisjoint(name for names in aliasing.writes for name in names)
 
 
 functional = torch.nn.functional
@@ -197,15 +194,15 @@ def test_what_is_told_to_write_in_place_does(traces_of, name, by_keyword, graded
     except NotImplementedError:
         assert "dropout" in name
         return
-    root = alias_sets(ops)
+    aliasing = Aliasing.of(ops)
     (sin,) = (op for op in ops.ops if op.id == "sin")
-    assert root[sin.outputs[0]] in {name for op in ops.ops for name in writes(op, root)}
+    assert aliasing.sets[sin.outputs[0]] in {name for names in aliasing.writes for name in names}
     *_, last = (op for op in ops.ops if op.outputs and not op.bookkeeping)
-    assert root[last.outputs[0]] == root[sin.outputs[0]]
+    assert together(ops, last.outputs[0], sin.outputs[0])
 
 
 @pytest.mark.parametrize("sparse", [False, True])
 def test_a_sparse_gradient_is_made_of_what_it_is_computed_from(trace, sparse):
-    traits = frozenset({"sparse"} if sparse else ())
-    root = alias_sets(trace().op("torch.ops.aten.embedding_backward", "g i", "w", traits=traits).done())
-    assert len({root[name] for name in "giw"}) == (1 if sparse else 3)
+    conditions = frozenset({"has_sparse_gradient"} if sparse else ())
+    ops = trace().op("torch.ops.aten.embedding_backward", "g i", "w", conditions=conditions).done()
+    assert len(Aliasing.of(ops).sets_of("giw")) == (1 if sparse else 3)

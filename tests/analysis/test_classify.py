@@ -24,7 +24,7 @@ def test_an_allowed_operator_on_the_device(trace):
     assert (v.capture, v.reason, v.device, v.fix) == (True, Reason.ALLOWED, "cuda:0", "")
 
 
-def test_the_frame(trace):
+def test_bookkeeping(trace):
     v = verdict(trace().add("a", "b").returns("b"))
     assert (v.capture, v.reason, v.fix) == (False, Reason.BOOKKEEPING, "")
 
@@ -87,31 +87,35 @@ def test_item_is_data_dependent_rather_than_a_number(trace):
 
 
 def test_every_conditional_row_has_a_case_that_captures_and_one_that_does_not(trace):
-    for (executor, id_), traits in rules.DENY_IF.items():
+    conditional = [rule for rule in rules.RULES.values() if rule.captures and rule.conditions]
+    assert len(conditional) > 80
+    for rule in conditional:
+        executor, id_ = rule.key
         plain = trace().op(id_, "a b", "g", executor=executor)
         assert verdict(plain).capture, id_
-        for trait, rule in traits.items():
-            v = verdict(trace().op(id_, "a b", "g", executor=executor, traits=frozenset({trait})))
-            assert (v.capture, v.reason) == (False, rule.reason), (id_, trait)
+        for condition in rule.conditions:
+            v = verdict(trace().op(id_, "a b", "g", executor=executor, conditions=frozenset({condition.name})))
+            if condition.cause is None:
+                assert v.capture, (id_, condition.name)
+            else:
+                assert (v.capture, v.reason) == (False, condition.cause.reason), (id_, condition.name)
 
 
 def test_every_row_decides(trace):
-    for executor, id_ in rules.ALLOW:
-        assert verdict(trace().op(id_, "a", "b", executor=executor)).capture, (executor, id_)
-    for (executor, id_), rule in rules.DENY.items():
+    for (executor, id_), rule in rules.RULES.items():
         v = verdict(trace().op(id_, "a", "b", executor=executor))
-        assert (v.capture, v.reason) == (False, rule.reason), (executor, id_)
-        assert v.fix, (executor, id_)
+        assert (v.capture, v.reason) == (rule.captures, rule.cause.reason), rule.key
+        assert v.capture or v.fix, rule.key
 
 
-def test_what_is_shown_beyond_itself_keeps_its_storage(trace):
-    """All that may be a part of the storage stays eager, and the rest does not."""
+def test_a_storage_that_is_read_past_a_view_stays_outside_of_graphs(trace):
+    """All ops whose results may be a part of the storage stay eager, and no others."""
     t = trace().add("a", "b").op("torch_slice_prim_impl", "b", "s").add("s", "o")
-    t.op("as_strided", "s", "v", traits=frozenset({"beyond"})).add("v", "g")
+    t.op("as_strided", "s", "v", conditions=frozenset({"reads_past_its_view"})).add("v", "g")
     assert [v.capture for v in t.verdicts()] == [False, False, True, False, True]
     assert "'b'" in t.verdicts()[0].detail and t.verdicts()[0].fix
     assert all(v.capture for v in t.verdicts(allow=("as_strided",)))
-    t.ops[3] = dataclasses.replace(t.ops[3], traits=frozenset())
+    t.ops[3] = dataclasses.replace(t.ops[3], conditions=frozenset())
     assert all(v.capture for v in t.verdicts())
 
 
@@ -159,7 +163,7 @@ def fusion(t, *ids, executor="torchcompile", sub_executor=None):
     return t.op(None, "a", "b", executor=executor, is_fusion=True, subs=subs, name="Fusion0")
 
 
-@pytest.mark.parametrize("executor", sorted(rules.FUSION_EXECUTORS))
+@pytest.mark.parametrize("executor", sorted(name for name, executor in rules.EXECUTORS.items() if executor.fuses))
 def test_a_fusion_of_allowed_operators(trace, executor):
     v = verdict(fusion(trace(), "ADD", "torch.mul", "torch.nn.functional.linear", executor=executor))
     assert (v.capture, v.reason) == (True, Reason.FUSION)

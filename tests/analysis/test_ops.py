@@ -25,7 +25,7 @@ def test_a_claimed_op_has_its_executor_and_string_id(traces_of):
     assert not sin.bookkeeping and not sin.is_fusion
 
 
-def test_a_prim_goes_by_its_enum_name_and_the_frame_is_bookkeeping(traces_of):
+def test_a_prim_goes_by_its_enum_name_and_unpacks_and_returns_are_bookkeeping(traces_of):
     (ops,) = traces_of(lambda x: torch.sin(x), torch.randn(3))
     assert [op.id for op in ops.ops if op.bookkeeping] == ["UNPACK_TRIVIAL", "RETURN"]
     assert [op.index for op in ops.ops] == list(range(len(ops.ops)))
@@ -109,18 +109,18 @@ def test_fusions_show_what_is_inside(traces_of):
 
 
 @pytest.mark.parametrize(
-    ("index", "traits"),
+    ("index", "conditions"),
     [
         (lambda x, i: x[i], set()),
         (lambda x, i: x[1, :2], set()),
         (lambda x, i: x[:, i], set()),
-        (lambda x, i: x[[0, 1]], {"host_index"}),
-        (lambda x, i: x[:, [0, 1]], {"host_index"}),
+        (lambda x, i: x[[0, 1]], {"uses_list_index"}),
+        (lambda x, i: x[:, [0, 1]], {"uses_list_index"}),
     ],
 )
-def test_traits_of_indices(traces_of, index, traits):
+def test_condition_of_indices(traces_of, index, conditions):
     (ops,) = traces_of(index, torch.randn(3, 4), torch.tensor([0, 2]))
-    assert set().union(*(op.traits for op in ops.ops)) == traits or any(op.id == "tensor" for op in ops.ops)
+    assert set().union(*(op.conditions for op in ops.ops)) == conditions or any(op.id == "tensor" for op in ops.ops)
 
 
 def stored(key, value):
@@ -133,16 +133,16 @@ def stored(key, value):
 
 
 @pytest.mark.parametrize(
-    ("key", "traits"),
-    [(lambda i: 0, set()), (lambda i: slice(0, 2), set()), (lambda i: i, {"number_at_tensor_index"})],
+    ("key", "conditions"),
+    [(lambda i: 0, set()), (lambda i: slice(0, 2), set()), (lambda i: i, {"stores_number_at_tensor_index"})],
 )
-def test_traits_of_stores(traces_of, key, traits):
+def test_condition_of_stores(traces_of, key, conditions):
     (ops,) = traces_of(stored(key, 2.0), torch.randn(3, 4), torch.tensor([0, 2]))
     (store,) = only(ops, "copy_with_setitem_impl")
-    assert set(store.traits) == traits
+    assert set(store.conditions) == conditions
 
 
-def test_traits_of_masks_fills_and_dropout(traces_of):
+def test_condition_of_masks_fills_and_dropout(traces_of):
     def model(x, m, v):
         y = x + 1
         y[m] = v
@@ -150,13 +150,13 @@ def test_traits_of_masks_fills_and_dropout(traces_of):
         return y, x.masked_fill(m, v), x.masked_fill(m, 0.0), attention
 
     (ops,) = traces_of(model, torch.randn(3, 4), torch.ones(3, 4, dtype=torch.bool), torch.tensor(1.0))
-    traits = [sorted(op.traits) for op in ops.ops if op.traits]
-    assert ["bool_index"] in traits and ["tensor_value"] in traits
-    assert traits.count(["tensor_value"]) == 1
+    conditions = [sorted(op.conditions) for op in ops.ops if op.conditions]
+    assert ["uses_boolean_index"] in conditions and ["has_tensor_fill_value"] in conditions
+    assert conditions.count(["has_tensor_fill_value"]) == 1
 
 
 @pytest.mark.parametrize("probability", [0.0, 0.25])
-def test_trait_of_a_dropout_inside_of_attention(traces_of, probability):
+def test_condition_of_a_dropout_inside_of_attention(traces_of, probability):
     from thunder.executors.torchex import ex
 
     attention = ex.opmap["scaled_dot_product_attention"]
@@ -166,28 +166,28 @@ def test_trait_of_a_dropout_inside_of_attention(traces_of, probability):
 
     (ops,) = traces_of(model, torch.randn(2, 2, 4, 8), executors=[ex])
     found = only(ops, attention.id)
-    assert found and all(("dropout" in op.traits) == bool(probability) for op in found)
+    assert found and all(("has_dropout" in op.conditions) == bool(probability) for op in found)
 
 
-def test_trait_of_a_seed(traces_of):
+def test_condition_of_a_seed(traces_of):
     from thunder import prims
 
     def model(p):
         return prims.multinomial(p, 1, True, 7), prims.multinomial(p, 1, True, None)
 
     (ops,) = traces_of(model, torch.rand(2, 3))
-    assert [sorted(op.traits) for op in only(ops, "multinomial_helper")] == [["seeded"], []]
+    assert [sorted(op.conditions) for op in only(ops, "multinomial_helper")] == [["draws_with_its_own_generator"], []]
 
 
-def test_trait_of_a_sorter(traces_of):
+def test_condition_of_a_sorter(traces_of):
     def model(s, x, order):
         return torch.searchsorted(s, x), torch.searchsorted(s, x, sorter=order)
 
     (ops,) = traces_of(model, torch.rand(4), torch.rand(3), torch.arange(4))
-    assert [sorted(op.traits) for op in only(ops, "searchsorted")] == [[], ["sorter"]]
+    assert [sorted(op.conditions) for op in only(ops, "searchsorted")] == [[], ["uses_sorter"]]
 
 
-def test_trait_of_a_renormalized_embedding(traces_of):
+def test_condition_of_a_renormalized_embedding(traces_of):
     """Thunder refuses max_norm in ``embedding`` itself, but not in what it registers for torch by itself."""
 
     def model(i, w, o):
@@ -195,34 +195,38 @@ def test_trait_of_a_renormalized_embedding(traces_of):
         return bag(i, w, o, 1.0), bag(i, w, o, max_norm=1.0), bag(i, w, o)
 
     (ops,) = traces_of(model, torch.tensor([0, 1]), torch.rand(2, 3), torch.tensor([0]))
-    assert [sorted(op.traits) for op in only(ops, "embedding_bag")] == [["renorm"], ["renorm"], []]
+    assert [sorted(op.conditions) for op in only(ops, "embedding_bag")] == [
+        ["renormalizes_weight"],
+        ["renormalizes_weight"],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(
-    ("index", "traits"),
+    ("index", "conditions"),
     [
-        (lambda x, k: x[:, k], {"scalar_index"}),
-        (lambda x, k: x[:, k.to(torch.int32)], {"scalar_index"}),
+        (lambda x, k: x[:, k], {"uses_scalar_index"}),
+        (lambda x, k: x[:, k.to(torch.int32)], {"uses_scalar_index"}),
         (lambda x, k: x[:, k.reshape(1)], set()),
         (lambda x, k: x[:, 1], set()),
     ],
 )
-def test_trait_of_an_index_without_a_dimension(traces_of, index, traits):
+def test_condition_of_an_index_without_a_dimension(traces_of, index, conditions):
     (ops,) = traces_of(index, torch.randn(3, 4), torch.tensor(1))
-    assert set().union(*(op.traits for op in ops.ops)) == traits
+    assert set().union(*(op.conditions for op in ops.ops)) == conditions
 
 
-def test_trait_of_what_is_written_in_place(traces_of):
+def test_condition_of_what_is_written_in_place(traces_of):
     def model(x):
         drop, silu = torch.nn.functional.dropout2d, torch.nn.functional.silu
         return drop(x, 0.5, True, True), drop(x, 0.5, True), silu(x + 1, True), silu(x, inplace=True), silu(x)
 
     (ops,) = traces_of(model, torch.randn(1, 2, 3, 3))
-    assert [set(op.traits) for op in only(ops, "dropout2d")] == [{"inplace"}, set()]
-    assert [set(op.traits) for op in only(ops, "silu")] == [{"inplace"}, {"inplace"}, set()]
+    assert [set(op.conditions) for op in only(ops, "dropout2d")] == [{"writes_in_place"}, set()]
+    assert [set(op.conditions) for op in only(ops, "silu")] == [{"writes_in_place"}, {"writes_in_place"}, set()]
 
 
-def test_trait_of_a_sparse_gradient(traces_of):
+def test_condition_of_a_sparse_gradient(traces_of):
     """A derivative that Thunder leaves to torch.autograd has the arguments of its operator."""
 
     def model(i, w, o):
@@ -232,11 +236,11 @@ def test_trait_of_a_sparse_gradient(traces_of):
 
     _, ops = traces_of(model, torch.tensor([0, 1]), torch.rand(2, 3, requires_grad=True), torch.tensor([0]))
     for id_, some in (("torch.ops.aten.embedding_backward", 1), ("embedding_bag_vjp", 2)):
-        assert sorted(map(sorted, (op.traits for op in only(ops, id_)))) == [[], *[["sparse"]] * some]
+        assert sorted(map(sorted, (op.conditions for op in only(ops, id_)))) == [[], *[["has_sparse_gradient"]] * some]
 
 
 @pytest.mark.parametrize(
-    ("view", "is_beyond"),
+    ("view", "reads_past"),
     [
         (lambda x, y: x.as_strided((2, 2), (2, 1)), False),
         (lambda x, y: x.as_strided((3, 2), (2, 1)), True),
@@ -248,28 +252,28 @@ def test_trait_of_a_sparse_gradient(traces_of):
         (lambda x, y: x.as_strided_scatter(y, (2,), (1,), 0), True),
     ],
 )
-def test_trait_of_a_view_that_shows_more(traces_of, view, is_beyond):
+def test_condition_of_a_view_that_reads_more(traces_of, view, reads_past):
     x = torch.randn(16)[4:8].requires_grad_()
     for ops in traces_of(view, x, torch.randn(2)):
-        traits = [set(op.traits) for op in ops.ops if str(op.id).startswith("as_strided")]
-        assert traits == [{"beyond"} if is_beyond else set()]
+        conditions = [set(op.conditions) for op in ops.ops if str(op.id).startswith("as_strided")]
+        assert conditions == [{"reads_past_its_view"} if reads_past else set()]
 
 
 @pytest.mark.parametrize("channels", [0, 4])
-def test_trait_of_an_empty_range(traces_of, channels):
+def test_condition_of_an_empty_range(traces_of, channels):
     def model(x, on, low, high, scale, zero):
         return torch.fused_moving_avg_obs_fake_quant(x, on, on, low, high, scale, zero, 0.1, 0, 255, 0, True)
 
     on, zero = torch.ones(1, dtype=torch.int64), torch.zeros(4, dtype=torch.int32)
     (ops,) = traces_of(model, torch.randn(4, 8), on, *torch.zeros(2, channels), torch.ones(4), zero)
     (found,) = only(ops, "fused_moving_avg_obs_fake_quant")
-    assert set(found.traits) == (set() if channels else {"empty_range"})
+    assert set(found.conditions) == (set() if channels else {"has_empty_range"})
 
 
-def test_trait_of_a_derivative_that_looks_for_nans_on_a_cpu(traces_of):
+def test_condition_of_a_derivative_that_looks_for_nans_on_a_cpu(traces_of):
     forward, backward = traces_of(lambda x: (x.min(), x.amin()), torch.randn(3, requires_grad=True))
-    assert not any(op.traits for op in forward.ops)
-    assert [(op.id, set(op.traits)) for op in backward.ops if op.traits] == [("min_vjp", {"on_cpu"})]
+    assert not any(op.conditions for op in forward.ops)
+    assert [(op.id, set(op.conditions)) for op in backward.ops if op.conditions] == [("min_vjp", {"runs_on_cpu"})]
 
 
 def test_records_are_frozen_and_compare_without_the_symbol(traces_of):

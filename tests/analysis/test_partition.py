@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from thunder_cg.analysis.aliasing import alias_sets, has_effect, is_opaque, reads, writes
+from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
 from thunder_cg.analysis.partition import Eager, Region, dependencies, partition
 from thunder_cg.analysis.rules import Reason
@@ -123,29 +123,33 @@ def test_a_write_stays_after_earlier_reads_and_before_later_ones(trace):
     assert order.index(2) < order.index(3) < order.index(4)
 
 
+def dependencies_of(t):
+    return dependencies(t.done(), Aliasing.of(t.done()))
+
+
 def test_views_carry_writes(trace):
     t = trace().op("reshape", "x", "v").item("v", "n1").add("a", "b").op("copy_", "b x", "w").item("v", "n2")
-    deps = dependencies(t.done())
+    deps = dependencies_of(t)
     assert 1 in deps[3] and 3 in deps[4]
 
 
 def test_random_draws_opaque_operators_and_collectives_share_one_order(trace):
     t = trace().op("uniform", "", "a").mine("b", "g").op("torch_all_reduce_prim_impl", "h", "i").op("rand", "", "j")
-    assert dependencies(t.done()) == [[], [0], [1], [2]]
+    assert dependencies_of(t) == [[], [0], [1], [2]]
 
 
 def test_an_opaque_operator_keeps_its_place_among_writes_to_buffers(trace):
     t = trace().op("copy_", "a p1", "b").mine("x", "y").op("copy_", "g p2", "h")
-    assert dependencies(t.done()) == [[], [0], [1]]
+    assert dependencies_of(t) == [[], [0], [1]]
 
 
 def test_arguments_may_overlap_once_one_is_written(trace):
     quiet = trace().item("x", "n1").add("y", "a").add("a", "b")
-    assert dependencies(quiet.done()) == [[], [], [1]]
+    assert dependencies_of(quiet) == [[], [], [1]]
     writing = trace().item("x", "n1").op("copy_", "a y", "b")
-    assert dependencies(writing.done()) == [[], [0]]
+    assert dependencies_of(writing) == [[], [0]]
     parameter = trace().item("x", "n1").op("copy_", "p2 p1", "b")
-    assert dependencies(parameter.done()) == [[], [0]]
+    assert dependencies_of(parameter) == [[], [0]]
 
 
 def test_a_future_and_its_wait_are_eager_and_in_order(trace):
@@ -245,16 +249,19 @@ def random_trace(trace, rng, length, devices="a"):
 
 def pairs_in_order(ops):
     """Every pair that must keep its order, found pair by pair from the definitions."""
-    root = dict(alias_sets(ops))
-    arguments = {root[n] for n in ops.args if n in root}
-    if any(arguments & writes(op, root) for op in ops.ops):
-        root = {name: "<arguments>" if of in arguments else of for name, of in root.items()}
-    outside = {root[n] for n in ops.args if n in root}
+    aliasing = Aliasing.of(ops)
+    reads, writes, opaque = aliasing.reads, aliasing.writes, aliasing.opaque
+    outside = aliasing.sets_of(ops.args)
+    if any(outside & names for names in writes):
+        reads, writes = (
+            [{"<arguments>" if n in outside else n for n in ns} for ns in all_] for all_ in (reads, writes)
+        )
+        outside = {"<arguments>"}
     for (i, a), (j, b) in itertools.combinations(enumerate(ops.ops), 2):
         uses = set(a.outputs) & set(b.inputs)
-        conflict = (writes(a, root) & reads(b, root)) | (reads(a, root) & writes(b, root))
-        effects = has_effect(a) and has_effect(b)
-        seen = (is_opaque(a) and writes(b, root) & outside) or (is_opaque(b) and writes(a, root) & outside)
+        conflict = (writes[i] & reads[j]) | (reads[i] & writes[j])
+        effects = {i, j} <= aliasing.effects
+        seen = (i in opaque and writes[j] & outside) or (j in opaque and writes[i] & outside)
         if uses or conflict or effects or seen:
             yield i, j
 
@@ -295,7 +302,7 @@ def test_plans_are_legal_and_have_the_fewest_regions(trace, batch):
 def check_fewest(trace, rng):
     t = random_trace(trace, rng, rng.randint(1, 7))
     ops, verdicts = t.done(), t.verdicts()
-    plan = partition(ops, verdicts)
+    plan = partition(ops, verdicts, Aliasing.of(ops))
     order = flat(plan)
     assert sorted(order) == list(range(len(ops.ops)))
     pairs = set(pairs_in_order(ops))
@@ -313,7 +320,7 @@ def test_long_plans_on_two_devices_are_legal(trace):
 def check_legal(trace, rng):
     t = random_trace(trace, rng, rng.randint(20, 60), devices="ad")
     ops = t.done()
-    plan = partition(ops, t.verdicts())
+    plan = partition(ops, t.verdicts(), Aliasing.of(ops))
     order = flat(plan)
     at = {op: position for position, op in enumerate(order)}
     assert sorted(order) == list(range(len(ops.ops)))
@@ -379,7 +386,8 @@ def test_ten_thousand_ops_take_less_than_two_seconds(trace, shape):
     shape(t)
     ops = t.done()
     start = time.process_time()
-    partition(ops, classify(ops, UserRules(), "cuda"))
+    aliasing = Aliasing.of(ops)
+    partition(ops, classify(ops, aliasing, UserRules(), "cuda"), aliasing)
     assert time.process_time() - start < 2.0
 
 

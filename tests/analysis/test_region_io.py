@@ -1,73 +1,101 @@
-"""What crosses the edge of a region, and what of it leaves."""
+"""region_io: what a region gets and gives, and which outputs leave the pool."""
 
 from __future__ import annotations
 
-from thunder_cg.analysis.region_io import RegionOutput, region_ios
+from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.classify import UserRules, classify
+from thunder_cg.analysis.partition import partition
+from thunder_cg.analysis.region_io import RegionInput, RegionOutput, region_io
 
 
-def edges(trace, returned="", saved=""):
-    return region_ios(trace.done(), trace.plan(), set(returned.split()), set(saved.split()))
+def records(trace, returned="", saved=""):
+    ops = trace.done()
+    return region_io(ops, trace.plan(), Aliasing.of(ops), set(returned.split()), set(saved.split()))
 
 
-def test_what_is_only_returned_leaves(trace):
-    (edge,) = edges(trace().add("a b", "g").add("g", "h").returns("h"), "h")
-    assert edge.inputs == ("a", "b") and edge.outputs_ == (RegionOutput("h", inside=False, leaves=True),)
-    assert not edge.written and not edge.alive
+def stays(name):
+    return RegionOutput(name, copied_out=False)
 
 
-def test_what_is_saved_stays_inside(trace):
-    (edge,) = edges(trace().add("a", "g").add("g", "h").returns("h g"), "h", "g")
-    assert edge.outputs_ == (RegionOutput("g", inside=True, leaves=False), RegionOutput("h", inside=False, leaves=True))
+def leaves(name, last_use=None):
+    return RegionOutput(name, copied_out=True, last_use=last_use)
 
 
-def test_what_is_returned_and_saved_goes_both_ways(trace):
-    (edge,) = edges(trace().add("a", "g").add("g", "h").returns("h"), "h", "h")
-    assert edge.outputs_ == (RegionOutput("h", inside=True, leaves=True),)
+def names(inputs):
+    return {given.name for given in inputs}
+
+
+def test_a_returned_value_is_copied_out(trace):
+    (io,) = records(trace().add("a b", "g").add("g", "h").returns("h"), "h")
+    assert io.inputs == (RegionInput("a", False, False), RegionInput("b", False, False))
+    assert io.outputs == (leaves("h"),) and not io.alive and not io.scalars
+
+
+def test_a_saved_value_stays_in_the_pool(trace):
+    (io,) = records(trace().add("a", "g").add("g", "h").returns("h g"), "h", "g")
+    assert io.outputs == (stays("g"), leaves("h"))
+
+
+def test_a_value_that_is_returned_and_saved_has_two_outputs(trace):
+    (io,) = records(trace().add("a", "g").add("g", "h").returns("h"), "h", "h")
+    assert io.outputs == (stays("h"), leaves("h"))
 
 
 def test_values_between_regions_live_until_their_last_use(trace):
     t = trace().add("a", "g").add("g", "h").item("h", "n1").op("mul", "h n1", "i").add("i g", "j").add("j", "k")
-    first, second = edges(t.returns("k"), "k")
-    assert set(first.outputs_) == {RegionOutput("g", True, False), RegionOutput("h", True, False)}
-    assert set(second.inputs) == {"i", "g"} and not second.alive & {"g", "h"}
+    first, second = records(t.returns("k"), "k")
+    assert set(first.outputs) == {stays("g"), stays("h")}
+    assert names(second.inputs) == {"i", "g"} and not second.alive & {"g", "h"}
 
 
-def test_what_a_region_writes(trace):
+def test_inputs_that_a_region_writes(trace):
     t = trace().add("a", "g").op("copy_", "g b", "h").add("h", "i").returns("i")
-    (edge,) = edges(t, "i")
-    assert edge.written == {"b"}
+    (io,) = records(t, "i")
+    assert [given.name for given in io.inputs if given.written] == ["b"]
 
 
-def test_what_an_opaque_operator_sees_leaves(trace):
-    """It may keep the tensor, so it must not be in the arena; whoever needs the value later uses the same one."""
+def test_a_value_that_an_opaque_operator_gets_leaves(trace):
+    """The operator may keep the tensor, so it must not be in the arena; all users get the same copy."""
     t = trace().add("a", "g").add("g", "h").mine("h", "x").add("x h", "i").add("i", "j").returns("j")
-    first, second = edges(t, "j")
-    assert first.outputs_ == (RegionOutput("h", inside=False, leaves=True),)
-    assert set(second.inputs) == {"x", "h"}
+    first, second = records(t, "j")
+    assert first.outputs == (leaves("h"),)
+    assert names(second.inputs) == {"x", "h"}
 
 
-def test_memory_that_leaves_and_is_written_later_is_handed_out_once(trace):
+def test_a_returned_value_that_is_written_later_has_one_output(trace):
     t = trace().add("a", "g").add("g", "h").item("h", "n1").op("mul", "b n1", "k")
     t = t.op("copy_", "k h", "l").add("l", "m").returns("h m")
-    first, second = edges(t, "h m")
-    assert RegionOutput("h", inside=False, leaves=True) in first.outputs_
-    assert "h" in second.written
+    first, second = records(t, "h m")
+    assert leaves("h") in first.outputs and stays("h") not in first.outputs
+    assert RegionInput("h", written=True, aliased=False) in second.inputs
 
 
-def test_an_exit_may_be_a_view_of_what_it_shares_memory_with(trace):
-    (edge,) = edges(trace().add("a", "g").add("g", "h").op("reshape", "b", "i").returns("h i"), "h i")
-    assert "b" in edge.shared and "a" not in edge.shared
+def test_an_input_is_aliased_if_an_output_may_be_a_view_of_it(trace):
+    (io,) = records(trace().add("a", "g").add("g", "h").op("reshape", "b", "i").returns("h i"), "h i")
+    assert {given.name: given.aliased for given in io.inputs} == {"a": False, "b": True}
 
 
-def test_what_leaves_early(trace):
-    t = trace().add("a", "g").add("g", "h").op("reshape", "h", "i").add("i", "j").add("a", "k").add("k", "l")
-    (edge,) = edges(t.returns("g h k l"), "g h k l")
-    last = {exit.name: exit.last for exit in edge.outputs_}
-    assert last == {"g": 1, "h": 3, "k": None, "l": None}
+def test_outputs_copied_out_early(trace):
+    t = trace().item("a", "n1").add("a", "g").add("g", "h").op("reshape", "h", "i").add("i", "j")
+    (io,) = records(t.add("a", "k").add("k", "l").returns("g h k l"), "g h k l")
+    assert io.outputs == (leaves("g", 1), leaves("h", 3), leaves("k"), leaves("l"))
 
 
-def test_what_does_not_leave_early(trace):
-    """What shares memory with another result, or with an input, what is saved as well, and what is made last."""
+def test_outputs_not_copied_out_early(trace):
+    """Outputs that share memory with another output or with an input, saved ones, and those made last."""
     t = trace().add("a", "g").op("reshape", "g", "h").op("reshape", "b", "i").add("a", "j").add("j", "k")
-    (edge,) = edges(t.returns("g h i j k"), "g h i j k", "j")
-    assert all(exit.last is None for exit in edge.outputs_) and len(edge.outputs_) == 5
+    (io,) = records(t.returns("g h i j k"), "g h i j k", "j")
+    assert all(output.last_use is None for output in io.outputs) and len(io.outputs) == 6
+
+
+def test_numbers_that_only_kernels_get_are_scalars(trace):
+    t = trace()
+    draw = t.make("UNIFORM_PHILOX", "n1 n2", "b", executor=None, keywords=(("seed", "n1"), ("offset", "n2")))
+    t.op(
+        None, "a n1 n2", "b", executor="nvfuser", is_fusion=True, subs=(draw, t.make("ADD", "a b", "b", executor=None))
+    )
+    ops = t.add("b", "g").returns("g").done()
+    aliasing = Aliasing.of(ops)
+    verdicts = classify(ops, aliasing, UserRules(), "cuda", supports_scalar_updates=True)
+    (io,) = region_io(ops, partition(ops, verdicts, aliasing), aliasing, {"g"}, set())
+    assert io.scalars == ("n1", "n2") and names(io.inputs) == {"a"}

@@ -27,7 +27,8 @@ from strategies import examples
 from support import fast_path_calls, replays
 
 from thunder_cg import cudagraph_transform
-from thunder_cg.runtime.recording import Outputs, RegionGraph, _Copy
+from thunder_cg.runtime.outputs import Outputs, _Copy
+from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tape import TapeGraph
 
 PARTS = 8  # which run in parallel
@@ -82,7 +83,7 @@ def test_programs(
 
 def forgets_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     init = RegionGraph.__init__
-    monkeypatch.setattr(RegionGraph, "__init__", lambda self, loads, written: init(self, loads, ()))
+    monkeypatch.setattr(RegionGraph, "__init__", lambda self, copied, written: init(self, copied, ()))
 
 
 def draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +104,7 @@ def hands_out_the_arena(monkeypatch: pytest.MonkeyPatch) -> None:
         results[self.result] = self.source
         return torch.empty_like(self.source)
 
-    monkeypatch.setattr(Outputs, "allocate", lambda self, results: [allocate(c, results) for c in self._new])
+    monkeypatch.setattr(Outputs, "allocate", lambda self, results: [allocate(c, results) for c in self._copies])
 
 
 def example(operators: Operators, *lines: str) -> Example:

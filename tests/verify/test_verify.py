@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import sys
 import threading
@@ -9,7 +10,6 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,8 +64,8 @@ def planted() -> Iterator[Planted]:
 
 
 def plant_rule(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Adds a record for a planted operator, which says that it only launches kernels."""
-    rule = replace(rules.RULES["torch", "tanh"], key=("planted", name))
+    """Adds a record of a planted operator: it only launches kernels."""
+    rule = dataclasses.replace(rules.RULES["torch", "tanh"], key=("planted", name))
     monkeypatch.setattr(rules, "RULES", {**rules.RULES, rule.key: rule})
 
 
@@ -523,10 +523,10 @@ def test_gradients_still_go_in_bulk(twins, device):
     _, graphed = twins(mlp(1), verify=2)
     outcomes(graphed, [torch.randn(4, 16, device=device) for _ in range(200)], backward=True)
     (entry,) = graphed._forward_fn._entries
-    ((_, way),) = entry._straight
+    ((_, path),) = entry._training
     x = torch.randn(4, 16, device=device)
     graphed(x)
-    kept = way._keeper._kept
+    kept = path._keeper._kept
     assert kept is None or kept._may_deliver
 
 
@@ -535,7 +535,7 @@ def test_off_costs_nothing(twins, device):
     for _ in range(4):
         graphed(torch.randn(4, 16, device=device))
     (recording,) = program(graphed).recordings
-    assert program(graphed).regions[0].hash_function is None and recording.parts["forward"].graphs[0].check is None
+    assert program(graphed).regions[0].hash_function is None and recording.forward.graphs[0].check is None
     (call,) = graphed._forward_fn._calls
     assert "verify" not in " ".join((*call.__code__.co_names, *call.__code__.co_varnames))
     assert fast_path_calls(graphed) == 2

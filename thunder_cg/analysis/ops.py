@@ -313,14 +313,13 @@ def _conditions(bound: BoundSymbol, executor: str | None, id_: str | None) -> fr
 
 def _arguments(bound: BoundSymbol, name: str) -> Arguments:
     """The arguments of a symbol of this name, as predicates see them."""
+    operator = None
     match bound.args:
         case [([*args], dict() as kwargs), *_] if name.endswith(
             rules.VJP
         ):  # a derivative saves its operator's arguments
             name = name.removesuffix(rules.VJP)
             operator = Arguments(_literal(tuple(args)), _literal(kwargs))
-        case _:
-            operator = None
     return Arguments(
         positional=_literal(tuple(bound.args)),
         keywords=_literal(bound.kwargs),

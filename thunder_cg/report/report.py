@@ -23,7 +23,7 @@ class OpReport:
 
     Attributes:
         index: its position in the trace as Thunder handed it over; the rows of a trace are in the plan's order.
-        verdict: "capture", "eager", or "bookkeeping" for the frame of the trace (unpacking, returning), which is no work.
+        verdict: "capture", "eager", or "bookkeeping" (unpacking, returning), which is no work.
         reason: a word for the verdict; detail: what made it so; fix: what would change it, "" if nothing has to.
         line, source: "file.py:12" in the user's source and the text there. Thunder's grad transform loses some: then
             "near file.py:11", the line that made an input of the op, or None where that is not known either.
@@ -80,7 +80,8 @@ class TraceReport:
         function: what it was traced from; entry: the number of the cache entry, from 0; kind: "forward" or "backward".
         ops: in the order in which the plan runs them.
         calls: how often it ran, `eager_calls` of them without graphs: warm-ups, and fallbacks with their reasons.
-        fast_path_calls: calls that went around Thunder's dispatch; `no_fast_path` says why not all that could replay did.
+        fast_path_calls: calls that went around Thunder's dispatch; `no_fast_path` says why others did not.
+        remark: what the user should know besides.
         arena_bytes: size of the arenas with its recordings. A backward shares its forward's, and several programs may
             share one, so they don't add up.
     """

@@ -1,4 +1,4 @@
-"""What has to hold of a call's tensors for a graph to be replayed: addresses, metadata, alignment, overlaps, settings."""
+"""What has to hold of a call's tensors for a graph to be replayed: addresses, metadata, alignment, no new overlaps."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.analysis.aliasing import has_effect
+from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.compat.torch import backward_keeps_graph, has_storage, is_zero_tensor, kernel_settings
@@ -49,6 +49,7 @@ class Program:
         kind: str,
         ops: Ops,
         plan: Plan,
+        aliasing: Aliasing,
         regions: Sequence[RuntimeRegion],
         saved: frozenset[str],
         options: Options,
@@ -86,9 +87,9 @@ class Program:
         self._backward_varies = False  # whether recordings keep what the forward saved, for other backwards
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
         self._found_held = 0
-        self._describe_inputs(saved)
+        self._describe_inputs(saved, aliasing)
 
-    def _describe_inputs(self, saved: frozenset[str]) -> None:
+    def _describe_inputs(self, saved: frozenset[str], aliasing: Aliasing) -> None:
         self._saved = saved
         ops, pair = self.ops, self._pair
         outside = set(ops.args)
@@ -107,10 +108,10 @@ class Program:
             region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
             in_pool |= region.stays
         self.refuses_leaves = any(region.refuses_leaves for region in self.regions)
-        captured = [op for region in self.regions for op in region.ops]
         # Whether replays write to nothing but the arena and their results, and draw nothing.
         writes = any(each.written for region in self.regions for each in region.io.inputs)
-        self.is_invisible = not writes and not any(map(has_effect, captured))
+        captured = {op.index for region in self.regions for op in region.ops}
+        self.is_invisible = not writes and aliasing.effects.isdisjoint(captured)
 
     # How a call begins
 

@@ -6,26 +6,27 @@ import pytest
 from packaging.version import Version
 from thunder.executors import torchex
 
-from thunder_cg.analysis import rules
-from thunder_cg.analysis.rules import ALLOW, DENY, MEASURED, NOT_REACHED
-from thunder_cg.tools.operators import check
-from thunder_cg.tools.operators.check import disagreements, packaged
-from thunder_cg.tools.operators.results import Results
+from thunder_cg.analysis.rules import RULES, Evidence
+from thunder_cg.tools.operators import coverage
+from thunder_cg.tools.operators.check import disagreements, released
+from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU, UNREACHED
+from thunder_cg.tools.operators.results import OperatorResults
+from thunder_cg.tools.results import FOLDER
 
 OP_DB = 697
 
 
-@pytest.fixture(scope="module", params=sorted(check.FOLDER.glob("rules-*.json")), ids=lambda path: path.stem)
-def measured(request) -> Results:
-    return Results.read(request.param)
+@pytest.fixture(scope="module", params=sorted(FOLDER.glob("rules-*.json")), ids=lambda path: path.stem)
+def measured(request) -> OperatorResults:
+    return OperatorResults.read(request.param)
 
 
 def test_rules_say_what_was_measured():
-    assert packaged() and disagreements(packaged()) == []
+    assert released() and disagreements(released()) == []
 
 
 def test_an_operator_that_a_cpu_refuses():
-    (executor, name), *_ = sorted(key for key in rules.ONLY_ON_A_GPU if key[0] == "torch")
+    (executor, name), *_ = sorted(key for key in ONLY_ON_A_GPU if key[0] == "torch")
     assert executor == "torch" and about(name, on("tape")) == []
     assert about(name, on("tape", **{name: {"alone fail": 1}})) == []
     assert about(name, on("tape"), on("cuda", **{name: {"alone pass": 1, "forced fail": 1}})) == []
@@ -61,23 +62,31 @@ def test_what_thunder_does_not_compile_says_why(measured):
 
 
 def test_every_symbol_was_measured_or_says_why_not():
-    """Read off the rows alone; that what they claim is there is `test_rules_say_what_was_measured`."""
+    """Read in the records alone; `test_rules_say_what_was_measured` compares them with the results."""
     for name in torchex.ex.opmap:
-        row = ALLOW.get(("torch", name)) or DENY[("torch", name)]
-        assert row.source.startswith((MEASURED, NOT_REACHED)), name
-    assert [key for key in rules.UNREACHED if key not in ALLOW and key not in DENY] == []
+        rule = RULES["torch", name]
+        assert rule.evidence is not Evidence.KNOWN and (rule.key in UNREACHED) == (
+            rule.evidence is Evidence.NOT_MEASURED
+        ), name
+    assert [key for key, why in UNREACHED.items() if why is None] == []
+
+
+def test_no_reason_is_given_for_what_was_measured():
+    names = {name for names in coverage._WHY.values() for name in names.split()}
+    assert [name for name in names if ("torch", name) not in UNREACHED] == []
+    assert [key for key in ONLY_ON_A_GPU if key not in RULES or key in UNREACHED] == []
 
 
 # ------------------------------------------------------------------------------------------------ planted disagreements
 
 
-def on(backend: str, **symbols: dict[str, int]) -> Results:
-    made = Results({"backend": backend, "device": "a machine"})
+def on(backend: str, **symbols: dict[str, int]) -> OperatorResults:
+    made = OperatorResults({"backend": backend, "device": "a machine"})
     made.symbols = {f"torch.{name}": counts for name, counts in symbols.items()}
     return made
 
 
-def about(name: str, *files: Results) -> list[str]:
+def about(name: str, *files: OperatorResults) -> list[str]:
     return [text for text in disagreements(files) if text.startswith(f"torch.{name}:")]
 
 
@@ -109,13 +118,14 @@ def test_a_denied_symbol_that_passes_everything():
 
 
 def test_what_only_a_gpu_can_tell_says_so():
-    assert "up to a GPU" in DENY[("torch", "eigvals")].source
+    assert RULES["torch", "eigvals"].evidence is Evidence.MEASURED_ON_GPU
+    assert "only a GPU" in Evidence.MEASURED_ON_GPU.value
     assert "a CPU does" in about("eigvals", on("tape", eigvals={"forced pass": 4, "forced wrong": 1}))[0]
-    assert [key for key in rules.UP_TO_A_GPU if key not in DENY or key in rules.UNREACHED] == []
+    assert not any(rule.captures for rule in RULES.values() if rule.evidence is Evidence.MEASURED_ON_GPU)
 
 
 def test_a_derivative_that_thunder_has_no_symbol_for():
-    assert ("torch", "abs_vjp") in ALLOW and "abs_vjp" not in torchex.ex.opmap
+    assert RULES["torch", "abs_vjp"].captures and "abs_vjp" not in torchex.ex.opmap
     assert about("abs_vjp", on("tape")) == []
 
 
@@ -129,6 +139,6 @@ def test_a_claim_without_a_measurement():
 
 
 def test_a_symbol_that_is_reached_after_all():
-    (executor, name), *_ = rules.UNREACHED
+    (executor, name), *_ = UNREACHED
     assert executor == "torch"
     assert "something does" in about(name, on("tape", **{name: {"alone pass": 1, "forced fail": 1}}))[0]

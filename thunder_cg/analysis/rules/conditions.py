@@ -64,7 +64,7 @@ def positions(meta: Callable[..., Any] | None, name: str) -> Mapping[str, int]:
         except (TypeError, ValueError):  # there is no function, or a builtin one
             continue
         found |= {parameter: i for i, parameter in enumerate(parameters.parameters)}
-    return found | _POSITIONS.get(name, {})
+    return {**found, **_POSITIONS.get(name, {})}
 
 
 # ----------------------------------------------------------------------------------------------------------------------

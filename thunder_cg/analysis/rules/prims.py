@@ -27,7 +27,7 @@ _OPERATORS = f"{_PRIMS}; the torch executor runs it as an operator of torch.py"
 
 def _captured(names: str, **columns: Any) -> Iterable[Rule]:
     cause = Cause(Reason.ALLOWED, "it only launches kernels on the current stream", source=_OPERATORS)
-    return rows(None, names, cause, Evidence.READ, **columns)
+    return rows(None, names, cause, Evidence.KNOWN, **columns)
 
 
 def _eager(names: str, reason: Reason, detail: str, fix: str, source: str = _PRIMS, **columns: Any) -> Iterable[Rule]:

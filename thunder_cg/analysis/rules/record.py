@@ -79,7 +79,7 @@ class Evidence(enum.Enum):
     MEASURED = "measured by the operator sweep"
     MEASURED_ON_GPU = "measured by the operator sweep; only a GPU shows that it must stay eager"
     NOT_MEASURED = "not measured"
-    READ = "read in source code or documentation"
+    KNOWN = "known from source code, documentation or a trial by hand"
 
 
 class AliasedInputs(enum.Enum):
@@ -155,7 +155,7 @@ class Condition:
     predicate: Predicate
     cause: Cause | None = None
     """Why the op stays eager then; None if the verdict does not change."""
-    evidence: Evidence = Evidence.READ
+    evidence: Evidence = Evidence.KNOWN
     aliases: AliasedInputs | None = None
     writes: AliasedInputs | None = None
     draws: bool = False

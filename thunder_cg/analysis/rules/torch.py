@@ -33,8 +33,14 @@ from thunder_cg.analysis.rules.record import CAPTURED, VJP, AliasedInputs, Cause
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
 
-_UNMEASURED: Mapping[str, Any] = {"evidence": Evidence.NOT_MEASURED}
-_ON_GPU: Mapping[str, Any] = {"evidence": Evidence.MEASURED_ON_GPU}
+
+def _but(**columns: Any) -> Mapping[str, Any]:
+    """What is different for a derivative."""
+    return columns
+
+
+_UNMEASURED = _but(evidence=Evidence.NOT_MEASURED)
+_ON_GPU = _but(evidence=Evidence.MEASURED_ON_GPU)
 
 
 def _rows(
@@ -193,15 +199,15 @@ RULES: tuple[Rule, ...] = (
     *_rows("as_strided_scatter", conditions=(READS_PAST_VIEW,)),
     *_rows("index_fill masked_fill", conditions=(TENSOR_FILL_VALUE,)),
     *_rows("bucketize nonzero_static", derivative=_UNMEASURED),
-    *_rows("masked_scatter", derivative=dict(evidence=Evidence.MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
-    *_rows("index_put", conditions=(BOOLEAN_INDEX,), derivative=dict(conditions=())),
+    *_rows("masked_scatter", derivative=_but(evidence=Evidence.MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
+    *_rows("index_put", conditions=(BOOLEAN_INDEX,), derivative=_but(conditions=())),
     *_rows("embedding embedding_bag",
-           conditions=(RENORMALIZED_WEIGHT,), derivative=dict(conditions=(RENORMALIZED_WEIGHT, SPARSE_GRADIENT))),
-    *_rows("copy_with_setitem_impl",
-           conditions=(SCALAR_INDEX, BOOLEAN_INDEX, LIST_INDEX, NUMBER_AT_TENSOR_INDEX), derivative=dict(conditions=())),
-    *_rows("searchsorted", conditions=(SORTER,), derivative=dict(evidence=Evidence.NOT_MEASURED, conditions=())),
-    *_rows("torch.ops.aten.embedding_backward", conditions=(SPARSE_GRADIENT,), derivative=dict(conditions=())),
-    *_rows("copy_", aliases=LAST, writes=LAST, derivative=dict(writes=None)),
+           conditions=(RENORMALIZED_WEIGHT,), derivative=_but(conditions=(RENORMALIZED_WEIGHT, SPARSE_GRADIENT))),
+    *_rows("copy_with_setitem_impl", conditions=(SCALAR_INDEX, BOOLEAN_INDEX, LIST_INDEX, NUMBER_AT_TENSOR_INDEX),
+           derivative=_but(conditions=())),
+    *_rows("searchsorted", conditions=(SORTER,), derivative=_but(evidence=Evidence.NOT_MEASURED, conditions=())),
+    *_rows("torch.ops.aten.embedding_backward", conditions=(SPARSE_GRADIENT,), derivative=_but(conditions=())),
+    *_rows("copy_", aliases=LAST, writes=LAST, derivative=_but(writes=None)),
 
     # Layout
     *_rows("""
@@ -220,9 +226,9 @@ RULES: tuple[Rule, ...] = (
     """),
     *_rows("det inv_ex logdet lu_solve slogdet solve_ex", conditions=(BATCH_BY_MAGMA,)),
     *_rows("geqrf", derivative=_UNMEASURED),
-    *_rows("vander", derivative=dict(cause=_ASKS_THE_HOST)),
-    *_rows("ormqr", derivative=dict(conditions=(OTHER_FORMULA_ON_CPU,))),
-    *_rows("trace", derivative=dict(evidence=Evidence.MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
+    *_rows("vander", derivative=_but(cause=_ASKS_THE_HOST)),
+    *_rows("ormqr", derivative=_but(conditions=(OTHER_FORMULA_ON_CPU,))),
+    *_rows("trace", derivative=_but(evidence=Evidence.MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
     *_rows("mm", evidence=Evidence.NOT_MEASURED),
 
     # Reductions
@@ -232,8 +238,8 @@ RULES: tuple[Rule, ...] = (
         trapezoid trapz var var_mean
     """),
     *_rows("aminmax count_nonzero histogram", derivative=_UNMEASURED),
-    *_rows("cumprod", derivative=dict(cause=_ASKS_THE_HOST)),
-    *_rows("median min nanmedian", derivative=dict(conditions=(NAN_CHECK_ON_CPU,))),
+    *_rows("cumprod", derivative=_but(cause=_ASKS_THE_HOST)),
+    *_rows("median min nanmedian", derivative=_but(conditions=(NAN_CHECK_ON_CPU,))),
 
     # Neural networks
     *_rows("""
@@ -262,7 +268,7 @@ RULES: tuple[Rule, ...] = (
     *_rows("instance_norm native_batch_norm", writes=ALL),
     *_rows("batch_norm_gather_stats_with_counts batch_norm_update_stats", writes=ALL, derivative=_UNMEASURED),
     *_rows("fused_moving_avg_obs_fake_quant",
-           writes=ALL, conditions=(EMPTY_RANGE,), derivative=dict(evidence=Evidence.NOT_MEASURED, conditions=())),
+           writes=ALL, conditions=(EMPTY_RANGE,), derivative=_but(evidence=Evidence.NOT_MEASURED, conditions=())),
 
     # Special functions
     *_rows("""
@@ -306,14 +312,14 @@ RULES: tuple[Rule, ...] = (
     """, aliases=FIRST),
     *_rows("resize resize_as", aliases=ALL, writes=ALL),
     *_rows("bool byte char int short", aliases=FIRST, derivative=_UNMEASURED),
-    *_rows("prod", aliases=FIRST, derivative=dict(cause=_ASKS_THE_HOST)),
+    *_rows("prod", aliases=FIRST, derivative=_but(cause=_ASKS_THE_HOST)),
     *_rows("flatten ravel reshape reshape_as resolve_conj resolve_neg torch_prims_reshape_impl",
            aliases=FIRST, launches_kernels=False),
     *_rows("torch.linalg.multi_dot torch_pack_for_fsdp_prim_impl", evidence=Evidence.NOT_MEASURED, aliases=ALL),
     *_rows("slice_inverse", evidence=Evidence.NOT_MEASURED, aliases=FIRST),
     *_rows("module_load", aliases=ALL, writes=ALL, derivative=_UNMEASURED),
     *_rows("__getitem__",
-           aliases=FIRST, conditions=(SCALAR_INDEX, BOOLEAN_INDEX, LIST_INDEX), derivative=dict(conditions=())),
+           aliases=FIRST, conditions=(SCALAR_INDEX, BOOLEAN_INDEX, LIST_INDEX), derivative=_but(conditions=())),
 
     # Random draws
     *_rows("rrelu", draws=True, conditions=(OWN_GENERATOR, IN_PLACE)),
@@ -356,7 +362,7 @@ RULES: tuple[Rule, ...] = (
     *_rows("histc", _READS_RANGE),
     *_rows("fake_quantize_per_channel_affine", _READS_RANGE, evidence=Evidence.MEASURED_ON_GPU, derivative=_UNMEASURED),
     *_rows("ops.rngprims.philox_rand", _SEED_ON_HOST, evidence=Evidence.NOT_MEASURED),
-    *_rows("get_and_update_rng_state_impl", _SEED_ON_HOST, draws=True, derivative=dict(draws=False)),
+    *_rows("get_and_update_rng_state_impl", _SEED_ON_HOST, draws=True, derivative=_but(draws=False)),
     *_rows("lstm", _CUDNN_DROPOUT_STATE, evidence=Evidence.MEASURED_ON_GPU, draws=True),
     *_rows("gru rnn_relu rnn_tanh",
            _CUDNN_DROPOUT_STATE, evidence=Evidence.MEASURED_ON_GPU, draws=True, derivative=_ON_GPU),

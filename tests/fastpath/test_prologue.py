@@ -9,7 +9,7 @@ from models import mlp
 from support import same
 from torch import nn
 
-from thunder_cg.prologue import Metadata, ParameterCheck
+from thunder_cg.fastpath.prologue import Metadata, ParameterCheck
 
 METADATA = Metadata((2, 3), "cpu", torch.float32, False)
 

@@ -1,4 +1,4 @@
-"""The command: it writes what it measured, and an interrupted sweep goes on."""
+"""The command writes what it measured, and continues an interrupted sweep."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from thunder_cg.__main__ import main
-from thunder_cg.tools.operators.results import Results
+from thunder_cg.tools.operators.__main__ import main
+from thunder_cg.tools.operators.results import OperatorResults
 
 
 @pytest.fixture(scope="module")
-def swept(tmp_path_factory) -> tuple[Results, list[str]]:
+def swept(tmp_path_factory) -> tuple[OperatorResults, list[str]]:
     path = tmp_path_factory.mktemp("sweep") / "rules.json"
-    command = ["rules", "--device", "cpu", "--jobs", "1", "--first", "2", "--only", "mul", "by hand: read *a list"]
+    command = ["--device", "cpu", "--jobs", "1", "--first", "2", "--only", "mul", "by hand: read *a list"]
     assert main([*command, "--json", str(path)]) == 0
-    return Results.read(path), path.with_name("rules.json.parts").read_text().splitlines()
+    return OperatorResults.read(path), path.with_name("rules.json.parts").read_text().splitlines()
 
 
 def test_the_command_writes_what_it_measured(swept):
@@ -36,17 +36,17 @@ def test_an_interrupted_sweep_goes_on(swept, tmp_path, capsys):
     written = [*map(json.dumps, (here, mul, read)), '{"task": {"ca']
     path.with_name("rules.json.parts").write_text("\n".join(written))
     only = [record["task"]["case"] for record in (mul, read)]
-    assert main(["rules", "--device", "cpu", "--first", "2", "--only", *only, "--json", str(path)]) == 0
-    assert Results.read(path).symbols["torch.mul"] == {"forward pass": 77}
+    assert main(["--device", "cpu", "--first", "2", "--only", *only, "--json", str(path)]) == 0
+    assert OperatorResults.read(path).symbols["torch.mul"] == {"forward pass": 77}
 
     here["environment"]["torch"] = "2.9.0"
     path.with_name("rules.json.parts").write_text(json.dumps(here))
     with pytest.raises(SystemExit):
-        main(["rules", "--device", "cpu", "--only", "mul", "--json", str(path)])
+        main(["--device", "cpu", "--only", "mul", "--json", str(path)])
     assert "was measured with torch 2.9.0, here it is" in capsys.readouterr().err
 
 
 def test_a_name_that_no_case_has(capsys):
     with pytest.raises(SystemExit):
-        main(["rules", "--device", "cpu", "--only", "mul", "no such thing"])
+        main(["--device", "cpu", "--only", "mul", "no such thing"])
     assert "'no such thing': no case has such a name" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""A catalogue of the zoo that needs no other package; also imported by the processes that measure its rows."""
+"""A catalogue of models that needs no other package. The processes that measure its rows import it, too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import time
 import torch
 from torch import Tensor, nn
 
-from thunder_cg.tools.suite.models import Batch, Entry
+from thunder_cg.tools.suite.measure import measure
+from thunder_cg.tools.suite.models import ModelInputs, SuiteModel
+from thunder_cg.tools.suite.row import FORWARD, SuiteRow
 
 
 class Net(nn.Module):
@@ -21,6 +23,13 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.drop(self.norm(self.first(x)).relu()))
+
+
+class Small(nn.Module):
+    """One region of as few ops as a region needs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sin(x))
 
 
 class Item(Net):
@@ -62,12 +71,16 @@ class Hang(Net):
         return x
 
 
-def _batch(tiny: bool, trains: bool) -> Batch:
-    return Batch((torch.randn(6, 4),), labels=torch.randint(3, (6,)))
+def _batch(tiny: bool, trains: bool) -> ModelInputs:
+    return ModelInputs((torch.randn(6, 4),), labels=torch.randint(3, (6,)))
 
 
-def entry(model: type[nn.Module]) -> Entry:
-    return Entry(model.__name__, "tests", lambda tiny: model().train(), _batch)
+def entry(model: type[nn.Module]) -> SuiteModel:
+    return SuiteModel(model.__name__, "tests", lambda tiny: model().train(), _batch)
 
 
-MODELS = {model.__name__: entry(model) for model in (Net, Item, Branch, Sinc, Broken, Crash, Hang)}
+MODELS = {model.__name__: entry(model) for model in (Net, Small, Item, Branch, Sinc, Broken, Crash, Hang)}
+
+
+def measured(name: str, mode: str = FORWARD) -> SuiteRow:
+    return measure(MODELS[name], mode, torch.device("cpu"), calls=1)

@@ -10,9 +10,9 @@ WIDTH = 24
 
 
 class Progress:
-    """How much of a known number of ticks is done, and what is under way.
+    """Shows how much of a known number of ticks is done, and what is under way.
 
-    A terminal shows a bar that is drawn over; anything else gets a line for each thing that is begun.
+    A terminal shows a bar in one line. A file gets a line for each new stage.
     """
 
     def __init__(self, total: int, stream: TextIO | None = None) -> None:
@@ -23,11 +23,11 @@ class Progress:
         self._shown = ""
 
     def more(self, ticks: int) -> None:
-        """There are `ticks` more to do than was known."""
+        """Adds `ticks` to the total."""
         self._total += ticks
 
-    def tick(self, doing: str, ticks: int = 1) -> None:
-        """`ticks` more are begun or done; `doing` says what."""
+    def tick(self, stage: str, ticks: int = 1) -> None:
+        """Counts `ticks` more, and shows the stage."""
         self._done = min(self._total, self._done + ticks)
         if not ticks:
             return
@@ -35,15 +35,15 @@ class Progress:
         filled = WIDTH * self._done // max(1, self._total)
         clock = f"{seconds // 60}:{seconds % 60:02}"
         if self._stream.isatty():
-            line = f"[{'#' * filled:{WIDTH}}] {self._done}/{self._total} {clock} {doing}"[:118]
+            line = f"[{'#' * filled:{WIDTH}}] {self._done}/{self._total} {clock} {stage}"[:118]
             self._stream.write(f"\r{line:118}")
-        elif doing.partition(": turn")[0] != self._shown:
-            self._shown = doing.partition(": turn")[0]
-            self._stream.write(f"{self._done}/{self._total} {clock} {doing}\n")
+        elif stage.partition(": turn")[0] != self._shown:
+            self._shown = stage.partition(": turn")[0]
+            self._stream.write(f"{self._done}/{self._total} {clock} {stage}\n")
         self._stream.flush()
 
     def clear(self) -> None:
-        """Takes the bar away, so that something else can be printed."""
+        """Removes the bar, so that something else can be printed."""
         if self._stream.isatty():
             self._stream.write(f"\r{'':118}\r")
             self._stream.flush()

@@ -1,5 +1,7 @@
-"""Calls written by hand, of what PyTorch's table does not reach: indexing and stores, cells, losses, sparse tensors,
-questions about a tensor, prims of Thunder's, and fusions."""
+"""Handwritten calls of operators that PyTorch's table does not reach.
+
+They are indexing and stores, recurrent cells, losses, sparse tensors, properties of a tensor, Thunder's prims, fusions.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from thunder.core import prims
 from torch.nn import functional
 
-from thunder_cg.tools.operators.samples import Case, Sample, symbol_of
+from thunder_cg.compat.thunder import prims
+from thunder_cg.tools.operators.samples import OperatorCase, Sample, symbol_of
 
 Make = Callable[[str, bool], Any]
 
@@ -29,7 +31,7 @@ def _whole(*shape: int, high: int, low: int = 0, dtype: torch.dtype = torch.int6
 
 
 def _part(device: str, grad: bool) -> torch.Tensor:
-    """Of larger memory, from within."""
+    """A view into larger memory."""
     return torch.rand(6, 5, device=device)[2:].detach().requires_grad_(grad)
 
 
@@ -71,8 +73,8 @@ def _draw(fn: Callable[..., Any], makers: tuple[Any, ...], device: str, grad: bo
     yield Sample(fn, tuple(m(device, grad) if callable(m) else m for m in makers))
 
 
-def _case(name: str, fn: Callable[..., Any], *makers: Any, **options: Any) -> Case:
-    return Case(f"by hand: {name}", partial(_draw, fn, makers), symbol=symbol_of(name.split(",")[0]), **options)
+def _case(name: str, fn: Callable[..., Any], *makers: Any, **options: Any) -> OperatorCase:
+    return OperatorCase(f"by hand: {name}", partial(_draw, fn, makers), symbol=symbol_of(name.split(",")[0]), **options)
 
 
 _X, _Y, _V = _floats(4, 5), _floats(4, 5), _floats(5)
@@ -255,7 +257,7 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("igamma", lambda a, x: torch.igamma(a.detach(), x), _P, _P),
     ("igammac", lambda a, x: torch.igammac(a.detach(), x), _P, _P),
     ("detach_copy", lambda x: torch.detach_copy(x), _X),
-    # what returns its argument, which by itself needs no backward
+    # operators that return their argument, which need a product for a backward
     *((f"{name}, of a product", lambda x, name=name: getattr(torch, name)(x * 2) * 3, _X) for name in
       ("conj", "conj_physical", "positive", "resolve_conj", "resolve_neg")),
     ("to_dense, of a product", lambda x: (x * 2).to_dense() * 3, _X),
@@ -301,7 +303,7 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("einsum", lambda x, y: torch.einsum("ij,kj->ik", x, y), _X, _Y),
     ("pdist", lambda x: functional.pdist(x), _X),
     ("cosine_similarity", functional.cosine_similarity, _X, _Y),
-    # what asks the host
+    # reads by the host
     ("unravel_index", lambda i: torch.unravel_index(i, (2, 2)), _I),
     ("is_nonzero", lambda x: x.is_nonzero(), _floats(1)),
     ("tolist", lambda x: x.tolist(), _X),
@@ -348,7 +350,7 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     ("linalg.tensorsolve", lambda x, y: torch.linalg.tensorsolve(x.reshape(2, 2, 4), y.reshape(2, 2)), _positive(4),
      _floats(4)),
     ("linalg.householder_product", torch.linalg.householder_product, _SQUARE, _floats(4)),
-    *((f"{name} of {what}", fn, matrix)  # the library is chosen by size and batch
+    *((f"{name} of {what}", fn, matrix)  # size and batch choose the library
       for what, matrix in (("a large one", _positive(600)), ("a batch", _positive(40, 9)), ("many", _positive(6, 70)))
       for name, fn in (
           ("cholesky_ex", torch.linalg.cholesky_ex),
@@ -383,7 +385,7 @@ _CALLS: tuple[tuple[Any, ...], ...] = (
     *((name, getattr(torch, name), _SQUARE, _sparse("coo"), _SQUARE) for name in ("saddmm",)),
     ("sspaddmm", torch.sspaddmm, _sparse("coo"), _sparse("coo"), _SQUARE),
     ("sparse_mask", lambda x, s: x.sparse_mask(s), _SQUARE, _sparse("coo")),
-    # questions about a tensor
+    # properties of a tensor
     *((name, lambda x, name=name: getattr(x, name)(), _X) for name in (
         "data_ptr", "dim_order", "element_size", "get_device", "has_names", "is_conj", "is_contiguous",
         "is_distributed", "is_inference", "is_neg", "is_pinned", "is_shared", "is_signed", "ndimension", "nelement")),
@@ -425,9 +427,9 @@ _FUSED = (
     ("masks", lambda x, y: torch.where(x > y, x, y * 2).tril(), _SQUARE, _SQUARE),
 )
 
-BY_HAND: tuple[Case, ...] = (
+HANDWRITTEN: tuple[OperatorCase, ...] = (
     *(_case(name, fn, *makers) for name, fn, *makers in _CALLS),
-    # which crashes where it cannot read its input's memory
+    # The operator crashes if the host cannot read its input.
     _case(
         "choose_qparams_optimized",
         lambda x: torch.choose_qparams_optimized(x, 20, 10, 0.16, 8),
