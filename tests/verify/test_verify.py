@@ -327,7 +327,7 @@ def test_strict_raises(planted, transform, device):
 
 
 def test_a_write_that_nothing_says(planted, twins, device, monkeypatch):
-    """A wrong row in the table: an operator nobody knows is taken to write its arguments."""
+    """A wrong record. An operator without one is assumed to write its arguments."""
     plant_rule(monkeypatch, "advance")
     op = planted("advance", lambda x: x.add_(1.0) * 2.0)
     counts = [torch.zeros(4, device=device), torch.zeros(4, device=device)]
@@ -508,7 +508,7 @@ def test_right_inference_with_state(twins, device, deterministic, verify):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_one_call_in_n_goes_thunders_way(twins, device, training):
+def test_one_call_in_n_goes_through_thunders_dispatch(twins, device, training):
     plain, graphed = twins(mlp().requires_grad_(training), verify=4)
     inputs = [torch.randn(4, 16, device=device) for _ in range(18)]
     same(outcomes(plain, inputs, backward=training), outcomes(graphed, inputs, backward=training))
