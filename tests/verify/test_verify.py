@@ -26,8 +26,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.program import Program
 from thunder_cg.verify import ReplayVerifier
-from thunder_cg.verify.compare import is_tolerable
-from thunder_cg.verify.compare import same as same_bits
+from thunder_cg.verify.compare import is_tolerable, same as same_bits
 from thunder_cg.verify.hashes import CHUNK, hash_tensor
 from thunder_cg.verify.trial import Trial
 
