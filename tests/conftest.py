@@ -13,7 +13,7 @@ from support import twice
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from thunder_cg import cudagraph_transform
-from thunder_cg.runtime.cuda import pool as cuda
+from thunder_cg.runtime.cuda import pool
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it before CUDA starts
 
@@ -68,7 +68,7 @@ def twins(transform: Callable[..., Any], device: str) -> Callable[..., tuple[Any
 @pytest.fixture
 def each_leaves_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, too, results leave as soon as they can, however small they are."""
-    monkeypatch.setattr(cuda, "_TOGETHER", 0)
+    monkeypatch.setattr(pool, "EARLY_COPY_BYTES", 0)
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from thunder_cg.compat import cuda
 from thunder_cg.report.programs import locate
-from thunder_cg.runtime.cuda import copy_nodes as copies
+from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
 
@@ -46,10 +47,10 @@ def transfer(device: torch.device) -> None:
 def failed_launch(device: torch.device) -> None:
     """A kernel launch that the driver refuses; the error does not stick."""
     if device.type == "cuda":
-        kernels = copies._kernels(torch.cuda.current_device())
+        kernels = copy_nodes._kernels(torch.cuda.current_device())
         assert kernels is not None
         stream = torch.cuda.current_stream().cuda_stream
-        copies.check(copies.driver.cuLaunchKernel(kernels[4], 1, 1, 1, 4096, 1, 1, 0, stream, 0, 0))
+        cuda.check(cuda.driver.cuLaunchKernel(kernels[4], 1, 1, 1, 4096, 1, 1, 0, stream, 0, 0))
     raise RuntimeError("CUDA error: invalid configuration argument")
 
 

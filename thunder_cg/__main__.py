@@ -1,18 +1,14 @@
-"""`python -m thunder_cg <command>`."""
+"""`python -m thunder_cg <command>`. Only the branch of a command imports what the command needs."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
 from pathlib import Path
-
-import torch
-
-from thunder_cg.tools import bench, demo
-from thunder_cg.tools import operators as sweep
-from thunder_cg.tools import suite as zoo
+from types import ModuleType
+from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,137 +18,131 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after `python -m thunder_cg`; those of this process if None.
 
     Returns:
-        the exit status: 0, or 1 if results with and without graphs disagree. Wrong arguments leave by `SystemExit(2)`.
+        the exit status. Wrong arguments leave by `SystemExit(2)`.
     """
-    parser = argparse.ArgumentParser(prog="python -m thunder_cg", description="CUDA graphs for Lightning Thunder.")
-    where = argparse.ArgumentParser(add_help=False)
-    where.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    commands.add_parser(
-        "demo",
-        parents=[where],
-        help="train and sample a small GPT with and without CUDA graphs, compare bit for bit, show the plan",
-        description="Trains a character-level GPT on this package's source and lets it write, with and without "
-        "cudagraph_transform(), from one seed. Exits with 1 if a loss, a parameter or a character differs in one bit.",
+    words = sys.argv[1:] if argv is None else [*argv]
+    parser = argparse.ArgumentParser(
+        prog="python -m thunder_cg",
+        usage="%(prog)s [-h] command ...",
+        description="CUDA graphs for Lightning Thunder.",
+        epilog="commands:\n" + "\n".join(f"  {name:10}{command.__doc__}" for name, command in _COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    measure = commands.add_parser(
-        "bench",
-        parents=[where],
-        help="measure host time, end-to-end time and memory beside eager, Thunder and a hand-made graph",
-        description="Measures models under eager PyTorch, Thunder, Thunder's own CUDAGraphTransform, thunder_cg, "
-        "torch.compile, make_graphed_callables and a hand-made CUDA graph, in turns, and how host time grows with "
-        "layers, parameters and inputs. On a CPU: small models under eager, Thunder and the tape backend.",
+    parser.add_argument("command", choices=_COMMANDS, metavar="command", help="see below; command --help says more")
+    command = parser.parse_args(words[:1]).command
+    return _COMMANDS[command](words[1:])
+
+
+def _demo(argv: Sequence[str]) -> int:
+    """train and sample a small GPT with and without CUDA graphs, compare bit for bit, show the plan"""
+    from thunder_cg.tools import demo
+
+    return demo.main(argv)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    """measure host time, end-to-end time and memory beside eager, Thunder and a hand-made graph"""
+    from thunder_cg.tools.bench import command
+
+    return command.main(argv)
+
+
+def _rules(argv: Sequence[str]) -> int:
+    """print the rule of an operator: whether it is captured, on which conditions, and why"""
+    parser = argparse.ArgumentParser(
+        prog="python -m thunder_cg rules", description="Prints the rules of operators: verdict, conditions, evidence."
     )
-    measure.add_argument("--quick", action="store_true", help="a few small cases and calls: less than a minute")
-    measure.add_argument("--only", default="", metavar="TEXT", help="measure what has this in its name")
-    measure.add_argument("--list", action="store_true", help="print the names of all cases and sweeps, and stop")
-    measure.add_argument("--calls", type=_positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")
-    measure.add_argument(
-        "--jobs", type=_positive, default=1, metavar="N", help="cases to prepare at once, each in its own process"
-    )
-    measure.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there; those of other cases stay")
-    measure.add_argument(
-        "--plots", type=Path, metavar="DIR", help="draw all that FILE holds, as SVG (needs matplotlib)"
-    )
-    rules = commands.add_parser(
-        "rules",
-        parents=[where],
-        help="capture every operator that Thunder can trace, and compare: what the rule tables rest on",
-        description="Drives PyTorch's table of operators, and calls written by hand, through Thunder: captured and "
-        "replayed with fresh values, forward and backward, and compared bit for bit with uncaptured Thunder. What the "
-        "rules deny is captured by force. Interrupted, it goes on where it was when it is started again with the same "
-        "--json.",
-    )
-    rules.add_argument("--jobs", type=_positive, default=os.cpu_count() or 1, metavar="N", help="worker processes")
-    rules.add_argument(
-        "--only", nargs="+", default=(), metavar="NAME", help='measure what has such a name: add "linalg_*"'
-    )
-    rules.add_argument("--first", type=_positive, metavar="N", help="measure so many samples of a case, at most")
-    rules.add_argument("--list", action="store_true", help="print the names of all cases, and stop")
-    rules.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    models = commands.add_parser(
-        "zoo",
-        parents=[where],
-        help="what is captured of models of transformers, torchvision and timm, and whether it agrees",
-        description="Runs models of transformers, torchvision and timm, with random weights, through Thunder without "
-        "and with cudagraph_transform(): a forward, and training steps. Counts what is captured, says what is not and "
-        "why, compares results bit for bit, and on a GPU times a step. On a CPU: tiny models, the tape backend, no "
-        "times. Exits with 1 if a model's numbers differ.",
-    )
-    models.add_argument("--only", default="", metavar="TEXT", help="the models that have this in their names")
-    models.add_argument("--list", action="store_true", help="print the names of all models, and stop")
-    models.add_argument("--jobs", type=_positive, metavar="N", help="rows in the making at once (default: CPUs / 2)")
-    models.add_argument("--timeout", type=_positive, default=300, metavar="S", help="seconds for a row (default: 300)")
-    models.add_argument("--json", type=Path, metavar="FILE", help="write the rows there; those of other models stay")
-    models.add_argument(
-        "--table", type=Path, metavar="FILE", help="measure nothing; put the table of --json into this Markdown file"
-    )
+    parser.add_argument("names", nargs="+", metavar="NAME", help="an operator, such as torch.det")
     arguments = parser.parse_args(argv)
+    from thunder_cg.report.rules import describe
 
     try:
-        device = demo.pick_device(arguments.device)
-    except ValueError as error:
-        parser.error(str(error))
-    if arguments.command == "bench":
-        return _bench(arguments, device, measure)
-    if arguments.command == "rules":
-        return _rules(arguments, device, rules)
-    if arguments.command == "zoo":
-        return _zoo(arguments, device, models)
-    return demo.run(demo.settings_for(device))
-
-
-def _bench(arguments: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> int:
-    settings = bench.Settings(
-        device,
-        arguments.quick,
-        arguments.only,
-        arguments.calls,
-        arguments.jobs,
-        json=arguments.json,
-        plots=arguments.plots,
-    )
-    if arguments.list:
-        print(*(each.name for each in settings.chosen), sep="\n")
-        return 0
-    try:
-        return bench.run(settings)
-    except (ValueError, ModuleNotFoundError) as error:
-        parser.error(str(error))
-
-
-def _rules(arguments: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> int:
-    settings = sweep.Settings(device, arguments.jobs, arguments.only, arguments.first, arguments.json)
-    if arguments.list:
-        print(*settings.chosen, sep="\n")
-        return 0
-    try:
-        return sweep.run(settings)
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def _zoo(arguments: argparse.Namespace, device: torch.device, parser: argparse.ArgumentParser) -> int:
-    settings = zoo.Settings(device, arguments.only, jobs=arguments.jobs, timeout=arguments.timeout, json=arguments.json)
-    if arguments.list:
-        print(*(entry.name for entry in settings.chosen), sep="\n")
-        return 0
-    try:
-        if arguments.table is None:
-            return zoo.run(settings)
-        if arguments.json is None:
-            raise ValueError("--table needs --json FILE, the rows that it is to show")
-        zoo.rewrite_table(arguments.json, arguments.table)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+        print("\n\n".join(map(describe, arguments.names)))
+    except LookupError as error:
+        parser.error(str(error.args[0]))
     return 0
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
-    return number
+def _explain(argv: Sequence[str]) -> int:
+    """run a script, and say what was captured of its compiled functions, what was not, and why"""
+    parser = argparse.ArgumentParser(
+        prog="python -m thunder_cg explain",
+        description="Runs a Python script as `python FILE ARGS` does, and then prints explain(...) of each compiled "
+        "function or module among its global variables. Exits with 1 if there is none.",
+    )
+    parser.add_argument("--html", type=Path, metavar="HTML", help="write the reports there as HTML, too")
+    parser.add_argument("file", type=Path, metavar="FILE", help="the script")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    arguments = parser.parse_args(argv)
+    if not arguments.file.is_file():
+        parser.error(f"{arguments.file}: there is no such file")
+    reports = _reports(_run_script(arguments.file, arguments.arguments))
+    if not reports:
+        print(
+            f"{arguments.file}: no global variable has a function or module that was compiled with "
+            "cudagraph_transform(); assign it to one, as in: "
+            "jmodel = thunder.jit(model, transforms=[cudagraph_transform()])",
+            file=sys.stderr,
+        )
+        return 1
+    for name, report in reports.items():
+        print(f"{name}:\n{report}\n")
+    if arguments.html is not None:
+        arguments.html.write_text(_page(arguments.file.name, reports), encoding="utf-8")
+    return 0
+
+
+def _run_script(file: Path, arguments: Sequence[str]) -> dict[str, Any]:
+    """Runs a script as `__main__`, and returns its global variables, also if it ends with `sys.exit(0)`.
+
+    `runpy.run_path` would lose the variables of a script that calls `sys.exit`.
+
+    Raises:
+        SystemExit: the script ended with an error status.
+    """
+    module = ModuleType("__main__")
+    module.__file__ = str(file)
+    before = sys.argv, sys.path, sys.modules["__main__"]
+    sys.argv, sys.path = [str(file), *arguments], [str(file.resolve().parent), *sys.path]
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+    except SystemExit as end:
+        if end.code not in (None, 0):
+            raise
+    finally:
+        sys.argv, sys.path, sys.modules["__main__"] = before
+    return vars(module)
+
+
+def _reports(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """The report of each variable that was compiled with the transform; under its first name, if it has several."""
+    from thunder_cg import NotCompiledError, explain
+
+    reports: dict[int, tuple[str, Any]] = {}
+    for name, value in variables.items():
+        if not name.startswith("__") and callable(value) and id(value) not in reports:
+            try:
+                reports[id(value)] = name, explain(value)
+            except NotCompiledError:
+                continue
+    return dict(reports.values())
+
+
+def _page(title: str, reports: Mapping[str, Any]) -> str:
+    from thunder_cg.report.html import render
+
+    head = f'<head><meta charset="utf-8"><title>{escape(title)}</title></head>'
+    body = "".join(f"<h2>{escape(name)}</h2>{render(report)}" for name, report in reports.items())
+    return f"<!DOCTYPE html><html>{head}<body>{body}</body></html>\n"
+
+
+_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
+    "demo": _demo,
+    "bench": _bench,
+    "rules": _rules,
+    "explain": _explain,
+}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class CudagraphError(Exception):
     """Base of all errors that thunder_cg raises on purpose."""
@@ -36,6 +38,15 @@ class CaptureError(CudagraphError, RuntimeError):
 
     def __init__(self, where: str, problem: str, fix: str) -> None:
         super().__init__(f"{where}: {problem}; {fix}, or drop strict=True to let it run eagerly")
+
+
+class TransformConflictError(CudagraphError, ValueError):
+    """Two of the transforms that Thunder was given capture CUDA graphs."""
+
+    def __init__(self, given: Sequence[str], graphs: Sequence[str]) -> None:
+        others = [name for name in graphs if name != "CudagraphTransform"]
+        fix = f"drop {' and '.join(others)}" if others else "drop all but one cudagraph_transform()"
+        super().__init__(f"transforms=[{', '.join(given)}]: {len(graphs)} of them capture CUDA graphs; {fix}")
 
 
 class DisagreementWarning(UserWarning):

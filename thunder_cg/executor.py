@@ -6,11 +6,15 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thunder.core.compile_data import get_compile_data
-from thunder.core.prims import OpTags
-from thunder.core.symbol import BoundSymbol, Symbol
-from thunder.core.trace import TraceCtx
-from thunder.extend import FusionExecutor, register_executor
+from thunder_cg.compat.thunder import (
+    BoundSymbol,
+    FusionExecutor,
+    OpTags,
+    Symbol,
+    TraceCtx,
+    get_compile_data,
+    register_executor,
+)
 
 
 class CudagraphExecutor(FusionExecutor):
@@ -43,9 +47,12 @@ class CudagraphExecutor(FusionExecutor):
         subsymbols: Sequence[BoundSymbol] = (),
         has_effect: bool = False,
     ) -> BoundSymbol:
-        """A bound symbol ``output = name(*args)`` that runs ``fn``; with ``has_effect`` it stays without an output."""
+        """A bound symbol ``output = name(*args)`` that runs ``fn``; with ``has_effect`` it stays without an output.
+
+        Its meta function returns ``output``: a symbol of this executor is bound once, for one place in one trace.
+        """
         tags = [OpTags.DONT_DCE] if has_effect else None
-        symbol = Symbol(name, meta=None, is_fusion=True, executor=self, tags=tags)
+        symbol = Symbol(name, meta=lambda *args: output, is_fusion=True, executor=self, tags=tags)
         return BoundSymbol(symbol, tuple(args), {}, output, tuple(subsymbols), _call_ctx={name: fn})
 
 

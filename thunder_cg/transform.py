@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
-from thunder.core.module import ThunderModule
-from thunder.core.prims import PrimIDs
-from thunder.core.proxies import AnyProxy, Proxy
-from thunder.core.pytree import tree_flatten_with_dataclass, tree_map
-from thunder.core.recipe import Plugin, PluginPolicy
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, from_trace, tracectx
-from thunder.core.transform_common import Transform
-from thunder.executors.passes import del_last_used
-from thunder.plugins import register_plugin
+import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
-from thunder_cg.analysis.region_io import region_io
-from thunder_cg.executor import executor
+from thunder_cg.analysis.region_io import RegionIO, region_io
+from thunder_cg.compat.thunder import (
+    Plugin,
+    PluginPolicy,
+    PrimIDs,
+    ThunderModule,
+    TraceCtx,
+    TraceProvenance,
+    TraceTag,
+    Transform,
+    get_compile_data,
+    register_plugin,
+)
+from thunder_cg.emit import Emitter, region_names, returned_and_saved, taken_names
+from thunder_cg.errors import TransformConflictError
 from thunder_cg.fastpath.dispatch import install
+from thunder_cg.fastpath.prologue import with_one_check
 from thunder_cg.options import Options
-from thunder_cg.prologue import with_one_check
 from thunder_cg.runtime.arena import Arenas
-from thunder_cg.runtime.backend import resolve
-from thunder_cg.runtime.functions import region_function, watched_function
+from thunder_cg.runtime.backends import resolve
+from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program
-from thunder_cg.runtime.region import RuntimeRegion, keep
+from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.verify import ReplayVerifier
 
 
 class PartitionProvenance(TraceProvenance):
@@ -79,13 +86,19 @@ class CudagraphTransform(Transform):
         self._compiling = _Compilation()
 
     def transform_module(self, model: ThunderModule) -> None:
-        """Gives the compiled module its short way to the graphs."""
+        """Gives the compiled module its fast path to the graphs."""
         install(model)
 
     def transform_traces_pre_prologue(
         self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
-        """Notes which tensors are parameters and buffers: later passes lose the mark. Checks them all at once."""
+        """Notes which tensors are parameters and buffers: later passes lose the mark. Checks them all at once.
+
+        Raises:
+            TransformConflictError: another transform captures CUDA graphs, too.
+        """
+        _refuse_a_second_graph_transform(get_compile_data().transforms)
+        gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
         unpacks = (PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
@@ -98,20 +111,53 @@ class CudagraphTransform(Transform):
         forward = self._forward_of(computation_trace)
         ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
         aliasing = Aliasing.of(ops)
-        verdicts = classify(
-            ops,
-            aliasing,
-            self._rules,
-            self._backend.device_type,
-            supports_scalar_updates=self._backend.supports_scalar_updates,
-        )
+        updates = self._backend.supports_scalar_updates
+        verdicts = classify(ops, aliasing, self._rules, self._backend.device_type, supports_scalar_updates=updates)
         plan = partition(ops, verdicts, aliasing)
-        trace, program = _Emission(self, computation_trace, ops, aliasing, plan, forward).emit()
+        taken = taken_names(computation_trace)
+        program = self._program(computation_trace, ops, plan, aliasing, forward, taken)
+        trace = Emitter(computation_trace, ops, plan, aliasing, program, forward, taken).emit()
         if TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
         took = (time.perf_counter_ns() - start) // 1_000_000
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
         return trace
+
+    def _program(
+        self, trace: TraceCtx, ops: Ops, plan: Plan, aliasing: Aliasing, forward: Program | None, taken: set[str]
+    ) -> Program:
+        returned, saved = returned_and_saved(trace)
+        ios = region_io(ops, plan, aliasing, returned, saved)
+        verifier = ReplayVerifier(ops, self._backend, aliasing)
+        planned = [step for step in plan.steps if isinstance(step, Region)]
+        return Program(
+            kind="backward" if TraceTag.BACKWARD in trace.tags else "forward",
+            ops=ops,
+            plan=plan,
+            aliasing=aliasing,
+            regions=[self._region(region, io, ops, aliasing, verifier, taken) for region, io in zip(planned, ios)],
+            saved=frozenset(saved),
+            options=self.options,
+            backend=self._backend,
+            verifier=verifier,
+            arenas=self._arenas,
+            forward=forward,
+        )
+
+    def _region(
+        self, planned: Region, io: RegionIO, ops: Ops, aliasing: Aliasing, verifier: ReplayVerifier, taken: set[str]
+    ) -> RuntimeRegion:
+        name = region_names(self._numbers, taken)
+        mine = [ops.ops[i] for i in planned.ops]
+        inputs = [*(each.name for each in io.inputs), *io.scalars]
+        results = [each.name for each in io.outputs]
+        early = {each.name: each.last_use for each in io.outputs if each.last_use is not None}
+        function = region_function(name, mine, inputs, results, early, self._backend)
+        hashes = None
+        if io.scalars or self.options.verify is not None:
+            hash_values = partial(verifier.hash_values, torch.device(planned.device))
+            hashes = hash_function(name, mine, inputs, aliasing, self._backend, hash_values)
+        return RuntimeRegion(name, planned, mine, io, function, hashes)
 
     def _forward_of(self, trace: TraceCtx) -> Program | None:
         """The program of the forward trace that this backward trace belongs to: they share one set of names."""
@@ -131,182 +177,22 @@ class _Compilation(threading.local):
     forward: tuple[set[str], weakref.ref[Program]] | None = None
 
 
-class _Handle(AnyProxy):
-    """Stands in a trace for an object of the run time, which the trace only hands on."""
-
-    def type_string(self) -> str:
-        return f"CUDA graph {self._o}"
-
-
-class _Emission:
-    """Writes one planned trace."""
-
-    def __init__(
-        self,
-        transform: CudagraphTransform,
-        trace: TraceCtx,
-        ops: Ops,
-        aliasing: Aliasing,
-        plan: Plan,
-        forward: Program | None,
-    ) -> None:
-        self._transform = transform
-        self._old = trace
-        self._ops = ops
-        self._aliasing = aliasing
-        self._plan = plan
-        self._forward = forward
-        self._backward = TraceTag.BACKWARD in trace.tags
-        self._return = trace.bound_symbols[-1]
-        self._trains = TraceTag.AUGMENTED_FORWARD in trace.tags
-        self._proxies: dict[str, Proxy] = {name: value.proxy for name, value in ops.values.items()}
-
-    def emit(self) -> tuple[TraceCtx, Program]:
-        trace = from_trace(self._old)
-        with tracectx(trace):
-            program = self._program()
-            if program.regions or self._forward is not None:
-                trace.bound_symbols = self._symbols(trace, program)
-            else:
-                trace.bound_symbols = [op.symbol for op in self._ops.ops]
-            return del_last_used(trace), program
-
-    def _program(self) -> Program:
-        transform = self._transform
-        returned, saved = self._outcome()
-        edges = region_io(self._ops, self._plan, self._aliasing, returned, saved)
-        regions = [step for step in self._plan.steps if isinstance(step, Region)]
-        self._copies: dict[str, Proxy] = {}
-        runtime: list[RuntimeRegion] = []
-        for region, io in zip(regions, edges):
-            name = f"CUDAGraph{next(transform._numbers)}"
-            made = RuntimeRegion(name, region, io, function=lambda: ())
-            ops = [self._ops.ops[i] for i in region.ops]
-            inputs = (*made.names, *io.scalars)
-            results = [slot.name for slot in made.slots]
-            leaving = {output.name: output.last_use for output in io.outputs if output.last_use is not None}
-            made.function = region_function(name, ops, inputs, results, leaving, transform._backend)
-            if made.is_always_verified or transform.options.verify is not None:
-                made.watched = watched_function(name, ops, inputs, self._aliasing, made.device, transform._backend)
-            for i in made.twice:
-                output = made.slots[i].name
-                self._copies[output] = self._proxies[output].replace(name=_unused(f"{output}_out", self._old.names))
-            runtime.append(made)
-        return Program(
-            kind="backward" if self._backward else "forward",
-            ops=self._ops,
-            aliasing=self._aliasing,
-            plan=self._plan,
-            regions=runtime,
-            saved=frozenset(saved),
-            options=transform.options,
-            backend=transform._backend,
-            arenas=transform._arenas,
-            forward=self._forward,
-        )
-
-    def _outcome(self) -> tuple[set[str], set[str]]:
-        """Names that the trace returns to the caller, and names that it keeps for autograd.
-
-        ``flat_args`` are the arguments, or what in-place updates made of them. Autograd ties the outputs to them, and
-        nobody reads them; Thunder drops them again where no backward follows.
-        """
-        first = self._return.args[0] if self._return.args else None
-        if self._backward or not (isinstance(first, dict) and "output" in first):
-            return _names(self._return.args), set()
-        returned = _names([v for k, v in first.items() if k != "flat_args"])
-        return returned, _names([self._return.args[1:], first["flat_args"]]) if self._trains else set()
-
-    def _symbols(self, trace: TraceCtx, program: Program) -> list[BoundSymbol]:
-        outside = set(self._ops.args)
-        frame = [
-            op
-            for op in self._ops.ops
-            if op.bookkeeping and op.symbol is not self._return and outside.issuperset(op.inputs)
-        ]
-        clears = [op for op in frame if op.id == "clear_mutable_collection"]
-        first = [op for op in frame if op.id != "clear_mutable_collection"]
-        placed = {op.index for op in (*first, *clears)} | {self._ops.ops[-1].index}
-        symbols = [op.symbol for op in first]
-        call = _Handle("call", name=_unused("call0", trace.names))
-        inputs = [self._proxies[n] for n in program.inputs]
-        if self._forward is not None:
-            symbols.append(
-                executor.bind("cudagraph_begin_backward", program.begin_backward, [self._others(), *inputs], call)
-            )
-        else:
-            symbols.append(executor.bind("cudagraph_begin", program.begin, inputs, call))
-        symbols += [op.symbol for op in clears]
-        index = 0
-        for step in self._plan.steps:
-            if isinstance(step, Region):
-                symbols.append(self._region(program, index, call))
-                index += 1
-            elif step.op not in placed:
-                symbols.append(self._ops.ops[step.op].symbol)
-        return symbols + self._ending(trace, program, call)
-
-    def _region(self, program: Program, index: int, call: Proxy) -> BoundSymbol:
-        region = program.regions[index]
-        return executor.bind(
-            region.name,
-            region.run,
-            [call, *(self._proxies[n] for n in (*region.names, *region.io.scalars))],
-            [
-                self._copies.get(s.name, self._proxies[s.name]) if s.leaves else self._proxies[s.name]
-                for s in region.slots
-            ],
-            subsymbols=[self._ops.ops[i].symbol for i in region.region.ops],
-        )
-
-    def _others(self) -> Proxy:
-        """The collection of saved non-tensors, or of both collections where nothing took them apart."""
-        for op in self._ops.ops:
-            if op.id == "UNPACK_SEQUENCE" and op.inputs == ("saved_for_backward",):
-                return self._proxies[op.outputs[1]]
-        return self._proxies["saved_for_backward"]
-
-    def _ending(self, trace: TraceCtx, program: Program, call: Proxy) -> list[BoundSymbol]:
-        args = list(self._return.args)
-        if not self._trains:
-            kept = self._keep_what_was_saved(program)
-            args = [tree_map(self._leaving, arg) for arg in args]
-            end = executor.bind("cudagraph_end_call", program.end_call, [call], None)
-            return [*kept, end, self._return.from_bsym(args=args)]
-        outcome = tree_map(self._leaving, args[0])
-        tensors, others = args[1]
-        kept = _Handle("saved", name=_unused("others0", trace.names))
-        end = executor.bind("cudagraph_end_forward", program.end_forward, [call, *others], kept)
-        return [end, self._return.from_bsym(args=(outcome, (tensors, kept)))]
-
-    def _keep_what_was_saved(self, program: Program) -> list[BoundSymbol]:
-        """Copies gradients that are what the forward saved in the arena, or views of that, and that no region makes."""
-        if self._forward is None:
-            return []
-        inside = {slot.name for region in self._forward.regions for slot in region.slots if not slot.leaves}
-        leave = {slot.name for region in program.regions for slot in region.slots if slot.leaves}
-        saved = self._aliasing.sets_of(inside.intersection(self._ops.args))
-        names = sorted(n for n in _names(self._return.args) - leave if self._aliasing.sets.get(n) in saved)
-        for name in names:
-            self._copies[name] = self._proxies[name].replace(name=_unused(f"{name}_out", self._old.names))
-        proxies, copies = [self._proxies[name] for name in names], [self._copies[name] for name in names]
-        return [executor.bind("cudagraph_copy_out", keep, proxies, copies)] if names else []
-
-    def _leaving(self, value: Any) -> Any:
-        return self._copies.get(value.name, value) if isinstance(value, Proxy) else value
-
-
 def _takes_what_was_saved(trace: TraceCtx) -> bool:
     """Where nothing was saved, Thunder may write the two empty collections down as a literal."""
     return any("saved_for_backward" in {p.name for p in s.flat_proxy_outs} for s in trace.bound_symbols)
 
 
-def _names(tree: Any) -> set[str]:
-    return {leaf.name for leaf in tree_flatten_with_dataclass(tree)[0] if isinstance(leaf, Proxy)}
+def _refuse_a_second_graph_transform(transforms: Sequence[Any]) -> None:
+    names = [type(t).__name__ for t in transforms]
+    graphs = [name for t, name in zip(transforms, names) if _captures_graphs(t)]
+    if len(graphs) > 1:
+        raise TransformConflictError(names, graphs)
 
 
-def _unused(wish: str, names: Collection[str]) -> str:
-    return next(name for i in count() if (name := wish if i == 0 else f"{wish}_{i}") not in names)
+def _captures_graphs(transform: Any) -> bool:
+    """Whether it is one of ours, or Thunder's own, which is known by its name: to import it needs a GPU."""
+    kind = type(transform)
+    return getattr(transform, "owns_regions", False) or kind.__module__ == "thunder.transforms.cudagraph"
 
 
 def cudagraph_transform(

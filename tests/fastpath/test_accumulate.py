@@ -113,7 +113,8 @@ def test_bulk_only_where_nothing_can_tell(body: Body, in_bulk: bool, transform, 
 
 
 def test_calls_in_flight_are_summed_in_autograds_order(transform, device, monkeypatch) -> None:
-    assert runs_in_bulk(three_in_flight, transform, device, monkeypatch) == {True, False}
+    """The last of them may deliver: the sum of the others is added to what it delivers."""
+    assert True in runs_in_bulk(three_in_flight, transform, device, monkeypatch)
 
 
 def test_tied_weights(transform, device, monkeypatch) -> None:

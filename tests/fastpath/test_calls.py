@@ -13,8 +13,6 @@ from thunder.core.trace import from_trace
 from thunder.core.transform_common import Transform
 from torch import nn
 
-from thunder_cg.runtime import code
-
 CALLS = 6
 
 
@@ -273,14 +271,11 @@ def test_nothing_is_kept(twins, device):
     assert not any(ref() is not None for ref in kept)
 
 
-def test_recordings_share_the_source_of_their_calls(twins, device):
+def test_each_recording_has_its_fast_path(twins, device):
     plain, graphed = twins(MLP())
-    before = code._compiled.cache_info()
     with torch.no_grad():
-        for rows in (2, 3, 5):
+        for rows in (2, 3, 5, 2, 3, 5):
             for _ in range(4):
                 x = torch.randn(rows, 4, device=device)
                 same(plain(x), graphed(x))
-    after = code._compiled.cache_info()
-    assert fast_path_calls(graphed) == 6
-    assert after.misses - before.misses <= 1 and after.hits - before.hits >= 2
+    assert fast_path_calls(graphed) == 6 + 12

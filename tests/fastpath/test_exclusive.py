@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import thunder
 import torch
 from torch import nn
 
-from thunder_cg.fastpath.exclusive import are_exclusive, checks
+from thunder_cg.fastpath.prologue import PrologueChecks
 
 
 class Masked(nn.Module):
@@ -26,7 +28,7 @@ X, MASK = torch.ones(2, 4), torch.ones(4)
 def version(*args, **kwargs):
     jmodel = thunder.jit(Masked())
     jmodel(*args, **kwargs)
-    return checks(thunder.compile_stats(jmodel).interpreter_cache[-1].prologue_traces[-1])
+    return PrologueChecks.read(thunder.compile_stats(jmodel).interpreter_cache[-1].prologue_traces[-1])
 
 
 @pytest.mark.parametrize(
@@ -41,25 +43,25 @@ def version(*args, **kwargs):
     ],
 )
 def test_other_arguments(args, kwargs):
-    assert are_exclusive(version(X), version(*args, **kwargs)) and are_exclusive(version(*args, **kwargs), version(X))
+    assert version(X).excludes(version(*args, **kwargs)) and version(*args, **kwargs).excludes(version(X))
 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 2), (1, 1.0), (1, True), (0.5, 0.25)])
 def test_other_numbers(one, other):
-    assert are_exclusive(version(X, None, one), version(X, None, other))
+    assert version(X, None, one).excludes(version(X, None, other))
 
 
 def test_other_surroundings():
     usual = version(X)
     with torch.no_grad():
-        assert are_exclusive(usual, version(X))
+        assert usual.excludes(version(X))
     with torch.autocast("cpu", torch.bfloat16):
-        assert are_exclusive(usual, version(X))
+        assert usual.excludes(version(X))
 
 
 def test_what_proves_nothing():
     """The same value, zeros of either sign, what is not equal to itself, or nothing at all."""
-    assert not are_exclusive(version(X), version(X))
-    assert not are_exclusive(version(X, None, 0.0), version(X, None, -0.0))
-    assert not are_exclusive(version(X, None, float("nan")), version(X, None, float("nan")))
-    assert not are_exclusive(version(X), {})
+    assert not version(X).excludes(version(X))
+    assert not version(X, None, 0.0).excludes(version(X, None, -0.0))
+    assert not version(X, None, float("nan")).excludes(version(X, None, float("nan")))
+    assert not version(X).excludes(replace(version(X), expected={}))

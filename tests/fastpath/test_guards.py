@@ -15,7 +15,7 @@ from support import fast_path_calls, same
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from thunder_cg.fastpath import guards
+from thunder_cg.compat import torch as compat
 
 
 class Act(nn.Module):
@@ -396,11 +396,11 @@ def test_attributes_that_keep_changing_are_checked_at_each_call(twins, device):
 
 def test_what_an_interpreter_does_not_show_is_checked_at_each_call(twins, device, monkeypatch):
     """CPython 3.13.0 tells nobody who watches a dictionary of a write to an attribute."""
-    assert guards._attributes_show == (sys.version_info[:3] != (3, 13, 0))
-    monkeypatch.setattr(guards, "_attributes_show", False)
+    assert compat.attribute_writes_are_reported() == (sys.version_info[:3] != (3, 13, 0))
+    monkeypatch.setattr(compat, "attribute_writes_are_reported", lambda: False)
     plain, graphed, call = establish(*twins(Model()), device)
     (entry,) = graphed._forward_fn._entries
-    assert not entry._guard._attributes.unchanged() and not entry._guard._homes.unchanged()
+    assert not entry._guard.attributes.unchanged() and not entry._guard.parameters_cache.unchanged()
     x, y = torch.randn(2, 2, 4, device=device)
     before = fast_path_calls(graphed)
     for model in (plain, graphed):

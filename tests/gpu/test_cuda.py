@@ -14,7 +14,7 @@ from support import regions, replays, same, same_state, same_training, twice
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
-from thunder_cg.runtime.cuda.pool import CudaBackend
+from thunder_cg.runtime.cuda import CudaBackend
 from thunder_cg.tools.bench.cases import cases
 from thunder_cg.tools.bench.measure import Contender, subject
 
@@ -108,7 +108,7 @@ def test_draws_on_two_streams():
 
 @pytest.mark.parametrize("what", ["arena", "capture"])
 def test_draws_that_wait_while_a_capture_begins(what):
-    """PyTorch sets what graphs draw from as a capture begins; for a graph that has yet to draw, it must not."""
+    """PyTorch sets the seed of all graphs when a capture begins. That has to wait until a launched graph has drawn."""
 
     def fn(x):
         return torch.rand_like(x * 2 + 1) + x * 3
@@ -138,7 +138,7 @@ def test_draws_that_wait_while_a_capture_begins(what):
 
 
 def test_memory_is_filled_before_it_is_used(deterministic):
-    """Where algorithms are to be deterministic, PyTorch fills new memory, here on a stream that is busy."""
+    """With deterministic algorithms, PyTorch fills new memory, here on a stream that is busy."""
     pool = CudaBackend().pool(torch.device("cuda", 0))
     pool.memory(1)
     with torch.cuda.stream(pool._capture_stream.stream):
@@ -150,25 +150,25 @@ def test_memory_is_filled_before_it_is_used(deterministic):
 
 
 def test_ids_of_pools_are_ordinary_numbers():
-    """Past 256 Python does not keep them alive by itself. See Note [Snapshots] in cuda.py."""
+    """Python keeps numbers up to 256 alive by itself, and no others. See `pool_segments`."""
     for _ in range(257):
         torch.cuda.graph_pool_handle()
     pool = CudaBackend().pool(torch.device("cuda", 0))
-    before = [sys.getrefcount(number) for number in pool._memory.id]
+    before = [sys.getrefcount(number) for number in pool._private_pool.id]
     memory = pool.memory(3 * MB)
     for _ in range(3):
         assert pool.nbytes() >= 3 * MB
         pool.poison()
     del memory
     pool.poison()
-    assert [sys.getrefcount(number) for number in pool._memory.id] == before
+    assert [sys.getrefcount(number) for number in pool._private_pool.id] == before
     assert pool.nbytes() < torch.cuda.memory_reserved()  # the workspaces of its stream are elsewhere
     pool.close()
     assert pool.nbytes() == 0
 
 
 def test_memory_of_dropped_models_comes_back():
-    """But for the cuBLAS workspace of the stream that the first one was captured on, which the others use as well."""
+    """All but the cuBLAS workspace of the first model's capture stream, which the other models use as well."""
     x = torch.randn(256, 1024, device="cuda")
     shared = cudagraph_transform()
     at_first, before = reserved(), None
@@ -217,7 +217,7 @@ def test_peak_memory_of_training(case, limit):
 
 
 def test_gradients_exist_once():
-    """Where parameters are all there is, a step takes them and their gradients, and little more."""
+    """A training step of a model with small activations needs its parameters, its gradients and little more."""
     width, layers = 2048, 12
     x = torch.randn(8, width, device="cuda")
     found = []
@@ -232,7 +232,7 @@ def test_gradients_exist_once():
         found.append(torch.cuda.max_memory_reserved() - before)
         del model, compiled
     assert found[0] >= layers * width * width * 4
-    assert found[1] <= found[0] + 128 * MB, found  # what waits to leave together, and workspaces of cuBLAS
+    assert found[1] <= found[0] + 128 * MB, found  # results that wait for a common copy, and workspaces of cuBLAS
 
 
 def test_a_broken_capture_leaves_nothing_behind():
@@ -301,7 +301,7 @@ def _twenty_steps(plain, graphed, batch):
 
 
 def test_draws_on_several_threads():
-    """PyTorch takes no draw for what it is while another thread captures, so warm-ups wait for captures."""
+    """PyTorch refuses draws while another thread captures, so warm-ups wait for captures."""
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -325,7 +325,7 @@ def test_draws_on_several_threads():
 
 
 def test_plans_of_fourier_transforms():
-    """PyTorch frees the tables of what it drops from its cache, which a graph would read."""
+    """PyTorch drops plans from its cache and frees their tables, which a graph would read."""
     fn = lambda x: torch.sin(torch.fft.irfft(torch.fft.rfft(torch.cos(x) * 2))) * 2  # noqa: E731
     plain, graphed = twice(fn, cudagraph_transform())
     for _ in range(4):
@@ -337,7 +337,7 @@ def test_plans_of_fourier_transforms():
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 8, 8), (64, 20, 20), (2, 300, 300)])
 def test_libraries_of_solvers(shape):
-    """Which one PyTorch takes depends on the sizes, and not all can be captured: then the rest of the ops still is."""
+    """PyTorch picks a library by the sizes, and not all can be captured. The other ops are captured anyway."""
     fn = lambda x: torch.sin(torch.linalg.slogdet(torch.cos(x * 2) + 3)[1] * 2) * 3  # noqa: E731
     plain, graphed = twice(fn, cudagraph_transform())
     for _ in range(4):
@@ -348,7 +348,7 @@ def test_libraries_of_solvers(shape):
 
 @pytest.mark.parametrize("trains", [False, True])
 def test_threads_that_never_used_the_device(trains):
-    """The driver crashes the process where a thread has no context: autograd's own thread, or one of the user's."""
+    """The driver crashes the process if the thread has no context, be it autograd's thread or one of the user's."""
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).cuda()
     jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="cuda")])
     inputs = (torch.randn(4, 8, device="cuda"),)

@@ -72,7 +72,7 @@ def works():
 
 
 def run(script: str) -> None:
-    """In the process, ``MB``, operators that fail in captures, and what else the prelude makes are at hand."""
+    """Runs the script in a process of its own, after the prelude."""
     source = _PRELUDE + textwrap.dedent(script)
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -87,7 +87,7 @@ def run(script: str) -> None:
 
 
 def test_memory_runs_out_while_capturing():
-    """The warm-up fits, the buffer for the input does not: the call runs in the memory of the warm-up."""
+    """There is memory for the warm-up and none for the input's buffer: the call runs in the memory of the warm-up."""
     run("""
     limit(1024 * MB)
     def fn(x):
@@ -111,7 +111,7 @@ def test_memory_runs_out_while_capturing():
 
 
 def test_what_the_allocator_caches_is_given_to_a_warm_up():
-    """Plain PyTorch frees what it caches when memory runs out, and goes on."""
+    """PyTorch frees its cached memory when memory runs out, and tries again."""
     run("""
     limit(1024 * MB)
     def fn(x):

@@ -7,17 +7,18 @@ import weakref
 
 import pytest
 
-from thunder_cg.runtime.cuda.pool import CudaGraph, _capture_lock
+from thunder_cg.runtime.cuda.graph import CudaGraph
+from thunder_cg.runtime.cuda.streams import capture_lock
 
 
 class Graph:
-    """In the place of PyTorch's."""
+    """Stands in for PyTorch's."""
 
 
 def graph():
     made = CudaGraph.__new__(CudaGraph)
-    made._graph = Graph()
-    return made, weakref.ref(made._graph)
+    made.torch_graph = Graph()
+    return made, weakref.ref(made.torch_graph)
 
 
 def test_a_graph_dies_at_once():
@@ -30,7 +31,7 @@ def test_a_graph_dies_at_once():
 def test_a_graph_dies_after_the_capture(thread):
     made = [graph() for _ in range(3)]
     alive = [reference for _, reference in made]
-    with _capture_lock:
+    with capture_lock:
         if thread:
             worker = threading.Thread(target=made.clear)
             worker.start()
@@ -41,18 +42,18 @@ def test_a_graph_dies_after_the_capture(thread):
     assert all(reference() is None for reference in alive)
 
 
-def test_a_turn_within_a_turn():
-    """An operator that runs in a warm-up may warm up and capture a function of its own; other threads wait for both."""
+def test_the_lock_is_reentrant():
+    """An operator that runs in a warm-up may capture a function of its own. Other threads wait for both."""
     seen = []
 
     def other():
-        with _capture_lock:
+        with capture_lock:
             seen.append("other")
 
-    with _capture_lock:
+    with capture_lock:
         worker = threading.Thread(target=other)
         worker.start()
-        with _capture_lock:
+        with capture_lock:
             worker.join(0.05)
         worker.join(0.05)
         seen.append("first")

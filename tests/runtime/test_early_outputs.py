@@ -1,4 +1,4 @@
-"""Results that leave before the end of their region."""
+"""Results that are copied out before the end of their region."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ CPU = torch.device("cpu")
 
 def test_they_wait_until_they_are_worth_a_copy():
     sent = []
-    leave = EarlyCopier(CPU, lambda tensors: sent.append(list(tensors)) or [t.clone() for t in tensors], 100)
+    copier = EarlyCopier(CPU, lambda tensors: sent.append(list(tensors)) or [t.clone() for t in tensors], 100)
     a, b, c, d = (torch.full((10,), float(i)) for i in range(4))  # 40 bytes each
-    results = [leave(t) for t in (a, b, c, d)]
+    results = [copier(t) for t in (a, b, c, d)]
     assert len(sent) == 1 and all(x is y for x, y in zip(sent[0], (a, b, c)))
-    settled = leave.settle([results[2], results[3], results[0], results[1]])
+    settled = copier.finish([results[2], results[3], results[0], results[1]])
     assert settled[1] is d
     assert [(r.order, r.tensor[0].item()) for r in settled if isinstance(r, CopiedEarly)] == [
         (2, 2.0),
@@ -45,33 +45,33 @@ def test_they_wait_until_they_are_worth_a_copy():
     ],
     ids=["none", "empty", "gaps", "conjugate", "elsewhere", "sparse", "zeros without memory"],
 )
-def test_only_whole_blocks_of_memory_go(tensor):
-    leave = EarlyCopier(CPU, lambda tensors: pytest.fail("it went"), 0)
-    assert leave(tensor) is tensor
+def test_only_whole_blocks_of_memory_are_copied_early(tensor):
+    copier = EarlyCopier(CPU, lambda tensors: pytest.fail("it was copied"), 0)
+    assert copier(tensor) is tensor
 
 
-def test_only_what_is_admitted_goes():
-    leave = EarlyCopier(CPU, lambda tensors: pytest.fail("it went"), 0, lambda tensor: False)
-    assert leave(tensor := torch.zeros(2)) is tensor
+def test_only_what_may_be_copied_is():
+    copier = EarlyCopier(CPU, lambda tensors: pytest.fail("it was copied"), 0, lambda tensor: False)
+    assert copier(tensor := torch.zeros(2)) is tensor
 
 
-def test_what_cannot_be_sent_stays():
+def test_what_cannot_be_copied_stays():
     calls = []
 
     def send(tensors):
         calls.append(len(tensors))
         raise torch.OutOfMemoryError("no")
 
-    leave = EarlyCopier(CPU, send, 8, must=False)
+    copier = EarlyCopier(CPU, send, 8, must=False)
     tensors = [torch.zeros(1), torch.zeros(1), torch.zeros(1)]
-    results = [leave(t) for t in tensors]
-    assert calls == [2] and all(a is b for a, b in zip(leave.settle(results), tensors))
+    results = [copier(t) for t in tensors]
+    assert calls == [2] and all(a is b for a, b in zip(copier.finish(results), tensors))
     with pytest.raises(torch.OutOfMemoryError):
         EarlyCopier(CPU, send, 0)(torch.zeros(1))
 
 
 class Alive(TorchDispatchMode):
-    """How many bytes of what operators make are alive at once, at most."""
+    """The peak of the bytes that operators' results occupy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,11 +92,11 @@ class Alive(TorchDispatchMode):
         self.now -= nbytes
 
 
-@pytest.mark.parametrize("leaves", [True, False])
-def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, leaves):
-    """What a backward's arena has to hold, with and without results that leave early."""
+@pytest.mark.parametrize("early", [True, False])
+def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, early):
+    """The memory of a backward's arena, with and without results that are copied out early."""
     most = {}
-    leaving = tape.EarlyCopier
+    early_copier = tape.EarlyCopier
 
     def warm_up(self, fn, args):
         outside = []
@@ -106,9 +106,9 @@ def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, leaves):
                 outside.extend(t.clone() for t in tensors)
                 return outside[-len(tensors) :]
 
-        leave = leaving(self._device, send, 0, lambda tensor: leaves)
+        copier = early_copier(self._device, send, 0, lambda tensor: early)
         with Alive() as alive:
-            made = leave.settle(fn(*args, leave))
+            made = copier.finish(fn(*args, copier))
         most["backward" if most else "forward"] = alive.most
         return made
 
@@ -117,4 +117,4 @@ def test_gradients_are_not_all_in_the_arena_at_once(monkeypatch, leaves):
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
     jmodel(torch.randn(2, 64)).sum().backward()
-    assert (most["backward"] < nbytes / 4) if leaves else (most["backward"] > nbytes)
+    assert (most["backward"] < nbytes / 4) if early else (most["backward"] > nbytes)

@@ -1,4 +1,4 @@
-"""Numbers that kernels are given before each launch. A fusion named as nvFuser's does here what that does on a GPU."""
+"""Scalars that kernels get before each launch, here with a fusion that draws as nvFuser's does on a GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
 from thunder_cg.errors import DisagreementWarning
-from thunder_cg.runtime.cuda.pool import CudaGraph
+from thunder_cg.runtime.cuda.graph import CudaGraph
 from thunder_cg.runtime.tape import TapeGraph
 
 STEPS = 6
@@ -152,22 +152,22 @@ def test_inference(pair, batches):
     assert replays(graphed) == 2 * STEPS - 1
 
 
-def test_a_number_that_reaches_no_kernel_breaks_the_capture(pair, batches):
+def test_a_scalar_that_reaches_no_kernel_fails_the_capture(pair, batches):
     plain, graphed = pair(lambda x, seed, offset: masked(x, seed, 0) if offset > 1 << 50 else masked(x, seed, offset))
     same_training(plain, graphed, batches)
     failures = [region["failure"] for region in regions(graphed)]
     if batches[0][0].is_cuda:
         assert "3 of 6 numbers of the call reach no kernel as they are" in failures[0]
-    else:  # on the tape a fusion is one call, which has the number
+    else:  # on the tape, a fusion is one call, and the scalar is its argument
         assert failures == [None, None]
 
 
-def test_numbers_that_do_not_arrive_are_seen(pair, batches, monkeypatch):
+def test_scalars_that_do_not_arrive_are_seen(pair, batches, monkeypatch):
     for graph in (CudaGraph, TapeGraph):
         replay = graph.replay
 
-        def forgetting(self, sources=(), targets=(), numbers=(), replay=replay):
-            replay(self, sources, targets, [5] * len(numbers))
+        def forgetting(self, sources=(), targets=(), scalars=(), replay=replay):
+            replay(self, sources, targets, [5] * len(scalars))
 
         monkeypatch.setattr(graph, "replay", forgetting)
     plain, graphed = pair()
@@ -176,14 +176,14 @@ def test_numbers_that_do_not_arrive_are_seen(pair, batches, monkeypatch):
     assert all(region["quarantined"] for region in regions(graphed))
 
 
-def test_a_number_that_a_fusion_computes_with_stays_out_of_graphs(model, transform, batches):
+def test_a_scalar_that_a_fusion_computes_with_stays_out_of_graphs(model, transform, batches):
     graphed = thunder.jit(model, transforms=[Fuse(multiplies=True), transform()])
     graphed(*batches[0])
     assert {op.verdict for op in fusions(graphed)} == {"eager"}
     assert all("which a graph would keep as it was when captured" in op.detail for op in fusions(graphed))
 
 
-def test_a_backend_that_sets_no_numbers(model, batches, backend, monkeypatch):
+def test_a_backend_without_scalar_updates(model, batches, backend, monkeypatch):
     transform = cudagraph_transform(backend=backend)
     monkeypatch.setattr(type(transform._backend), "supports_scalar_updates", False)
     graphed = thunder.jit(model, transforms=[Fuse(), transform])

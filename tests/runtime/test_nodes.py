@@ -1,4 +1,4 @@
-"""Which graphs are refused for what they hold, by a driver that only says what it is asked."""
+"""Which graphs are refused for their nodes, with a stand-in for the driver that only describes nodes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from support import regions, same
 
 from thunder_cg import cudagraph_transform
+from thunder_cg.compat import cuda
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.cuda import nodes
 
@@ -78,15 +79,15 @@ DEVICE, ON_HOST, UNIFIED = MEMORY.CU_MEMORYTYPE_DEVICE, MEMORY.CU_MEMORYTYPE_HOS
         ((HOST, None), "calls a function on the host"),
     ],
 )
-def test_memory_of_the_host(node, said, monkeypatch):
-    monkeypatch.setattr(nodes, "driver", Driver)
+def test_host_memory(node, said, monkeypatch):
+    monkeypatch.setattr(cuda, "driver", Driver)
     inside = (KINDS.CU_GRAPH_NODE_TYPE_GRAPH, [(KERNEL, None), node])
     for graph in ([node], [(KERNEL, None), node], [(KERNEL, None), inside, (KERNEL, None)]):
         if said:
             with pytest.raises(CaptureRefused, match=said):
-                nodes.refuse_memory_of_the_host(graph)
+                nodes.refuse_host_memory(graph)
         else:
-            nodes.refuse_memory_of_the_host(graph)
+            nodes.refuse_host_memory(graph)
 
 
 @pytest.mark.gpu
@@ -103,13 +104,13 @@ def test_a_copy_that_a_capture_admits(way):
         else:
             pinned.copy_(y, non_blocking=True)
     with pytest.raises(CaptureRefused, match=f"256 bytes {way} the host's memory"):
-        nodes.refuse_memory_of_the_host(nodes.handle(graph))
+        nodes.refuse_host_memory(cuda.captured_graph(graph))
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_region_with_such_a_copy_stays_eager():
-    """Whoever allows the operator does not get what lay in the host's memory when it was captured."""
+    """``allow=`` does not make a graph replay the host's memory as it was at the capture."""
     staged = torch.zeros(64, pin_memory=True)
     like = lambda x: thunder.core.proxies.TensorProxy(like=x)  # noqa: E731
     executor = thunder.extend.OperatorExecutor("staging")

@@ -24,7 +24,7 @@ def test_replay_reads_and_writes_the_captured_addresses(pool):
     graph.replay()
     expected = torch.sin(torch.ones(4)) * 2
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
-    x.data = torch.zeros(4)  # another address, which the graph knows nothing of
+    x.data = torch.zeros(4)  # another address, which the graph does not have
     graph.replay()
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
@@ -45,7 +45,7 @@ def test_views_are_views_in_inference_mode(pool):
     x = torch.zeros(3, 4)
     pool.forget(torch.zeros(4).untyped_storage())  # memory that operators reuse
     with torch.inference_mode():
-        (warm,) = pool.warm_up(lambda t, leave: [t.reshape(-1)], [x])
+        (warm,) = pool.warm_up(lambda t, copier: [t.reshape(-1)], [x])
         _, (captured,) = pool.capture(lambda t: [t.reshape(-1)], [x])
     assert warm._base is x and captured._base is x
 
@@ -101,7 +101,7 @@ def test_it_refuses_what_cuda_refuses(pool, fn):
     with pytest.raises(CaptureRefused):
         pool.capture(fn, [x])
     assert torch.equal(x, torch.ones(2))
-    graph, (y,) = pool.capture(lambda t: [t + 1], [x])  # and nothing is left behind
+    graph, (y,) = pool.capture(lambda t: [t + 1], [x])  # the failed capture left nothing behind
     graph.replay()
     assert y.tolist() == [2, 2]
 

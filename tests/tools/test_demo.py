@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import redirect_stdout
+from dataclasses import dataclass, replace
+from io import StringIO
 from typing import Any
 
 import pytest
@@ -18,30 +18,51 @@ from thunder_cg.tools import demo
 
 DEVICES = [
     "cpu",
-    pytest.param(
-        "cuda", sentinels=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
-    ),
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
 ]
 
 
-def tiny(device: str = "cpu") -> demo.Settings:
-    return demo.Settings(torch.device(device), layers=1, width=16, heads=2, context=16, batch=2, steps=6)
+def tiny(device: str = "cpu") -> demo.DemoSettings:
+    return demo.DemoSettings(torch.device(device), layers=1, width=16, heads=2, context=16, batch=2, steps=6)
 
 
 @pytest.fixture
-def outcome() -> demo.Outcome:
+def outcome() -> demo.DemoRun:
     """One that no run made, to be compared with altered copies of itself."""
     losses = tuple(torch.tensor(value) for value in (3.5, 3.25))
-    return demo.Outcome(losses, {"w": torch.zeros(4), "b": torch.ones(2)}, "abc", 1.0, 1.0, None, None)
+    return demo.DemoRun(losses, {"w": torch.zeros(4), "b": torch.ones(2)}, "abc", 1.0, 1.0, None, None)
 
 
 # ----------------------------------------------------------------------------------------------------------- whole runs
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_runs_agree_and_are_captured(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert demo.run(tiny(device)) == 0
-    printed = capsys.readouterr().out
+@dataclass(frozen=True)
+class WholeRun:
+    device: str
+    status: int
+    printed: str
+    runs: list[demo.DemoRun]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def whole_run(request: pytest.FixtureRequest) -> WholeRun:
+    """One run of the demo, which compiles four functions, for all tests here."""
+    train_and_write = demo.train_and_write
+    runs: list[demo.DemoRun] = []
+
+    def recorded(*args: Any) -> demo.DemoRun:
+        runs.append(train_and_write(*args))
+        return runs[-1]
+
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+        patch.setattr(demo, "train_and_write", recorded)
+        status = demo.run(tiny(request.param))
+    return WholeRun(request.param, status, printed.getvalue(), runs)
+
+
+def test_runs_agree_and_are_captured(whole_run: WholeRun) -> None:
+    printed = whole_run.printed
+    assert whole_run.status == 0
     assert re.search(r"Agreement: 6 losses, \d+ parameters and 13 characters are the same .* bit for bit", printed)
     # regions, captures, replays, eager ops, calls, fallbacks
     assert table(printed) == {
@@ -53,19 +74,15 @@ def test_runs_agree_and_are_captured(device: str, capsys: pytest.CaptureFixture[
 
 
 def test_one_wrong_bit_in_a_weight_is_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole_run: WholeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After the run with graphs, and only there, the lowest bit of one weight is flipped."""
-    train_and_write = demo.train_and_write
-
-    def broken(*args: Any) -> demo.Outcome:
-        outcome = train_and_write(*args)
-        if args[-1]:
-            outcome.parameters["head.bias"].view(torch.int32)[3] ^= 1
-        return outcome
-
-    monkeypatch.setattr(demo, "train_and_write", broken)
-    assert demo.run(tiny()) == 1
+    """In the run with graphs, and only there, the lowest bit of one weight is flipped."""
+    plain, captured = whole_run.runs
+    parameters = {name: parameter.clone() for name, parameter in captured.parameters.items()}
+    parameters["head.bias"].view(torch.int32)[3] ^= 1
+    broken = replace(captured, parameters=parameters)
+    monkeypatch.setattr(demo, "train_and_write", lambda *args: broken if args[-1] else plain)
+    assert demo.run(tiny(whole_run.device)) == 1
     printed = capsys.readouterr().out
     assert "1 differ with graphs" in printed
     assert re.search(r"parameter head\.bias: 1 of \d+ elements differ, by up to", printed)
@@ -80,7 +97,7 @@ def table(printed: str) -> dict[str, list[int]]:
 # ----------------------------------------------------------------------------------------------------------- comparison
 
 
-def test_equal_outcomes_have_no_differences(outcome: demo.Outcome) -> None:
+def test_equal_outcomes_have_no_differences(outcome: demo.DemoRun) -> None:
     copies = {name: value.clone() for name, value in outcome.parameters.items()}
     assert demo.differences(outcome, replace(outcome, parameters=copies)) == []
 
@@ -105,12 +122,12 @@ def test_equal_outcomes_have_no_differences(outcome: demo.Outcome) -> None:
     ids=["loss", "parameter", "sign of zero", "character"],
 )
 def test_each_difference_is_named(
-    outcome: demo.Outcome, alter: Callable[[demo.Outcome], demo.Outcome], said: Sequence[str]
+    outcome: demo.DemoRun, alter: Callable[[demo.DemoRun], demo.DemoRun], said: Sequence[str]
 ) -> None:
     assert demo.differences(outcome, alter(outcome)) == said
 
 
-def test_many_differences_are_cut_short(outcome: demo.Outcome) -> None:
+def test_many_differences_are_cut_short(outcome: demo.DemoRun) -> None:
     other = replace(outcome, text="x" * 30)
     lines = list(demo._verdict(other, other, demo.differences(replace(outcome, text="y" * 30), other)))
     assert "DISAGREEMENT: of 2 losses, 2 parameters and 30 characters, 30 differ with graphs from without:" in lines
@@ -175,7 +192,8 @@ def test_wrong_device_is_refused(device: str, said: str, capsys: pytest.CaptureF
     assert said in capsys.readouterr().err
 
 
-def test_module_can_be_run() -> None:
-    done = subprocess.run([sys.executable, "-m", "thunder_cg", "demo", "--help"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "--device" in done.stdout
+def test_help_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        command_line.main(["demo", "--help"])
+    assert left.value.code == 0
+    assert "--device" in capsys.readouterr().out

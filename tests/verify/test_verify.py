@@ -1,4 +1,4 @@
-"""`verify`: what is planted is caught and named, the result is the eager one, and what is right stays captured."""
+"""`verify`: wrong operators are found and named, the call gets the eager result, and right ones stay captured."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from thunder_cg import CaptureError, DisagreementWarning, explain
 from thunder_cg.analysis import rules
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.program import Program
-from thunder_cg.verify import trial as verification
-from thunder_cg.verify.trial import _fingerprint, _is_tolerable, _same
+from thunder_cg.verify.compare import is_tolerable
+from thunder_cg.verify.compare import same as same_bits
+from thunder_cg.verify.hashes import CHUNK, hash_tensor
+from thunder_cg.verify.trial import Trial
 
 HERE = "test_verify.py"
 
 
 class Planted:
-    """Operators of the user's own, each allowed: what ``fn`` reads on the host is frozen in a graph."""
+    """Registers operators that are wrong in a graph: what ``fn`` reads on the host is frozen there."""
 
     def __init__(self) -> None:
         self.executor = thunder.extend.OperatorExecutor("planted")
@@ -78,7 +80,7 @@ def caught() -> Iterator[list[str]]:
 
 
 def outcomes(model: Any, inputs: Any, *, backward: bool = False) -> list[Any]:
-    """What each call gives, gradients of the parameters with it."""
+    """The result of each call, and the gradients of the parameters."""
     made = []
     for x in inputs:
         y = model(x)
@@ -90,11 +92,11 @@ def outcomes(model: Any, inputs: Any, *, backward: bool = False) -> list[Any]:
     return made
 
 
-# ------------------------------------------------------------------------------------------------------ what is planted
+# -------------------------------------------------------------------------------------------- wrong operators are found
 
 
 class Net(nn.Module):
-    """Something of everything around an operator: a layer, dropout, statistics, a buffer that is written."""
+    """An operator among a layer, dropout, statistics and a buffer that is written."""
 
     def __init__(self, op: Any) -> None:
         super().__init__()
@@ -277,12 +279,12 @@ def test_every_recording_with_the_region_goes(planted, twins, device):
 
 
 def program(jitted: Any) -> Program:
-    """That of the only forward."""
+    """The program of the only forward."""
     return locate(jitted).programs[0].program
 
 
 def test_forwards_in_flight(planted, twins, device):
-    """Their backwards would replay a graph that has been quarantined meanwhile."""
+    """Their backwards must not replay a graph that has been quarantined meanwhile."""
     factor = [2.0]
     back = planted("scale_gradient", lambda x: x * factor[0])
     op = planted("scale", lambda x: x * 2.0, backward=back)
@@ -426,7 +428,7 @@ def test_memory_that_results_share_with_inputs(planted, twins, device, at_first,
 
 @pytest.mark.parametrize("how", ["a write", "an integer", "strides", "order"])
 def test_the_operator_to_blame(planted, twins, device, how):
-    """Not one after it, which reads what it makes or writes."""
+    """A later op that reads its result, or what it writes, is not blamed."""
     factor = [0]
 
     def write(x, y):
@@ -470,7 +472,7 @@ def test_the_operator_to_blame(planted, twins, device, how):
         assert all(f"made by wrong at {HERE}" in message and "deny=['wrong']" in message for message in found)
 
 
-# -------------------------------------------------------------------------------------------------------- what is right
+# ------------------------------------------------------------------------------------------------------ right ones stay
 
 
 def tokens(device, rows=2, length=8):
@@ -517,14 +519,14 @@ def test_one_call_in_n_goes_thunders_way(twins, device, training):
 
 
 def test_gradients_still_go_in_bulk(twins, device):
-    """A verified call takes Thunder's way, which must not wear out what accumulates gradients in bulk."""
+    """A verified call goes through Thunder's dispatch, which must not exhaust what accumulates gradients in bulk."""
     _, graphed = twins(mlp(1), verify=2)
     outcomes(graphed, [torch.randn(4, 16, device=device) for _ in range(200)], backward=True)
     (entry,) = graphed._forward_fn._entries
-    ((_, way),) = entry._straight
+    ((_, path),) = entry._training
     x = torch.randn(4, 16, device=device)
     graphed(x)
-    kept = way._keeper._kept
+    kept = path._keeper._kept
     assert kept is None or kept._may_deliver
 
 
@@ -553,7 +555,7 @@ def test_out_of_memory_costs_no_call(twins, device, monkeypatch, step):
     def fails(*args: Any, **kwargs: Any) -> Any:
         raise torch.OutOfMemoryError("planted")
 
-    monkeypatch.setattr(verification._Trial, step, fails)
+    monkeypatch.setattr(Trial, step, fails)
     plain, graphed = twins(MLPWithDropout(), verify=1)
     for seed in range(4):
         x = torch.randn(4, 8, device=device)
@@ -569,9 +571,9 @@ def test_out_of_memory_costs_no_call(twins, device, monkeypatch, step):
 
 @contextmanager
 def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int) -> Iterator[list[float]]:
-    """Another thread draws after some of these steps of trials, and says what."""
+    """Another thread draws after some of these steps of trials. Yields the numbers that it drew."""
     drawn: list[float] = []
-    original = getattr(verification._Trial, step)
+    original = getattr(Trial, step)
 
     def draw() -> None:
         drawn.append(torch.rand((), dtype=torch.float64, device=device).item())
@@ -585,7 +587,7 @@ def drawing(monkeypatch: pytest.MonkeyPatch, device: str, step: str, times: int)
         return made
 
     with monkeypatch.context() as patch:
-        patch.setattr(verification._Trial, step, stepped)
+        patch.setattr(Trial, step, stepped)
         yield drawn
 
 
@@ -656,7 +658,7 @@ def test_a_wrong_operator_is_caught_though_others_draw_now_and_then(planted, twi
 
 
 def test_dropout_on_two_threads(twins, device):
-    """Trials take turns, and what else the other thread does is no disagreement."""
+    """Trials that draw exclude each other, and other draws of the other thread are no disagreement."""
     models = [twins(lambda x: nn.functional.dropout(torch.sin(x) * 2, 0.5) * 3, verify=1)[1] for _ in range(2)]
     errors: list[BaseException] = []
 
@@ -686,12 +688,12 @@ class MLPWithDropout(nn.Module):
         return torch.sin(nn.functional.dropout(self.op(self.layer(x)), 0.5))
 
 
-# ---------------------------------------------------------------------------------------------- what is no disagreement
+# ------------------------------------------------------------------------------------------------ tolerated differences
 
 
 @pytest.fixture
 def unsteady_sum() -> Iterator[Any]:
-    """An operator that sums rows in an order of its own at each run, in replays, too, as atomic additions do."""
+    """An operator that sums rows in another order at each run and each replay, as atomic additions do."""
     library = torch.library.Library("thunder_cg_tests", "DEF")
     library.define("unsteady_sum(Tensor x) -> Tensor")
     order = random.Random(0)
@@ -740,7 +742,7 @@ def test_kernels_that_are_not_deterministic_on_cuda(twins, backend, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_attention_is_right(twins, backend, device, dtype):
-    """Its kernels hand out seeds that they never write where nothing is dropped, and some add atomically."""
+    """Without dropout its kernels return seeds that they never wrote, and some of them add atomically."""
     if backend == "tape" and dtype is torch.float16:
         pytest.skip("the CPU has the same kernels for both")
     plain, graphed = twins(GPT(layers=1, heads=2).to(dtype), verify=1)
@@ -769,36 +771,36 @@ def test_memory_that_nobody_writes(twins, device):
 def test_tolerance():
     base = torch.randn(1000, dtype=torch.float64).float()
     noise = [base + torch.randn(1000) * 1e-6 for _ in range(10)]
-    assert _is_tolerable(noise[:5], noise[5:], None)
-    assert not _is_tolerable(noise[:5], [noise[5]] * 5, None), "the graph is frozen"
-    assert not _is_tolerable([noise[0]] * 5, noise[5:], None), "the ops are deterministic"
-    assert not _is_tolerable(noise[:5], [n + 1e-3 for n in noise[5:]], None), "far beyond the spread"
+    assert is_tolerable(noise[:5], noise[5:], None)
+    assert not is_tolerable(noise[:5], [noise[5]] * 5, None), "the graph is frozen"
+    assert not is_tolerable([noise[0]] * 5, noise[5:], None), "the ops are deterministic"
+    assert not is_tolerable(noise[:5], [n + 1e-3 for n in noise[5:]], None), "far beyond the spread"
     wild = [base + torch.randn(1000) for _ in range(10)]
-    assert not _is_tolerable(wild[:5], wild[5:], None), "no rounding"
+    assert not is_tolerable(wild[:5], wild[5:], None), "no rounding"
     holes = [n.clone() for n in noise]
     holes[5][3] = float("nan")
-    assert not _is_tolerable(holes[:5], holes[5:], None)
+    assert not is_tolerable(holes[:5], holes[5:], None)
     whole = [torch.arange(10) + i for i in range(10)]
-    assert not _is_tolerable(whole[:5], whole[5:], None), "integers are exact"
+    assert not is_tolerable(whole[:5], whole[5:], None), "integers are exact"
     garbage = [torch.tensor([7.0, float(i)]) for i in range(10)]
-    assert _is_tolerable(garbage[:5], garbage[5:], torch.tensor([False, True]))
-    assert not _is_tolerable(garbage[:5], garbage[5:], torch.tensor([True, False]))
+    assert is_tolerable(garbage[:5], garbage[5:], torch.tensor([False, True]))
+    assert not is_tolerable(garbage[:5], garbage[5:], torch.tensor([True, False]))
 
 
 def test_bits():
     nan = torch.tensor([float("nan")])
     other = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
-    assert _same(nan, nan.clone()) and not _same(nan, other)
-    assert not _same(torch.tensor([0.0]), torch.tensor([-0.0]))
-    assert _same(torch.zeros(0, 3), torch.zeros(0, 3)) and not _same(torch.zeros(2, 3), torch.zeros(3, 2).t())
+    assert same_bits(nan, nan.clone()) and not same_bits(nan, other)
+    assert not same_bits(torch.tensor([0.0]), torch.tensor([-0.0]))
+    assert same_bits(torch.zeros(0, 3), torch.zeros(0, 3)) and not same_bits(torch.zeros(2, 3), torch.zeros(3, 2).t())
     for dtype in (torch.bool, torch.uint8, torch.int64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64):
         t = torch.arange(6).reshape(2, 3).to(dtype)
-        assert _same(t, t.clone()) and _same(t.conj(), t.conj())
+        assert same_bits(t, t.clone()) and same_bits(t.conj(), t.conj())
 
 
-def test_fingerprints():
+def test_value_hashes():
     t = torch.randn(3, 4, 5)
-    assert int(_fingerprint(t)) == int(_fingerprint(t.clone())) == int(_fingerprint(t.t_().t() if t.dim() < 3 else t))
+    assert int(hash_tensor(t)) == int(hash_tensor(t.clone())) == int(hash_tensor(t.t_().t() if t.dim() < 3 else t))
     for other in (
         t.roll(1, 0),
         t.roll(1, 1),
@@ -807,15 +809,15 @@ def test_fingerprints():
         -t,
         t.transpose(0, 1).contiguous().transpose(0, 1),
     ):
-        assert int(_fingerprint(other)) != int(_fingerprint(t))
-    assert int(_fingerprint(torch.eye(2))) != int(_fingerprint(torch.eye(2).flip(0)))
+        assert int(hash_tensor(other)) != int(hash_tensor(t))
+    assert int(hash_tensor(torch.eye(2))) != int(hash_tensor(torch.eye(2).flip(0)))
     expanded = torch.randn(3, 1).expand(3, 4)
-    assert int(_fingerprint(expanded)) != int(_fingerprint(expanded.flip(0)[:, :1].expand(3, 4)))
-    long = torch.randn(3 * verification._CHUNK + 1)
+    assert int(hash_tensor(expanded)) != int(hash_tensor(expanded.flip(0)[:, :1].expand(3, 4)))
+    long = torch.randn(3 * CHUNK + 1)
     for at in (0, 1):
-        assert int(_fingerprint(long)) != int(_fingerprint(long.roll(verification._CHUNK + at)))
+        assert int(hash_tensor(long)) != int(hash_tensor(long.roll(CHUNK + at)))
     for t in (torch.tensor(3.0), torch.zeros(0), torch.randn(2, dtype=torch.complex128).conj(), torch.ones(2) > 0):
-        assert isinstance(int(_fingerprint(t)), int)
+        assert isinstance(int(hash_tensor(t)), int)
 
 
 def test_captures_are_verified_however_rare_samples_are(twins, device):

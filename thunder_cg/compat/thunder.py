@@ -6,6 +6,7 @@ read by the functions below.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
@@ -37,9 +38,11 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, f
 from thunder.core.transform_common import Transform
 from thunder.executors.passes import del_last_used
 from thunder.executors.torch_autograd import connect_to_autograd
+from thunder.executors.torchex import ex as _torch_executor
 from thunder.executors.torchex import no_autocast
-from thunder.extend import FusionExecutor, register_executor
+from thunder.extend import FusionExecutor, get_default_executors, get_executor, register_executor
 from thunder.plugins import register_plugin
+from thunder.torch import _torch_to_thunder_function_map
 
 __all__ = [
     "CACHE_OPTIONS",
@@ -74,9 +77,13 @@ __all__ = [
     "current_trace",
     "del_last_used",
     "dispatch_of",
+    "drop_self_reference",
+    "drop_self_references",
     "dtypes",
     "from_trace",
     "get_compile_data",
+    "get_default_executors",
+    "get_executor",
     "module_buffers",
     "module_cache",
     "module_parameters",
@@ -89,6 +96,8 @@ __all__ = [
     "register_executor",
     "register_plugin",
     "set_dispatch",
+    "symbols_of_functions",
+    "torch_executor_has",
     "tracectx",
     "tree_flatten",
     "tree_flatten_with_dataclass",
@@ -175,3 +184,31 @@ def dispatch_of(module: ThunderModule) -> Callable[..., Any]:
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
     """Puts another function in the place of the one that a compiled module calls."""
     module._forward_fn = forward
+
+
+def drop_self_reference(function: Callable[..., Any]) -> None:
+    """Takes a function that Thunder built out of its own globals: the cycle would keep all that it names alive."""
+    inner = inspect.unwrap(function)
+    inner.__globals__.pop(inner.__name__, None)
+
+
+def drop_self_references(entry: CacheEntry) -> None:
+    """`drop_self_reference` for all functions of a cache entry, so that the entry is freed by reference counting."""
+    for function in (entry.prologue_fn, entry.computation_fn, entry.backward_fn, entry.epilogue_fn):
+        if function is not None:
+            drop_self_reference(function)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Operators
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def symbols_of_functions() -> dict[Any, Any]:
+    """Thunder's symbol for each function of PyTorch that it knows."""
+    return _torch_to_thunder_function_map
+
+
+def torch_executor_has(name: str) -> bool:
+    """Whether the torch executor has a symbol of that name. It has none for derivatives that Thunder writes out."""
+    return name in _torch_executor.opmap

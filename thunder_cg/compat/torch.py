@@ -5,10 +5,18 @@ Functions that a steady call uses are PyTorch's own objects under another name: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import types
+import unittest
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
+from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
+from weakref import ref
 
 import torch
 from torch._C._dynamo import guards as _guards
@@ -27,6 +35,7 @@ __all__ = [
     "TorchDispatchMode",
     "addresses_equal",
     "any_autocast_enabled",
+    "attribute_dictionaries",
     "autograd_base",
     "autograd_is_active",
     "backward_keeps_graph",
@@ -37,9 +46,14 @@ __all__ = [
     "dictionary_guard",
     "disable_dispatch_modes",
     "dispatch_mode_count",
+    "dynamo_counters",
+    "dynamo_recompile_limit",
     "empty_strided",
+    "end_allocate_to_pool",
     "engine_will_execute",
+    "forget_dynamic_sizes",
     "forward_ad_level",
+    "function_apply",
     "function_mode_count",
     "functorch_is_active",
     "has_accumulate_hooks",
@@ -48,12 +62,15 @@ __all__ = [
     "is_traced",
     "is_view",
     "is_zero_tensor",
+    "keep_cublas_workspaces",
     "kernel_settings",
     "may_overlap_itself",
     "neg_view",
     "only_device_modes",
+    "operator_table",
     "preserve_version_counter",
     "saved_tensors_hooks",
+    "storage_id",
     "tensor_guards",
     "tree_flatten",
     "tree_leaves",
@@ -138,6 +155,8 @@ def tensor_guards(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> T
 def dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
     """A check that objects have their types and their dictionaries, and that nothing was written to a dictionary.
 
+    The check owns what it watches, except for objects that ``watched`` has weak references to.
+
     Where CPython does not report writes to attributes, the check is always False unless only dictionaries are watched.
     """
     if attribute_writes_are_reported() or all(isinstance(item, dict) for item in watched):
@@ -151,6 +170,9 @@ def _dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
     kind = GuardManagerType.GUARD_MANAGER
     for i, item in enumerate(scope):
         guard: Any = manager.tuple_getitem_manager(i, str(i), item, kind)
+        if isinstance(item, ref):
+            item = item()
+            guard = guard.weakref_call_manager(f"{i}()", item, kind)
         if not isinstance(item, dict):
             _add_guard(guard.add_type_match_guard, id(type(item)))
             guard, item = guard.get_generic_dict_manager(f"{i}.__dict__", vars(item), kind), vars(item)
@@ -163,6 +185,11 @@ def _add_guard(add: Callable[..., None], value: Any) -> None:
         add(value, [], None)
     except TypeError:  # torch before 2.11
         add(value, [])
+
+
+def attribute_dictionaries(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
+    """The dictionaries in which a module has attributes, parameters and buffers."""
+    return vars(module), module._parameters, module._buffers
 
 
 class _Probe:
@@ -264,6 +291,12 @@ def backward_keeps_graph() -> bool:
     return torch._C._current_graph_task_id() != -1 and torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def function_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """What ``function.apply`` calls where no transform of torch.func is active, without the check whether one is."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
 def has_accumulate_hooks(leaf: torch.Tensor) -> bool:
     """Whether hooks wait for the gradient of the leaf, or for its accumulation."""
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
@@ -285,3 +318,64 @@ def composite_sees_views() -> Iterator[None]:
     with torch._C._PreserveDispatchKeyGuard():
         torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
         yield
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# For the tools: Dynamo, cuBLAS, the allocator, PyTorch's table of operators
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def dynamo_recompile_limit(limit: int) -> AbstractContextManager[None]:
+    """Inside, Dynamo compiles a code object so many times. Compiled copies of a model share its code objects."""
+    limited: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=limit)
+    return limited
+
+
+def forget_dynamic_sizes() -> None:
+    """Makes Dynamo forget which sizes varied: it compiles such sizes as dynamic ones from the start."""
+    torch._dynamo.pgo.reset_code_state()
+
+
+def dynamo_counters() -> list[Counter[str]]:
+    """Dynamo's live counts of graph breaks, by reason; which of the two it uses depends on the version of torch."""
+    return [torch._dynamo.utils.counters[name] for name in ("graph_break", "unimplemented")]
+
+
+def keep_cublas_workspaces() -> AbstractContextManager[Any]:
+    """Inside, Inductor frees no cuBLAS workspaces. It frees all of them when it records a graph, although other graphs
+    write to them."""
+    return patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True)
+
+
+def end_allocate_to_pool(device: int, pool: Any) -> None:
+    """Ends the allocation to a pool. RuntimeError if no capture allocates to it."""
+    torch._C._cuda_endAllocateToPool(device, pool)
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number that two tensors have in common if they share their storage."""
+    return tensor.untyped_storage()._cdata
+
+
+@cache
+def operator_table() -> tuple[Any, ...]:
+    """``op_db``, the table of operators with sample inputs that PyTorch's tests use.
+
+    The package of PyTorch's tests imports `expecttest`, which the table does not need, and forbids the process to set
+    any flag of ``torch.backends``: a stand-in replaces the first, and the second is ignored.
+    """
+    if "expecttest" not in sys.modules and find_spec("expecttest") is None:
+        stand_in = types.ModuleType("expecttest")
+        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+        sys.modules["expecttest"] = stand_in
+    with patch.object(torch.backends, "disable_global_flags", lambda: None), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that it imports where they are installed
+        from torch.testing._internal import common_methods_invocations as source
+
+    source.wrapper_set_seed = _call_without_seed  # type: ignore[attr-defined]
+    return tuple(source.op_db)
+
+
+def _call_without_seed(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces the table's function that seeds before each call, which Thunder cannot trace."""
+    return op(*args, **kwargs)

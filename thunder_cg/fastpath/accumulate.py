@@ -6,48 +6,101 @@ in a step. So a backward that is one replay puts gradients where those nodes wou
 - a plain ``backward()`` runs all of them, not one with ``inputs=``, nor ``torch.autograd.grad``;
 - the parameters have no gradient yet, so there is nothing to add to, in whatever order;
 - the gradient shares no memory: of what does, autograd keeps copies, but for the last;
-- no parameter has hooks, and its node has none either: nobody but us held it when it was made, and since then nobody
-  has registered a hook of any kind from Python;
+- no parameter has hooks, and its node has none either: see Note [Nodes without hooks];
 - no other call of the function waits for its backward.
+
+Note [Nodes without hooks]
+    PyTorch does not say whether a node has hooks. A node lives as long as anybody holds it: a loss of an earlier step
+    that is still there does. A node that nobody holds when it is asked for is made, and has no hooks; that is noted in
+    the node, which Thunder's own calls and ours use from then on. As long as nobody has registered a hook of any kind
+    from Python, anywhere, the node still has none. Where somebody has, a hook of ours is registered and removed again,
+    which shows the others. A node that somebody held before its first call may have hooks from C++, as those of data
+    parallelism, and is left alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from thunder_cg.runtime.recording import address_if_any
+from thunder_cg.compat.torch import engine_will_execute, has_accumulate_hooks
+from thunder_cg.runtime.tensors import address_if_any
 
-_MARK = "thunder_cg"
+_NO_HOOKS = "thunder_cg"  # in a node's metadata: how many hooks had been registered when the node had none
 _MAX_RENEWALS = 64  # of nodes, because somebody registered a hook somewhere
+_probes = 0  # how many hooks of ours have been registered
+
+
+def _registered() -> int:
+    """How many hooks others have registered from Python, in this process."""
+    return RemovableHandle.next_id - _probes
+
+
+def nodes_of(leaves: Iterable[torch.Tensor]) -> list[Any]:
+    """The nodes that accumulate the gradients of leaves. Of those that are made here, it is noted that they are new."""
+    return [_node_of(leaf) for leaf in leaves]
+
+
+def _node_of(leaf: torch.Tensor) -> Any:
+    if _NO_HOOKS in _node(leaf).metadata:
+        return _node(leaf)
+    _node(leaf).metadata[_NO_HOOKS] = -1  # goes with the node at once, unless somebody holds the node
+    node = _node(leaf)
+    if node.metadata.pop(_NO_HOOKS, None) is None:
+        node.metadata[_NO_HOOKS] = _registered()
+    return node
+
+
+def _node(leaf: torch.Tensor) -> Any:
+    return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def _has_no_hooks(node: Any) -> bool:
+    """See Note [Nodes without hooks]."""
+    known = node.metadata.get(_NO_HOOKS)
+    if known is None or (known != _registered() and _has_python_hooks(node)):
+        return False
+    node.metadata[_NO_HOOKS] = _registered()
+    return True
+
+
+def _has_python_hooks(node: Any) -> bool:
+    global _probes
+    found = 0
+    for register in (node.register_prehook, node.register_hook):
+        handle = register(lambda *gradients: None)
+        _probes += 1
+        found += len(handle.hooks_dict_ref() or ()) - 1
+        handle.remove()
+    return found > 0
 
 
 class Accumulators:
     """The nodes of some parameters, as they were for one or more forwards.
 
-    To hold them pays even where gradients go the ordinary way: otherwise they live from forward to backward, and
+    To hold them pays even where gradients take the ordinary way: otherwise they live from forward to backward, and
     autograd's thread has to take the interpreter's lock to free each of them.
     """
 
     def __init__(self, positions: Sequence[int], leaves: Sequence[torch.Tensor], look_for_hooks: bool) -> None:
         self._positions = positions
         self._leaves = leaves
-        alone = len(set(map(id, leaves))) == len(leaves)  # tied weights have one node for several gradients
-        self._may_deliver = look_for_hooks and alone and all(map(_is_new, leaves))
-        self._nodes = [_node(leaf) for leaf in leaves]
-        self._handles = RemovableHandle.next_id
+        self._nodes = nodes_of(leaves)
+        is_tied = len(set(map(id, leaves))) < len(leaves)  # tied weights have one node for several gradients
+        self._may_deliver = look_for_hooks and not is_tied and all(map(_has_no_hooks, self._nodes))
+        self._handles = _registered()
 
     @property
     def is_current(self) -> bool:
         """Whether nobody has registered a hook since."""
-        return bool(self._handles == RemovableHandle.next_id)
+        return self._handles == _registered()
 
     def deliver(self, gradients: Sequence[Any], others: Sequence[Any] | None) -> Sequence[Any]:
-        """Takes what may be accumulated in bulk out of a backward's results, and does that.
+        """Takes what may be accumulated in bulk out of a backward's results, and accumulates it.
 
         Args:
             gradients: the results.
@@ -75,12 +128,10 @@ class Accumulators:
         One that has been frozen since the forward gets no gradient.
         """
         for leaf in self._leaves:
-            if leaf.grad is not None or leaf._backward_hooks or leaf._post_accumulate_grad_hooks:
-                return False
-            if not leaf.requires_grad:
+            if leaf.grad is not None or has_accumulate_hooks(leaf) or not leaf.requires_grad:
                 return False
         try:
-            return all(map(torch._C._will_engine_execute_node, self._nodes))
+            return all(map(engine_will_execute, self._nodes))
         except RuntimeError:  # torch.autograd.grad with one of them among its inputs
             return False
 
@@ -111,13 +162,3 @@ class Keeper:
     def drop(self) -> None:
         """Lets go of nodes and parameters."""
         self._kept = None
-
-
-def _node(leaf: torch.Tensor) -> Any:
-    return torch.autograd.graph.get_gradient_edge(leaf).node
-
-
-def _is_new(leaf: torch.Tensor) -> bool:
-    """Whether nobody holds the leaf's node: one that is asked for twice in a row is made twice then."""
-    _node(leaf).metadata[_MARK] = True
-    return _node(leaf).metadata.pop(_MARK, None) is None

@@ -1,13 +1,14 @@
-"""Writes a call that is nothing but a replay as one Python function: straight-line code with everything bound.
+"""The inference fast path: a call that is nothing but one replay, as one function that reads from top to bottom.
 
-Once the kernels are a graph, a call's host time is what Python does around the launch: calls of small functions,
-look-ups, loops. The function written here makes the same checks and copies as the methods that it stands for.
+Once the kernels are a graph, a call's host time is what Python does around the launch. So all that the call needs is
+bound to local names of the factory, and the C++ checks are called directly.
 
 Note [Checks after the launch]
     A graph that draws no random numbers and writes only to its arena and to new memory does nothing that anybody could
-    see. So what has nothing to do with memory (settings, grad mode, attributes of modules) is checked while the GPU
-    works already. Where such a check fails, the results are dropped and the call goes Thunder's way; from then on,
-    that recording makes all checks first, since alternating calls would have the GPU work in vain.
+    see. So what has nothing to do with memory is checked while the GPU works already: the state of the thread, settings
+    of kernels, attributes of modules, and metadata of static tensors, whose addresses are checked before. If such a
+    check fails, the results are dropped and the call takes Thunder's dispatch. From then on, that recording makes all
+    checks first, since calls that alternate would have the GPU work in vain.
 """
 
 from __future__ import annotations
@@ -15,105 +16,129 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from thunder_cg.compat.thunder import CacheEntry
+from thunder_cg.compat.torch import addresses_equal, kernel_settings, tensor_guards
 from thunder_cg.errors import ReplayRefused
-from thunder_cg.fastpath.guards import GuardMismatch, PrologueGuard
-from thunder_cg.fastpath.training import MISS, Compiled, Region, Result, Tensors
-from thunder_cg.runtime import recording as recordings
-from thunder_cg.runtime.code import Code
-from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
+from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion
+from thunder_cg.fastpath.guard import PrologueGuard
+from thunder_cg.fastpath.outcomes import MISS
+from thunder_cg.fastpath.state import getter
+from thunder_cg.runtime import skip_reasons
+from thunder_cg.runtime.recording import Recording
+from thunder_cg.runtime.tensors import ALIGNMENT
+
+Call = Callable[..., Any]  # with a call's arguments; returns the call's result or MISS
 
 
-def inference(
-    compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any], counted: Callable[[], None]
-) -> Callable[..., Any]:
+def inference_fast_path(
+    compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any], statistics: Any
+) -> Call:
     """The function that only replays ``recording``: it takes a call's arguments, and returns its result or `MISS`.
+
+    Args:
+        values: what ``guard`` looked up for the present call, for which ``recording`` has to be.
+        statistics: Thunder's, of the compiled module.
 
     Raises:
         Unsupported: the trace holds more than one region, or its results are not all the region's.
         GuardMismatch: the recording is not for the call that ``values`` are of.
     """
     program, entry = compiled.forward, compiled.entry
-    trace = entry.computation_traces[-1]
-    region = Region(program, recording)
-    pick = guard.picker(region.inputs)
-    if not region.begins_with(pick(values)):
-        raise GuardMismatch("it was recorded with other tensors")
-    others = Tensors(guard, [name for name in guard.metadata if name not in region.inputs], values)
-    result = Result(compiled, guard, trace.bound_symbols[-1].args[0], compiled.made)
+    region = OnlyRegion(program, recording.forward)
+    pick_tensors = guard.picker(region.inputs)
+    region.adapt_guard(list(pick_tensors(values)))
+    tensors_hold, is_simple, aligned = region.guard.holds, region.guard.is_simple, region.guard.aligned
+    addresses, static, metadata_holds = region.guard.addresses, region.guard.static, region.guard.metadata.check
+    pick_inputs = getter([i for i, _ in aligned])  # the tensors that are not static
+    inputs_hold = tensor_guards(pick_inputs(list(pick_tensors(values)))).check if aligned else None
+    others = MetadataGuard(guard, [name for name in guard.metadata if name not in region.inputs], values)
+    others_hold = None if others.is_empty else others.holds
+    takes_all_values = guard.makes_exactly(region.inputs)
+    result = CallResult(compiled, guard, entry.computation_traces[-1].bound_symbols[-1].args[0])
+    result_of, only_result, prologue_fn = result.of, result.only, entry.prologue_fn
+    backend, skip_reason, may_be_early = program.backend, skip_reasons.skip_reason, program.is_invisible
+    positional, keywords, sharing_is_expected = guard.positional, guard.keywords, guard.sharing_is_expected
+    is_alone = keywords is not None and positional + len(keywords) == 1  # one argument shares no memory
+    look_up, cache, parameters_key = guard.look_up, guard.parameters_cache, guard.parameters_key
+    global_state_holds, attributes, settings = guard.global_state.holds, guard.attributes, region.guard.settings
+    arena, replay, stats = recording.arena, region.graph.replay, region.stats
+    try_hold, enter, release = arena.try_hold, arena.enter, arena.release
 
-    code = Code()
-    refuse = f"return {code.name(MISS, 'refused')}"
-    recorded, ran = code.name(recording, "recording"), code.name(program, "program")
-    first = [f"not {recorded}.dropped", *program.conditions(code), *region.graph.graph.conditions(code)]
-    first += guard.arity_conditions(code)
-    rest = guard.global_state.conditions(code)
-    rest += [f"{now} == {then!r}" for now, then in zip(recordings.read_settings(code), region.guard.settings)]
-    rest.append(guard.attributes_condition(code))
-    may_wait = program.is_invisible
-    checks = f"({' and '.join(rest)})"
-    code.add("try:")
-    if may_wait:
-        code.add(f"early = {recorded}.may_launch_early", 2)
-    first.append(f"(early or {checks})" if may_wait else checks)
-    code.add(f"if not ({' and '.join(first)}):", 2)
-    code.add(refuse, 3)
-    code.add(f"values = {guard.look_up(code)}", 2)
-    code.add(
-        "tensors = values" if guard.are_all(region.inputs) else f"tensors = list({code.name(pick, 'pick')}(values))", 2
-    )
-    conditions = _guard_conditions(code, region.guard, "tensors")
-    if not others.is_empty:
-        conditions.append(f"{code.name(others.hold, 'others_hold')}(values)")
-    code.add(f"if not ({' and '.join(conditions)}):", 2)
-    code.add(refuse, 3)
-    code.add("except Exception:  # as Thunder: the prologue of another cache entry may pass")
-    code.add(refuse, 2)
-    arena = recording.arena
-    arena.write_hold(code, refuse)
-    code.add("try:")
-    arena.write_enter(code, 2)
-    found = _write_replay(code, region.graph, "tensors", 2, refuse)
-    if may_wait:
-        code.add("try:", 2)
-        code.add(f"holds = not early or {checks}", 3)
-        code.add("except Exception:", 2)
-        code.add("holds = False", 3)
-        code.add("if not holds:", 2)
-        code.add(f"{recorded}.may_launch_early = False", 3)
-        code.add(refuse, 3)
-    code.add(f"except {code.name(ReplayRefused, 'ReplayRefused')}:")
-    code.add(refuse, 2)
-    code.add("finally:")
-    arena.write_release(code, 2)
-    code.add(f"{ran}.calls += 1")
-    code.add(f"{ran}.fast_path_calls += 1")
-    code.add(f"{code.name(region.stats, 'stats')}.replays += 1")
-    code.add(f"{code.name(counted, 'counted')}()")
-    code.add(f"return {result.expression(code, found)}")
-    return code.function("call(*args, **kwargs)")
+    def state_holds(tensors: list[Any]) -> bool:
+        """What may be checked after the launch."""
+        return (
+            (not static or metadata_holds(*tensors))
+            and global_state_holds()
+            and kernel_settings() == settings
+            and (attributes.unchanged() or attributes.holds())
+        )
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            # What a launch needs: a graph that is still there, and nothing on this thread that has to see operators.
+            if recording.dropped or program.calls >= program.verify_after or skip_reason(backend, saves=False):
+                return MISS
+            # The arguments, and the parameters where they were.
+            if keywords is None:
+                values = look_up(args, kwargs)
+            elif len(args) == positional and len(kwargs) == len(keywords):
+                parameters = (cache if cache.unchanged() else cache.renewed())[parameters_key]
+                values = [*args, *map(kwargs.__getitem__, keywords), *parameters]
+            else:
+                return MISS
+            if not (is_alone or sharing_is_expected(args, kwargs)):
+                return MISS
+            tensors = values if takes_all_values else list(pick_tensors(values))
+            # Addresses of static tensors, and all of the others: see Note [Checks after the launch].
+            if not is_simple:
+                if not tensors_hold(tensors):
+                    return MISS
+            elif not addresses_equal(tensors, addresses, static):
+                return MISS
+            elif inputs_hold is not None:
+                if not inputs_hold(*pick_inputs(tensors)):
+                    return MISS
+                for i, alignment in aligned:
+                    if tensors[i].data_ptr() % ALIGNMENT != alignment:
+                        return MISS
+            if not (others_hold is None or others_hold(values)):
+                return MISS
+            launch_early = may_be_early and recording.may_launch_early
+            if not (launch_early or state_holds(tensors)):
+                return MISS
+        except Exception:  # as in Thunder: the prologue of another cache entry may pass
+            return MISS
+        if not try_hold():
+            return MISS
+        try:
+            enter()
+            results = replay(tensors)
+            if launch_early:
+                try:
+                    holds = state_holds(tensors)
+                except Exception:
+                    holds = False
+                if not holds:
+                    recording.may_launch_early = False
+                    return MISS
+        except ReplayRefused:
+            return MISS
+        finally:
+            release()
+        program.calls += 1
+        program.fast_path_calls += 1
+        stats.replays += 1
+        statistics.calls += 1
+        statistics.cache_hits += 1
+        if statistics.last_prologue is not prologue_fn:
+            note_last(statistics, entry)
+        return results[only_result] if only_result is not None else result_of(values, results)
+
+    return call
 
 
-def _guard_conditions(code: Code, guard: Guard, tensors: str) -> list[str]:
-    """What `Guard.holds` checks of the list called ``tensors``, but for the settings."""
-    if not guard.is_simple:
-        return [f"{code.name(guard, 'guard')}.holds({tensors})"]
-    pointers, static = code.name(guard.pointers, "pointers"), code.name(guard.static, "static")
-    found = [f"{code.name(recordings.same_pointers, 'same_pointers')}({tensors}, {pointers}, {static})"]
-    if guard.pointers:
-        found.append(f"{code.name(guard.metadata.check, 'same_metadata')}(*{tensors})")
-    return found + [f"{tensors}[{i}].data_ptr() % {recordings.ALIGNMENT} == {rest}" for i, rest in guard.aligned]
-
-
-def _write_replay(code: Code, graph: RegionGraph, tensors: str, depth: int, refuse: str) -> Callable[[int], str]:
-    """Writes what `RegionGraph.replay` does, and to ``refuse`` where there is no memory for results.
-
-    Returns the expression for each result.
-    """
-    if not graph.is_simple:
-        code.add(f"results = {code.name(graph.replay, 'replay')}({tensors})", depth)
-        return lambda i: f"results[{i}]"
-    sources = [f"{tensors}[{arg}]" for arg in graph.loaded]
-    targets = graph.outputs.write_allocate(code, refuse, depth)
-    graph.graph.write_replay(code, sources, list(targets.values()), depth)
-    fixed = code.name(graph.fixed, "fixed")
-    return lambda i: targets.get(i, f"{fixed}[{i}]")
+def note_last(statistics: Any, entry: CacheEntry) -> None:
+    """Has Thunder's statistics show ``entry`` as the one that the last call was for."""
+    statistics.last_prologue = entry.prologue_fn
+    statistics.last_traces = entry.computation_traces
+    statistics.last_prologue_traces = entry.prologue_traces

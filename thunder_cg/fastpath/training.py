@@ -1,7 +1,7 @@
-"""What runs once a prologue's guard holds: a graph and nothing else where the whole trace is one region.
+"""The training fast path: a forward that one replay makes, and a node of autograd whose backward is one replay, too.
 
-Each way takes the values that the guard looked up and returns the call's result, or `MISS`, and then
-it has done nothing.
+What the forward saves in the arena does not travel through autograd: the node holds the call, and the call the arena.
+What the forward saves of the call's arguments does, so that a change before the backward raises.
 """
 
 from __future__ import annotations
@@ -11,203 +11,74 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from thunder import CacheEntry
-from thunder.core.prims import PrimIDs
-from thunder.core.proxies import Proxy
-from thunder.core.pytree import tree_flatten
-from thunder.core.symbol import BoundSymbol
-from thunder.core.trace import TraceCtx
-from thunder.executors.torch_autograd import connect_to_autograd
-from thunder.executors.torchex import no_autocast
+from torch.autograd.function import once_differentiable
 
-from thunder_cg.analysis.ops import computing
+from thunder_cg.compat.thunder import CollectionProxy, PrimIDs, Proxy, TraceCtx
+from thunder_cg.compat.torch import (
+    autograd_base,
+    autograd_is_active,
+    backward_keeps_graph,
+    function_apply,
+    functorch_is_active,
+)
 from thunder_cg.errors import ReplayRefused
-from thunder_cg.executor import executor
 from thunder_cg.fastpath.accumulate import Accumulators, Keeper
-from thunder_cg.fastpath.guards import GuardMismatch, PrologueGuard, Unsupported
+from thunder_cg.fastpath.compiled import (
+    CallResult,
+    Compiled,
+    MetadataGuard,
+    OnlyRegion,
+    names_of,
+    results_of_region,
+)
+from thunder_cg.fastpath.guard import PrologueGuard
+from thunder_cg.fastpath.outcomes import MISS, Unsupported
 from thunder_cg.runtime.call import Call, SavedState
-from thunder_cg.runtime.code import Code
-from thunder_cg.runtime.program import Program
-from thunder_cg.runtime.recording import Guard, Recording, RegionGraph
-from thunder_cg.runtime.skip_reasons import graph_is_retained
-
-MISS = object()
-
-
-class Compiled:
-    """What Thunder made of one cache entry, and what the transform made of that.
-
-    Args:
-        options: thunder.jit's.
-    """
-
-    def __init__(self, entry: CacheEntry, forward: Program, backward: Program | None, options: dict[str, Any]) -> None:
-        self.entry, self.forward, self.backward, self.options = entry, forward, backward, options
-        trace = entry.epilogue_traces[-1]
-        self.has_plain_epilogue = all(s.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN) for s in trace.bound_symbols)
-        self.epilogue = (
-            trace.python_callable(include_decorators=False) if self.has_plain_epilogue else entry.epilogue_fn
-        )
-        self._made: dict[str, int] | str
-        try:  # in the first call already, and not in each that captures
-            self._made = made_by_region(entry.computation_traces[-1])
-        except Unsupported as error:
-            self._made = str(error)
-
-    @property
-    def made(self) -> dict[str, int]:
-        """The results of the forward's only region, and their positions. `Unsupported` if it is not all of the trace."""
-        if isinstance(self._made, str):
-            raise Unsupported(self._made)
-        return self._made
-
-
-class TracedFastPath:
-    """The way that runs the computation as Thunder would, for any trace."""
-
-    def __init__(self, compiled: Compiled, guard: PrologueGuard, values: list[Any]) -> None:
-        self._entry = compiled.entry
-        self._options = compiled.options
-        self._pick_inputs, self._pick_passed_on = guard.picker(guard.inputs), guard.picker(guard.passed_on)
-        self._tensors = Tensors(guard, list(guard.metadata), values)
-
-    def __call__(self, values: list[Any]) -> Any:
-        if not self._tensors.hold(values):
-            return MISS
-        entry = self._entry
-        result = entry.computation_fn(*self._pick_inputs(values))
-        if entry.backward_fn:
-            data, (saved_tensors, saved_other) = result
-            connect_to_autograd(
-                backward_fn=entry.backward_fn,
-                flat_args=data["flat_args"],
-                flat_output=data["flat_output"],
-                saved_tensors=saved_tensors,
-                saved_other=saved_other,
-                return_none_instead_of_grads=entry.return_none_instead_of_grads,
-                disable_split_autograd=self._options.get("thunderfx_disable_split_autograd", False),
-                is_differentiable_outputs=self._options.get("is_differentiable_outputs"),
-            )
-            result = data["output"]
-        return entry.epilogue_fn(*self._pick_passed_on(values), *result)
-
-
-class Tensors:
-    """The check that tensors are what they were, which is what the prologue wants of them."""
-
-    def __init__(self, guard: PrologueGuard, names: Sequence[str], values: list[Any]) -> None:
-        names = [name for name in names if name in guard.place]
-        self._pick = guard.picker(names)
-        tensors = list(self._pick(values))
-        for name, tensor in zip(names, tensors):
-            try:
-                guard.metadata[name].check(tensor)
-            except AssertionError as error:
-                raise GuardMismatch(f"{name}: {error}") from None
-        self.is_empty = not names
-        self._guard = Guard(tensors, (), frozenset()) if names else None
-
-    def hold(self, values: list[Any]) -> bool:
-        return self._guard is None or self._guard.holds(list(self._pick(values)))
-
-
-class Result:
-    """How the results of a region become what the caller gets."""
-
-    def __init__(self, compiled: Compiled, guard: PrologueGuard, output: Sequence[Any], made: dict[str, int]) -> None:
-        self._pick_passed_on = guard.picker(guard.passed_on)
-        self._order = [made.get(name, -1) for name in _names_of(output)]
-        if -1 in self._order:
-            raise Unsupported("something is returned that the region does not make")
-        self._epilogue = compiled.epilogue
-        trace, plain = compiled.entry.epilogue_traces[-1], compiled.has_plain_epilogue
-        names = [s.output.name for s in trace.bound_symbols if s.sym.id is PrimIDs.UNPACK_TRIVIAL]
-        returned = trace.bound_symbols[-1].args[0] if plain else None
-        at = names.index(returned.name) if isinstance(returned, Proxy) else -1
-        self._single = at - len(guard.passed_on) if at >= len(guard.passed_on) else None  # all that is returned
-
-    def expression(self, code: Code, found: Callable[[int], str]) -> str:
-        """What `of` returns, given the expressions for the region's results."""
-        results = [found(i) for i in self._order]
-        if self._single is not None:
-            return results[self._single]
-        passed_on = f"*{code.name(self._pick_passed_on, 'passed_on')}(values)"
-        return f"{code.name(self._epilogue, 'epilogue')}({', '.join([passed_on, *results])})"
-
-    def of(self, values: list[Any], results: Sequence[Any]) -> Any:
-        return self._epilogue(*self._pick_passed_on(values), *[results[i] for i in self._order])
-
-
-class Region:
-    """The region of a program that is one region, in one recording."""
-
-    def __init__(self, program: Program, recording: Recording) -> None:
-        part = recording.parts.get(program.kind)
-        if part is None or not program.is_one_region or part.graphs[0] is None or part.graphs[0].guard is not None:
-            raise Unsupported("the trace is not one region")
-        self.guard: Guard = part.guard
-        self.graph: RegionGraph = part.graphs[0]
-        self._written = program.written
-        self.inputs = program.regions[0].names
-        if self.inputs != program.inputs:
-            raise Unsupported("the region's inputs are not the trace's")
-        self.stats = program.regions[0].stats
-
-    def begins_with(self, tensors: Sequence[Any]) -> bool:
-        """Has the guard hold for calls like the present one, with these tensors. Returns whether it does.
-
-        Thunder turns autocast off before it comes to where the guard was made, and the C++ check of tensors depends on
-        that.
-        """
-        if not torch._C._is_any_autocast_enabled():
-            return True
-        guard, tensors = self.guard, list(tensors)
-        if not no_autocast(guard.holds)(tensors):
-            return False
-        self.guard = Guard(tensors, guard.static, self._written)
-        return True
+from thunder_cg.runtime.guards import Guard
+from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 
 
 class TrainingFastPath:
-    """A forward that one replay makes, and a node of autograd whose backward is one replay, too.
+    """A call that autograd records. It takes the values that the guard looked up, and may return `MISS`.
 
-    What the forward saves in the arena does not travel through autograd: the node holds the call, and the call the
-    arena. What it saves of the call's arguments does, so that a change before the backward raises.
+    Raises:
+        Unsupported: the trace is not one region, or does what a single node of autograd cannot show.
+        GuardMismatch: the recording is not for the call that ``values`` are of.
     """
 
     def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
         program, trace = compiled.forward, compiled.entry.computation_traces[-1]
         if not torch.is_grad_enabled():  # as Thunder sometimes does; its outputs require grad nevertheless
-            raise Unsupported("it has a backward, though no gradients are recorded")
-        self._region = region = Region(program, recording)
+            raise Unsupported("the trace has a backward, though no gradients are recorded")
+        self._region = region = OnlyRegion(program, recording.forward)
         self._program = program
         self._recording = recording
         self._arena = recording.arena
         self._skip_reason = program.fast_path_skip_reason if program.samples else program.skip_reason
         self._pick = guard.picker(region.inputs)
-        if not region.begins_with(self._pick(values)):
-            raise GuardMismatch("it was recorded with other tensors")
-        self._others = Tensors(guard, [n for n in guard.metadata if n not in region.inputs], values)
+        region.adapt_guard(list(self._pick(values)))
+        self._others = MetadataGuard(guard, [n for n in guard.metadata if n not in region.inputs], values)
         inputs = region.inputs or ("",)
-        data, (saved, kept) = trace.bound_symbols[-1].args
-        made = compiled.made
-        self._result = Result(compiled, guard, data["output"], made)
-        self._outputs = [made.get(name, -1) for name in _names_of(data["flat_output"])]
+        data, (saved, saved_state) = trace.bound_symbols[-1].args
+        made = compiled.results
+        self._result = CallResult(compiled, guard, data["output"])
+        self._outputs = [made.get(name, -1) for name in names_of(data["flat_output"])]
         views = region.graph.outputs.view_sources()
         if any(i < 0 or i in views for i in self._outputs):
             raise Unsupported("an input, or a view of one, is returned")
-        end = next(s for s in trace.bound_symbols if s.flat_proxy_outs and s.output is kept)
+        end = next(s for s in trace.bound_symbols if s.flat_proxy_outs and s.output is saved_state)
         if len(end.args) > 1:
-            raise Unsupported("something else than tensors is saved")
+            raise Unsupported("something else than tensors is saved for the backward")
         differentiable = compiled.options.get("is_differentiable_outputs")
         self._constant = [i for i, yes in enumerate(differentiable or ()) if not yes]
         # Autograd ties the outputs to the arguments, or to what an update in place made of them.
-        arguments = _names_of(data["flat_args"])
+        arguments = names_of(data["flat_args"])
         self._updated = [(position, made[name]) for position, name in enumerate(arguments) if name in made]
         self._pick_arguments = guard.picker([inputs[0] if name in made else name for name in arguments])
-        self._saved = _Saved(_names_of(saved), made, guard, region.graph, views)
-        assert compiled.backward is not None
-        self._backward = _Backward(compiled, recording, frozenset(self._saved.passed))
+        self._saved = SavedTensors(names_of(saved), made, guard, region.graph, views)
+        self._backward = BackwardReplay(compiled, recording, frozenset(self._saved.passed))
+        is_split = not compiled.options.get("thunderfx_disable_split_autograd", False)
+        self._apply: Callable[..., Any] = function_apply(ThunderOutputFunction if is_split else ThunderFunction)
         static = {region.inputs[i] for i in region.guard.static}
         parameters = [position for position, name in enumerate(arguments) if name in static]
         self._keeper = Keeper(program.regions[0].device, parameters)
@@ -218,13 +89,14 @@ class TrainingFastPath:
         if (
             self._recording.dropped
             or self._skip_reason() is not None
-            or torch._C._are_functorch_transforms_active()
+            or functorch_is_active()
+            or not autograd_is_active()
             or not region.guard.holds(tensors)
-            or not self._others.hold(values)
+            or not self._others.holds(values)
             or not self._arena.try_hold()
         ):
             return MISS
-        call = Call.replaying(self._recording, program.kind)
+        call = Call.replaying(program, self._recording)
         self._arena.enter()
         try:
             results = region.graph.replay(tensors)
@@ -233,25 +105,29 @@ class TrainingFastPath:
             return MISS
         program.calls += 1
         region.stats.replays += 1
-        step = _Step(self._backward, call, self._saved, self._saved.passing(values, results), None)
+        passed = self._saved.passing(values, results)
         arguments = self._pick_arguments(values)
         if self._updated:
             arguments = list(arguments)
             for position, i in self._updated:
                 arguments[position] = results[i]
-        step = step._replace(accumulators=self._keeper.keep(arguments))
-        _, *outputs = _apply(step, [results[i] for i in self._outputs], self._constant, *arguments)
+        node = NodeState(self._backward, call, self._saved, self._keeper.keep(arguments))
+        _, *outputs = self._apply(node, passed, [results[i] for i in self._outputs], self._constant, *arguments)
         for i, output in zip(self._outputs, outputs):
             results[i] = output
         return self._result.of(values, results)
 
     def drop_caches(self) -> None:
-        """Lets go of what is only kept to be fast."""
+        """Drops the autograd nodes that are only kept to be fast."""
         self._keeper.drop()
 
 
-class _Saved:
-    """The tensors that a forward saves: at their addresses in the arena, or passed through autograd."""
+class SavedTensors:
+    """The tensors that a forward saves: at their addresses in the arena, or passed through autograd.
+
+    Attributes:
+        passed: the positions of those that pass through autograd.
+    """
 
     def __init__(
         self,
@@ -262,7 +138,7 @@ class _Saved:
         views: dict[int, int],
     ) -> None:
         self.template: list[Any] = []
-        self.passed: list[int] = []  # positions of what autograd has
+        self.passed: list[int] = []
         self._from_values: list[int] = []
         self._from_results: list[int] = []
         late: list[int] = []
@@ -291,46 +167,43 @@ class _Saved:
         return tensors
 
 
-class _Backward:
-    """The backward of one recording: one replay where it is one region, Thunder's function elsewhere."""
+class BackwardGraph:
+    """One backward of a recording, for one layout of its inputs, that a single replay makes.
 
-    def __init__(self, compiled: Compiled, recording: Recording, passed: frozenset[int]) -> None:
-        self._passed = passed  # positions of the saved tensors that come from autograd
+    Args:
+        passed: positions of the saved tensors that come from autograd.
+
+    Attributes:
+        are_apart: whether no gradients that a replay makes share memory.
+
+    Raises:
+        Unsupported: the backward is more than one region.
+        KeyError: a gradient is not made by the region.
+    """
+
+    def __init__(self, compiled: Compiled, recorded: TraceRecording, passed: frozenset[int]) -> None:
+        assert compiled.backward is not None
+        trace = compiled.entry.backward_traces[-1]
+        self._region = region = OnlyRegion(compiled.backward, recorded)
+        self._sources = _backward_sources(trace, region.inputs)
+        made = results_of_region(trace)
+        gradients = trace.bound_symbols[-1].args[0]
+        self._gradients = [None if gradient is None else made[gradient.name] for gradient in gradients]
+        given = [i for i in self._gradients if i is not None]
+        self.are_apart = region.graph.outputs.is_plain and len(set(given)) == len(given)
+        self._passed = passed
         self._varying: tuple[list[int], Guard] | None = None
-        self._entry = compiled.entry
-        self._program = program = compiled.backward
-        self._may_replay = lambda: True
-        if program is not None:
-            verifies = program.options.verify is not None
-            self._may_replay = program.may_replay_backward_unverified if verifies else program.may_replay_backward
-        self._recording = recording
-        self._region: Region | None = None
-        self._is_known = False
-        self._are_apart = False  # whether no gradients that a replay makes share memory
 
-    def _look(self) -> None:
-        """Once the backward has been captured, too, finds out whether a replay is all of it."""
-        assert self._program is not None
-        trace = self._entry.backward_traces[-1]
-        self._is_known = self._program.kind in self._recording.parts
-        try:
-            region = Region(self._program, self._recording)
-            self._sources = _sources(trace, region.inputs)
-            made = made_by_region(trace)
-            gradients = trace.bound_symbols[-1].args[0]
-            self._gradients = [None if gradient is None else made[gradient.name] for gradient in gradients]
-            given = [i for i in self._gradients if i is not None]
-            self._are_apart = region.graph.outputs.is_plain and len(set(given)) == len(given)
-            self._region = region
-        except (Unsupported, KeyError):  # more than one region, or a gradient that the region does not make
-            pass
+    def inputs(self, saved: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """The region's inputs, of what the forward saved and of the gradients of its outputs."""
+        collections = (saved, gradients)
+        return [collections[kind][i] for kind, i in self._sources]
 
-    def _holds(self, tensors: list[Any]) -> bool:
+    def holds(self, tensors: list[Any]) -> bool:
         """The region's guard. What the forward left in the arena is checked once: it is at the same place each time."""
         if self._varying is not None:
             positions, guard = self._varying
             return guard.holds([tensors[i] for i in positions])
-        assert self._region is not None
         whole = self._region.guard
         if not whole.holds(tensors):
             return False
@@ -341,106 +214,140 @@ class _Backward:
             self._varying = positions, Guard([tensors[i] for i in positions], static, frozenset())
         return True
 
+    def replay(self, tensors: list[Any]) -> list[Any]:
+        """The gradients of all arguments. `ReplayRefused` if nothing ran."""
+        results = self._region.graph.replay(tensors)
+        self._region.stats.replays += 1
+        return [None if i is None else results[i] for i in self._gradients]
+
+
+class BackwardReplay:
+    """The backwards of one recording: one replay where the backward is one region, Thunder's function elsewhere."""
+
+    def __init__(self, compiled: Compiled, recording: Recording, passed: frozenset[int]) -> None:
+        assert compiled.backward is not None
+        self._compiled = compiled
+        self._entry = compiled.entry
+        self._program = program = compiled.backward
+        self._recording = recording
+        self._passed = passed
+        verifies = program.options.verify is not None
+        self._may_replay = program.may_replay_backward_unverified if verifies else program.may_replay_backward
+        self._recorded: list[TraceRecording] | None = None
+        self._graphs: list[BackwardGraph] = []
+
+    def _known_graphs(self) -> list[BackwardGraph]:
+        recorded = self._recording.backwards
+        if recorded is not self._recorded:  # another backward has been captured since
+            self._recorded, self._graphs = recorded, []
+            with suppress(Unsupported, KeyError):
+                self._graphs = [BackwardGraph(self._compiled, each, self._passed) for each in recorded]
+        return self._graphs
+
     def is_alone(self) -> bool:
         """Whether no other call of the program is between its forward and the end of its backward."""
-        return self._program is not None and self._program.is_alone(self._recording.arena)
+        return self._program.is_alone(self._recording.arena)
 
     def run(self, call: Call, saved: list[Any], gradients: list[Any]) -> tuple[Sequence[Any], bool]:
         """The gradients of all arguments, and whether they are known to share no memory."""
-        if not self._is_known:
-            self._look()
-        region, program, arena = self._region, self._program, call.arena
-        assert program is not None
-        if region is not None and arena is not None and not self._entry.return_none_instead_of_grads:
-            found = (saved, gradients)
-            tensors = [found[kind][i] for kind, i in self._sources]
-            if self._may_replay() and self._holds(tensors):
-                arena.enter()
-                with suppress(ReplayRefused):
-                    results = region.graph.replay(tensors)
-                    program.calls += 1
-                    region.stats.replays += 1
-                    call.release()
-                    return [None if i is None else results[i] for i in self._gradients], self._are_apart
-        others = SavedState(())
-        others.call = call
-        result: Sequence[Any] = self._entry.backward_fn([saved, others], gradients)
-        return [None] * len(result) if self._entry.return_none_instead_of_grads else result, False
+        arena, discards = call.arena, self._entry.return_none_instead_of_grads
+        if arena is not None and not discards and self._may_replay():
+            for graph in self._known_graphs():
+                tensors = graph.inputs(saved, gradients)
+                if graph.holds(tensors):
+                    arena.enter()
+                    with suppress(ReplayRefused):
+                        results = graph.replay(tensors)
+                        self._program.calls += 1
+                        call.release()
+                        return results, graph.are_apart
+        result: Sequence[Any] = self._entry.backward_fn([saved, SavedState.of(call)], gradients)
+        return [None] * len(result) if discards else result, False
 
 
-class _Step(NamedTuple):
-    """One call, for its node in the autograd graph."""
+class NodeState(NamedTuple):
+    """What a call's node in the autograd graph needs for its backward."""
 
-    backward: _Backward
+    backward: BackwardReplay
     call: Call
-    saved: _Saved
-    passed: list[Any]
-    accumulators: Accumulators | None
+    saved: SavedTensors
+    accumulators: Accumulators
 
 
-class _Node(torch.autograd.Function):
-    """A call's node in the autograd graph.
+class ThunderOutputFunction(torch.autograd.Function):
+    """A call's node in the autograd graph, under the name that the node of an output has in Thunder.
 
     Its first output is a tensor of no device, as that of Thunder's own nodes is: autograd runs both on the thread that
-    called ``backward``, one after the other. Of calls in flight, some go the short way and some do not, and gradients
+    called ``backward``, one after the other. Of calls in flight, some take the fast path and some do not, and gradients
     of one parameter are summed in the order in which nodes run.
+
+    Note [Second derivatives]
+        Thunder's backward cannot be differentiated. With one node for a call (thunderfx), Thunder marks it as
+        ``once_differentiable``: a second backward raises. With two nodes (thunder.jit), Thunder hides the gradients of
+        the outputs from autograd, and what the backward returns are constants. Fast paths do the same.
     """
 
     @staticmethod
-    def forward(ctx: Any, step: _Step, outputs: list[Any], constant: list[int], *arguments: Any) -> Any:
+    def forward(
+        ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int], *arguments: Any
+    ) -> Any:
         # As Thunder does it: a saved view of an output would keep itself alive.
-        ctx.save_for_backward(*[t.detach() if t is not None and t._base is not None else t for t in step.passed])
-        ctx.step = step._replace(passed=[])
+        ctx.save_for_backward(*[t.detach() if t is not None and autograd_base(t) is not None else t for t in passed])
+        ctx.node = node
         if constant:
             ctx.mark_non_differentiable(*[outputs[i] for i in constant])
         return (torch.empty(0, device="meta"), *outputs)
 
     @staticmethod
     def backward(ctx: Any, _: Any, *gradients: Any) -> Any:
-        if ctx.step is None:
-            raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
-        backward, call, saved, _, accumulators = ctx.step
-        in_bulk = accumulators is not None and not torch.is_grad_enabled() and not torch.is_anomaly_enabled()
-        try:
-            with torch.no_grad():  # so gradients are constants to a graph that is made of them, as Thunder's are
-                found, are_apart = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
-        except BaseException:
-            if not graph_is_retained():
-                ctx.step = None  # half a backward may have overwritten what the other half needs
-            raise
-        if in_bulk and backward.is_alone():
-            found = accumulators.deliver(found, None if are_apart else gradients)
-        return (None, None, None, *found)
+        return _run_backward(ctx, gradients, in_bulk=not torch.is_grad_enabled())
 
 
-_apply = super(torch.autograd.Function, _Node).apply  # what `apply` calls where no functorch transform is active
+class ThunderFunction(ThunderOutputFunction):
+    """The same for ``thunderfx_disable_split_autograd``: see Note [Second derivatives]."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            return _run_backward_once(ctx, *gradients)
+        return _run_backward(ctx, gradients[1:], in_bulk=True)
 
 
-def _sources(trace: TraceCtx, names: Sequence[str]) -> list[tuple[int, int]]:
-    """Of each tensor: 0 or 1, for saved or gradient, and its position there."""
+@once_differentiable
+def _run_backward_once(ctx: Any, _: Any, *gradients: Any) -> Any:
+    return _run_backward(ctx, gradients, in_bulk=False)
+
+
+def _run_backward(ctx: Any, gradients: Sequence[Any], *, in_bulk: bool) -> Any:
+    if ctx.node is None:
+        raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
+    backward, call, saved, accumulators = ctx.node
+    try:
+        with torch.no_grad():
+            found, are_apart = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+    except BaseException:
+        if not backward_keeps_graph():
+            ctx.node = None  # half a backward may have overwritten what the other half needs
+        raise
+    if in_bulk and not torch.is_anomaly_enabled() and backward.is_alone():
+        found = accumulators.deliver(found, None if are_apart else gradients)
+    return (None, None, None, None, *found)
+
+
+def _backward_sources(trace: TraceCtx, names: Sequence[str]) -> list[tuple[int, int]]:
+    """Of each tensor: 0 if the forward saved it, 1 if it is the gradient of an output, and its position there.
+
+    A backward trace gets two collections, under names of Thunder's: what was saved, which is the collection of tensors
+    and one of other values, and the gradients. What the collections hold may have any name, such as an argument's.
+    """
+    kinds: dict[str, int] = {}  # by the name of a collection
     found: dict[str, tuple[int, int]] = {}
-    kinds = {"C0": 0, "cotangents": 1}
     for symbol in trace.bound_symbols:
-        if symbol.sym.id is PrimIDs.UNPACK_SEQUENCE and (kind := kinds.get(symbol.args[0].name)) is not None:
-            for i, proxy in enumerate(symbol.output):
-                if isinstance(proxy, Proxy):
-                    found[proxy.name] = kind, i
+        if symbol.sym.id is PrimIDs.UNPACK_TRIVIAL and symbol.output.name == "cotangents":
+            kinds["cotangents"] = 1
+        elif symbol.sym.id is PrimIDs.UNPACK_SEQUENCE and isinstance(collection := symbol.args[0], CollectionProxy):
+            if collection.name == "saved_for_backward":
+                kinds[symbol.output[0].name] = 0
+            elif (kind := kinds.get(collection.name)) is not None:
+                found.update((p.name, (kind, i)) for i, p in enumerate(symbol.output) if isinstance(p, Proxy))
     return [found[name] for name in names]
-
-
-def made_by_region(trace: TraceCtx) -> dict[str, int]:
-    """The results of a trace's only region, and their positions. Another transform may have put something beside it."""
-    if others := [s.name_with_module() for s in computing(trace) if s.sym.executor is not executor]:
-        raise Unsupported(f"the trace holds {', '.join(others[:3])} beside the region")
-    regions = [s for s in trace.bound_symbols if _is_region(s)]
-    if len(regions) != 1:
-        raise Unsupported("the trace is not one region")
-    return {proxy.name: i for i, proxy in enumerate(regions[0].flat_proxy_outs)}
-
-
-def _is_region(symbol: BoundSymbol) -> bool:
-    return symbol.sym.executor is executor and bool(symbol.subsymbols)
-
-
-def _names_of(tree: Any) -> list[str]:
-    return [leaf.name if isinstance(leaf, Proxy) else "" for leaf in tree_flatten(tree)[0]]

@@ -23,7 +23,7 @@ class OpReport:
 
     Attributes:
         index: its position in the trace as Thunder handed it over; the rows of a trace are in the plan's order.
-        verdict: "capture", "eager", or "bookkeeping" for the frame of the trace (unpacking, returning), which is no work.
+        verdict: "capture", "eager", or "bookkeeping" (unpacking, returning), which is no work.
         reason: a word for the verdict; detail: what made it so; fix: what would change it, "" if nothing has to.
         line, source: "file.py:12" in the user's source and the text there. Thunder's grad transform loses some: then
             "near file.py:11", the line that made an input of the op, or None where that is not known either.
@@ -80,7 +80,8 @@ class TraceReport:
         function: what it was traced from; entry: the number of the cache entry, from 0; kind: "forward" or "backward".
         ops: in the order in which the plan runs them.
         calls: how often it ran, `eager_calls` of them without graphs: warm-ups, and fallbacks with their reasons.
-        fast_path_calls: calls that went around Thunder's dispatch; `no_fast_path` says why not all that could replay did.
+        fast_path_calls: calls that went around Thunder's dispatch; `no_fast_path` says why others did not.
+        remark: what the user should know besides.
         arena_bytes: size of the arenas with its recordings. A backward shares its forward's, and several programs may
             share one, so they don't add up.
     """
@@ -96,6 +97,7 @@ class TraceReport:
     arena_bytes: int
     fast_path_calls: int = 0
     no_fast_path: str | None = None
+    remark: str | None = None
 
     @property
     def counts(self) -> Counter[str]:
@@ -157,13 +159,14 @@ def _trace(located: Located) -> TraceReport:
         eager_calls=program.eager_calls,
         fast_path_calls=program.fast_path_calls,
         no_fast_path=program.no_fast_path,
+        remark=program.remark,
         fallbacks=dict(program.fallbacks),
         arena_bytes=program.arena_bytes(),
     )
 
 
 def _ops(program: Program) -> tuple[OpReport, ...]:
-    regions = {index: region.name for region in program.regions for index in region.region.ops}
+    regions = {index: region.name for region in program.regions for index in region.planned.ops}
     return tuple(_op(program, index, regions.get(index)) for index in _order(program.plan))
 
 
@@ -194,9 +197,9 @@ def _region(region: RuntimeRegion) -> RegionReport:
     stats = region.stats
     return RegionReport(
         name=region.name,
-        device=region.region.device,
-        ops=len(region.region.ops),
-        split=region.region.split,
+        device=region.planned.device,
+        ops=len(region.planned.ops),
+        split=region.planned.split,
         captures=stats.captures,
         replays=stats.replays,
         eager_runs=stats.eager_runs,

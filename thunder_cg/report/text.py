@@ -40,6 +40,8 @@ def calls(trace: TraceReport) -> str:
     said = f"{count(trace.calls, 'call')}, {trace.eager_calls} of them without graphs"
     if trace.fallbacks:
         said += f" ({', '.join(f'{reason}: {times}' for reason, times in trace.fallbacks.items())})"
+    if trace.remark:
+        said += f"; {trace.remark}"
     if trace.kind == "backward":
         return said
     if trace.fast_path_calls:

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 import torch
 
 from thunder_cg.runtime.backend import Backend, Pool
-from thunder_cg.runtime.code import Code
 
 
 class Arena:
@@ -50,21 +49,6 @@ class Arena:
             for storage in [tensor.untyped_storage() for tensor in values]:
                 if storage.data_ptr() not in spared:
                     self._pools[storage.device].forget(storage)
-
-    def write_hold(self, code: Code, otherwise: str) -> None:
-        """Writes `try_hold`, with what to do if it fails."""
-        code.add(f"if not {code.name(self._held.acquire, 'acquire')}(False):")
-        code.add(otherwise, 2)
-
-    def write_release(self, code: Code, depth: int) -> None:
-        """Writes `release`."""
-        release = code.name(self.release, "release") if self._poison else code.name(self._held.release, "release")
-        code.add(f"{release}()", depth)
-
-    def write_enter(self, code: Code, depth: int) -> None:
-        """Writes `enter`, for an arena that has all its pools."""
-        for pool in self._pools.values():
-            code.add(f"{code.name(pool.enter, 'enter')}()", depth)
 
     def pool(self, device: torch.device) -> Pool:
         """The arena's memory on ``device``. Only for the holder."""

@@ -1,32 +1,38 @@
 """One call of a program: how its regions run, and the memory that it holds.
 
-Note [Four ways through a call]
+Note [Four modes of a call]
     ``WARMUP``   a layout's first call: everything runs eagerly, regions with their memory in the arena.
     ``CAPTURE``  its second call: each region is recorded, which executes nothing, and then replayed.
     ``REPLAY``   every later call for which the recording's guard holds.
-    ``EAGER``    whatever cannot be one of these, with the reason counted: regions run their ops, nothing is kept.
+    ``EAGER``    whatever cannot be one of these. The reason is counted. Regions run their ops; nothing is kept.
 
 Note [Who owns a recording's memory]
-    In warm-ups and captures, the trace's variables hold addresses in the arena and the call owns the memory, so that it
-    can give each value up the moment the last region that needs it begins, and the memory is reused as in an eager
-    call. Afterwards nobody owns it: the recording keeps addresses. What a forward saved for a backward that has not
-    been captured yet must not be reused before it has: the recording owns it until then. What an eager operator makes
-    of such memory, a view or what it wrote to, owns none of it, so no region gets any: see `_aliased_by_eager_ops`.
+    In warm-ups and captures, the trace's variables hold addresses in the arena and the call owns the memory. The call
+    gives each value up the moment the last region that needs it begins, so memory is reused as in an eager call.
+    Afterwards nobody owns the memory: the recording keeps addresses. What a forward saved for a backward that is not
+    captured yet must not be reused before, so the recording owns it until then; if the backward's inputs have varied,
+    the recording owns it for good, since another backward may have to be captured. What an eager operator makes of such
+    memory, a view or what it wrote to, owns none of it, so no region gets any: see `region_io`.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import Any
+from collections import Counter
+from typing import Any, Protocol
 
 import torch
 
+from thunder_cg.analysis.ops import Ops
+from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arena
+from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.recording import Recording, TraceRecording
+from thunder_cg.runtime.verifier import Verifier
 
 
 class Mode(enum.Enum):
-    """See Note [Four ways through a call]."""
+    """See Note [Four modes of a call]."""
 
     WARMUP = "warm-up"
     CAPTURE = "capture"
@@ -34,31 +40,77 @@ class Mode(enum.Enum):
     EAGER = "eager"
 
 
+class Owner(Protocol):
+    """The program of a call, as far as the call's regions need it."""
+
+    ops: Ops
+    options: Options
+    backend: Backend
+    verifier: Verifier
+    fallbacks: Counter[str]
+    eager_calls: int
+
+    def is_static(self, name: str, recording: Recording) -> bool:
+        """Whether the recording has the address of an input baked in."""
+
+    def is_input(self, name: str) -> bool:
+        """Whether the value is there when a call begins."""
+
+    def retire(self, recording: Recording) -> bool:
+        """Drops a recording that did not fit to the end of a call; returns whether it did."""
+
+    def quarantine(self, call: Call, region: int) -> None:
+        """Drops each recording that holds a graph of the region."""
+
+    def raise_if_strict(self, reason: str) -> None:
+        """Raises `CaptureError` with ``strict=True``."""
+
+
 class Call:
     """One call of a trace pair: the arena that it holds and how its regions run."""
 
-    __slots__ = ("__weakref__", "arena", "key", "mode", "owned", "part", "recording", "verifies")
+    __slots__ = ("__weakref__", "arena", "key", "mode", "owned", "owner", "recording", "trace", "verifies")
 
-    def __init__(self) -> None:
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
         self.mode = Mode.EAGER
         self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
         self.recording: Recording | None = None
-        self.part: TraceRecording | None = None
+        self.trace: TraceRecording | None = None  # the part of the recording that is for the trace that runs
         self.key: Any = None  # the layout that a warm-up is for
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
 
     @classmethod
-    def replaying(cls, recording: Recording, kind: str) -> Call:
-        """A call that replays ``recording``, whose arena the caller has taken."""
-        call = cls()
-        call.arena, call.recording, call.part = recording.arena, recording, recording.parts[kind]
-        call.mode = Mode.REPLAY
-        return call
+    def replaying(cls, owner: Owner, recording: Recording) -> Call:
+        """A call that replays the forward of ``recording``, whose arena the caller has taken."""
+        call = cls(owner)
+        call.arena, call.recording, call.trace = recording.arena, recording, recording.forward
+        return call.enter(Mode.REPLAY)
+
+    def enter(self, mode: Mode, reason: str = "", *, strict: bool = True) -> Call:
+        """Changes how the regions from here on run. Nothing else does.
+
+        Args:
+            reason: why the call runs eagerly, which is counted; empty if it has been counted as eager already.
+            strict: whether the option ``strict=True`` makes an error of that.
+        """
+        self.mode = mode
+        if mode is Mode.WARMUP or (mode is Mode.EAGER and reason):
+            self.owner.eager_calls += 1
+        if reason:
+            self.owner.fallbacks[reason] += 1
+            if strict:
+                self.owner.raise_if_strict(reason)
+        return self
+
+    def run_eagerly(self, reason: str, *, strict: bool = True) -> Call:
+        """Regions run their ops from here on, because of ``reason``."""
+        return self.enter(Mode.EAGER, reason, strict=strict)
 
     def give_up(self) -> None:
         """Drops what the call recorded, with the memory of what failed."""
-        self.recording = self.part = None
+        self.recording = self.trace = None
         if self.arena is not None:
             self.arena.trim()
 
@@ -83,3 +135,16 @@ class SavedState(tuple):
     """The non-tensors that a forward saves for its backward, and the call that holds their arena."""
 
     call: Call | None = None
+
+    @classmethod
+    def of(cls, call: Call, others: tuple[Any, ...] = ()) -> SavedState:
+        state = cls(others)
+        state.call = call
+        return state
+
+    @staticmethod
+    def call_in(saved: Any) -> Call | None:
+        """The call that a backward got ``saved`` from: it, or the list of both saved collections, not yet unpacked."""
+        if isinstance(saved, list):
+            saved = next((each for each in saved if isinstance(each, SavedState)), None)
+        return getattr(saved, "call", None)

@@ -1,8 +1,8 @@
-"""Results that leave a region as soon as nothing in it needs them, so that the arena can use their memory again.
+"""Results that are copied out as soon as the rest of the region does not need them, so that their memory can be reused.
 
-Most of what a backward makes leaves: the gradients of all parameters. Copied out at the end of the region, all of them
-would be in the arena and in the caller's memory at once. Copied out one by one, they would cost a node of the graph
-each. So they wait, in the arena, until they are worth a copy together.
+Most of what a backward computes is copied out: the gradients of all parameters. If they were copied at the end of the
+region, all of them would be in the arena and in the caller's memory at once. If they were copied one by one, each would
+cost a node of the graph. So they wait in the arena until enough of them can be copied together.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from typing import Any
 
 import torch
 
-from thunder_cg.runtime.cuda.copy_nodes import is_whole
+from thunder_cg.compat.torch import is_zero_tensor
+from thunder_cg.runtime.tensors import is_whole
 
 
 class CopiedEarly:
-    """A result that left while its region ran.
+    """Stands for a result that was copied out while its region ran.
 
     Attributes:
-        order: how many departed before it.
+        order: how many were copied before it.
         tensor: in a warm-up, what the caller gets; in a capture, the memory that replays copy from.
     """
 
@@ -32,66 +33,66 @@ class CopiedEarly:
 
 
 class EarlyCopier:
-    """Takes each result from a region's function, as soon as nothing in the region will touch its memory.
+    """Takes each result from a region's function as soon as nothing in the region will use its memory.
 
     Args:
-        device: of what may go.
-        send: copies tensors out, or captures that, and returns what becomes the `tensor` of each. It may not keep them.
-        together: bytes that wait to be sent together.
-        admits: whether a tensor may go, which is a whole block of memory.
-        must: raise what ``send`` raises; else what could not be sent stays, and so does all after it.
+        device: of the results that may be copied early.
+        copy: copies tensors out, or captures the copies, and returns what becomes the `tensor` of each. It may not keep
+            its arguments.
+        batch_bytes: results wait until they have so many bytes.
+        may_copy: whether a tensor, which fills a block of memory, may be copied early.
+        must: raise what ``copy`` raises. Otherwise results that could not be copied, and all later ones, stay.
     """
 
     def __init__(
         self,
         device: torch.device,
-        send: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        together: float,
-        admits: Callable[[torch.Tensor], bool] = lambda tensor: True,
+        copy: Callable[[list[torch.Tensor]], list[torch.Tensor]],
+        batch_bytes: float,
+        may_copy: Callable[[torch.Tensor], bool] = lambda tensor: True,
         *,
         must: bool = True,
     ) -> None:
         self._device = device
-        self._send = send
-        self._together = together
-        self._admits = admits
+        self._copy = copy
+        self._batch_bytes = batch_bytes
+        self._may_copy = may_copy
         self._must = must
-        self._sent = 0
-        self._waiting: list[torch.Tensor] = []
-        self._departing: list[CopiedEarly] = []
+        self._count = 0  # of those that were copied
+        self._waiting: list[tuple[CopiedEarly, torch.Tensor]] = []
         self._nbytes = 0
 
     def __call__(self, tensor: Any) -> Any:
-        """What the function is to return in its place: itself, if it does not go."""
-        if not (self._is_block(tensor) and self._admits(tensor)):
+        """What the function is to return instead of the tensor: the tensor itself if it is not copied early."""
+        if not (self._is_block(tensor) and self._may_copy(tensor)):
             return tensor
-        self._waiting.append(tensor)
-        self._departing.append(departed := CopiedEarly(self._sent + len(self._departing)))
+        copied = CopiedEarly(self._count + len(self._waiting))
+        self._waiting.append((copied, tensor))
         self._nbytes += tensor.numel() * tensor.element_size()
-        if self._nbytes >= self._together:
-            self._send_all()
-        return departed
+        if self._nbytes >= self._batch_bytes:
+            self._copy_waiting()
+        return copied
 
-    def _send_all(self) -> None:
+    def _copy_waiting(self) -> None:
         try:
-            left = self._send(self._waiting)
+            copies = self._copy([tensor for _, tensor in self._waiting])
         except Exception:
             if self._must:
                 raise
-            self._together = math.inf
+            self._batch_bytes = math.inf
             return
-        for departed, tensor in zip(self._departing, left):
-            departed.tensor = tensor
-        self._sent += len(self._departing)
-        self._waiting, self._departing, self._nbytes = [], [], 0
+        for (copied, _), tensor in zip(self._waiting, copies):
+            copied.tensor = tensor
+        self._count += len(self._waiting)
+        self._waiting, self._nbytes = [], 0
 
     def _is_block(self, tensor: Any) -> bool:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or tensor._is_zerotensor():
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or is_zero_tensor(tensor):
             return False
         return tensor.device == self._device and tensor.numel() > 0 and is_whole(tensor)
 
-    def settle(self, results: Sequence[Any]) -> list[Any]:
-        """The function's results, with those that still wait: they leave with the others, at the end."""
-        waiting = {id(departed): tensor for departed, tensor in zip(self._departing, self._waiting)}
-        self._waiting, self._departing = [], []
+    def finish(self, results: Sequence[Any]) -> list[Any]:
+        """The function's results, with those that still wait in the place of their stand-ins."""
+        waiting = {id(copied): tensor for copied, tensor in self._waiting}
+        self._waiting = []
         return [waiting.get(id(result), result) for result in results]

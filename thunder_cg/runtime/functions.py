@@ -1,24 +1,30 @@
-"""A region's ops as a Python function: each is written by Thunder."""
+"""A region's ops as a Python function. Thunder writes each op."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any
 
 import thunder
 import torch
-from thunder.core.baseutils import build_callable
-from thunder.core.codeutils import module_shortname
-from thunder.core.proxies import TensorProxy
-from thunder.core.trace import TraceCtx, tracectx
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op
+from thunder_cg.compat.thunder import (
+    TensorProxy,
+    TraceCtx,
+    bound_functions,
+    build_callable,
+    drop_self_reference,
+    module_shortname,
+    rebind,
+    tracectx,
+)
 from thunder_cg.runtime.backend import Backend
-from thunder_cg.verify.trial import fingerprints
+
+_MODULES = {"torch": torch, "thunder": thunder}  # that Thunder's functions can name
 
 
 def region_function(
@@ -26,64 +32,68 @@ def region_function(
     ops: Sequence[Op],
     inputs: Sequence[str],
     results: Sequence[str],
-    leaving: Mapping[str, int],
+    copied_early: Mapping[str, int],
     backend: Backend,
 ) -> Callable[..., Sequence[Any]]:
     """A region's Python function: its ops, each variable deleted after its last use.
 
-    It takes its inputs in a list, which it empties, so that their memory can be freed on the way, and a function that
-    it gives each result that may leave early; what that returns is the result then.
+    The function takes its inputs in a list, which it empties, so that their memory can be freed on the way, and a
+    function to which it gives each result that may be copied early. What that returns is the result then.
 
     Args:
-        leaving: results that may leave early, and the position of the op after which they may.
+        copied_early: results that may be copied out early, and the position of the op after which they may.
     """
     after: dict[int, list[str]] = {}
-    for result, position in leaving.items():
+    for result, position in copied_early.items():
         after.setdefault(position, []).append(result)
-    leave = _unused("leave", ops, inputs)
+    lines = _lines_of(ops, backend)
+    taken = _names_in(lines, inputs)
+    parameter, copier = unused("inputs", taken), unused("copy_early", taken)
     body = []
-    for i, step in enumerate(_steps(ops, backend)):
-        body += [step, *(_Step([f"  {result} = {leave}({result})"], (result, leave)) for result in after.get(i, ()))]
-    function = _function(name, body, inputs, results, leave)
-    function.__defaults__ = (_stay,)
+    for i, op in enumerate(lines):
+        body.append(op)
+        for result in after.get(i, ()):
+            body.append(_Lines([f"  {result} = {copier}({result})"], (result, copier)))
+    function = _build(unused(name, taken), body, inputs, results, (parameter, copier))
+    function.__defaults__ = (_not_copied,)
     return function
 
 
-def _stay(result: Any) -> Any:
+def _not_copied(result: Any) -> Any:
     return result
 
 
-def watched_function(
+def hash_function(
     name: str,
     ops: Sequence[Op],
     inputs: Sequence[str],
     aliasing: Aliasing,
-    device: torch.device,
     backend: Backend,
+    hash_values: Callable[..., torch.Tensor],
 ) -> Callable[[list[Any]], Sequence[Any]]:
-    """Like `region_function`, but it returns the fingerprints of what each op made, or wrote in place."""
-    prefix = _unused("print", ops, inputs)
-    take = "cudagraph_fingerprints"
-    context = {take: partial(fingerprints, device)}
-    body, taken = [], []
-    for i, (op, step) in enumerate(zip(ops, _steps(ops, backend))):
-        made = [proxy.name for proxy in op.symbol.flat_proxy_outs if isinstance(proxy, TensorProxy)]
+    """Like `region_function`, but it returns the hashes of what each op made, or wrote in place."""
+    lines = _lines_of(ops, backend)
+    taken = _names_in(lines, inputs)
+    parameter, hasher = unused("inputs", taken), unused("hash_values", taken)
+    prefix = next(f"hash{'_' * n}" for n in count() if not any(each.startswith(f"hash{'_' * n}") for each in taken))
+    body, hashes = [], []
+    for i, (op, line) in enumerate(zip(ops, lines)):
+        values = [proxy.name for proxy in op.symbol.flat_proxy_outs if isinstance(proxy, TensorProxy)]
         written = aliasing.writes[op.index]
-        made += [name for name in op.inputs if aliasing.sets.get(name) in written]
-        taken.append(f"{prefix}{i}")
-        takes = _Step([f"  {taken[-1]} = {take}({', '.join(made)})"], (taken[-1], *op.outputs, *made), context)
-        body += [step, takes]
-    return _function(f"{name}_watched", body, inputs, taken)
+        values += [name for name in op.inputs if aliasing.sets.get(name) in written]
+        hashes.append(f"{prefix}{i}")
+        call = f"  {hashes[-1]} = {hasher}({', '.join(values)})"
+        body += [line, _Lines([call], (hashes[-1], *op.outputs, *values), {hasher: hash_values})]
+    return _build(unused(f"{name}_hashes", taken), body, inputs, hashes, (parameter,))
 
 
-def _unused(wish: str, ops: Sequence[Op], inputs: Sequence[str]) -> str:
-    """``wish``, with as many underscores after it as it takes for no name to begin so."""
-    names = {*inputs, *(name for op in ops for name in (*op.outputs, *op.inputs))}
-    return next(f"{wish}{'_' * n}" for n in count() if not any(name.startswith(f"{wish}{'_' * n}") for name in names))
+def unused(wish: str, taken: Collection[str]) -> str:
+    """``wish``, or with a number after it where that name is taken."""
+    return next(name for i in count() if (name := wish if i == 0 else f"{wish}_{i}") not in taken)
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Lines:
     """Lines of a function, the variables in them, results first, and what else they name."""
 
     lines: Sequence[str]
@@ -91,41 +101,48 @@ class _Step:
     context: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _steps(ops: Sequence[Op], backend: Backend) -> list[_Step]:
+def _lines_of(ops: Sequence[Op], backend: Backend) -> list[_Lines]:
     """The ops, calling their compiled fusions the way the backend needs."""
     found = []
     with tracectx(TraceCtx()):  # one for all, as it names the objects that cannot be written
         for op in ops:
             symbol = op.symbol
-            if symbol.sym.is_fusion and symbol._call_ctx:
-                symbol = symbol.from_bsym()
-                symbol._call_ctx = {name: backend.fusion(fn) for name, fn in symbol._call_ctx.items()}
+            if symbol.sym.is_fusion and (functions := bound_functions(symbol)):
+                symbol = rebind(symbol, {name: backend.fusion(fn) for name, fn in functions.items()})
             lines = symbol.python(indent=1)
-            modules, functions, objects = symbol.gather_ctxs()
-            context = {module_shortname(path): module for path, module in modules.items()} | functions | objects
-            found.append(_Step(lines, (*op.outputs, *op.inputs), context))
+            modules, called, objects = symbol.gather_ctxs()
+            context = {module_shortname(path): module for path, module in modules.items()} | called | objects
+            found.append(_Lines(lines, (*op.outputs, *op.inputs), context))
     return found
 
 
-def _function(name: str, body: Sequence[_Step], inputs: Sequence[str], results: Sequence[str], *others: str) -> Any:
-    """Of the inputs in a list, and of ``others``."""
-    lines = [f"def {name}({', '.join(['inputs', *others])}):"]
-    lines += [f"  [{', '.join(inputs)}] = inputs", "  inputs.clear()"]
-    context: dict[str, Any] = {"torch": torch, "thunder": thunder}  # as in what Thunder compiles
-    for step, spent in zip(body, _last_used(body, results)):
-        lines += step.lines
-        context |= step.context
+def _names_in(lines: Iterable[_Lines], inputs: Iterable[str]) -> set[str]:
+    return {*inputs, *_MODULES, *(name for each in lines for name in (*each.variables, *each.context))}
+
+
+def _build(
+    name: str, body: Sequence[_Lines], inputs: Sequence[str], results: Sequence[str], parameters: Sequence[str]
+) -> Any:
+    """The function ``name``; the first of its parameters is the list of inputs."""
+    source = [f"def {name}({', '.join(parameters)}):"]
+    source += [f"  [{', '.join(inputs)}] = {parameters[0]}", f"  {parameters[0]}.clear()"]
+    context: dict[str, Any] = dict(_MODULES)
+    for lines, spent in zip(body, _last_used(body, results)):
+        source += lines.lines
+        context |= lines.context
         if spent:
-            lines.append(f"  del {', '.join(spent)}")
-    lines.append(f"  return ({''.join(f'{result}, ' for result in results)})")
-    return build_callable(name, python_str="\n".join(lines), file_name=f"thunder.{name}", ctx=context)
+            source.append(f"  del {', '.join(spent)}")
+    source.append(f"  return ({''.join(f'{result}, ' for result in results)})")
+    function = build_callable(name, python_str="\n".join(source), file_name=f"thunder.{name}", ctx=context)
+    drop_self_reference(function)
+    return function
 
 
-def _last_used(body: Sequence[_Step], results: Sequence[str]) -> list[list[str]]:
-    """For each step, the variables that nothing after it needs."""
+def _last_used(body: Sequence[_Lines], results: Sequence[str]) -> list[list[str]]:
+    """For each of the lines, the variables that nothing after them needs."""
     needed = set(results)
     found: list[list[str]] = []
-    for step in reversed(body):
-        found.append([name for name in dict.fromkeys(step.variables) if name not in needed])
-        needed.update(step.variables)
+    for lines in reversed(body):
+        found.append([name for name in dict.fromkeys(lines.variables) if name not in needed])
+        needed.update(lines.variables)
     return found[::-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections import Counter
@@ -14,128 +15,227 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
+from thunder_cg.compat.torch import backward_keeps_graph, has_storage, is_zero_tensor, kernel_settings
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode, SavedState
-from thunder_cg.runtime.code import Code
-from thunder_cg.runtime.recording import Guard, Recording, Sharing, TraceRecording, layout, settings
-from thunder_cg.runtime.region import LEAF, RuntimeRegion, is_graded_leaf, is_plain
+from thunder_cg.runtime.guards import Guard, OverlapGuard
+from thunder_cg.runtime.recording import Recording, TraceRecording
+from thunder_cg.runtime.region import LEAF, RuntimeRegion
+from thunder_cg.runtime.tensors import is_leaf_with_grad, is_plain, layout
+from thunder_cg.runtime.verifier import Verifier
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 
+_CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
+_FORWARD_WAS_EAGER = "its forward ran eagerly"
+
 
 class Program:
-    """What the transform made of one trace: its plan, its regions, and what was recorded of them."""
+    """What the transform made of one trace: its plan, its regions, and what was recorded of them.
+
+    Args:
+        forward: of a backward, the program of its forward, which owns the recordings of both.
+        saved: names of what the trace keeps for its backward.
+    """
 
     def __init__(
         self,
         *,
         kind: str,
         ops: Ops,
-        aliasing: Aliasing,
         plan: Plan,
+        aliasing: Aliasing,
         regions: Sequence[RuntimeRegion],
         saved: frozenset[str],
         options: Options,
         backend: Backend,
+        verifier: Verifier,
         arenas: Arenas,
         forward: Program | None,
     ) -> None:
         self.kind = kind
         self.ops = ops
-        self.aliasing = aliasing
         self.plan = plan
         self.regions = list(regions)
         self.options = options
+        self.backend = backend
+        self.verifier = verifier
         self.calls = 0
         self.eager_calls = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
         self.no_fast_path: str | None = None  # why none can
+        self.remark: str | None = None  # what the user should know besides
+        self.fallbacks: Counter[str] = Counter()
         self.samples = isinstance(options.verify, int)
         self.verify_after = 0 if self.samples else sys.maxsize  # so many calls; then the next replay is verified
         self._is_quarantined = False
-        self.fallbacks: Counter[str] = Counter()
-        self._saved = saved
-        self.backend = backend
-        self._arenas = arenas
+        self._warm: set[Any] = set()
         self._pair = forward if forward is not None else self  # the program that owns the pair's recordings
+        self._arenas = arenas
         arenas.join(self._pair)
+        # Of a pair, kept by the program that owns it:
         self._recordings: list[Recording] = []  # newest first
         self._used: list[Arena] = []  # kept alive from the warm-up on
-        self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # whose backward is still to come
-        self._warm: set[Any] = set()
-        self._moves: Counter[int] = Counter()
+        self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is still to come
+        self._moves: Counter[str] = Counter()  # how often a static input was at another address
         self._retired = 0
+        self._backward_varies = False  # whether recordings keep what the forward saved, for other backwards
+        self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
+        self._found_held = 0
+        self._describe_inputs(saved, aliasing)
+
+    def _describe_inputs(self, saved: frozenset[str], aliasing: Aliasing) -> None:
+        self._saved = saved
+        ops, pair = self.ops, self._pair
         outside = set(ops.args)
-        self.inputs = tuple(dict.fromkeys(n for r in regions for n in r.names if n in outside))
-        self.position = position = {name: i for i, name in enumerate(self.inputs)}
+        inputs = (each.name for region in self.regions for each in region.io.inputs)
+        self.inputs = tuple(dict.fromkeys(name for name in inputs if name in outside))
+        self._position = position = {name: i for i, name in enumerate(self.inputs)}
         self._static = [ops.values[name].static for name in self.inputs]
-        self.written = frozenset(
-            position[g.name] for r in regions for g in r.io.inputs if g.written and g.name in position
-        )
-        made = {s.name for r in forward.regions for s in r.slots if not s.leaves} if forward is not None else set()
-        self._keyed = [i for i, name in enumerate(self.inputs) if name not in made]  # the rest follows from the forward
+        written = (each.name for region in self.regions for each in region.io.inputs if each.written)
+        self.written = frozenset(position[name] for name in written if name in position)
+        in_pool = {name for region in pair.regions for name in region.stays} if pair is not self else set()
+        # What the forward left in the pool follows from the forward's own layout.
+        self._keyed = [i for i, name in enumerate(self.inputs) if name not in in_pool]
         for index, region in enumerate(self.regions):
-            region.join(self, index)
-            region.in_arena = [i for i, given in enumerate(region.io.inputs) if given.aliased and given.name in made]
-            made |= {s.name for s in region.slots if not s.leaves}
-        self.no_leaves = any(map(_writes_with_grad, ops.ops))
-        captured = {i for region in regions for i in region.region.ops}
+            region.index = index
+            region.refuses_leaves = any(map(_writes_with_grad, ops.ops))
+            region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
+            in_pool |= region.stays
+        self.refuses_leaves = any(region.refuses_leaves for region in self.regions)
         # Whether replays write to nothing but the arena and their results, and draw nothing.
-        self.is_invisible = not any(r.written for r in regions) and captured.isdisjoint(aliasing.effects)
+        writes = any(each.written for region in self.regions for each in region.io.inputs)
+        captured = {op.index for region in self.regions for op in region.ops}
+        self.is_invisible = not writes and aliasing.effects.isdisjoint(captured)
 
     # How a call begins
 
     def begin(self, *tensors: torch.Tensor) -> Call:
         """Begins a call: finds a recording whose guard holds for ``tensors``, or decides what to do without one."""
-        call = Call()
         self.calls += 1
         inputs = list(tensors)
-        skip_reason = self.skip_reason()
-        if skip_reason is not None:
-            return self.eager(call, skip_reason, strict=False)
+        if (reason := self.skip_reason()) is not None:
+            return Call(self).run_eagerly(reason, strict=False)
         for recording in self._recordings:
-            if recording.parts[self.kind].guard.holds(inputs) and recording.arena.try_hold():
-                call = Call.replaying(recording, self.kind)
+            assert recording.forward is not None
+            if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
+                call = Call.replaying(self, recording)
                 recording.arena.enter()
                 call.verifies = self._is_due()
                 return call
-        return self._begin_without_recording(call, inputs)
+        if (reason := self._unsupported(inputs)) is not None:
+            return Call(self).run_eagerly(reason)
+        call = Call(self)
+        call.arena = self._hold_arena()
+        if call.arena is None:
+            limit = self.options.max_arenas
+            problem = f"all arenas are held by calls in flight (max_arenas={limit}); raise max_arenas"
+            return call.run_eagerly(problem)
+        call.arena.enter()
+        return self._warm_up_or_capture(call, inputs)
 
-    def _is_due(self) -> bool:
-        """Whether to verify the call that has just been counted."""
-        if self.calls <= self.verify_after:
-            return False
+    def begin_backward(self, saved: Any, *tensors: torch.Tensor) -> Call:
+        """Begins the backward of the call whose forward returned ``saved``."""
+        call = SavedState.call_in(saved)
+        if call is None:
+            return self.begin(*tensors)
+        self.calls += 1
+        self._pair._waiting.discard(call)
+        call.owner = self
+        if call.arena is None:
+            return Call(self).run_eagerly(_FORWARD_WAS_EAGER, strict=False)
+        call.arena.enter()
+        if backward_keeps_graph():  # the call keeps its arena for the next backward
+            return Call(self).run_eagerly(skip_reasons.RETAINED, strict=False)
+        if call.mode is Mode.EAGER:
+            return call.run_eagerly(_FORWARD_WAS_EAGER, strict=False)
+        if skip_reasons.is_watched():
+            return call.run_eagerly(skip_reasons.WATCHED, strict=False)
+        inputs = list(tensors)
+        if call.recording is not None:
+            for trace in call.recording.backwards:
+                if trace.guard.holds(inputs):
+                    call.trace, call.verifies = trace, self._is_due()
+                    return call.enter(Mode.REPLAY)
+        if (reason := self._unsupported(inputs)) is not None:
+            return call.run_eagerly(reason)
+        if call.recording is None:
+            call.key = self._key(inputs)
+            return call.enter(Mode.WARMUP)
+        return self._capture_backward(call, call.recording, inputs)
+
+    def _capture_backward(self, call: Call, recording: Recording, inputs: list[torch.Tensor]) -> Call:
+        """Warms up or captures a backward for inputs that the recording has none for."""
+        if recording.backwards and not recording.keeps_saved:  # what the forward saved may have been reused
+            self._pair._backward_varies = True
+            self._pair.drop(recording)
+            self._warm.add(self._key(inputs))
+            self._count_moves(recording.backwards, inputs)
+            reason = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
+            return call.run_eagerly(reason, strict=False)
+        call.owned = dict(recording.owned)
+        self._warm_up_or_capture(call, inputs)
+        if call.mode is Mode.CAPTURE:
+            self._pair.drop(recording)  # of use again only when it is complete
+            if not recording.keeps_saved:
+                call.owned = recording.owned
+        return call
+
+    def _hold_arena(self) -> Arena | None:
+        """A free arena, if there is one, or after garbage was collected: outputs in reference cycles hold arenas."""
+        arena = self._arenas.hold(self._used)
+        if arena is None:
+            self._found_held += 1
+            if self._found_held >= self._collect_at:
+                gc.collect()
+                arena = self._arenas.hold(self._used)
+                if arena is None:
+                    self._collect_at *= 2  # these are no cycles: look again, but less and less often
+                else:
+                    self._found_held, self._collect_at = 0, 1
+                    self.remark = _CYCLES
+        if arena is not None and arena not in self._used:
+            self._used.append(arena)
+        return arena
+
+    def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
+        key = self._key(inputs)
+        if key not in self._warm:
+            call.key = key
+            return call.enter(Mode.WARMUP)
+        assert call.arena is not None
+        if call.recording is None:
+            call.recording = Recording(call.arena)
+            self._count_moves([r.forward for r in self._recordings if r.forward is not None], inputs)
+        else:
+            self._count_moves(call.recording.backwards, inputs)
+        recording = call.recording
+        static = [
+            i
+            for i, (name, tensor) in enumerate(zip(self.inputs, inputs))
+            if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
+        ]
+        call.trace = TraceRecording(Guard(inputs, static, self.written), [None] * len(self.regions))
+        call.verifies = self.options.verify is not None
         self._count_sample()
-        return True
-
-    def _count_sample(self) -> None:
-        if isinstance(self.options.verify, int):
-            self.verify_after = self.calls + self.options.verify - 1
+        return call.enter(Mode.CAPTURE)
 
     def skip_reason(self) -> str | None:
         """Why no call on this thread can replay a graph now."""
         return skip_reasons.skip_reason(self.backend, saves=bool(self._saved))
 
     def fast_path_skip_reason(self) -> str | None:
-        """Why the next call on this thread must not go around Thunder's dispatch, of a program that samples calls."""
+        """Why the next call on this thread must not take the fast path, of a program that samples calls."""
         return "it is verified" if self.calls >= self.verify_after else self.skip_reason()
 
-    def conditions(self, code: Code) -> list[str]:
-        """That there is no `skip_reason`, nor a `fast_path_skip_reason` to make, as expressions."""
-        found = skip_reasons.conditions(self.backend, code, saves=bool(self._saved))
-        if self.samples:
-            ran = code.name(self, "program")
-            found.append(f"{ran}.calls < {ran}.verify_after")
-        return found
-
     def may_replay_backward(self) -> bool:
-        """Whether the backward under way may replay a graph, and need not leave what its forward saved."""
-        return not (skip_reasons.graph_is_retained() or skip_reasons.is_watched())
+        """Whether the backward under way may replay a graph: it does not keep what its forward saved."""
+        return not (backward_keeps_graph() or skip_reasons.is_watched())
 
     def may_replay_backward_unverified(self) -> bool:
         """The same for a program with `verify`, whose graphs may be quarantined, or due."""
@@ -160,124 +260,53 @@ class Program:
             and all(isinstance(step, Region) or self.ops.ops[step.op].bookkeeping for step in self.plan.steps)
         )
 
-    def _begin_without_recording(self, call: Call, inputs: list[torch.Tensor]) -> Call:
-        problem = self._unfit(inputs)
-        if problem:
-            return self.eager(call, problem)
-        arena = self._arenas.hold(self._used)
-        if arena is None:
-            limit = self.options.max_arenas
-            return self.eager(call, f"all arenas are held by calls in flight (max_arenas={limit}); raise max_arenas")
-        if arena not in self._used:
-            self._used.append(arena)
-        call.arena = arena
-        arena.enter()
-        return self._warm_up_or_capture(call, inputs)
-
-    def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
-        key = self._key(inputs)
-        if key not in self._warm:
-            call.mode, call.key = Mode.WARMUP, key
-            self.eager_calls += 1
-            return call
-        self._count_moves(inputs)
-        assert call.arena is not None
-        if call.recording is None:
-            call.recording = Recording(call.arena)
-        static = [
-            i
-            for i, (name, tensor) in enumerate(zip(self.inputs, inputs))
-            if tensor is not None and (self.is_static(name, call.recording) or call.owns(name, tensor))
-        ]
-        call.part = TraceRecording(Guard(inputs, static, self.written), [None] * len(self.regions))
-        call.mode = Mode.CAPTURE
-        call.verifies = self.options.verify is not None
+    def _is_due(self) -> bool:
+        """Whether to verify the call that has just been counted."""
+        if self.calls <= self.verify_after:
+            return False
         self._count_sample()
-        return call
+        return True
 
-    def begin_backward(self, others: Any, *tensors: torch.Tensor) -> Call:
-        """Begins the backward of a call whose forward returned ``others``."""
-        call = getattr(others, "call", None)
-        if call is None and isinstance(others, list):  # the list of both saved collections, not yet taken apart
-            call = next((o.call for o in others if isinstance(o, SavedState)), None)
-        if call is None:
-            return self.begin(*tensors)
-        self.calls += 1
-        self._pair._waiting.discard(call)
-        if call.arena is None:
-            return self.eager(Call(), "its forward ran eagerly", strict=False)
-        call.arena.enter()
-        if skip_reasons.graph_is_retained():
-            return self.eager(Call(), skip_reasons.RETAINED, strict=False)
-        if call.mode is Mode.EAGER:
-            return self.eager(call, "its forward ran eagerly", strict=False)
-        if skip_reasons.is_watched():
-            return self.eager(call, skip_reasons.WATCHED, strict=False)
-        inputs = list(tensors)
-        recording = call.recording
-        part = recording.parts.get(self.kind) if recording is not None else None
-        if part is not None and part.guard.holds(inputs):
-            call.part, call.mode, call.verifies = part, Mode.REPLAY, self._is_due()
-            return call
-        problem = self._unfit(inputs)
-        if problem:
-            return self.eager(call, problem)
-        if recording is None:
-            call.key = self._key(inputs)
-            self.eager_calls += 1
-            return call
-        if part is not None:
-            retired = self.retire(recording)
-            reason = "the backward's inputs are not laid out as when it was captured"
-            return self.eager(call, reason, strict=not retired)
-        call.owned = recording.owned
-        self._warm_up_or_capture(call, inputs)
-        if call.mode is Mode.WARMUP:  # the recording still waits for its backward
-            call.owned = dict(recording.owned)
-        else:  # it gives its memory up from here on, and is of use again only when it is complete
-            self._pair.drop(recording)
-        return call
+    def _count_sample(self) -> None:
+        if isinstance(self.options.verify, int):
+            self.verify_after = self.calls + self.options.verify - 1
 
-    def eager(self, call: Call, reason: str, *, strict: bool = True) -> Call:
-        self.eager_calls += 1
-        self.fallbacks[reason] += 1
-        call.mode = Mode.EAGER
-        if strict and self.options.strict:
-            raise CaptureError(f"{self.kind} call {self.calls}", reason, "mend that (print(explain(fn)) has the plan)")
-        return call
+    def raise_if_strict(self, reason: str) -> None:
+        if self.options.strict:
+            fix = "mend that (print(explain(fn)) has the plan)"
+            raise CaptureError(f"{self.kind} call {self.calls}", reason, fix)
 
-    def _unfit(self, inputs: Sequence[Any]) -> str | None:
+    def _unsupported(self, inputs: Sequence[Any]) -> str | None:
         """Why no graph can ever be right for these inputs."""
         for name, tensor in zip(self.inputs, inputs):
             if not is_plain(tensor):
                 return f"input {name!r} is a {type(tensor).__name__}, not a plain tensor"
-            if tensor is not None and (tensor._is_zerotensor() or not torch._C._has_storage(tensor)):
+            if tensor is not None and (is_zero_tensor(tensor) or not has_storage(tensor)):
                 return f"input {name!r} is a {tensor.layout} tensor without memory of its own"
         if self.written:
             static = {i for i, is_static in enumerate(self._static) if is_static}
-            if not Sharing.of(inputs, static, self.written).admits(inputs):
+            if not OverlapGuard.of(inputs, static, self.written).admits(inputs):
                 names = ", ".join(repr(self.inputs[i]) for i in sorted(self.written)[:3])
                 return f"an input that is written in place ({names}) shares memory with another; pass separate tensors"
-            if self.no_leaves and any(map(is_graded_leaf, map(inputs.__getitem__, self.written))):
+            if self.refuses_leaves and any(is_leaf_with_grad(inputs[i]) for i in self.written):
                 return LEAF
         return None
 
     def _key(self, inputs: Sequence[torch.Tensor]) -> Any:
-        return (settings(), tuple(layout(inputs[i]) for i in self._keyed))
+        return (kernel_settings(), tuple(layout(inputs[i]) for i in self._keyed))
 
-    def _count_moves(self, inputs: Sequence[torch.Tensor]) -> None:
-        for recording in self._recordings[:1]:
-            self._moves.update(recording.parts[self.kind].guard.moved(inputs))
+    def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
+        """Counts the static inputs that are at another address than in the newest of these recordings."""
+        for trace in traces[:1]:
+            self._pair._moves.update(self.inputs[i] for i in trace.guard.moved(inputs))
 
-    # How it ends
+    # How a call ends
 
     def end_forward(self, call: Call, *others: Any) -> SavedState:
         """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
         self._seal(call)
         self._waiting.add(call)
-        result = SavedState(others)
-        result.call = call
-        return result
+        return SavedState.of(call, others)
 
     def end_call(self, call: Call) -> None:
         """Ends a call."""
@@ -293,15 +322,18 @@ class Program:
                 self._warm.clear()
             self._warm.add(call.key)
         elif call.mode is Mode.CAPTURE:
-            recording, part = call.recording, call.part
-            assert recording is not None and part is not None
-            recording.parts[self.kind] = part
+            recording, trace = call.recording, call.trace
+            assert recording is not None and trace is not None
+            if self._pair is self:
+                recording.forward = trace
+                recording.owned = {name: t for name, t in call.owned.items() if name in self._saved}
+                recording.keeps_saved = self._backward_varies or not recording.owned
+            else:
+                recording.backwards = [trace, *recording.backwards][: self.options.max_recordings]
+                if not recording.keeps_saved:
+                    recording.owned.clear()
             if not recording.incomplete:
                 self._pair.admit(recording)
-            if self._pair is self:
-                recording.owned = {name: t for name, t in call.owned.items() if name in self._saved}
-            else:
-                recording.owned.clear()
             if call.arena is not None:
                 call.arena.forget(call.owned.values(), recording.owned.values())
 
@@ -318,6 +350,17 @@ class Program:
         recording.dropped = True
         self._recordings = [r for r in self._recordings if r is not recording]
 
+    # What the regions of a call ask
+
+    def is_input(self, name: str) -> bool:
+        return name in self._position
+
+    def is_static(self, name: str, recording: Recording) -> bool:
+        if name in recording.static:
+            return True
+        position = self._position.get(name)
+        return position is not None and self._static[position] and self._pair._moves[name] < _MAX_MOVES
+
     def retire(self, recording: Recording) -> bool:
         """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.
 
@@ -330,23 +373,13 @@ class Program:
         pair.drop(recording)
         return True
 
-    # What its regions ask
-
-    def is_static(self, name: str, recording: Recording) -> bool:
-        """Whether the recording has the address of an input baked in."""
-        position = self.position.get(name)
-        if name in recording.static:
-            return True
-        return position is not None and self._static[position] and self._moves[position] < _MAX_MOVES
-
-    def quarantine(self, call: Call, region: RuntimeRegion) -> None:
-        """No recording that holds the region's graph is replayed any more."""
+    def quarantine(self, call: Call, region: int) -> None:
         for recording in self._pair.recordings:
-            part = recording.parts.get(self.kind)
-            if part is not None and part.graphs[region.index] is not None:
+            traces = [recording.forward] if self._pair is self else recording.backwards
+            if any(trace is not None and trace.graphs[region] is not None for trace in traces):
                 self._pair.drop(recording)
         self._is_quarantined = True
-        self.eager(call, f"{region.name} disagrees with its ops", strict=False)
+        call.run_eagerly(f"{self.regions[region].name} disagrees with its ops", strict=False)
 
     def arena_bytes(self) -> int:
         """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""

@@ -1,4 +1,4 @@
-"""One region of a program: its ops, and its turn in a call. See Note [Four ways through a call]."""
+"""One region of a program: its ops, and what it does in a call. See Note [Four modes of a call]."""
 
 from __future__ import annotations
 
@@ -10,45 +10,27 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
+from thunder_cg.compat.torch import version
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, ReplayRefused
-from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
-from thunder_cg.runtime.recording import (
-    Guard,
-    Outputs,
-    RegionGraph,
-    Sharing,
-    Source,
-    address_if_any,
-    is_sparse,
-    overlaps_itself,
-    place,
-    plain,
-    replaced,
-)
-from thunder_cg.verify.trial import Check, Disagreement, verified
-
-if TYPE_CHECKING:
-    from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.guards import Guard, OverlapGuard
+from thunder_cg.runtime.inputs import detached, place, with_buffers
+from thunder_cg.runtime.outputs import AliasedInput, Outputs
+from thunder_cg.runtime.recording import RegionGraph
+from thunder_cg.runtime.sentinels import sentinels
+from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
+from thunder_cg.runtime.verifier import Disagreement
 
 LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
 _MAX_TRIES = 3  # captures of a region that may fail for a reason that can pass, such as too little memory
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One result of a region's symbol: an exit, inside or as the copy that leaves."""
-
-    name: str
-    leaves: bool
 
 
 @dataclass(slots=True)
@@ -67,50 +49,68 @@ class RuntimeRegion:
     """One region of a program: its function, and its part in every recording.
 
     Args:
-        watched: for `verify`: the same ops, but returns the fingerprints of their values, in order.
+        planned: its place in the plan.
+        ops: its ops.
+        function: runs the ops on a list of inputs, which it empties, and an `EarlyCopier`.
+        hash_function: for verification: runs the ops too, but returns the hashes of their values, in order.
+
+    Attributes:
+        index: its number in the program.
+        refuses_leaves: whether PyTorch refuses its writes to leaves that require grad.
+        aliased_in_pool: inputs in the pool that results may be views of.
+        failure: why its last capture failed.
+        tries: how many captures may still fail; with none left, it runs eagerly.
+        disagreement: of its graph with its ops. The region is quarantined then.
+        remark: what verification found besides.
     """
 
     def __init__(
         self,
         name: str,
-        region: Region,
+        planned: Region,
+        ops: Sequence[Op],
         io: RegionIO,
         function: Callable[..., Sequence[Any]],
-        watched: Callable[..., Sequence[Any]] | None = None,
+        hash_function: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         self.name = name
-        self.region = region
+        self.planned = planned
+        self.ops = tuple(ops)
         self.io = io
-        self.device = torch.device(region.device)
-        self.names = tuple(given.name for given in io.inputs)
-        self.written = frozenset(i for i, given in enumerate(io.inputs) if given.written)
-        self.slots = tuple(Slot(output.name, output.copied_out) for output in io.outputs)
-        self.stats = Stats()
-        self.failure: str | None = None  # of its last capture
-        self.tries = _MAX_TRIES  # how many captures may still fail; none: it runs eagerly from then on
-        self.in_arena: list[int] = []  # inputs in an arena that results may be views of
-        leaving = {slot.name for slot in self.slots if slot.leaves}
-        self.twice = [i for i, slot in enumerate(self.slots) if not slot.leaves and slot.name in leaving]
-        self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
-        self.remark: str | None = None  # what verification found besides
         self.function = function
-        self.watched = watched
+        self.hash_function = hash_function
+        self.device = torch.device(planned.device)
+        self.input_names = tuple(each.name for each in io.inputs)
+        self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
+        self.stays = frozenset(each.name for each in io.outputs if not each.copied_out)
+        copied_out = {each.name for each in io.outputs if each.copied_out}
+        # Results that stay in the pool, and of which the caller gets a copy besides.
+        self._twice = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
+        self.index = 0
+        self.refuses_leaves = False
+        self.aliased_in_pool: list[int] = []
+        self.stats = Stats()
+        self.failure: str | None = None
+        self.tries = _MAX_TRIES
+        self.disagreement: Disagreement | None = None
+        self.remark: str | None = None
 
     @property
     def is_always_verified(self) -> bool:
-        """Whether a recording counts only once it has been verified; see Note [Numbers of a graph]."""
+        """Whether a recording counts only once it has been verified; see Note [Kernel scalars]."""
         return bool(self.io.scalars)
 
-    def join(self, program: Program, index: int) -> None:
-        """Makes it region ``index`` of the program."""
-        self.program, self.index = program, index
+    @property
+    def _leaves(self) -> list[bool]:
+        return [each.copied_out for each in self.io.outputs]
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
-        """The region's turn in a call, with its inputs: what stands behind its symbol in the trace."""
+        """What the region does in a call, with its inputs: what stands behind its symbol in the trace."""
         if call.mode is Mode.REPLAY:
-            graph = call.part.graphs[self.index]  # type: ignore[union-attr]
-            if graph is not None and self.disagreement is not None:  # while the call was in flight
-                self.program.eager(call, f"{self.name} is quarantined", strict=False)
+            assert call.trace is not None
+            graph = call.trace.graphs[self.index]
+            if graph is not None and self.disagreement is not None:  # found while the call was in flight
+                call.run_eagerly(f"{self.name} is quarantined", strict=False)
             elif graph is not None:
                 if graph.admits(args):
                     try:
@@ -118,85 +118,87 @@ class RuntimeRegion:
                         self.stats.replays += 1
                         return results
                     except ReplayRefused as error:
-                        self.program.eager(call, f"{self.name} could not be replayed: {_sentence(error)}")
+                        call.run_eagerly(f"{self.name} could not be replayed: {_sentence(error)}")
                 else:
                     self._miss(call)
-        elif self.program.no_leaves and any(is_graded_leaf(args[i]) for i in self.written):
-            self.program.eager(call, LEAF, strict=False)  # which raises, where a detached leaf would be written
+        elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
+            call.run_eagerly(LEAF, strict=False)  # which raises, where a detached leaf would be written
         elif call.mode is Mode.CAPTURE:
             if self.tries:
                 return self._capture(call, args)
-            self._forbid_eager()
+            self._raise_if_strict(call)
         elif call.mode is Mode.WARMUP and self.tries:
             return self._warm_up(call, args)
-        return self._run(call, args)
+        return self._run_eagerly(call, args)
 
     def _verify(self, call: Call, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
         """A replay that is compared with an eager run, which wins."""
-        outcome = verified(self, graph, graph.check, args, self.program.ops, self.program.backend)
+        outcome = call.owner.verifier.replay(self, graph, args)
         self.stats.verified += outcome.compared
         self.remark = outcome.remark or self.remark
-        if not self.program.samples:
+        if not isinstance(call.owner.options.verify, int):
             graph.check = None
         results = outcome.results
         if outcome.disagreement is not None:
             self.disagreement, self.tries = outcome.disagreement, 0
             self.failure = f"{outcome.disagreement.problem}; {outcome.disagreement.fix}"
-            self.program.quarantine(call, self)
+            call.owner.quarantine(call, self.index)
         if results is None:
-            results = self._run(call, args)
+            results = self._run_eagerly(call, args)
         if (found := outcome.disagreement) is not None:  # last, since a filter may make an error of the warning
-            self._forbid_eager()
+            self._raise_if_strict(call)
             message = f"{self.name} is eager from now on: {found.problem}; {found.fix}"
             warnings.warn(message, DisagreementWarning, stacklevel=2)
         return results
 
     def _miss(self, call: Call) -> None:
         assert call.recording is not None
-        retired = self.program.retire(call.recording)
+        retired = call.owner.retire(call.recording)
         reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
-        self.program.eager(call, reason, strict=not retired)
+        call.run_eagerly(reason, strict=not retired)
 
-    def _forbid_eager(self) -> None:
+    def _raise_if_strict(self, call: Call) -> None:
         """Raises with ``strict=True``, because the region could not be captured, or was and is quarantined."""
-        if self.program.options.strict and self.disagreement is not None:
+        if call.owner.options.strict and self.disagreement is not None:
             raise CaptureError(self.name, self.disagreement.problem, self.disagreement.fix)
-        if self.program.options.strict:
+        if call.owner.options.strict:
             raise CaptureError(self.name, str(self.failure), "deny the operator with deny=[...]")
 
-    def _run(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
-        """Runs the region's ops eagerly. What leaves is no view of the arena's memory."""
+    # Eager runs and warm-ups
+
+    def _run_eagerly(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
+        """Runs the region's ops. What leaves is no view of the arena's memory."""
         self.stats.eager_runs += 1
         owners = list(args)
-        for i in self._inside(call, args):
-            owners[i] = call.owned[self.names[i]]
+        for i in self._in_pool(call, args):
+            owners[i] = call.owned[self.input_names[i]]
         results = list(self.function(owners))
-        for i in self.twice:  # what leaves becomes a part of autograd's graph, and what stays does not
+        for i in self._twice:  # what leaves becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
-        if held := {_memory(args[i]) for i in self.in_arena} - {0}:
-            leaves = [slot.leaves and _memory(result) in held for slot, result in zip(self.slots, results)]
+        if held := {_memory(args[i]) for i in self.aliased_in_pool} - {0}:
+            leaves = [leaves and _memory(result) in held for leaves, result in zip(self._leaves, results)]
             if any(leaves):
                 outputs = Outputs(results.copy(), (), leaves, self.device, torch.Tensor.detach)
                 outputs.deliver_owned(results, args)
-        self._share(call, results)
+        self._share_ownership(call, results)
         return results
 
-    def _share(self, call: Call, results: Sequence[Any]) -> None:
+    def _share_ownership(self, call: Call, results: Sequence[Any]) -> None:
         """What shares memory with a value that the call owns owns it as well."""
         owned = set(map(_memory, call.owned.values())) - {0}
-        for slot, result in zip(self.slots, results):
-            if not slot.leaves and _memory(result) in owned:
-                call.owned[slot.name] = result
+        for output, result in zip(self.io.outputs, results):
+            if not output.copied_out and _memory(result) in owned:
+                call.owned[output.name] = result
 
     def _warm_up(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         try:
             return self._run_in_arena(call, args)
         except _NotRun as failed:
-            self._fail(failed.error)
-        self._forbid_eager()
-        self.program.fallbacks[f"{self.name} could not be warmed up: {self.failure}"] += 1
-        call.mode = Mode.EAGER
-        return self._run(call, args)
+            self._fail(call, failed.error)
+        self._raise_if_strict(call)
+        call.owner.fallbacks[f"{self.name} could not be warmed up: {self.failure}"] += 1
+        call.enter(Mode.EAGER)  # counted as eager when the warm-up began
+        return self._run_eagerly(call, args)
 
     def _run_in_arena(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Runs the region's ops with their memory in the arena, and copies what leaves.
@@ -210,18 +212,18 @@ class RuntimeRegion:
         assert call.arena is not None
         began = False
 
-        def function(inputs: list[Any], leave: EarlyCopier) -> Sequence[Any]:
+        def function(inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
             nonlocal began
             began = True
-            return self.function(inputs, leave)
+            return self.function(inputs, copier)
 
         may_rerun = not self.written and self.io.alive.issuperset(call.owned)
         while True:
             try:
                 pool = call.arena.pool(self.device)
-                inside = self._inside(call, args)
-                taken = self._take(call, args, inside)
-                sources = _sources(self, taken, inside)
+                in_pool = self._in_pool(call, args)
+                taken = self._take(call, args, in_pool)
+                aliased = self._aliased_inputs(taken, in_pool)
                 produced = list(pool.warm_up(function, [taken]))
                 break
             except Exception as error:
@@ -231,201 +233,235 @@ class RuntimeRegion:
                     raise
                 may_rerun = False
         self.stats.eager_runs += 1
-        gone = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], CopiedEarly)}
-        for i in gone:
+        early = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], CopiedEarly)}
+        for i in early:
             produced[i] = None
-        outputs = Outputs(produced, sources, [slot.leaves for slot in self.slots], self.device, pool.alias)
+        outputs = Outputs(produced, aliased, self._leaves, self.device, pool.alias)
         results: list[Any] = [None] * len(produced)
-        alive = self.io.alive  # the memory of other arguments in the arena may be a result's by now
-        kept = [arg for i, (n, arg) in enumerate(zip(self.names, args)) if i not in inside or n in alive]
-        handed_out = outputs.deliver_owned(results, args, set(map(_memory, kept)))
-        for i, departed in gone.items():
-            results[i] = departed.tensor
+        # The memory of other arguments in the arena may be a result's by now.
+        borrowed = [
+            arg for i, (n, arg) in enumerate(zip(self.input_names, args)) if i not in in_pool or n in self.io.alive
+        ]
+        handed_out = outputs.deliver_owned(results, args, set(map(_memory, borrowed)))
+        for i, copied in early.items():
+            results[i] = copied.tensor
         for i in outputs.fixed:
             results[i] = produced[i]
             if call.mode is Mode.WARMUP:
-                call.owned[self.slots[i].name] = produced[i]
+                call.owned[self.io.outputs[i].name] = produced[i]
                 # What the caller writes to memory that it shares shows in its version, which a backward checks.
                 is_shared = _memory(produced[i]) in handed_out
                 results[i] = produced[i].detach() if is_shared else pool.alias(produced[i])
         if call.mode is Mode.CAPTURE:  # it runs in every replay, too, so nothing else that it makes has an address
-            self._share(call, results)
+            self._share_ownership(call, results)
         return results
 
-    def _inside(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
-        """The arguments that are in the arena."""
-        return frozenset(i for i, name in enumerate(self.names) if call.owns(name, args[i]))
+    def _in_pool(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
+        """The arguments whose memory is the arena's."""
+        return frozenset(i for i, name in enumerate(self.input_names) if call.owns(name, args[i]))
 
-    def _take(self, call: Call, args: Sequence[Any], inside: frozenset[int]) -> list[Any]:
+    def _take(self, call: Call, args: Sequence[Any], in_pool: frozenset[int]) -> list[Any]:
         """The region's arguments, each the only owner of its memory if nothing after the region needs it.
 
         Warm-ups and captures see plain tensors where calls have parameters: a fusion that torch.compile guards by the
         type of its inputs would otherwise be compiled again in the middle of a capture.
         """
-        names, alive = self.names, self.io.alive
-        taken = plain(args, self.written)
-        for i in inside:
-            taken[i] = call.owned[names[i]]
-        given_up = [call.owned.pop(name) for name in [n for n in call.owned if n not in alive]]
+        taken = detached(args, self.written)
+        for i in in_pool:
+            taken[i] = call.owned[self.input_names[i]]
+        given_up = [call.owned.pop(name) for name in [n for n in call.owned if n not in self.io.alive]]
         assert call.arena is not None
-        call.arena.forget(given_up, [*(taken[i] for i in inside), *call.owned.values()])
+        kept = call.recording.owned.values() if call.recording is not None else ()
+        call.arena.forget(given_up, [*(taken[i] for i in in_pool), *call.owned.values(), *kept])
         return taken
+
+    def _aliased_inputs(self, taken: Sequence[Any], in_pool: frozenset[int]) -> list[AliasedInput]:
+        """The arguments outside of the arena that results may be views of."""
+        return [
+            AliasedInput.of(i, taken[i])
+            for i, each in enumerate(self.io.inputs)
+            if each.aliased and i not in in_pool and isinstance(taken[i], torch.Tensor)
+        ]
+
+    # Captures
 
     def _capture(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         recording = call.recording
         assert recording is not None
-        inside, before = self._inside(call, args), (self.failure, self.tries)
+        in_pool, before = self._in_pool(call, args), (self.failure, self.tries)
         try:
             return self._record(call, args)
         except _Executed as error:
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
-            self._fail(error)
-        self._forbid_eager()
-        self.program.fallbacks[f"{self.name} could not be captured: {self.failure}"] += 1
+            self._fail(call, error)
+        self._raise_if_strict(call)
+        call.owner.fallbacks[f"{self.name} could not be captured: {self.failure}"] += 1
         recording.incomplete = True
         try:
             # In the arena the memory of the warm-up is at hand, unless the capture has given up what the ops read.
-            if inside == self._inside(call, args):
+            if in_pool == self._in_pool(call, args):
                 with suppress(_NotRun):
                     return self._run_in_arena(call, args)
-            return self._run(call, args)
+            return self._run_eagerly(call, args)
         except Exception:
             self.failure, self.tries = before  # the operator itself raises: it may do better next time
             raise
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, call: Call, error: Exception) -> None:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
-        op = _failing_op(error, self, self.program.ops.ops)
-        place = f"{op.name} at {self.program.ops.line(op) or 'an unknown line'}: " if op is not None else ""
+        op = self._failing_op(error)
+        place = f"{op.name} at {call.owner.ops.line(op) or 'an unknown line'}: " if op is not None else ""
         text = place + _sentence(error)
         may_pass = _is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
         self.tries = self.tries - 1 if may_pass else 0
         again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
         self.failure = text + (again if self.tries else "")
 
+    def _failing_op(self, error: BaseException) -> Op | None:
+        """The op of the region that raised the error, if it was one of them."""
+        functions = (self.function.__code__, getattr(self.hash_function, "__code__", None))
+        frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+        if any(code is EarlyCopier.__call__.__code__ for code, _ in frames):  # no op, but the copy of a result
+            return None
+        for code, number in frames:
+            if code in functions:
+                line = linecache.getline(code.co_filename, number)
+                assigned = set(re.findall(r"\w+", line.partition("=")[0]))
+                return next((op for op in self.ops if assigned.intersection(op.outputs)), None)
+        return None
+
     def _record(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
+        """Captures the region's ops, replays the graph, and keeps it in the recording."""
         recording = call.recording
-        assert call.arena is not None and recording is not None and call.part is not None
+        assert call.arena is not None and recording is not None and call.trace is not None
         pool = call.arena.pool(self.device)
-        names = self.names
-        given, args = args, args[: len(names)]
-        verifies = call.verifies or self.is_always_verified
-        inside = self._inside(call, args)
-        static = inside | frozenset(
-            i for i, name in enumerate(names) if args[i] is not None and self.program.is_static(name, recording)
+        tensors = args[: len(self.input_names)]
+        in_pool = self._in_pool(call, tensors)
+        static = in_pool | frozenset(
+            i
+            for i, name in enumerate(self.input_names)
+            if tensors[i] is not None and call.owner.is_static(name, recording)
         )
-        written = self.written
-        _check_inputs(names, args, static, written, self.device)
-
-        leaves = [slot.leaves for slot in self.slots]
-        placing = partial(place, pool, args, static, self._same(args, static, inside))
-        check = Check.record(self, pool, args, placing, inside) if verifies else None
-        loads, buffers = placing()
-        entry = RegionGraph(loads, written)
-        entry.numbers = slice(len(names), None)
-        entry.check = check
-        if self.program.backend.runs_captures:
-            entry.load(args)
-        taken = self._take(call, args, inside)
-        captured = replaced(taken, buffers)
-        del taken, buffers
-        sources = _sources(self, captured, inside)
-        # A result must not get the address of an input that it could be taken for a view of (the sources are kept), and
-        # what is read back after a replay must not have been reused on the way.
-        kept = [captured[i] for i in written]
-        versions = {i: (t, t._version) for i in written - inside if not (t := captured[i]).is_inference()}
-        produced: list[Any] = []
-
-        def leaving(made: Sequence[Any]) -> list[torch.Tensor]:
-            _check_results([slot.name for slot in self.slots], made)
-            produced.extend(made)
-            entry.outputs = Outputs(produced, sources, leaves, self.device, pool.alias)
-            return entry.outputs.sources()
-
+        self._check_inputs(tensors, static)
+        placing = partial(place, pool, tensors, static, self._same(call, tensors, static, in_pool))
+        verifies = call.verifies or self.is_always_verified
+        check = call.owner.verifier.record(self, pool, tensors, placing, in_pool) if verifies else None
+        copied, buffers = placing()
+        graph = RegionGraph(copied, self.written)
+        graph.scalars = slice(len(self.input_names), None)
+        graph.check = check
+        if call.owner.backend.runs_captures:
+            graph.copy_in(tensors)
+        produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
+        graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
+        graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
         try:
-            numbers = sentinels(len(self.io.scalars))
-            captured += numbers
-            entry.graph, _ = pool.capture(self.function, [captured], entry.targets, leaving, numbers)
-        finally:
-            if captured:  # the function, which empties the list, was not called
-                call.owned.update((names[i], captured[i]) for i in inside)
-        del _
-        outputs = entry.outputs
-        outputs.disown()
-        entry.touched = frozenset(i for i, (t, version) in versions.items() if t._version != version)
-        del kept, versions
-        sources.clear()
-        entry.guarded, entry.guard = self._late_guard(names, args, inside, static, written)
-        entry.fixed = [pool.alias(p) if i in outputs.fixed else None for i, p in enumerate(produced)]
-        try:
-            results = self._verify(call, entry, given) if verifies else entry.replay(given)
+            results = self._verify(call, graph, args) if verifies else graph.replay(args)
         except ReplayRefused:
             raise
         except Exception as error:
             raise _Executed from error
-        self._note(call, entry, produced, static)
-        call.part.graphs[self.index] = entry
+        for i in graph.outputs.fixed:
+            call.owned[self.io.outputs[i].name] = produced[i]
+        for i, source in graph.outputs.view_sources().items():
+            if source in static:
+                recording.static.add(self.io.outputs[i].name)
+        self._count_capture(graph)
+        call.trace.graphs[self.index] = graph
         return results
 
-    def _same(self, args: Sequence[Any], static: frozenset[int], inside: frozenset[int]) -> dict[int, int]:
+    def _capture_graph(
+        self,
+        call: Call,
+        graph: RegionGraph,
+        args: Sequence[Any],
+        buffers: list[Any],
+        in_pool: frozenset[int],
+    ) -> list[Any]:
+        """Records the ops into ``graph``; returns the results that have an address."""
+        assert call.arena is not None
+        pool = call.arena.pool(self.device)
+        captured = with_buffers(self._take(call, args, in_pool), buffers)
+        buffers.clear()  # the list of inputs alone owns them, so that their memory is reused after their last use
+        aliased = self._aliased_inputs(captured, in_pool)
+        # A result must not get the address of an input that it could be taken for a view of (`aliased` keeps those), and
+        # what is copied back after a replay must not have been reused on the way.
+        written = {i: captured[i] for i in self.written}
+        versions = {i: version(t) for i in self.written - in_pool if not (t := written[i]).is_inference()}
+        produced: list[Any] = []
+
+        def sources(results: Sequence[Any]) -> list[torch.Tensor]:
+            self._check_results(results)
+            produced.extend(results)
+            graph.outputs = Outputs(produced, aliased, self._leaves, self.device, pool.alias)
+            return graph.outputs.sources()
+
+        try:
+            scalars = sentinels(len(self.io.scalars))
+            captured += scalars
+            graph.graph, results = pool.capture(self.function, [captured], graph.targets, sources, scalars)
+        finally:
+            if captured:  # the function, which empties the list, was not called
+                call.owned.update((self.input_names[i], captured[i]) for i in in_pool)
+        del results
+        graph.outputs.disown()
+        graph.touched = frozenset(i for i, before in versions.items() if version(written[i]) != before)
+        return produced
+
+    def _count_capture(self, graph: RegionGraph) -> None:
+        if self.disagreement is None:
+            self.failure = None
+        self.stats.captures += 1
+        self.stats.replays += 1
+        self.stats.bytes_in, self.stats.bytes_out = graph.nbytes_in, graph.outputs.nbytes
+
+    def _same(self, call: Call, args: Sequence[Any], static: frozenset[int], in_pool: frozenset[int]) -> dict[int, int]:
         """Arguments that are the same tensor as another one, and that one, where a guard checks that they stay so."""
         first: dict[tuple[int, bool], int] = {}
         found: dict[int, int] = {}
-        apart = inside | self.written
+        apart = in_pool | self.written
         read = [i for i, arg in enumerate(args) if arg is not None and i not in apart]
         for i in sorted(read, key=lambda i: i not in static):  # what is static comes first
-            key = id(args[i]), self.names[i] in self.program.position  # which guard
+            key = id(args[i]), call.owner.is_input(self.input_names[i])  # which guard
             if (other := first.setdefault(key, i)) != i and i not in static:
                 found[i] = other
         return found
 
     def _late_guard(
-        self,
-        names: Sequence[str],
-        args: Sequence[Any],
-        inside: frozenset[int],
-        static: frozenset[int],
-        written: frozenset[int],
+        self, call: Call, args: Sequence[Any], in_pool: frozenset[int], static: frozenset[int]
     ) -> tuple[tuple[int, ...], Guard | None]:
-        """The check of what was not there when the call began, because an eager operator makes it."""
-        late = [i for i, name in enumerate(names) if name not in self.program.position and i not in inside]
-        if late and written:
-            late = [i for i in range(len(names)) if i not in inside]
+        """The check of what did not exist when the call began, because an eager operator makes it."""
+        late = [i for i, n in enumerate(self.input_names) if not call.owner.is_input(n) and i not in in_pool]
+        if late and self.written:
+            late = [i for i in range(len(args)) if i not in in_pool]
         if not late:
             return (), None
-        place = {i: p for p, i in enumerate(late)}
+        position = {i: p for p, i in enumerate(late)}
         guard = Guard(
             [args[i] for i in late],
-            [place[i] for i in late if i in static],
-            frozenset(place[i] for i in written if i in place),
+            [position[i] for i in late if i in static],
+            frozenset(position[i] for i in self.written if i in position),
         )
         return tuple(late), guard
 
-    def _note(self, call: Call, entry: RegionGraph, produced: Sequence[Any], static: frozenset[int]) -> None:
-        """Writes down what the next regions of the recording, and the report, have to know of this one."""
-        recording = call.recording
-        assert recording is not None
-        for i in entry.outputs.fixed:
-            call.owned[self.slots[i].name] = produced[i]
-        for i, source in entry.outputs.view_sources().items():
-            if source in static:
-                recording.static.add(self.slots[i].name)
-        if self.disagreement is None:
-            self.failure = None
-        stats = self.stats
-        stats.captures += 1
-        stats.replays += 1
-        stats.bytes_in, stats.bytes_out = entry.nbytes_in, entry.outputs.nbytes
+    def _check_inputs(self, args: Sequence[Any], static: frozenset[int]) -> None:
+        for i, (name, arg) in enumerate(zip(self.input_names, args)):
+            if not is_plain(arg):
+                raise TypeError(f"input {name!r} is a {type(arg).__name__}, not a plain tensor")
+            # The seed of an attention that ran without a graph is on the host, whatever the trace says.
+            if arg is not None and arg.device != self.device:
+                raise CaptureRefused(f"input {name!r} is on {arg.device}, and the graph on {self.device}")
+            if i in self.written and i not in static and overlaps_itself(arg):
+                raise ValueError(f"input {name!r} is written in place and overlaps itself")
+        if self.written and not OverlapGuard.of(args, set(static), self.written).admits(args):
+            raise ValueError("an input that is written in place shares memory with another")
 
-
-def _sources(region: RuntimeRegion, taken: Sequence[Any], inside: frozenset[int]) -> list[Source]:
-    """The arguments outside of the arena that results may be views of."""
-    return [
-        Source.of(i, tensor)
-        for i, tensor in enumerate(taken)
-        if isinstance(tensor, torch.Tensor) and region.io.inputs[i].aliased and i not in inside
-    ]
+    def _check_results(self, results: Sequence[Any]) -> None:
+        for output, result in zip(self.io.outputs, results):
+            if is_sparse(result):
+                problem = f"result {output.name!r} has the layout {result.layout}, which no replay can fill"
+                raise CaptureRefused(problem)
 
 
 class _Executed(Exception):
@@ -440,50 +476,20 @@ class _NotRun(Exception):
         self.error = error
 
 
-def keep(*tensors: Any) -> list[Any]:
+def copy_out(*tensors: Any) -> list[Any]:
     """Copies that outlive the arena."""
-    kept: list[Any] = []
+    copies: list[Any] = []
     for tensor in tensors:
         results = [None]
         device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
         Outputs([tensor], (), [True], device, torch.Tensor.detach).deliver_owned(results, ())
-        kept += results
-    return kept
+        copies += results
+    return copies
 
 
 def _memory(value: Any) -> int:
     """Where the memory of a plain tensor begins; 0 for anything else."""
     return address_if_any(value) if is_plain(value) else 0
-
-
-def is_graded_leaf(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.is_leaf and tensor.requires_grad
-
-
-def is_plain(tensor: Any) -> bool:
-    """Whether a graph can have this as an input; operators return None for a tensor that they do without."""
-    return tensor is None or type(tensor) in (torch.Tensor, torch.nn.Parameter)
-
-
-def _check_inputs(
-    names: Sequence[str], args: Sequence[Any], static: frozenset[int], written: frozenset[int], device: torch.device
-) -> None:
-    for i, (name, arg) in enumerate(zip(names, args)):
-        if not is_plain(arg):
-            raise TypeError(f"input {name!r} is a {type(arg).__name__}, not a plain tensor")
-        # The seed of an attention that ran without a graph is on the host, whatever the trace says.
-        if arg is not None and arg.device != device:
-            raise CaptureRefused(f"input {name!r} is on {arg.device}, and the graph on {device}")
-        if i in written and i not in static and overlaps_itself(arg):
-            raise ValueError(f"input {name!r} is written in place and overlaps itself")
-    if written and not Sharing.of(args, set(static), written).admits(args):
-        raise ValueError("an input that is written in place shares memory with another")
-
-
-def _check_results(names: Sequence[str], results: Sequence[Any]) -> None:
-    for name, result in zip(names, results):
-        if is_sparse(result):
-            raise CaptureRefused(f"result {name!r} has the layout {result.layout}, which no replay can fill")
 
 
 def _sentence(error: BaseException) -> str:
@@ -492,20 +498,6 @@ def _sentence(error: BaseException) -> str:
         error = error.__cause__ or error
     text = str(error).strip().partition("\n")[0].partition(". ")[0]
     return f"{type(error).__name__}: {text or 'no message'}"
-
-
-def _failing_op(error: BaseException, region: RuntimeRegion, ops: Sequence[Op]) -> Op | None:
-    """The op of the region that raised the error, if it was one of them."""
-    functions = (region.function.__code__, getattr(region.watched, "__code__", None))
-    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-    if any(code is EarlyCopier.__call__.__code__ for code, _ in frames):  # no op, but the copy of what one made
-        return None
-    for code, number in frames:
-        if code in functions:
-            line = linecache.getline(code.co_filename, number)
-            made = set(re.findall(r"\w+", line.partition("=")[0]))
-            return next((ops[i] for i in region.region.ops if made.intersection(ops[i].outputs)), None)
-    return None
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -1,8 +1,8 @@
-"""The ``tape`` backend: CUDA graphs' behaviour on a machine without a GPU.
+"""The ``tape`` backend: it behaves as CUDA graphs do, on a machine without a GPU.
 
-It records the ATen calls of a region and replays them into the same addresses. It refuses what CUDA refuses, skips
-Python on replay as CUDA does, and fills an arena with NaN when it is released, so that memory used too late fails a
-test on a CPU. It is slower than running the region: it is there to test, to teach and to plan.
+It records the ATen calls of a region and replays them into the same addresses. It refuses what CUDA refuses, and a
+replay runs no Python code of the region, as on CUDA. It fills an arena with NaN when the arena is released, so that a
+use after the release fails a test on a CPU. It is slower than the region's ops: it is for tests, teaching and planning.
 """
 
 from __future__ import annotations
@@ -15,13 +15,21 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from thunder_cg.compat.torch import (
+    TorchDispatchMode,
+    composite_sees_views,
+    disable_dispatch_modes,
+    is_mutable,
+    is_zero_tensor,
+    tree_leaves,
+    tree_map_only,
+)
 from thunder_cg.errors import CaptureRefused, ReplayRefused
-from thunder_cg.runtime.backend import Function, Sources, check_sentinels, copy_all
-from thunder_cg.runtime.code import Code
+from thunder_cg.runtime.backend import CopiedOut, Function
 from thunder_cg.runtime.early_outputs import EarlyCopier
+from thunder_cg.runtime.sentinels import check_sentinels
+from thunder_cg.runtime.tensors import copy_all
 
 _aten = torch.ops.aten
 
@@ -36,10 +44,10 @@ _HOST_SYNC = {
 }
 _MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put}
 
-# Change what a tensor looks like and no memory. Later steps see the tensor as it looked when they were recorded.
+# They change a tensor's shape or strides and no memory. Each recorded call has the tensor as it was at that call.
 _RESHAPES = {_aten.as_strided_, _aten.squeeze_, _aten.t_, _aten.transpose_, _aten.unsqueeze_}
 
-# Write to their arguments and do not say so in their schemas: running statistics.
+# They write running statistics to their arguments, and their schemas do not say so.
 _WRITERS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
 
 _active = threading.local()
@@ -53,7 +61,7 @@ class TapeBackend:
     supports_scalar_updates = True
     poisons = True
     runs_captures = True
-    capture_lock = nullcontext()  # a capture here changes nothing of another thread
+    capture_lock = nullcontext()  # a capture affects no other thread
 
     def pool(self, device: torch.device) -> TapePool:
         return TapePool(device)
@@ -72,18 +80,18 @@ class TapeBackend:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One recorded call, and where the new results of it go."""
+class _RecordedCall:
+    """One recorded call, and the memory that its new results go to."""
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[tuple[int, torch.Tensor], ...]  # leaf of the output, the tensor whose memory it has
+    results: tuple[tuple[int, torch.Tensor], ...]  # leaf of the output, the tensor with its memory
 
 
 @dataclass(frozen=True, slots=True)
-class _Departure:
-    """A copy of what leaves before the end. On a GPU its memory is used for something else from then on."""
+class _EarlyCopy:
+    """A copy of results before the end. On a GPU, their memory may have another use after it."""
 
     tensors: tuple[torch.Tensor, ...]
 
@@ -98,7 +106,7 @@ def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
 
 
 class _Mode(TorchDispatchMode):
-    """Sees each operator that is run, and no composite of others."""
+    """Sees each operator that runs, and no composite operator."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -107,12 +115,8 @@ class _Mode(TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def _composite(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Takes a composite operator apart, as PyTorch does before a mode sees it, but not in inference mode.
-
-        What its parts make is a view, or not, as without a mode.
-        """
-        with torch._C._PreserveDispatchKeyGuard(), self:
-            torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
+        """Decomposes a composite operator, which PyTorch does before a mode sees it, but not in inference mode."""
+        with composite_sees_views(), self:
             return func.decompose(*args, **kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -120,7 +124,7 @@ class _Mode(TorchDispatchMode):
 
 
 class _Tape(_Mode):
-    """Records calls while they run, and afterwards undoes what they did to memory that it did not allocate."""
+    """Records calls while they run. Afterwards, `undo` restores the memory that was there before."""
 
     def __init__(self, device: torch.device, free: Sequence[torch.UntypedStorage]) -> None:
         super().__init__()
@@ -128,14 +132,14 @@ class _Tape(_Mode):
         self._free = free
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.steps: list[_Step | _Departure] = []
+        self.steps: list[_RecordedCall | _EarlyCopy] = []
         self.may_draw = False  # whether a recorded call may have drawn random numbers
 
-    def depart(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Records that these leave, and returns what holds their memory."""
-        with _disable_current_modes():
+    def copy_early(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Records an early copy of the tensors. Returns tensors that hold their memory."""
+        with disable_dispatch_modes():
             kept = [tensor.detach() for tensor in tensors]
-        self.steps.append(_Departure(tuple(kept)))
+        self.steps.append(_EarlyCopy(tuple(kept)))
         return kept
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -143,12 +147,12 @@ class _Tape(_Mode):
         if func.overloadpacket in _RESHAPES:
             return func(*args, **kwargs)
         self.may_draw |= func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
-        mutable = func._schema.is_mutable or func.overloadpacket in _WRITERS
+        mutable = is_mutable(func) or func.overloadpacket in _WRITERS
         return self._record(func, args, kwargs, writes=mutable, may_skip=not mutable)
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.may_draw = True
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             return self._record(fn, args, kwargs, writes=True, may_skip=False)
 
     def _record(
@@ -157,9 +161,9 @@ class _Tape(_Mode):
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if writes:
             self._keep_images(inputs)
-        # Attention has other kernels if query and key are one object; compiled fusions ask who requires grad.
-        seen = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
-        seen_args, seen_kwargs = tree_map_only(torch.Tensor, lambda t: seen[id(t)], (args, kwargs))
+        # Attention has other kernels if query and key are one object, and compiled fusions guard on requires_grad.
+        recorded = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
+        recorded_args, recorded_kwargs = tree_map_only(torch.Tensor, lambda t: recorded[id(t)], (args, kwargs))
         output = fn(*args, **kwargs)
         _poison(self._free)
         addresses = {_address(t) for t in inputs}
@@ -167,11 +171,11 @@ class _Tape(_Mode):
         for leaf, tensor in enumerate(tree_leaves(output)):
             if isinstance(tensor, torch.Tensor):
                 self._check(tensor)
-                if not tensor._is_zerotensor() and _address(tensor) not in addresses:
+                if not is_zero_tensor(tensor) and _address(tensor) not in addresses:
                     self._own.add(_address(tensor))
                     results.append((leaf, tensor.detach()))
-        if results or not may_skip:  # what neither writes nor makes anything is a view, and views stay
-            self.steps.append(_Step(fn, seen_args, seen_kwargs, tuple(results)))
+        if results or not may_skip:  # a call without writes and new results made a view, which stays valid
+            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, tuple(results)))
         return output
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -182,7 +186,7 @@ class _Tape(_Mode):
         else:
             data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
             bad = packet in _HOST_SYNC or not data.isdisjoint(func.tags)
-            # ``x[0] = 1.0`` lifts the number; on a GPU that is a fill, while a list of numbers is a copy from the host.
+            # ``x[0] = 1.0`` lifts the number, which is a fill on a GPU. A list of numbers is a copy from the host.
             bad = bad and not (packet is _aten.lift_fresh and args[0].dim() == 0)
         if bad:
             raise CaptureRefused(f"{func} makes the host wait for data, which a graph cannot hold")
@@ -206,25 +210,25 @@ class _Tape(_Mode):
                 self._before[at] = (storage, storage.clone())
 
     def undo(self) -> None:
-        """Capturing executes nothing: what the recorded calls wrote outside is put back."""
+        """A capture executes nothing: restores the memory that recorded calls wrote and did not allocate."""
         for storage, image in self._before.values():
             storage.copy_(image)
         self._before.clear()
 
 
 def _address(tensor: torch.Tensor) -> int:
-    """Of its storage. PyTorch's derivative of ``torch.sgn`` has none: it is zeros without memory."""
-    return 0 if tensor._is_zerotensor() else tensor.untyped_storage().data_ptr()
+    """Of its storage; 0 for zeros without memory, such as the derivative of ``torch.sgn``."""
+    return 0 if is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
 def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    made = [torch.empty_like(tensor) for tensor in tensors]
-    copy_all(made, tensors)
-    return made
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    copy_all(copies, tensors)
+    return copies
 
 
 class _Reuse(_Mode):
-    """On a GPU, any operator may get memory that is free."""
+    """Poisons free memory after each operator, because on a GPU any operator may get that memory."""
 
     def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
         super().__init__()
@@ -245,60 +249,55 @@ class TapeGraph:
 
     def __init__(
         self,
-        steps: Sequence[_Step | _Departure],
+        steps: Sequence[_RecordedCall | _EarlyCopy],
         free: Sequence[torch.UntypedStorage],
         buffers: Sequence[torch.Tensor],
-        leaving: Sequence[torch.Tensor],
+        copied_out: Sequence[torch.Tensor],
         sentinels: Sequence[int],
     ) -> None:
         self._steps = steps
         self._free = free
         self._buffers = buffers
-        self._leaving = leaving
+        self._copied_out = copied_out
         self._sentinels = sentinels
-        numbers = [
+        integers = [
             {leaf for leaf in tree_leaves((step.args, step.kwargs)) if type(leaf) is int}
-            if isinstance(step, _Step)
+            if isinstance(step, _RecordedCall)
             else set()
             for step in steps
         ]
-        self._has_sentinel = [not found.isdisjoint(sentinels) for found in numbers]
-        check_sentinels(sentinels, set().union(*numbers))
+        self._has_sentinel = [not found.isdisjoint(sentinels) for found in integers]
+        check_sentinels(sentinels, set().union(*integers))
 
     def replay(
         self,
         sources: Sequence[torch.Tensor] = (),
         targets: Sequence[torch.Tensor] = (),
-        numbers: Sequence[int] = (),
+        scalars: Sequence[int] = (),
     ) -> None:
-        given = dict(zip(self._sentinels, numbers))
-        with torch.no_grad(), _disable_current_modes():
+        """See :class:`thunder_cg.runtime.backend.Graph`."""
+        by_sentinel = dict(zip(self._sentinels, scalars))
+        with torch.no_grad(), disable_dispatch_modes():
             try:
                 copy_all(self._buffers, sources)
             except Exception as error:
                 raise ReplayRefused(error) from error
-            departed = 0
+            copied = 0
             for step, has_sentinel in zip(self._steps, self._has_sentinel):
-                if isinstance(step, _Departure):
-                    first, departed = departed, departed + len(step.tensors)
-                    step.run(targets[first:departed])
+                if isinstance(step, _EarlyCopy):
+                    first, copied = copied, copied + len(step.tensors)
+                    step.run(targets[first:copied])
                     continue
                 args, kwargs = step.args, step.kwargs
                 if has_sentinel:
-                    args, kwargs = tree_map_only(int, lambda number: given.get(number, number), (args, kwargs))
+                    args, kwargs = tree_map_only(int, lambda number: by_sentinel.get(number, number), (args, kwargs))
                 output = step.fn(*args, **kwargs)
                 if step.results:
                     leaves = tree_leaves(output)
                     for leaf, tensor in step.results:
                         tensor.copy_(leaves[leaf])
                 _poison(self._free)
-            copy_all(targets[departed:], self._leaving[departed:])
-
-    def conditions(self, code: Code) -> list[str]:
-        return []
-
-    def write_replay(self, code: Code, sources: Sequence[str], targets: Sequence[str], depth: int) -> None:
-        code.add(f"{code.name(self.replay, 'replay')}([{', '.join(sources)}], [{', '.join(targets)}])", depth)
+            copy_all(targets[copied:], self._copied_out[copied:])
 
 
 class TapePool:
@@ -307,7 +306,7 @@ class TapePool:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tensors: list[weakref.ref[torch.Tensor]] = []
-        self._free: list[torch.UntypedStorage] = []  # until the arena is released, which frees all the rest
+        self._free: list[torch.UntypedStorage] = []  # until the arena is released, when all is free
 
     def enter(self) -> None:
         """There are no streams on a CPU."""
@@ -318,9 +317,9 @@ class TapePool:
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.get_rng_state()
         try:
-            leave = EarlyCopier(self._device, _copied, 0, must=False)
+            copier = EarlyCopier(self._device, _copied, 0, must=False)
             with _Reuse(self._free) if self._free else nullcontext():
-                return leave.settle(fn(*args, leave))
+                return copier.finish(fn(*args, copier))
         except torch.OutOfMemoryError:
             torch.set_rng_state(generator)
             raise
@@ -330,7 +329,7 @@ class TapePool:
         fn: Function,
         args: Sequence[Any],
         buffers: Sequence[torch.Tensor] = (),
-        leaving: Sources | None = None,
+        copied_out: CopiedOut | None = None,
         sentinels: Sequence[int] = (),
     ) -> tuple[TapeGraph, Sequence[Any]]:
         tape = _Tape(self._device, free := tuple(self._free))
@@ -338,22 +337,23 @@ class TapePool:
         _active.tape = tape
         try:
             with tape:
-                if leaving is None:
+                if copied_out is None:
                     outputs = fn(*args)
                 else:
-                    leave = EarlyCopier(self._device, tape.depart, 0)
-                    outputs = leave.settle(fn(*args, leave))
+                    copier = EarlyCopier(self._device, tape.copy_early, 0)
+                    outputs = copier.finish(fn(*args, copier))
         finally:
             _active.tape = None
             tape.undo()
             if tape.may_draw:  # other threads draw from it, too
                 torch.set_rng_state(generator)
-        made = [step.results for step in tape.steps if isinstance(step, _Step)]
-        self._tensors.extend(weakref.ref(tensor) for results in made for _, tensor in results)
-        return TapeGraph(tape.steps, free, buffers, leaving(outputs) if leaving is not None else (), sentinels), outputs
+        calls = [step for step in tape.steps if isinstance(step, _RecordedCall)]
+        self._tensors.extend(weakref.ref(tensor) for call in calls for _, tensor in call.results)
+        targets = copied_out(outputs) if copied_out is not None else ()
+        return TapeGraph(tape.steps, free, buffers, targets, sentinels), outputs
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the CPU nothing hands memory out twice, so what stands for it may own it."""
+        """The alias may own the memory, because the CPU's allocator never hands owned memory out."""
         alias = tensor.detach()
         self._tensors.append(weakref.ref(alias))
         return alias
@@ -372,7 +372,7 @@ class TapePool:
         _poison(self._storages().values())
 
     def trim(self) -> None:
-        """What nobody owns is gone."""
+        """Memory that nobody owns is free already."""
 
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())

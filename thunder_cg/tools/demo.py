@@ -1,11 +1,12 @@
-"""The demo: one small GPT, trained and sampled twice from one seed, without CUDA graphs and with them.
+"""The demo: trains and samples one small GPT twice from one seed, without CUDA graphs and with them.
 
-Both runs draw their own dropout masks and samples, update their own weights and write their own caches, so one wrong
-bit spreads to everything after it. What is compared is all that leaves: each loss, each parameter, each character.
+Each run draws its own dropout masks and samples, updates its own weights and writes its own caches, so one wrong bit
+spreads to all later results. The demo compares each loss, each parameter and each character.
 """
 
 from __future__ import annotations
 
+import argparse
 import copy
 import math
 import os
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_cg import cudagraph_transform, explain
+from thunder_cg.tools.arguments import add_device, device_of
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 SEED = 1337
 PROMPT = "def "
 TEMPERATURE = 0.8
-# The first calls compile, warm up and capture; they are not timed. The others are, in groups.
+# The first calls compile, warm up and capture, and are not timed. The other calls are timed in groups.
 UNTIMED = 3
 TICKS = 10
 PLAN_LINES = 40
@@ -39,8 +41,8 @@ SHOWN_DIFFERENCES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """What the demo runs: a model of `layers` x `width`, trained for `steps` on `batch` x `context` characters.
+class DemoSettings:
+    """The sizes of the demo: a model of `layers` x `width`, trained for `steps` on `batch` x `context` characters.
 
     The model then writes `context - len(PROMPT)` characters, which fills its cache.
     """
@@ -56,13 +58,13 @@ class Settings:
 
     @property
     def backend(self) -> str:
-        """What captures on this device: CUDA graphs, or their stand-in on the CPU."""
+        """The backend for this device: CUDA graphs, or their stand-in on the CPU."""
         return "cuda" if self.device.type == "cuda" else "tape"
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """All that a run leaves behind, and what it took: milliseconds per training step and per character."""
+class DemoRun:
+    """The results of a run, and its times: milliseconds per training step and per character."""
 
     losses: tuple[Tensor, ...]
     parameters: dict[str, Tensor]
@@ -73,36 +75,20 @@ class Outcome:
     decode: Any = field(repr=False)
 
 
-def pick_device(name: str | None) -> torch.device:
-    """The device called `name`, by default a GPU if there is one. ValueError if it is unknown or not there."""
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ValueError(f"--device {name}: not a device; give cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name}: nothing captures there; give cpu, cuda or cuda:N")
-    found = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= found:
-        raise ValueError(f"--device {name}: torch {torch.__version__} sees {found} CUDA devices; try --device cpu")
-    return device
-
-
-def settings_for(device: torch.device) -> Settings:
-    """A model that two CPU cores train in seconds, or one that keeps a GPU waiting for the host."""
+def settings_for(device: torch.device) -> DemoSettings:
+    """On a CPU, a model that two cores train in seconds; on a GPU, a model that is bound by launches."""
     if device.type == "cuda":
-        return Settings(device, layers=4, width=384, heads=6, context=256, batch=8, steps=100)
-    return Settings(device, layers=2, width=64, heads=4, context=64, batch=8, steps=60)
+        return DemoSettings(device, layers=4, width=384, heads=6, context=256, batch=8, steps=100)
+    return DemoSettings(device, layers=2, width=64, heads=4, context=64, batch=8, steps=60)
 
 
 # ---------------------------------------------------------------------------------------------------------------- model
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block, in two halves, between which training and decoding differ."""
+    """A pre-norm transformer block in two halves: training and decoding differ in the attention between them."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DemoSettings) -> None:
         super().__init__()
         width = settings.width
         self.heads = settings.heads
@@ -132,10 +118,10 @@ class Block(nn.Module):
         return self.finish(x, F.scaled_dot_product_attention(query, key, value, is_causal=True))
 
 
-class GPT(nn.Module):
-    """A character-level GPT. Calling it gives the loss: it is what is trained."""
+class CharacterGPT(nn.Module):
+    """A character-level GPT. A call returns the loss."""
 
-    def __init__(self, settings: Settings, vocabulary: int) -> None:
+    def __init__(self, settings: DemoSettings, vocabulary: int) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, settings.width)
         self.positions = nn.Embedding(settings.context, settings.width)
@@ -157,7 +143,7 @@ class Cache(nn.Module):
     keys: Tensor
     values: Tensor
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: DemoSettings) -> None:
         super().__init__()
         shape = (1, settings.heads, settings.context, settings.width // settings.heads)
         self.register_buffer("keys", torch.zeros(shape))
@@ -174,7 +160,7 @@ class Decoder(nn.Module):
 
     places: Tensor
 
-    def __init__(self, model: GPT, settings: Settings) -> None:
+    def __init__(self, model: CharacterGPT, settings: DemoSettings) -> None:
         super().__init__()
         self.model = model
         self.caches = nn.ModuleList(Cache(settings) for _ in model.blocks)
@@ -183,8 +169,8 @@ class Decoder(nn.Module):
     def forward(self, token: Tensor, position: Tensor) -> tuple[Tensor, int]:
         """The character after `token`, both int64, (1,): as a tensor to feed back and as a number to print.
 
-        The position is a tensor, so one graph serves them all; as a number it would be baked in. `.item()` waits for
-        the GPU, which no graph can do: it is the one op here that stays eager.
+        The position is a tensor, so that one graph serves all positions; a number would be a constant of the graph.
+        `.item()` waits for the GPU, which a graph cannot do: it is the only op here that stays eager.
         """
         x = (self.model.tokens(token) + self.model.positions(position)).unsqueeze(0)
         seen = (self.places <= position).view(1, 1, 1, -1)
@@ -215,7 +201,7 @@ class Corpus:
         numbers = {character: number for number, character in enumerate(vocabulary)}
         return cls(vocabulary, torch.tensor([numbers[character] for character in text], device=device))
 
-    def batch(self, settings: Settings, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    def batch(self, settings: DemoSettings, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Random windows of the text and the same windows one character on, each (batch, context)."""
         starts = torch.randint(len(self.encoded) - settings.context, (settings.batch, 1), generator=generator)
         windows = (starts + torch.arange(settings.context)).to(self.encoded.device)
@@ -223,7 +209,7 @@ class Corpus:
 
 
 def package_source() -> str:
-    """All Python source of this package, in the order of its paths: a text that every installation has."""
+    """All Python source of this package, in the order of its paths. Every installation has this text."""
     return "\n".join(file.read_text(encoding="utf-8") for file in _sources(resources.files("thunder_cg")))
 
 
@@ -238,7 +224,7 @@ def _sources(folder: Traversable) -> Iterator[Traversable]:
 # ------------------------------------------------------------------------------------------------------------- two runs
 
 
-def train_and_write(model: GPT, corpus: Corpus, settings: Settings, transforms: Sequence[Any]) -> Outcome:
+def train_and_write(model: CharacterGPT, corpus: Corpus, settings: DemoSettings, transforms: Sequence[Any]) -> DemoRun:
     """One run: trains `model` in place and lets it write, both compiled with `transforms`."""
     torch.manual_seed(SEED)
     step = thunder.jit(model, transforms=[*transforms])
@@ -246,10 +232,10 @@ def train_and_write(model: GPT, corpus: Corpus, settings: Settings, transforms: 
     decode = thunder.jit(Decoder(model, settings).to(settings.device).eval(), transforms=[*transforms])
     text, character_ms = write(decode, corpus, settings)
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return Outcome(losses, parameters, text, step_ms, character_ms, step, decode)
+    return DemoRun(losses, parameters, text, step_ms, character_ms, step, decode)
 
 
-def train(step: Any, corpus: Corpus, settings: Settings) -> tuple[tuple[Tensor, ...], float]:
+def train(step: Any, corpus: Corpus, settings: DemoSettings) -> tuple[tuple[Tensor, ...], float]:
     """The losses of all steps, kept as the tensors that the model returned, and milliseconds per step."""
     optimizer = torch.optim.AdamW(step.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(SEED)
@@ -266,8 +252,8 @@ def train(step: Any, corpus: Corpus, settings: Settings) -> tuple[tuple[Tensor, 
 
 
 @torch.no_grad()
-def write(decode: Any, corpus: Corpus, settings: Settings) -> tuple[str, float]:
-    """What the model writes after the prompt until its cache is full, and milliseconds per character."""
+def write(decode: Any, corpus: Corpus, settings: DemoSettings) -> tuple[str, float]:
+    """The text that the model writes after the prompt until its cache is full, and milliseconds per character."""
     prompt = (torch.tensor([corpus.vocabulary.index(character)], device=settings.device) for character in PROMPT)
     position = torch.zeros(1, dtype=torch.int64, device=settings.device)
     token, *given = prompt
@@ -286,7 +272,7 @@ def write(decode: Any, corpus: Corpus, settings: Settings) -> tuple[str, float]:
 
 
 class Clock:
-    """Milliseconds per tick: the median over groups of `TICKS` ticks, so that a GPU is waited for once a group only."""
+    """Milliseconds per tick: the median over groups of `TICKS` ticks. It waits for the GPU once in a group only."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -309,8 +295,8 @@ class Clock:
 # ----------------------------------------------------------------------------------------------------------- comparison
 
 
-def differences(plain: Outcome, captured: Outcome) -> list[str]:
-    """What is not the same in every bit, one line each; nothing if all is."""
+def differences(plain: DemoRun, captured: DemoRun) -> list[str]:
+    """The results that are not equal in every bit, one line each."""
     found = []
     for number, (a, b) in enumerate(zip(plain.losses, captured.losses, strict=True), 1):
         if not same_bits(a, b):
@@ -339,12 +325,24 @@ def _bytes(tensor: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------- output
 
 
-def run(settings: Settings) -> int:
-    """Runs the demo and prints it as it goes. Returns 0, or 1 if the two runs differ in one bit."""
+def main(argv: Sequence[str]) -> int:
+    """Runs `python -m thunder_cg demo` with these arguments. Returns the exit status of `run`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m thunder_cg demo",
+        description="Trains a character-level GPT on this package's source and lets it write, with and without "
+        "cudagraph_transform(), from one seed. Exits with 1 if a loss, a parameter or a character differs in one bit.",
+    )
+    add_device(parser)
+    arguments = parser.parse_args(argv)
+    return run(settings_for(device_of(arguments, parser)))
+
+
+def run(settings: DemoSettings) -> int:
+    """Runs the demo and prints its results. Returns 0, or 1 if the two runs differ in one bit."""
     with deterministic():
         torch.manual_seed(SEED)
         corpus = Corpus.of(package_source(), settings.device)
-        model = GPT(settings, len(corpus.vocabulary)).to(settings.device)
+        model = CharacterGPT(settings, len(corpus.vocabulary)).to(settings.device)
         print_lines(_introduction(settings, corpus))
         plain = train_and_write(copy.deepcopy(model), corpus, settings, [])
         captured = train_and_write(model, corpus, settings, [cudagraph_transform(backend=settings.backend)])
@@ -359,9 +357,9 @@ def run(settings: Settings) -> int:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, kernels add in a fixed order: without that, two runs of one program differ, with graphs or without.
+    """Inside, kernels add in a fixed order. Otherwise two runs of one program differ, with graphs and without.
 
-    On the CPU with one thread: on models as small as this one it is no slower, and a busy machine disturbs it less.
+    The CPU uses one thread: a model as small as this one is no slower, and other processes disturb it less.
     """
     before = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch asks for it; cuBLAS reads it at its first use
@@ -374,7 +372,7 @@ def deterministic() -> Iterator[None]:
         torch.set_num_threads(before[1])
 
 
-def _introduction(settings: Settings, corpus: Corpus) -> Iterator[str]:
+def _introduction(settings: DemoSettings, corpus: Corpus) -> Iterator[str]:
     kind = "CUDA graphs" if settings.backend == "cuda" else "no GPU: the tape backend stands in for CUDA graphs"
     yield f"A character-level GPT, {settings.layers} layers x {settings.width}, on {settings.device} ({kind})"
     yield f"  text   {len(corpus.encoded):,} characters of this package's source, {len(corpus.vocabulary)} different"
@@ -392,7 +390,7 @@ def _plan(what: str, compiled: Any) -> Iterator[str]:
         yield f"  ... and {len(lines) - PLAN_LINES} more lines"
 
 
-def _captured(captured: Outcome) -> Iterator[str]:
+def _captured(captured: DemoRun) -> Iterator[str]:
     yield ""
     yield f"{'Captured':24}{'regions':>10}{'captures':>10}{'replays':>10}{'eager ops':>11}{'calls':>8}{'fallbacks':>11}"
     for what, compiled in (("training", captured.step), ("writing", captured.decode)):
@@ -405,7 +403,7 @@ def _captured(captured: Outcome) -> Iterator[str]:
             )
 
 
-def _times(settings: Settings, plain: Outcome, captured: Outcome) -> Iterator[str]:
+def _times(settings: DemoSettings, plain: DemoRun, captured: DemoRun) -> Iterator[str]:
     yield ""
     yield f"{'Milliseconds':24}{'without':>10}{'with':>10}{'ratio':>10}"
     rows = (
@@ -415,10 +413,10 @@ def _times(settings: Settings, plain: Outcome, captured: Outcome) -> Iterator[st
     for what, without, with_graphs in rows:
         yield f"  {what:22}{without:10.2f}{with_graphs:10.2f}{without / with_graphs:9.2f}x"
     if settings.backend == "tape":
-        yield "  The tape replays on the CPU, one operator at a time: it is there to check the plan, not to save time."
+        yield "  The tape replays on the CPU, one operator at a time: it checks the plan and saves no time."
 
 
-def _verdict(plain: Outcome, captured: Outcome, found: Sequence[str]) -> Iterator[str]:
+def _verdict(plain: DemoRun, captured: DemoRun, found: Sequence[str]) -> Iterator[str]:
     yield ""
     yield "Written"
     yield from (f"  | {line}" for line in (PROMPT + captured.text).splitlines())

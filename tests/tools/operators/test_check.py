@@ -7,21 +7,22 @@ from packaging.version import Version
 from thunder.executors import torchex
 
 from thunder_cg.analysis.rules import RULES, Evidence
-from thunder_cg.tools.operators import check, coverage
-from thunder_cg.tools.operators.check import disagreements, packaged
+from thunder_cg.tools.operators import coverage
+from thunder_cg.tools.operators.check import disagreements, released
 from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU, UNREACHED
-from thunder_cg.tools.operators.results import Results
+from thunder_cg.tools.operators.results import OperatorResults
+from thunder_cg.tools.results import FOLDER
 
 OP_DB = 697
 
 
-@pytest.fixture(scope="module", params=sorted(check.FOLDER.glob("rules-*.json")), ids=lambda path: path.stem)
-def measured(request) -> Results:
-    return Results.read(request.param)
+@pytest.fixture(scope="module", params=sorted(FOLDER.glob("rules-*.json")), ids=lambda path: path.stem)
+def measured(request) -> OperatorResults:
+    return OperatorResults.read(request.param)
 
 
 def test_rules_say_what_was_measured():
-    assert packaged() and disagreements(packaged()) == []
+    assert released() and disagreements(released()) == []
 
 
 def test_an_operator_that_a_cpu_refuses():
@@ -79,13 +80,13 @@ def test_no_reason_is_given_for_what_was_measured():
 # ------------------------------------------------------------------------------------------------ planted disagreements
 
 
-def on(backend: str, **symbols: dict[str, int]) -> Results:
-    made = Results({"backend": backend, "device": "a machine"})
+def on(backend: str, **symbols: dict[str, int]) -> OperatorResults:
+    made = OperatorResults({"backend": backend, "device": "a machine"})
     made.symbols = {f"torch.{name}": counts for name, counts in symbols.items()}
     return made
 
 
-def about(name: str, *files: Results) -> list[str]:
+def about(name: str, *files: OperatorResults) -> list[str]:
     return [text for text in disagreements(files) if text.startswith(f"torch.{name}:")]
 
 

@@ -7,16 +7,17 @@ from itertools import cycle
 import pytest
 import torch
 
-from thunder_cg.tools.operators.measure import Record, Task, _Measure, label, measure
-from thunder_cg.tools.operators.samples import DRAWS, Call, Case, Sample, calls, cases, twins
-from thunder_cg.tools.operators.trial import NotTraced, Trial, attempt, capture_alone, verdict
+from thunder_cg.tools.operators.cases import cases
+from thunder_cg.tools.operators.measure import OperatorRecord, OperatorTask, _CaseMeasurement, label, measure
+from thunder_cg.tools.operators.samples import DRAWS, OperatorCase, Sample, SampledCall, calls, twins
+from thunder_cg.tools.operators.trial import CaptureTrial, NotTraced, attempt, capture_alone, verdict
 
 
-def made(fn, *shapes: tuple[int, ...], device: str, grad: bool = False) -> list[Call]:
+def made(fn, *shapes: tuple[int, ...], device: str, grad: bool = False) -> list[SampledCall]:
     def draw(device: str, grad: bool):
         yield Sample(fn, tuple(torch.randn(shape, device=device).requires_grad_(grad) for shape in shapes))
 
-    return calls(Case("made", draw), device, grad) * 2
+    return calls(OperatorCase("made", draw), device, grad) * 2
 
 
 def test_a_right_capture_passes(device):
@@ -91,14 +92,14 @@ def test_what_pytorch_says_to_vary_may_vary_a_little(again):
 
 
 def test_a_crash_by_force_is_what_came_of_it():
-    record = Record(Task(0, "linalg_inv", 24))
+    record = OperatorRecord(OperatorTask(0, "linalg_inv", 24))
     record.end("status -11, not while forcing")
     assert record.crash and not record.symbols and not record.is_forced
     record.forcing = "torch.inv"
     record.end("status -11")
     assert record.symbols == {"torch.inv": {"forced fail": 1}} and record.is_forced
     assert record.notes == {"torch.inv fail": "linalg_inv [0:24]: status -11"}
-    harmless = Record(Task(0, "add", 24), symbols={"torch.add": {"forward pass": 2, "alone pass": 1}})
+    harmless = OperatorRecord(OperatorTask(0, "add", 24), symbols={"torch.add": {"forward pass": 2, "alone pass": 1}})
     assert not harmless.is_forced
 
 
@@ -114,12 +115,14 @@ def test_a_sum_that_varies_is_judged_by_how_much(off, expected):
 
 
 def test_a_graph_that_is_refused_for_no_operator_in_particular():
-    case = Case("dot", lambda device, grad: (), symbol="torch.dot")
-    record = Record(Task(0, "dot", 24))
-    measured = _Measure(case, "cpu", False, record)
-    measured.take(Trial(failure=(None, "CaptureRefused: it copies 4 bytes from the host's memory")), [(3, None)])
+    case = OperatorCase("dot", lambda device, grad: (), symbol="torch.dot")
+    record = OperatorRecord(OperatorTask(0, "dot", 24))
+    measured = _CaseMeasurement(case, "cpu", False, record)
+    measured.take(CaptureTrial(failure=(None, "CaptureRefused: it copies 4 bytes from the host's memory")), [(3, None)])
     assert record.symbols == {"torch.dot": {"forward barred": 1}} and "dot[3]" in record.notes["torch.dot barred"]
-    measured.take(Trial(failure=(("torch", "dot"), "torch.dot at a.py:1: CaptureRefused: it waits")), [(4, None)])
+    measured.take(
+        CaptureTrial(failure=(("torch", "dot"), "torch.dot at a.py:1: CaptureRefused: it waits")), [(4, None)]
+    )
     assert record.symbols["torch.dot"] == {"forward barred": 1, "forward fail": 1}
 
 
@@ -139,7 +142,7 @@ def test_draws_are_fresh_and_laid_out_alike():
     def draw(device: str, grad: bool):
         yield Sample(torch.add, (torch.randn(4, 3).T, torch.arange(3.0).expand(3, 3)[:, :1]))
 
-    (call,) = calls(Case("made", draw), "cpu", False)
+    (call,) = calls(OperatorCase("made", draw), "cpu", False)
     assert len(call.draws) == DRAWS and not call.is_stale
     assert {tuple(t.stride() for t in tensors) for tensors in call.draws} == {((1, 3), (0, 1))}
     assert len({tuple(tensors[0].flatten().tolist()) for tensors in call.draws}) == DRAWS
@@ -156,15 +159,15 @@ LIVE = ("add", "sum", "softmax", "linalg_cond", "transpose", "nn_functional_drop
 
 
 @pytest.mark.parametrize("name", LIVE)
-def test_a_slice_of_the_sweep(name, device):
-    """What the packaged results were made by, on a few samples."""
-    *_, record = measure(Task(0, name, 3), device)
+def test_a_slice_of_the_operator_sweep(name, device):
+    """What the released results were made by, on a few samples."""
+    *_, record = measure(OperatorTask(0, name, 3), device)
     assert record.tried == record.traced == 3 and not record.untraced
     ends = {end for counts in record.symbols.values() for end in counts}
     denied = name == "linalg_cond"
     assert ends <= {"forward pass", "backward pass", "forced fail", "alone fail"}
     assert ("forced fail" in ends) == denied and (denied or "forward pass" in ends)
-    assert Record.from_dict(record.to_dict()) == record
+    assert OperatorRecord.from_dict(record.to_dict()) == record
 
 
 def test_names_of_cases_are_stable():

@@ -1,8 +1,8 @@
-"""Copies that are part of a CUDA graph, with one address that is set anew before each launch.
+"""Copies that are nodes of a CUDA graph, and whose addresses are set before each launch.
 
 A graph reads and writes fixed addresses, so inputs have to be copied in and results out. As operators of their own,
-those copies cost more host time than launching the graph. Here they are nodes of the graph: one kernel copies up to
-120 tensors, and before a launch the driver is told its new arguments. Launches under way keep the ones they had.
+these copies cost more host time than the launch of the graph. As a node of the graph, one kernel copies up to 120
+tensors, and the driver gets its new arguments before a launch. Launches under way keep the arguments that they had.
 """
 
 from __future__ import annotations
@@ -10,19 +10,15 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+from thunder_cg.compat import cuda
 from thunder_cg.errors import ReplayRefused
-from thunder_cg.runtime.code import Code
-
-try:
-    from cuda.bindings import driver, nvrtc
-except ImportError:  # torch before 2.10 does not bring it
-    driver = nvrtc = None
+from thunder_cg.runtime.tensors import span
 
 _CHUNK = 32768  # bytes per block
 _THREADS = 256
@@ -44,7 +40,7 @@ template <int N> __device__ void copy(const Spans<N>& spans, int count) {
   const u64 end = min(begin + CHUNK, span.bytes);
   const char* from = (const char*)span.from;
   char* to = (char*)span.to;
-  u64 head = end, body = end;  // what lies outside of them is copied in words of 16 bytes
+  u64 head = end, body = end;  // what lies between them is copied in words of 16 bytes
   if (((span.from ^ span.to) & 15) == 0) {
     head = min(end, begin + ((16 - ((span.from + begin) & 15)) & 15));
     body = head + ((end - head) & ~15ull);
@@ -58,33 +54,15 @@ extern "C" __global__ void copy_many(const __grid_constant__ Spans<MANY> spans, 
 """
 
 
-def check(result: Sequence[Any]) -> Any:
-    """The values of a call of the CUDA driver; RuntimeError if it failed."""
-    error, *values = result
-    if error:
-        raise RuntimeError(f"the CUDA driver refused: {error!r}")
-    return values[0] if len(values) == 1 else values
-
-
 @cache
 def _kernels(index: int) -> dict[int, Any] | None:
     """The kernels for device ``index``, by how many spans they take; None where they cannot be compiled."""
-    if driver is None:
-        return None
-    major, minor = torch.cuda.get_device_capability(index)
     macros = [f"-DCHUNK={_CHUNK}ull", f"-DFEW={_FEW}", f"-DMANY={_MANY}"]
-    options = [text.encode() for text in (f"--gpu-architecture=sm_{major}{minor}", *macros)]
     try:
-        program = check(nvrtc.nvrtcCreateProgram(_SOURCE.encode(), b"copies.cu", 0, [], []))
-        check(nvrtc.nvrtcCompileProgram(program, len(options), options))
-        binary = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
-        check(nvrtc.nvrtcGetCUBIN(program, binary))
-        with torch.cuda.device(index):
-            module = check(driver.cuModuleLoadData(binary))
-        names = {_FEW: b"copy_few", _MANY: b"copy_many"}
-        return {count: check(driver.cuModuleGetFunction(module, name)) for count, name in names.items()}
-    except (RuntimeError, OSError):  # no NVRTC, or one that does not know the device: copies are operators then
+        few, many = cuda.compile_kernels(index, _SOURCE, macros, ["copy_few", "copy_many"])
+    except (RuntimeError, OSError):  # copies are operators then
         return None
+    return {_FEW: few, _MANY: many}
 
 
 def available(index: int) -> bool:
@@ -93,115 +71,70 @@ def available(index: int) -> bool:
 
 
 class _Thread(threading.local):
-    """The device whose context the thread is known to have. One without any crashes the driver."""
+    """The device whose context this thread is known to have. Without a context, the driver crashes the process."""
 
     index = -1
 
 
 thread = _Thread()
-get_device = torch._C._cuda_getDevice if driver is not None else torch.cuda.current_device
 
 
-def context() -> Any:
-    """The driver's context of the current device."""
-    return check(driver.cuCtxGetCurrent())
-
-
-def enter(index: int, context: Any) -> None:
-    """Gives the thread the context of device ``index``, which has to be the current one."""
+def ensure_context(index: int, context: Any) -> None:
+    """Gives this thread the context of device ``index``, which has to be the current device."""
     if thread.index != index:
-        check(driver.cuCtxSetCurrent(context))
+        cuda.set_context(context)
         thread.index = index
 
 
-def executable(graph: torch.cuda.CUDAGraph) -> Any:
-    """What the driver launches."""
-    return driver.CUgraphExec(graph.raw_cuda_graph_exec())
-
-
-def launch(executable: Any, index: int) -> None:
-    """Launches on the current stream of device ``index``."""
-    (error,) = driver.cuGraphLaunch(executable, torch._C._cuda_getCurrentRawStream(index))
-    if error:
-        refused("to launch a graph", error)
-
-
-def write_launch(code: Code, executable: Any, index: int, depth: int) -> None:
-    """Writes what `launch` does."""
-    stream = f"{code.name(torch._C._cuda_getCurrentRawStream, 'stream')}({index})"
-    code.add(
-        f"(error,) = {code.name(driver.cuGraphLaunch, 'launch')}({code.name(executable, 'graph')}, {stream})", depth
-    )
-    code.add("if error:", depth)
-    code.add(f"{code.name(refused, 'driver_refused')}('to launch a graph', error)", depth + 1)
-
-
-def refused(what: str, error: Any) -> None:
-    """Raises what a replay raises that the driver did not take."""
+def refused(what: str, error: Any) -> NoReturn:
+    """Raises what a replay raises if the driver refuses it."""
     raise ReplayRefused(f"the CUDA driver refused {what}: {error!r}")
 
 
-class _Node:
-    """One kernel node: copies up to 120 spans of memory."""
+class CopyNode:
+    """One kernel node: copies up to 120 spans of memory.
+
+    Args:
+        index: of the device.
+        spans: the fixed addresses and how many bytes to copy.
+        varies: which address of a span varies: 0 for where it is copied from, 1 for where to.
+    """
 
     def __init__(self, index: int, spans: Sequence[tuple[int, int]], varies: int) -> None:
         kernels = _kernels(index)
         assert kernels is not None
         limit = _FEW if len(spans) <= _FEW else _MANY
-        self._words = array("Q", bytes(8 * 4 * limit))
+        self.words = array("Q", bytes(8 * 4 * limit))  # the kernel's first argument
         blocks = 0
         for i, (fixed, nbytes) in enumerate(spans):
-            self._words[4 * i + 1 - varies] = fixed
-            self._words[4 * i + 2] = nbytes
-            self._words[4 * i + 3] = blocks
+            self.words[4 * i + 1 - varies] = fixed
+            self.words[4 * i + 2] = nbytes
+            self.words[4 * i + 3] = blocks
             blocks += -(-nbytes // _CHUNK)
-        self._varying = slice(varies, 4 * len(spans), 4)
-        self._one = varies if len(spans) == 1 else None
+        self.varying = slice(varies, 4 * len(spans), 4)
         self._count = ctypes.c_int(len(spans))
-        self._arguments = (ctypes.c_void_p * 2)(self._words.buffer_info()[0], ctypes.addressof(self._count))
-        self._parameters = driver.CUDA_KERNEL_NODE_PARAMS()
-        self._parameters.func = kernels[limit]
-        self._parameters.gridDimX = blocks
-        self._parameters.blockDimX = _THREADS
-        for name in ("gridDimY", "gridDimZ", "blockDimY", "blockDimZ"):
-            setattr(self._parameters, name, 1)
-        self._parameters.sharedMemBytes = 0
-        self._parameters.kernelParams = ctypes.addressof(self._arguments)
+        self._arguments = (ctypes.c_void_p * 2)(self.words.buffer_info()[0], ctypes.addressof(self._count))
         self._blocks = blocks
         self._function = kernels[limit]
 
     def record(self, stream: int) -> None:
         """Adds the node to the capture under way on ``stream``."""
-        arguments = ctypes.addressof(self._arguments)
-        check(driver.cuLaunchKernel(self._function, self._blocks, 1, 1, _THREADS, 1, 1, 0, stream, arguments, 0))
-        found = [part for part in check(driver.cuStreamGetCaptureInfo(stream)) if isinstance(part, list)]
-        (self._node,) = next(part for part in found if part and isinstance(part[0], driver.CUgraphNode))
+        arguments, threads = ctypes.addressof(self._arguments), (_THREADS, 1, 1)
+        launch = cuda.driver.cuLaunchKernel
+        cuda.check(launch(self._function, self._blocks, 1, 1, *threads, 0, stream, arguments, 0))
+        self._node = cuda.last_captured_node(stream)
 
-    def bind(self, executable: Any) -> None:
-        self._executable = executable
-
-    def set_addresses(self, addresses: Sequence[int]) -> None:
-        """Has the next launches copy from, or to, ``addresses``."""
-        if self._one is not None:
-            self._words[self._one] = addresses[0]
-        else:
-            self._words[self._varying] = array("Q", addresses)
-        (error,) = driver.cuGraphExecKernelNodeSetParams(self._executable, self._node, self._parameters)
-        if error:
-            refused("new addresses for the copies of a graph", error)
-
-    def write_set_addresses(self, code: Code, tensor: str, depth: int) -> None:
-        """Writes what `point` does for one tensor."""
-        code.add(f"{code.name(self._words, 'words')}[{self._one}] = {tensor}.data_ptr()", depth)
-        arguments = [
-            code.name(self._executable, "graph"),
-            code.name(self._node, "node"),
-            code.name(self._parameters, "parameters"),
-        ]
-        set_parameters = code.name(driver.cuGraphExecKernelNodeSetParams, "set_parameters")
-        code.add(f"(error,) = {set_parameters}({', '.join(arguments)})", depth)
-        code.add("if error:", depth)
-        code.add(f"{code.name(refused, 'driver_refused')}('new addresses for a copy', error)", depth + 1)
+    def updater(self, executable: Any) -> Callable[[], tuple[Any]]:
+        """What gives the node of this executable graph the addresses that are in `words` then."""
+        parameters = cuda.driver.CUDA_KERNEL_NODE_PARAMS()
+        parameters.func = self._function
+        parameters.gridDimX = self._blocks
+        parameters.blockDimX = _THREADS
+        for name in ("gridDimY", "gridDimZ", "blockDimY", "blockDimZ"):
+            setattr(parameters, name, 1)
+        parameters.sharedMemBytes = 0
+        parameters.kernelParams = ctypes.addressof(self._arguments)
+        return cuda.kernel_node_updater(executable, self._node, parameters)
 
 
 class Copies:
@@ -209,16 +142,21 @@ class Copies:
 
     Args:
         index: of the device.
-        into: whether the fixed memory is what is written (inputs), not what is read (results).
+        into: whether the copies write the fixed memory (inputs), and do not read it (results).
+
+    Attributes:
+        set_addresses: once the graph is instantiated, makes the next launches copy from, or to, these tensors. They
+            have the layouts of the fixed ones.
     """
+
+    set_addresses: Callable[[Sequence[torch.Tensor]], None]
 
     def __init__(self, index: int, *, into: bool) -> None:
         self._index = index
         self._varies = 0 if into else 1
         self._present: list[int] = []  # of all tensors, those that have elements
         self._count = 0
-        self._nodes: list[_Node] = []
-        self._places: list[slice] = []  # of each node's addresses
+        self._nodes: list[tuple[CopyNode, slice]] = []  # and where the node's tensors are among those present
 
     def record(self, fixed: Sequence[torch.Tensor]) -> None:
         """Adds copies to the capture under way on the current stream, after those that were added before.
@@ -226,63 +164,55 @@ class Copies:
         Args:
             fixed: tensors of the graph, without gaps of more than their own size.
         """
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = cuda.current_raw_stream(self._index)
         present = [tensor for tensor in fixed if tensor.numel()]
         for i in range(0, len(present), _MANY):
             spans = [(t.data_ptr(), span(t) * t.element_size()) for t in present[i : i + _MANY]]
-            self._nodes.append(node := _Node(self._index, spans, self._varies))
+            node = CopyNode(self._index, spans, self._varies)
             start = len(self._present) + i
-            self._places.append(slice(start, start + len(spans)))
+            self._nodes.append((node, slice(start, start + len(spans))))
             node.record(stream)
         self._present += [self._count + i for i, tensor in enumerate(fixed) if tensor.numel()]
         self._count += len(fixed)
 
     def bind(self, executable: Any) -> None:
-        """Tells which executable graph they are part of."""
-        for node in self._nodes:
-            node.bind(executable)
-
-    def write_set_addresses(self, code: Code, tensors: Sequence[str], depth: int) -> None:
-        """Writes what `point` does with the tensors that these expressions stand for."""
+        """Makes `set_addresses` for an executable graph."""
+        updates = [(node.words, node.varying, place, node.updater(executable)) for node, place in self._nodes]
         if self._count == len(self._present) == 1:
-            self._nodes[0].write_set_addresses(code, tensors[0], depth)
+            ((words, varying, _, update),) = updates
+            self.set_addresses = _set_one_address(words, varying.start, update)
         else:
-            code.add(f"{code.name(self.set_addresses, 'set_addresses')}([{', '.join(tensors)}])", depth)
-
-    def set_addresses(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Has the next launches copy from, or to, these, laid out as the fixed ones."""
-        if self._count != len(self._present):
-            tensors = [tensors[i] for i in self._present]
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if len(self._nodes) == 1:
-            self._nodes[0].set_addresses(addresses)
-        else:
-            for node, place in zip(self._nodes, self._places):
-                node.set_addresses(addresses[place])
+            present = self._present if len(self._present) < self._count else None
+            self.set_addresses = _set_all_addresses(updates, present)
 
 
-def span(tensor: torch.Tensor) -> int:
-    """Elements between the tensor's first and its last, both included."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
+def _set_one_address(
+    words: array[int], position: int, update: Callable[[], tuple[Any]]
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """The usual case of `Copies.set_addresses`: one tensor. A closure, for it is a part of every replay."""
+
+    def set_addresses(tensors: Sequence[torch.Tensor]) -> None:
+        words[position] = tensors[0].data_ptr()
+        (error,) = update()
+        if error:
+            refused("a new address for a copy of a graph", error)
+
+    return set_addresses
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlaps."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size()) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+def _set_all_addresses(
+    updates: Sequence[tuple[array[int], slice, slice, Callable[[], tuple[Any]]]], present: Sequence[int] | None
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """`Copies.set_addresses` for any number of tensors, of which those at ``present`` have elements; None: all have."""
 
+    def set_addresses(tensors: Sequence[torch.Tensor]) -> None:
+        if present is not None:
+            tensors = [tensors[i] for i in present]
+        addresses = array("Q", [tensor.data_ptr() for tensor in tensors])
+        for words, varying, place, update in updates:
+            words[varying] = addresses[place]
+            (error,) = update()
+            if error:
+                refused("new addresses for the copies of a graph", error)
 
-def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a copy of the tensor's memory, laid out alike, is a copy of the tensor."""
-    return not tensor.is_conj() and not tensor.is_neg() and (tensor.numel() == 0 or is_dense(tensor))
-
-
-def is_compact(tensor: torch.Tensor) -> bool:
-    """Whether the memory below a tensor is at most twice what its elements need, so that it may be copied whole."""
-    return span(tensor) <= 2 * tensor.numel()
+    return set_addresses

@@ -1,4 +1,4 @@
-"""How far the results of two variants are apart, and whether they are the same in every bit."""
+"""Compares the results of two variants: their relative error, and whether they are equal in every bit."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from thunder_cg.compat.torch import tree_leaves
 from thunder_cg.tools.bench.variants import Step, Subject, step_of
 from thunder_cg.tools.demo import same_bits
 
@@ -16,15 +16,15 @@ SEED = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a step computed, by name: copies, which no later call overwrites."""
+class StepResults:
+    """The results of a step, by name. They are copies, so that no later call overwrites them."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
 
 
-def outcome(step: Step, subject: Subject) -> Outcome:
-    """Runs a step, from a fixed seed."""
+def step_results(step: Step, subject: Subject) -> StepResults:
+    """The results of a step from a fixed seed."""
     torch.manual_seed(SEED)
     outputs = {f"output {i}": t.clone() for i, t in enumerate(tree_leaves(step())) if isinstance(t, Tensor)}
     gradients = {
@@ -32,22 +32,22 @@ def outcome(step: Step, subject: Subject) -> Outcome:
         for name, parameter in subject.model.named_parameters()
         if parameter.grad is not None
     }
-    return Outcome(outputs, gradients)
+    return StepResults(outputs, gradients)
 
 
-def reference(subject: Subject) -> Outcome:
-    """What eager PyTorch computes, in float64 if the case is exact."""
+def reference(subject: Subject) -> StepResults:
+    """The results of eager PyTorch, in float64 if the case is exact."""
     model = copy.deepcopy(subject.model)
     inputs = subject.inputs
     if subject.case.exact:
         model = model.double()
         inputs = tuple(t.double() if t.is_floating_point() else t for t in inputs)
     alone = Subject(subject.case, model, inputs)
-    return outcome(step_of(alone, model), alone)
+    return step_results(step_of(alone, model), alone)
 
 
-def relative_error(found: Outcome, exact: Outcome) -> float:
-    """The largest |found - exact| over the largest |exact|; once of all outputs, once of all gradients: the worse one.
+def relative_error(found: StepResults, exact: StepResults) -> float:
+    """The largest |found - exact| over the largest |exact|: of all outputs or of all gradients, whichever is larger.
 
     Raises:
         ValueError: the results cannot be compared.
@@ -55,8 +55,8 @@ def relative_error(found: Outcome, exact: Outcome) -> float:
     return max(_error(found.outputs, exact.outputs), _error(found.gradients, exact.gradients))
 
 
-def same(found: Outcome, other: Outcome) -> bool:
-    """Equal in every bit."""
+def same(found: StepResults, other: StepResults) -> bool:
+    """Whether all results are equal in every bit."""
     a, b = found.outputs | found.gradients, other.outputs | other.gradients
     return a.keys() == b.keys() and all(a[n].shape == b[n].shape and same_bits(a[n], b[n]) for n in a)
 

@@ -1,4 +1,4 @@
-"""What is measured: models with their inputs, in sizes for a GPU and for a CPU, and the sweeps."""
+"""The cases: models with their inputs, in sizes for a GPU and for a CPU. And the scaling series."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ LARGE_GPT_TRAINING = "GPT, width 768, training 16 x 512 tokens"
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class BenchmarkCase:
     """A model and its inputs.
 
     Attributes:
         inputs: made on the CPU from a fixed seed; those of floating point get the case's `dtype`.
         trains: a call is a forward and a backward, else a forward without gradients.
         dynamo: the Thunder variants go through `thunderfx`, because `thunder.jit` cannot trace the model.
-        exact: results are compared with a float64 copy, else with the eager model: where a copy is too large, or where
-            what is computed depends on data, so that rounding changes more than the last digits.
+        exact: results are compared with a float64 copy. Else they are compared with the eager model: where a copy is
+            too large, or where rounding changes decisions that depend on data.
     """
 
     name: str
@@ -55,21 +55,21 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
-    """A model in several sizes: how host time grows with what is counted, in microseconds per `unit`."""
+class ScalingSeries:
+    """A model in several sizes: shows how host time grows with the number of `unit`s."""
 
     unit: str
-    case: Callable[[int], Case] = field(repr=False)
+    case: Callable[[int], BenchmarkCase] = field(repr=False)
     sizes: tuple[int, ...]
-    small: tuple[int, ...]  # for a CPU, and in a hurry
+    small: tuple[int, ...]  # for a CPU, and for --quick
 
     @property
     def name(self) -> str:
-        return f"sweep over {self.unit}s"
+        return f"scaling with {self.unit}s"
 
 
-def cases(device: torch.device, quick: bool) -> tuple[Case, ...]:
-    """Those for a GPU; those for a CPU, which are small; the quickest of these."""
+def cases(device: torch.device, quick: bool) -> tuple[BenchmarkCase, ...]:
+    """The cases for a GPU, or small cases for a CPU; with `quick`, the quickest of the small ones."""
     if quick:
         return tuple(case for case in _small() if case.name in QUICK)
     return _large() if device.type == "cuda" else _small()
@@ -78,38 +78,40 @@ def cases(device: torch.device, quick: bool) -> tuple[Case, ...]:
 QUICK = ("MLP, 4 layers", "MLP with .item(), 4 layers", "DLRM, training")
 
 
-def _large() -> tuple[Case, ...]:
+def _large() -> tuple[BenchmarkCase, ...]:
     gpt = (12, 768, 12, 50304, 512)
     return (
-        Case(MLP, lambda: Mlp(16, 64), lambda: (_floats(8, 64),), dtype=torch.float32),
-        Case(SMALL_GPT, lambda: Gpt(12, 128, 4, 512, 128), lambda: (_numbers(512, 1, 16),)),
-        Case(GPT, lambda: Gpt(*gpt), lambda: (_numbers(50304, 1, 64),)),
-        Case(GPT_TRAINING, lambda: Gpt(*gpt), lambda: _twice(50304, 2, 128), trains=True),
-        Case(LARGE_GPT_TRAINING, lambda: Gpt(*gpt), lambda: _twice(50304, 16, 512), trains=True),
-        Case(
+        BenchmarkCase(MLP, lambda: Mlp(16, 64), lambda: (_floats(8, 64),), dtype=torch.float32),
+        BenchmarkCase(SMALL_GPT, lambda: Gpt(12, 128, 4, 512, 128), lambda: (_numbers(512, 1, 16),)),
+        BenchmarkCase(GPT, lambda: Gpt(*gpt), lambda: (_numbers(50304, 1, 64),)),
+        BenchmarkCase(GPT_TRAINING, lambda: Gpt(*gpt), lambda: _twice(50304, 2, 128), trains=True),
+        BenchmarkCase(LARGE_GPT_TRAINING, lambda: Gpt(*gpt), lambda: _twice(50304, 16, 512), trains=True),
+        BenchmarkCase(
             "GPT decode, width 768, a token with a KV cache of 512", lambda: GptDecode(*gpt), lambda: _token(50304, 256)
         ),
-        Case(
+        BenchmarkCase(
             "MLP with .item(), 16 layers, width 64, batch 8",
             lambda: MlpWithItem(16, 64),
             lambda: (_floats(8, 64),),
             dtype=torch.float32,
         ),
-        Case("ResNet-50, 1 image", lambda: ResNet("resnet50", 1000).eval(), lambda: (_floats(1, 3, 224, 224),)),
-        Case(
+        BenchmarkCase(
+            "ResNet-50, 1 image", lambda: ResNet("resnet50", 1000).eval(), lambda: (_floats(1, 3, 224, 224),)
+        ),
+        BenchmarkCase(
             "ResNet-50, training 32 images",
             lambda: ResNet("resnet50", 1000),
             lambda: (_floats(32, 3, 224, 224), _numbers(1000, 32)),
             trains=True,
         ),
-        Case(
+        BenchmarkCase(
             "BERT-base, training 8 x 128 tokens",
             lambda: Bert(),
             lambda: (*_twice(30522, 8, 128), _numbers(2, 8)),
             trains=True,
             dynamo=True,
         ),
-        Case(
+        BenchmarkCase(
             "Mask R-CNN, training 2 images",
             lambda: MaskRcnn("resnet50", 91, min_size=512, max_size=512),
             lambda: _objects(2, 512),
@@ -118,14 +120,14 @@ def _large() -> tuple[Case, ...]:
             dynamo=True,
             exact=False,
         ),
-        Case(
+        BenchmarkCase(
             "DLRM, training 2048 clicks",
             lambda: Dlrm(26, 10_000, 64, (512, 256), (512, 256)),
             lambda: _clicks(2048, 26, 10_000),
             trains=True,
             dtype=torch.float32,
         ),
-        Case(
+        BenchmarkCase(
             "Llama, 1.1 billion parameters, training 1 x 512 tokens",
             lambda: Llama(16, 2048, 32, 8, 8192, 32000, 512),
             lambda: _twice(32000, 1, 512),
@@ -135,15 +137,15 @@ def _large() -> tuple[Case, ...]:
     )
 
 
-def _small() -> tuple[Case, ...]:
+def _small() -> tuple[BenchmarkCase, ...]:
     small = (
-        Case("MLP, 4 layers", lambda: Mlp(4, 32), lambda: (_floats(8, 32),)),
-        Case("MLP with .item(), 4 layers", lambda: MlpWithItem(4, 32), lambda: (_floats(8, 32),)),
-        Case("GPT, 2 layers", lambda: Gpt(2, 32, 2, 64, 32), lambda: (_numbers(64, 1, 16),)),
-        Case("GPT decode, 2 layers", lambda: GptDecode(2, 32, 2, 64, 32), lambda: _token(64, 16)),
-        Case("GPT, 2 layers, training", lambda: Gpt(2, 32, 2, 64, 32), lambda: _twice(64, 2, 16), trains=True),
-        Case("ResNet-18, 1 image", lambda: ResNet("resnet18", 10).eval(), lambda: (_floats(1, 3, 32, 32),)),
-        Case(
+        BenchmarkCase("MLP, 4 layers", lambda: Mlp(4, 32), lambda: (_floats(8, 32),)),
+        BenchmarkCase("MLP with .item(), 4 layers", lambda: MlpWithItem(4, 32), lambda: (_floats(8, 32),)),
+        BenchmarkCase("GPT, 2 layers", lambda: Gpt(2, 32, 2, 64, 32), lambda: (_numbers(64, 1, 16),)),
+        BenchmarkCase("GPT decode, 2 layers", lambda: GptDecode(2, 32, 2, 64, 32), lambda: _token(64, 16)),
+        BenchmarkCase("GPT, 2 layers, training", lambda: Gpt(2, 32, 2, 64, 32), lambda: _twice(64, 2, 16), trains=True),
+        BenchmarkCase("ResNet-18, 1 image", lambda: ResNet("resnet18", 10).eval(), lambda: (_floats(1, 3, 32, 32),)),
+        BenchmarkCase(
             "BERT, 2 layers, training",
             lambda: Bert(
                 vocab_size=64,
@@ -157,7 +159,7 @@ def _small() -> tuple[Case, ...]:
             trains=True,
             dynamo=True,
         ),
-        Case(
+        BenchmarkCase(
             "Mask R-CNN, training 2 small images",
             lambda: MaskRcnn(
                 "resnet18",
@@ -173,30 +175,34 @@ def _small() -> tuple[Case, ...]:
             dynamo=True,
             exact=False,
         ),
-        Case("DLRM, training", lambda: Dlrm(4, 50, 8, (16,), (16,)), lambda: _clicks(16, 4, 50), trains=True),
-        Case(
+        BenchmarkCase("DLRM, training", lambda: Dlrm(4, 50, 8, (16,), (16,)), lambda: _clicks(16, 4, 50), trains=True),
+        BenchmarkCase(
             "Llama, 2 layers, training", lambda: Llama(2, 32, 4, 2, 64, 64, 16), lambda: _twice(64, 1, 16), trains=True
         ),
     )
     return tuple(replace(case, dtype=torch.float32) for case in small)
 
 
-SWEEPS = (
-    Sweep(
+SCALING = (
+    ScalingSeries(
         "layer",
-        lambda n: Case(f"{n} layers", lambda: SharedLayer(n, 64), lambda: (_floats(8, 64),), dtype=torch.float32),
+        lambda n: BenchmarkCase(
+            f"{n} layers", lambda: SharedLayer(n, 64), lambda: (_floats(8, 64),), dtype=torch.float32
+        ),
         sizes=(1, 2, 5, 10, 50, 100, 200, 500),
         small=(1, 5),
     ),
-    Sweep(
+    ScalingSeries(
         "parameter",
-        lambda n: Case(f"{n} parameters", lambda: SumOfParameters(n, 64), lambda: (_floats(64),), dtype=torch.float32),
+        lambda n: BenchmarkCase(
+            f"{n} parameters", lambda: SumOfParameters(n, 64), lambda: (_floats(64),), dtype=torch.float32
+        ),
         sizes=(2, 10, 32, 100, 200, 500),
         small=(2, 10),
     ),
-    Sweep(
+    ScalingSeries(
         "input",
-        lambda n: Case(
+        lambda n: BenchmarkCase(
             f"{n} inputs", lambda: SumOfInputs(64), lambda: tuple(_floats(64) for _ in range(n)), dtype=torch.float32
         ),
         sizes=(1, 2, 5, 10, 20, 50, 100),

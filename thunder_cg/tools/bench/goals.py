@@ -1,4 +1,4 @@
-"""What the package is to reach, and whether it does: computed from the rows alone."""
+"""The goals of the package, and whether the measured rows reach them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from statistics import linear_regression
 
 from thunder_cg.tools.bench.cases import GPT, GPT_TRAINING, LARGE_GPT_TRAINING, MLP, SMALL_GPT
-from thunder_cg.tools.bench.measure import Row
-from thunder_cg.tools.bench.results import Results
+from thunder_cg.tools.bench.measure import BenchmarkRow
+from thunder_cg.tools.bench.results import BenchmarkResults
 from thunder_cg.tools.bench.variants import FLOOR, FLOOR_OF_THUNDER, OURS, OURS_FUSED, THUNDER
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A number that is to be at most `limit`, in `unit`: "x" is a ratio, else microseconds."""
+    """A number that should be at most `limit`, in `unit`: "x" for a ratio, "us" for microseconds."""
 
     name: str
     limit: float
@@ -26,15 +26,17 @@ class Goal:
         return self.found <= self.limit
 
 
-def goals(results: Results) -> list[Goal]:
-    """Every goal for which all that it needs was measured."""
+def goals(results: BenchmarkResults) -> list[Goal]:
+    """The goals whose rows were all measured."""
     rows = {(row.case, row.variant): row for row in results.rows if not row.failure}
     return [*_times(rows), *_growth(results), *_costs(rows, results.environment["backend"])]
 
 
-def growth(results: Results, unit: str) -> float | None:
-    """The slope of a fitted line: host microseconds of thunder_cg over the hand-made graph, per layer, parameter or
-    input. None if less than two sizes were measured."""
+def growth(results: BenchmarkResults, unit: str) -> float | None:
+    """Host time of thunder_cg above the hand-made graph, microseconds per layer, parameter or input: a fitted slope.
+
+    None if fewer than two sizes were measured.
+    """
     times = {(p.size, p.variant): p.host_p50 for p in results.points if p.unit == unit and not p.failure}
     over = {
         size: time - times[size, FLOOR] for (size, v), time in times.items() if v == OURS and (size, FLOOR) in times
@@ -42,7 +44,7 @@ def growth(results: Results, unit: str) -> float | None:
     return linear_regression([*over], [*over.values()]).slope if len(over) > 1 else None
 
 
-Rows = dict[tuple[str, str], Row]
+Rows = dict[tuple[str, str], BenchmarkRow]
 
 
 def _times(rows: Rows) -> Iterator[Goal]:
@@ -55,8 +57,8 @@ def _times(rows: Rows) -> Iterator[Goal]:
             yield Goal(f"host time over the hand-made graph, {case}", limit, found, "us")
     for case in (GPT_TRAINING, LARGE_GPT_TRAINING):
         yield from _over_floor(rows, "back to back", case, 1.15, lambda row: row.back_to_back)
-        # Thunder's own kernels are not eager PyTorch's. What capturing can do is seen beside a graph of the same ones,
-        # and what it gives with faster ones, beside the floor.
+        # Thunder's kernels are not those of eager PyTorch. A graph of the same kernels shows what capturing can reach.
+        # With Inductor's kernels, the comparison is with the graph of eager kernels.
         for variant, floor in ((OURS, FLOOR_OF_THUNDER), (OURS_FUSED, FLOOR)):
             if (case, variant) in rows and (case, floor) in rows:
                 ratio = rows[case, variant].back_to_back / rows[case, floor].back_to_back
@@ -67,12 +69,12 @@ def _times(rows: Rows) -> Iterator[Goal]:
             yield Goal(f"end to end, p99 over p50, {case}", 1.1, row.end_to_end_p99 / row.end_to_end_p50, "x")
 
 
-def _over_floor(rows: Rows, what: str, case: str, limit: float, of: Callable[[Row], float]) -> Iterator[Goal]:
+def _over_floor(rows: Rows, what: str, case: str, limit: float, of: Callable[[BenchmarkRow], float]) -> Iterator[Goal]:
     if (case, OURS) in rows and (case, FLOOR) in rows:
         yield Goal(f"{what} over the hand-made graph, {case}", limit, of(rows[case, OURS]) / of(rows[case, FLOOR]), "x")
 
 
-def _growth(results: Results) -> Iterator[Goal]:
+def _growth(results: BenchmarkResults) -> Iterator[Goal]:
     for unit, limit in (("parameter", 0.1), ("layer", 0.01)):
         found = growth(results, unit)
         if found is not None:
@@ -80,7 +82,7 @@ def _growth(results: Results) -> Iterator[Goal]:
 
 
 def _costs(rows: Rows, backend: str) -> Iterator[Goal]:
-    """What capturing and analysing cost: the worst case of all. The tape is no measure of a capture."""
+    """The cost of capture and of analysis, each in its worst case. The tape says nothing about a capture on a GPU."""
     ours = [row for (_, variant), row in rows.items() if variant == OURS]
     captures = [
         (row.capture_ms * 1e3 / rows[row.case, THUNDER].end_to_end_p50, row.case)

@@ -1,6 +1,6 @@
-"""Measures all variants of a case in one process, in turns, so that what is compared saw the same machine.
+"""Measures all variants of a case in one process, in turns, so that all of them see the same machine.
 
-Ratios within one run count, not microseconds.
+Only ratios within one run count, not microseconds.
 """
 
 from __future__ import annotations
@@ -12,47 +12,50 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median, quantiles
-from unittest.mock import patch
 
 import torch
 
+from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import explain
 from thunder_cg.runtime.recording import Recording
 from thunder_cg.tools.bench import accuracy
-from thunder_cg.tools.bench.cases import Case
-from thunder_cg.tools.bench.progress import Progress
+from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Subject
+from thunder_cg.tools.progress import Progress
+from thunder_cg.tools.workers import failure_text
 
-ROUNDS = 5  # turns that every variant gets
-TURN_SECONDS = 1.0  # a turn of slow calls has fewer of them, but no fewer than
+ROUNDS = 5  # turns of each variant
+TURN_SECONDS = 1.0  # after which a turn of slow calls ends, but not before FEWEST_CALLS
 FEWEST_CALLS = 10
 EVERY_VARIANT = "every variant"
-FIRST_CALLS = 6  # they compile, warm up, capture, and settle
+FIRST_CALLS = 6  # compile, warm up, capture, and reach the steady state
 CAPTURES = 5
 
 
 @dataclass(slots=True)
-class Row:
+class BenchmarkRow:
     """One variant of one case.
 
     Attributes:
-        host_p50, host_p99: microseconds until a call returns, with an idle GPU before it.
-        end_to_end_p50, end_to_end_p99: microseconds until its results are there.
-        back_to_back: microseconds per call of many with one wait at the end; `per_second` is its inverse.
+        host_p50, host_p99: microseconds until a call returns; the GPU is idle when it begins.
+        end_to_end_p50, end_to_end_p99: microseconds until the GPU has finished the call.
+        back_to_back: microseconds per call of many with one synchronization at the end; `per_second` is its inverse.
         samples: synchronised calls measured, in `ROUNDS` turns.
-        first_calls_ms: the first three calls, waited for. The first compiles; thunder_cg captures in the second. What
-            is captured before there is a call (`make_graphed_callables`, the hand-made graph) is `prepare_s`.
+        first_calls_ms: the first three calls, synchronized. The first call compiles; thunder_cg captures in the second.
+        prepare_s: seconds before the first call, where `make_graphed_callables` and the hand-made graph capture.
         compile_s: preparation and the first call, seconds.
-        capture_ms: a call that captures less one that does not, milliseconds: of thunder_cg the median of `CAPTURES`
-            after all turns, as others may compile beside the second call; of other variants that call.
-        analysis_ms: what the hooks of thunder_cg took of the compilation, milliseconds.
-        allocated_mb, reserved_mb: peaks over the model in the first calls, 1e6 bytes, with the variants before it in
-            the process.
+        capture_ms: the time of a call that captures, less that of a call that does not, milliseconds. For thunder_cg it
+            is the median of `CAPTURES` after all turns, because other processes may compile beside the second call; for
+            other variants it is the second call.
+        analysis_ms: the part of the compilation that the hooks of thunder_cg took, milliseconds.
+        allocated_mb, reserved_mb: peaks above the model in the first calls, 1e6 bytes; memory of earlier variants in
+            the process counts.
         error: see `accuracy.relative_error`, against `reference`: "float64", or "eager" in the case's own dtype.
-        bits: of thunder_cg, "same" as plain Thunder, "different", or "thunder varies": from call to call, by itself.
-        captured: of thunder_cg, how much is.
-        failure: why it did not run, "" if it did.
+        bits: for thunder_cg, whether results equal those of plain Thunder: "same", "different", or "thunder varies" if
+            two calls of plain Thunder differ.
+        captured: for thunder_cg, the headline of its report.
+        failure: why the variant did not run, "" if it did.
     """
 
     case: str
@@ -79,18 +82,18 @@ class Row:
 
 
 class Contender:
-    """One variant of a case, prepared and called often enough to be settled, with its samples."""
+    """One variant of a case, prepared and called until it reached its steady state, and its samples."""
 
     def __init__(self, name: str, template: Subject) -> None:
-        """`template` stays as it is: a variant has a copy of the model of its own."""
+        """The variant copies the model of `template`."""
         self.subject = Subject(template.case, copy.deepcopy(template.model), template.inputs)
-        self.row = Row(template.case.name, name)
+        self.row = BenchmarkRow(template.case.name, name)
         self._cuda = template.device.type == "cuda"
         self._host: list[float] = []
         self._end_to_end: list[float] = []
         self._back_to_back: list[float] = []
         torch.manual_seed(0)
-        torch._dynamo.pgo.reset_code_state()  # else sizes that varied in another variant are dynamic from the start
+        forget_dynamic_sizes()  # else sizes that varied in another variant are dynamic from the start
         with self._memory():
             start = time.perf_counter()
             self.prepared = VARIANTS[name](self.subject)
@@ -109,7 +112,7 @@ class Contender:
             torch.cuda.synchronize(self.subject.device)
 
     def _call(self) -> tuple[float, float]:
-        """Seconds until a call returned, and until it was done."""
+        """Seconds until a call returned, and until the GPU had finished it."""
         start = time.perf_counter()
         self.prepared.step()
         returned = time.perf_counter()
@@ -132,7 +135,7 @@ class Contender:
         self.row.reserved_mb = (torch.cuda.max_memory_reserved(device) - reserved) / 1e6
 
     def turn(self, calls: int) -> None:
-        """Synchronised calls, then as many back to back."""
+        """Measures synchronized calls, then as many back to back."""
         calls = min(calls, max(FEWEST_CALLS, int(TURN_SECONDS / self._seconds)))
         for _ in range(3):
             self.prepared.step()
@@ -148,7 +151,7 @@ class Contender:
             self.sync()
             self._back_to_back.append((time.perf_counter() - start) / calls * 1e6)
 
-    def finish(self) -> Row:
+    def finish(self) -> BenchmarkRow:
         """The row, after all turns."""
         row = self.row
         row.samples = len(self._host)
@@ -161,10 +164,10 @@ class Contender:
         return row
 
     def _captures(self) -> list[float]:
-        """Milliseconds of calls that find no recording any more, and make one."""
+        """Milliseconds of calls that capture, because their recordings were dropped before."""
         programs = [located.program for located in locate(self.prepared.compiled).programs]
         times: list[float] = []
-        dropped: list[Recording] = []  # which are freed when all is done
+        dropped: list[Recording] = []  # freed after the measurement
         with _quiet_collector():
             for _ in range(CAPTURES):
                 for program in programs:
@@ -176,31 +179,31 @@ class Contender:
 
 
 def measure_case(
-    case: Case,
+    case: BenchmarkCase,
     device: torch.device,
     names: Sequence[str],
     calls: int,
     progress: Progress,
     compare: bool = True,
     ready: Callable[[], None] = lambda: None,
-) -> list[Row]:
-    """The rows of all variants in `names`, which take turns. What does not run becomes a row that says why.
+) -> list[BenchmarkRow]:
+    """The rows of all variants in `names`, which take turns. A variant that fails has a row with the reason.
 
     Args:
-        calls: of a turn, at most; see `TURN_SECONDS`.
+        calls: in a turn, at most; see `TURN_SECONDS`.
         progress: moves on by `ticks(names)`.
         compare: fill in `error` and `bits`.
-        ready: called once all are prepared, before anything is timed.
+        ready: called once all variants are prepared, before anything is timed.
     """
     try:
-        # One code object serves all variants that go through Dynamo, which would drop to eager past eight of them.
-        with torch._dynamo.config.patch(recompile_limit=64):
+        # All variants that use Dynamo share one code object. Past the limit, Dynamo would run it eagerly.
+        with dynamo_recompile_limit(64):
             return _measure(case, device, names, calls, progress, compare, ready)
     finally:
-        torch._dynamo.reset()  # with the next case, nothing of this one is left, compiled or in memory
+        torch.compiler.reset()  # the next case must not reuse compiled code
         gc.collect()
         if device.type == "cuda":
-            with suppress(RuntimeError):  # after a CUDA error, which the rows tell, nothing works any more
+            with suppress(RuntimeError):  # after a CUDA error, which the rows report, no CUDA call works
                 torch.cuda.empty_cache()
 
 
@@ -210,49 +213,51 @@ def ticks(names: Sequence[str]) -> int:
 
 
 def _measure(
-    case: Case,
+    case: BenchmarkCase,
     device: torch.device,
     names: Sequence[str],
     calls: int,
     progress: Progress,
     compare: bool,
     ready: Callable[[], None],
-) -> list[Row]:
+) -> list[BenchmarkRow]:
     try:
         template = subject(case, device)
-        judge = _Judge(template) if compare else None
+        accuracy_check = _AccuracyCheck(template) if compare else None
     except Exception as error:
         progress.tick(f"{case.name}: failed", ticks(names))
-        return [Row(case.name, EVERY_VARIANT, failure=reason(error))]
+        return [BenchmarkRow(case.name, EVERY_VARIANT, failure=failure_text(error))]
     contenders: dict[str, Contender] = {}
-    rows: dict[str, Row] = {}
+    rows: dict[str, BenchmarkRow] = {}
 
     def prepare(some: Sequence[str]) -> None:
         for name in some:
             progress.tick(f"{case.name}: preparing {name}")
             try:
                 contender = Contender(name, template)
-                if judge is not None:
-                    judge.judge(contender)
+                if accuracy_check is not None:
+                    accuracy_check.fill(contender)
                 contenders[name] = contender
             except Exception as error:
-                rows[name] = Row(case.name, name, failure=reason(error))
+                rows[name] = BenchmarkRow(case.name, name, failure=failure_text(error))
 
-    # When Inductor records, it frees all cuBLAS workspaces, and other variants' graphs write to theirs.
+    # Inductor frees all cuBLAS workspaces when it records a graph, but graphs of other variants write to theirs.
     prepare([name for name in names if name == REDUCE_OVERHEAD])
-    with _workspaces_stay():
+    with keep_cublas_workspaces():
         prepare([name for name in names if name != REDUCE_OVERHEAD])
         ready()
-        with _frozen():
+        with _frozen_objects():
             rows |= _take_turns(
                 case, [contenders[name] for name in names if name in contenders], len(names), calls, progress
             )
     return [rows[name] for name in names]
 
 
-def _take_turns(case: Case, contenders: list[Contender], count: int, calls: int, progress: Progress) -> dict[str, Row]:
-    """The rows of these, of ``count`` that were to be prepared."""
-    rows: dict[str, Row] = {}
+def _take_turns(
+    case: BenchmarkCase, contenders: list[Contender], count: int, calls: int, progress: Progress
+) -> dict[str, BenchmarkRow]:
+    """The rows of the contenders that could be prepared, out of `count`."""
+    rows: dict[str, BenchmarkRow] = {}
     for round in range(ROUNDS):
         for contender in [*contenders]:
             progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}, {contender.row.variant}")
@@ -260,12 +265,14 @@ def _take_turns(case: Case, contenders: list[Contender], count: int, calls: int,
                 contender.turn(calls)
             except Exception as error:
                 contenders.remove(contender)
-                rows[contender.row.variant] = Row(case.name, contender.row.variant, failure=reason(error))
+                rows[contender.row.variant] = BenchmarkRow(
+                    case.name, contender.row.variant, failure=failure_text(error)
+                )
         progress.tick(f"{case.name}: turn {round + 1} of {ROUNDS}", count - len(contenders))
     return rows | {contender.row.variant: contender.finish() for contender in contenders}
 
 
-def subject(case: Case, device: torch.device) -> Subject:
+def subject(case: BenchmarkCase, device: torch.device) -> Subject:
     """The case's model, made from a fixed seed, and its inputs."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -274,29 +281,24 @@ def subject(case: Case, device: torch.device) -> Subject:
     return Subject(case, model.to(device, case.dtype), tuple(inputs))
 
 
-def reason(error: BaseException) -> str:
-    """One line: the kind of error and the first line of what it says."""
-    return f"{type(error).__name__}: {error}".splitlines()[0].rstrip(": ")[:300]
-
-
-class _Judge:
-    """Fills in how right a contender is. Knows what plain Thunder computed, if that came before."""
+class _AccuracyCheck:
+    """Fills in `error` and `bits`. It keeps the results of plain Thunder, which is prepared before thunder_cg."""
 
     def __init__(self, template: Subject) -> None:
         self._name = "float64" if template.case.exact else "eager"
         self._exact = accuracy.reference(template)
-        self._thunder: list[accuracy.Outcome] = []
+        self._thunder: list[accuracy.StepResults] = []
 
-    def judge(self, contender: Contender) -> None:
+    def fill(self, contender: Contender) -> None:
         row = contender.row
-        found = accuracy.outcome(contender.prepared.step, contender.subject)
+        found = accuracy.step_results(contender.prepared.step, contender.subject)
         row.reference = self._name
         try:
             row.error = accuracy.relative_error(found, self._exact)
         except ValueError as error:
             row.reference = f"{self._name}: {error}"
         if row.variant == THUNDER:
-            again = accuracy.outcome(contender.prepared.step, contender.subject)
+            again = accuracy.step_results(contender.prepared.step, contender.subject)
             self._thunder = [found, again]
         elif row.variant == OURS and self._thunder:
             if any(accuracy.same(found, one) for one in self._thunder):
@@ -307,15 +309,8 @@ class _Judge:
 
 
 @contextmanager
-def _workspaces_stay() -> Iterator[None]:
-    """Keeps Inductor from freeing all cuBLAS workspaces."""
-    with patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True):
-        yield
-
-
-@contextmanager
-def _frozen() -> Iterator[None]:
-    """Keeps the collector from what is there: it takes seconds for traces of thousands of operators, in every turn."""
+def _frozen_objects() -> Iterator[None]:
+    """Takes all present objects out of garbage collection, which takes seconds for traces of thousands of operators."""
     gc.collect()
     gc.freeze()
     try:

@@ -1,6 +1,6 @@
-"""The models of the benchmark, in plain PyTorch. A model that trains returns its loss, a 0-dim tensor.
+"""The models of the benchmark in plain PyTorch. A model for training returns its loss, a 0-dim tensor.
 
-Dropout is 0 everywhere, so that the results of all variants can be compared.
+Dropout is 0 in all models, so that the results of all variants can be compared.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_cg.tools.demo import Block, Cache, Settings
+from thunder_cg.tools.demo import Block, Cache, DemoSettings
 
 
 def optional(package: str) -> Any:
@@ -42,7 +42,7 @@ class Mlp(nn.Module):
 
 
 class MlpWithItem(nn.Module):
-    """Two MLPs, and between them a number that the host reads: no graph can hold both."""
+    """Two MLPs, and between them `.item()`, which no graph can hold."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class MlpWithItem(nn.Module):
 
 
 class SharedLayer(nn.Module):
-    """One layer, `times` times: depth grows, parameters do not."""
+    """Applies one layer `times` times: the depth grows, and the number of parameters does not."""
 
     def __init__(self, times: int, width: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Gpt(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
         super().__init__()
-        settings = Settings(torch.device("cpu"), layers, width, heads, context, 1, 0, dropout=0.0)
+        settings = DemoSettings(torch.device("cpu"), layers, width, heads, context, 1, 0, dropout=0.0)
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(settings) for _ in range(layers))
@@ -129,7 +129,7 @@ class GptDecode(nn.Module):
 
     def __init__(self, layers: int, width: int, heads: int, vocabulary: int, context: int) -> None:
         super().__init__()
-        settings = Settings(torch.device("cpu"), layers, width, heads, context, 1, 0, dropout=0.0)
+        settings = DemoSettings(torch.device("cpu"), layers, width, heads, context, 1, 0, dropout=0.0)
         self.model = Gpt(layers, width, heads, vocabulary, context)
         self.caches = nn.ModuleList(Cache(settings) for _ in range(layers))
         self.register_buffer("places", torch.arange(context))
@@ -147,7 +147,7 @@ class GptDecode(nn.Module):
 
 
 class RmsNorm(nn.Module):
-    """Scales each row to a root mean square of 1, in float32 at least."""
+    """Scales each row to a root mean square of 1, in float32 or wider."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -227,12 +227,12 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross-entropy in nats, in float32 at least."""
+    """Mean cross-entropy in nats, in float32 or wider."""
     return F.cross_entropy(_wide(logits).flatten(0, 1), targets.flatten())
 
 
 def _wide(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """The tensor in float32 or wider."""
     return x if x.dtype == torch.float64 else x.float()
 
 
@@ -303,7 +303,7 @@ class MaskRcnn(nn.Module):
     """Mask R-CNN's training loss, with random weights, on a ResNet of torchvision; `settings` are those of `MaskRCNN`.
 
     `images` (batch, 3, height, width), `boxes` (batch, objects, 4), `labels` int64 (batch, objects), `masks` uint8
-    (batch, objects, height, width). Which proposals it learns from depends on data and is drawn at random.
+    (batch, objects, height, width). The loss uses proposals that depend on data and are drawn at random.
     """
 
     def __init__(self, backbone: str, classes: int, **settings: Any) -> None:
@@ -320,8 +320,8 @@ class MaskRcnn(nn.Module):
         return torch.stack([*losses.values()]).sum()
 
     def hide_from_dynamo(self) -> None:
-        """What Thunder 0.2.6 fails on under thunderfx stays eager: images are padded into slices of a batch, and
-        anchors and box codes are made with `torch.as_tensor`, which it takes for supported."""
+        """Keeps eager what fails in thunderfx of Thunder 0.2.6: it pads images into slices of a batch, and it makes
+        anchors and box codes with `torch.as_tensor`, which Thunder wrongly counts as supported."""
         parts = ((self.model.transform, "forward"), (self.model.rpn.anchor_generator, "forward"))
         coders = ((part.box_coder, "encode_single") for part in (self.model.rpn, self.model.roi_heads))
         for part, method in (*parts, *coders):

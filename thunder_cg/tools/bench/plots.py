@@ -1,4 +1,4 @@
-"""Results as pictures: SVG files, drawn with matplotlib."""
+"""BenchmarkResults as pictures: SVG files, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from pathlib import Path
 from typing import Any
 
 from thunder_cg.tools.bench.models import optional
-from thunder_cg.tools.bench.results import Results
+from thunder_cg.tools.bench.results import BenchmarkResults
 from thunder_cg.tools.bench.variants import FLOOR, VARIANTS
 
 
-def write_plots(results: Results, folder: Path) -> list[Path]:
-    """Writes `end_to_end.svg` and `host_time.svg`, each if there is something to show. Returns what it wrote.
+def write_plots(results: BenchmarkResults, folder: Path) -> list[Path]:
+    """Writes `end_to_end.svg` and `host_time.svg`, each if there are numbers for it. Returns the written files.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
     figure = optional("matplotlib.figure").Figure
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = {"end_to_end.svg": _bars(results, figure), "host_time.svg": _lines(results, figure)}
+    figures = {"end_to_end.svg": _bars(results, figure), "host_time.svg": _lines(results, figure)}
     written = []
-    for name, made in drawn.items():
-        if made is not None:
-            made.savefig(folder / name)
+    for name, drawn in figures.items():
+        if drawn is not None:
+            drawn.savefig(folder / name)
             written.append(folder / name)
     return written
 
 
-def _bars(results: Results, figure: Any) -> Any:
+def _bars(results: BenchmarkResults, figure: Any) -> Any:
     """End-to-end time of each variant over that of the hand-made graph, for the cases that have one."""
     times = {(r.case, r.variant): r.end_to_end_p50 for r in results.rows if not r.failure}
     cases = [case for case, variant in times if variant == FLOOR]
@@ -55,8 +55,8 @@ def _bars(results: Results, figure: Any) -> Any:
     return fig
 
 
-def _lines(results: Results, figure: Any) -> Any:
-    """Host time against the size of each sweep."""
+def _lines(results: BenchmarkResults, figure: Any) -> Any:
+    """Host time against size, one plot per scaling series."""
     units = [*dict.fromkeys(point.unit for point in results.points)]
     if not units:
         return None

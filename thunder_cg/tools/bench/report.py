@@ -1,12 +1,12 @@
-"""Results as text."""
+"""BenchmarkResults as text."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from thunder_cg.tools.bench.goals import Goal, growth
-from thunder_cg.tools.bench.measure import Row
-from thunder_cg.tools.bench.results import Results
+from thunder_cg.tools.bench.measure import BenchmarkRow
+from thunder_cg.tools.bench.results import BenchmarkResults
 
 _HEADER = (
     "variant",
@@ -23,12 +23,12 @@ _HEADER = (
 )
 
 
-def table(rows: Sequence[Row]) -> str:
-    """The rows of one or more cases as Markdown, one table per case; microseconds where nothing else is said."""
+def table(rows: Sequence[BenchmarkRow]) -> str:
+    """The rows of cases as Markdown, one table per case; in microseconds unless a column says otherwise."""
     return "\n".join(line for case in dict.fromkeys(row.case for row in rows) for line in _case(case, rows))
 
 
-def _case(case: str, rows: Sequence[Row]) -> Iterator[str]:
+def _case(case: str, rows: Sequence[BenchmarkRow]) -> Iterator[str]:
     own = [row for row in rows if row.case == case]
     compared = next((row.reference for row in own if row.reference), "")
     yield f"\n**{case}**" + (f" (errors against {compared})" if compared else "") + "\n"
@@ -41,7 +41,7 @@ def _case(case: str, rows: Sequence[Row]) -> Iterator[str]:
             yield f"\n{row.variant}: {row.captured}; its analysis took {row.analysis_ms:.1f} ms"
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _cells(row: BenchmarkRow) -> tuple[str, ...]:
     if row.failure:
         return (row.variant, row.failure.replace("|", "/"), *("",) * (len(_HEADER) - 2))
     return (
@@ -59,12 +59,14 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-def sweeps(results: Results) -> str:
-    """Host time by size, one table per sweep, and how thunder_cg grows over the hand-made graph."""
-    return "\n".join(line for unit in dict.fromkeys(p.unit for p in results.points) for line in _sweep(unit, results))
+def scaling_tables(results: BenchmarkResults) -> str:
+    """Host time by size, one table per scaling series, and the slope of thunder_cg above the hand-made graph."""
+    return "\n".join(
+        line for unit in dict.fromkeys(p.unit for p in results.points) for line in _scaling_table(unit, results)
+    )
 
 
-def _sweep(unit: str, results: Results) -> Iterator[str]:
+def _scaling_table(unit: str, results: BenchmarkResults) -> Iterator[str]:
     points = [p for p in results.points if p.unit == unit]
     sizes = [*dict.fromkeys(p.size for p in points)]
     yield f"\n**Host time, p50 us, by number of {unit}s**\n"

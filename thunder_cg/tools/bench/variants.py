@@ -15,7 +15,8 @@ import torch
 from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import Tensor, nn
 
-from thunder_cg.tools.bench.cases import Case
+from thunder_cg.compat.torch import end_allocate_to_pool
+from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.models import MaskRcnn
 from thunder_cg.transform import CudagraphTransform, cudagraph_transform
 
@@ -36,7 +37,7 @@ FLOOR = "hand-made graph"
 class TimedTransform(CudagraphTransform):
     """The transform, with the seconds that its hooks took: what the analysis adds to a compilation.
 
-    A collection of garbage that falls into a hook costs what is in the whole process, so it has to wait.
+    Garbage collection is off in a hook: its time depends on all objects of the process, not on the hook.
     """
 
     seconds = 0.0
@@ -64,9 +65,9 @@ class TimedTransform(CudagraphTransform):
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model of one variant alone, in training or evaluation mode, and its inputs, on the device."""
+    """One variant's own copy of a model, in training or evaluation mode, and its inputs, on the device."""
 
-    case: Case
+    case: BenchmarkCase
     model: nn.Module
     inputs: tuple[Tensor, ...]
 
@@ -77,7 +78,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A step that can be called; for thunder_cg, what `explain` can read, and the transform."""
+    """A step that can be called; for thunder_cg also the compiled function, for `explain`, and the transform."""
 
     step: Step
     compiled: Any = None
@@ -87,7 +88,8 @@ class Prepared:
 def step_of(subject: Subject, model: Callable[..., Any]) -> Step:
     """One call of `model`, the subject's or what it was compiled to.
 
-    Inference: the output. TrainingFastPath: the loss; gradients are set to None before, and left on the parameters.
+    Inference returns the output. Training returns the loss; it sets gradients to None before, and leaves the
+    new ones on the parameters.
     """
     inputs = subject.inputs
     if not subject.case.trains:
@@ -129,7 +131,7 @@ def _ours(subject: Subject) -> Prepared:
 
 
 def _ours_fused(subject: Subject) -> Prepared:
-    """With Thunder's executor that hands as much as it can to Inductor: other kernels, and fewer."""
+    """With Thunder's executor that compiles as much as it can with Inductor: fewer and other kernels."""
     transform = cudagraph_transform(backend="cuda" if subject.device.type == "cuda" else "tape")
     return Prepared(step_of(subject, _jit(subject, [transform], executors=["torchcompile"])))
 
@@ -160,18 +162,18 @@ def _reduce_overhead(subject: Subject) -> Prepared:
 
 def _graphed_callables(subject: Subject) -> Prepared:
     grad = torch.enable_grad() if subject.case.trains else torch.no_grad()
-    with grad, _mended(subject.device) as pool:
+    with grad, _recovering_pool(subject.device) as pool:
         graphed: Any = torch.cuda.make_graphed_callables(subject.model, subject.inputs, pool=pool)
     return Prepared(step_of(subject, graphed))
 
 
 def _hand_made_of_thunder(subject: Subject) -> Prepared:
-    """The kernels that plain Thunder runs in a step, in one graph: what capturing them can reach."""
+    """The kernels of a step of plain Thunder in one graph: the bound for a graph of these kernels."""
     return _graph_of(subject, _jit(subject, []))
 
 
 def _hand_made(subject: Subject) -> Prepared:
-    """The eager kernels of a step in one graph, its gradients in the graph's memory: nothing around the replay."""
+    """The eager kernels of a step in one graph, gradients in the graph's memory, and nothing around the replay."""
     return _graph_of(subject, subject.model)
 
 
@@ -183,11 +185,11 @@ def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
             step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with _mended(subject.device) as pool, torch.cuda.graph(graph, pool=pool, stream=stream):
+    with _recovering_pool(subject.device) as pool, torch.cuda.graph(graph, pool=pool, stream=stream):
         output = step()
 
     def replay(alive: Any = (subject, step)) -> Any:
-        """A graph keeps neither the tensors alive that it reads nor the compiled kernels that it launches."""
+        """Keeps alive the tensors that the graph reads and the compiled kernels that it launches."""
         graph.replay()
         return output
 
@@ -195,11 +197,11 @@ def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
 
 
 @contextmanager
-def _mended(device: torch.device) -> Iterator[Any]:
-    """A pool to capture into. If that fails, it raises what broke the capture and leaves the process as it was.
+def _recovering_pool(device: torch.device) -> Iterator[Any]:
+    """A memory pool for a capture. After a failed capture, it restores the process and raises the original error.
 
-    What a broken capture leaves behind (torch 2.9 to 2.11): its stream is current, the allocator still serves its pool,
-    and the default generator does not draw before some capture has succeeded.
+    After a failed capture (torch 2.9 to 2.11), its stream is still current, the allocator still allocates to its pool,
+    and the default generator raises until another capture has succeeded.
     """
     stream = torch.cuda.current_stream(device)
     pool = torch.cuda.graph_pool_handle()
@@ -207,10 +209,10 @@ def _mended(device: torch.device) -> Iterator[Any]:
         yield pool
     except Exception as error:
         torch.cuda.set_stream(stream)
-        with suppress(RuntimeError):  # a capture that ended in good order is not under way
-            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
+        with suppress(RuntimeError):  # the capture may have ended already
+            end_allocate_to_pool(stream.device_index, pool)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it says that the graph is empty
+            warnings.simplefilter("ignore")  # that the graph is empty
             with torch.cuda.graph(torch.cuda.CUDAGraph()):
                 pass
         raise (error.__context__ or error) from None
@@ -232,5 +234,5 @@ ON_CPU = (EAGER, THUNDER, OURS)
 
 
 def variants(device: torch.device) -> Sequence[str]:
-    """The names of all that run there. The hand-made graph is last: it is the floor."""
+    """The names of the variants for a device. The hand-made graph comes last, because it is the lower bound."""
     return tuple(VARIANTS) if device.type == "cuda" else ON_CPU

@@ -1,31 +1,30 @@
-"""Do the rules say what was measured?"""
+"""Compares the rules with the results of the operator sweep."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from thunder_cg.analysis.rules import RULES, Evidence, Key
+from thunder_cg.compat.thunder import torch_executor_has
 from thunder_cg.tools.operators.coverage import ONLY_ON_A_GPU
 from thunder_cg.tools.operators.measure import Counts, key_of
-from thunder_cg.tools.operators.results import Results
-from thunder_cg.tools.operators.samples import exists
+from thunder_cg.tools.operators.results import OperatorResults
+from thunder_cg.tools.results import FOLDER
 
-FOLDER = Path(__file__).parents[1] / "results"
 SHOWN = frozenset({"fail", "wrong", "barred"})
 FINE = frozenset({"pass", "nondeterministic"})
 
 
-def packaged() -> list[Results]:
-    """What was measured for this release, one machine a file."""
-    return [Results.read(path) for path in sorted(FOLDER.glob("rules-*.json"))]
+def released() -> list[OperatorResults]:
+    """The results of this release, one file for each machine."""
+    return [OperatorResults.read(path) for path in sorted(FOLDER.glob("rules-*.json"))]
 
 
-def disagreements(files: Sequence[Results]) -> list[str]:
-    """Where rules and measurements differ, a sentence each.
+def disagreements(files: Sequence[OperatorResults]) -> list[str]:
+    """The differences between rules and measurements, a sentence each.
 
-    Some machine in `files` shows that a denied symbol must not be captured. A kernel that asks the host harms nothing
-    where host and device are one. So a GPU shows this for `Evidence.MEASURED_ON_GPU`, once there is one in `files`.
+    Some file must show that a denied symbol cannot be captured. A kernel that waits for the host is harmless where host
+    and device are one: `Evidence.MEASURED_ON_GPU` needs that only if a file is from a GPU.
     """
     found = [text for file in files for text in _wrong_rows(file)]
     on_gpu = any(file.environment["backend"] == "cuda" for file in files)
@@ -44,7 +43,7 @@ def disagreements(files: Sequence[Results]) -> list[str]:
     return found
 
 
-def _wrong_rows(file: Results) -> Iterable[str]:
+def _wrong_rows(file: OperatorResults) -> Iterable[str]:
     where = f"{file.environment['backend']}, {file.environment['device']}"
     for symbol, counts in file.symbols.items():
         key = key_of(symbol)
@@ -60,26 +59,26 @@ def _wrong_rows(file: Results) -> Iterable[str]:
 
 
 def _failures(counts: Counts) -> list[str]:
-    """What went wrong with an allowed symbol: in a region, or, if nothing of it ever went right, without Thunder.
+    """The failures of an allowed symbol: in a region or, if no capture of it ever passed, without Thunder.
 
-    Forms of an operator that Thunder does not compile cannot get into a region, so that they may fail. And of some
-    calls the run time may refuse the graph: of a product of vectors without elements, cuBLAS copies the zero from the
-    host.
+    Two failures are fine if other calls pass. Forms of an operator that Thunder does not compile cannot get into a
+    region. And the run time may refuse the graph of a call: for a product of empty vectors, cuBLAS copies a zero from
+    the host.
     """
     right = any(end.split()[1] in FINE for end in counts)
     how, fine = (("forward", "backward"), FINE | {"barred"}) if right else (("forward", "backward", "alone"), FINE)
     return [end for end in counts if end.split()[0] in how and end.split()[1] not in fine]
 
 
-def _ends(files: Iterable[Results], symbol: str) -> set[str]:
-    """To which ends it came, however it was captured."""
+def _ends(files: Iterable[OperatorResults], symbol: str) -> set[str]:
+    """The outcomes of a symbol in all files, however it was captured."""
     return {end.split()[1] for file in files for end in file.symbols.get(symbol, {})}
 
 
-def _claims(files: Sequence[Results], key: Key, on_gpu: bool) -> Iterable[str]:
-    """A record says truly whether it was measured."""
+def _claims(files: Sequence[OperatorResults], key: Key, on_gpu: bool) -> Iterable[str]:
+    """Compares what the record of a symbol says about its measurement with the files."""
     executor, id_ = key
-    if executor == "torch" and not exists(str(id_)):
+    if executor == "torch" and not torch_executor_has(str(id_)):
         return
     symbol = f"{executor or 'prim'}.{id_}"
     measured = bool(_ends(files, symbol))

@@ -1,4 +1,4 @@
-"""What is measured of some samples of a case: as the rules have it, and with each denied symbol captured by force."""
+"""Measures some samples of a case: under the rules, and with each denied symbol captured by force."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ import torch
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Key
-from thunder_cg.tools.operators.samples import Call, Case, calls, cases, symbol_of
-from thunder_cg.tools.operators.trial import NotTraced, Trial, attempt, capture_alone
+from thunder_cg.tools.operators.cases import cases
+from thunder_cg.tools.operators.samples import OperatorCase, SampledCall, calls, symbol_of
+from thunder_cg.tools.operators.trial import CaptureTrial, NotTraced, attempt, capture_alone
 
-SHOWN = 3  # samples that fail when a symbol is captured by force, after which no more are tried
-SINGLY = 4  # samples that are tried one by one before the rest is tried together
+SHOWN = 3  # failures after which a symbol is not captured by force any more
+SINGLY = 4  # samples that are captured by force one by one, before the others are captured together
 
 Counts = dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Task:
-    """Some samples of a case: those from `start` to `stop`."""
+class OperatorTask:
+    """The samples of a case from `start` to `stop`."""
 
     start: int
     case: str
@@ -36,24 +37,24 @@ class Task:
 
 
 @dataclass(slots=True)
-class Record:
-    """What came of a task.
+class OperatorRecord:
+    """The results of a task.
 
     Attributes:
-        total: how many samples the case has; of them were `tried` here, and Thunder compiled and ran `traced`, and
-            `differentiated`.
-        stale: samples for which no fresh values are to be had.
-        untraced, undifferentiated: why Thunder does not, and of how many samples.
-        symbols: by symbol: how often it came to which end: "forward pass", "backward wrong", "forward
-            nondeterministic", "forward fail"; "forward barred" where the run time refused the graph, whatever op it
-            was for; "forced fail" and so on of what is denied and was captured by force, where "barred" is what even
-            `allow=` does not capture; "alone pass" and so on of what Thunder does not compile and was captured without
-            it.
-        notes: of what did not pass, the first of each kind.
-        forcing: the symbol that is being captured by force; "" if none is.
+        total: how many samples the case has. Of them, `tried` are in this task; Thunder compiled and ran `traced` of
+            these, and `differentiated` with their backward.
+        stale: samples that have no second set of values.
+        untraced, undifferentiated: why Thunder does not compile samples, and how many.
+        symbols: by symbol, how often each outcome was seen, such as "forward pass", "backward wrong", "forward
+            nondeterministic", "forward fail". "forward barred": the run time refused the graph, for no symbol in
+            particular. "forced ...": a denied symbol was captured by force; it is "barred" if `allow=` does not capture
+            it. "alone ...": a call that Thunder does not compile was captured without Thunder.
+        notes: by symbol and outcome other than "pass", the first sample.
+        crash: why the worker process failed, "" if it did not.
+        forcing: the symbol whose forced capture is under way, "" if there is none.
     """
 
-    task: Task
+    task: OperatorTask
     total: int = 0
     tried: int = 0
     traced: int = 0
@@ -68,12 +69,12 @@ class Record:
 
     @property
     def is_forced(self) -> bool:
-        """Whether anything was captured that the rules deny."""
+        """Whether a symbol was captured that the rules deny."""
         ends = {(key_of(symbol), end.split()[0]) for symbol, counts in self.symbols.items() for end in counts}
         return any(how == "forced" or (how == "alone" and _is_denied(key)) for key, how in ends)
 
     def end(self, failure: str) -> None:
-        """The process that measured has failed. If it was capturing by force, that is what came of it."""
+        """Ends the record. If the process failed in a forced capture, the failure is the outcome of that capture."""
         if failure and self.forcing:
             self.count(self.forcing, "forced fail")
             self.note(self.forcing, "fail", f"{self.task.name}: {failure}")
@@ -85,8 +86,8 @@ class Record:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> Record:
-        return cls(**{**content, "task": Task(**content["task"])})
+    def from_dict(cls, content: Mapping[str, Any]) -> OperatorRecord:
+        return cls(**{**content, "task": OperatorTask(**content["task"])})
 
     def count(self, symbol: str, outcome: str, many: int = 1) -> None:
         counts = self.symbols.setdefault(symbol, {})
@@ -108,18 +109,18 @@ def key_of(symbol: str) -> Key:
     return None if executor == "prim" else executor, id_
 
 
-def measure(task: Task, device: str) -> Iterator[Record]:
-    """Measures a task; yields its record again and again, whenever there is more in it."""
-    case = _cases(device)[task.case]
+def measure(task: OperatorTask, device: str) -> Iterator[OperatorRecord]:
+    """Measures a task. It yields the record each time that it has grown, so that a crash loses little."""
+    case = cases(device)[task.case]
     every = list(enumerate(_calls(task.case, device, False)))
     mine = every[task.start : task.stop]
-    record = Record(task, total=len(every), tried=len(mine), stale=sum(call.is_stale for _, call in mine))
-    forward = _Measure(case, device, False, record)
+    record = OperatorRecord(task, total=len(every), tried=len(mine), stale=sum(call.is_stale for _, call in mine))
+    forward = _CaseMeasurement(case, device, False, record)
     eager = forward.as_decided(mine)
     yield record
     if case.differentiable:
         graded = list(enumerate(_calls(task.case, device, True)))
-        backward = _Measure(case, device, True, record)
+        backward = _CaseMeasurement(case, device, True, record)
         traced = [graded[number] for number, _ in mine if number not in forward.untraced and number < len(graded)]
         eager_with_gradients = backward.as_decided(traced)
         yield record
@@ -130,7 +131,7 @@ def measure(task: Task, device: str) -> Iterator[Record]:
     for _ in forward.by_force(eager):
         yield record
     forward.alone()
-    gc.collect()  # what was compiled refers to itself, and holds memory of the device
+    gc.collect()  # compiled functions are in reference cycles, and hold memory of the device
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -138,33 +139,28 @@ def measure(task: Task, device: str) -> Iterator[Record]:
 
 
 @lru_cache(maxsize=2)
-def _calls(name: str, device: str, grad: bool) -> list[Call]:
-    return calls(_cases(device)[name], device, grad)
+def _calls(name: str, device: str, grad: bool) -> list[SampledCall]:
+    return calls(cases(device)[name], device, grad)
 
 
-@lru_cache(maxsize=1)
-def _cases(device: str) -> dict[str, Case]:
-    return cases(device)
-
-
-Numbered = list[tuple[int, Call]]
+Numbered = list[tuple[int, SampledCall]]
 
 
 @dataclass(slots=True)
-class _Measure:
-    case: Case
+class _CaseMeasurement:
+    case: OperatorCase
     device: str
     grad: bool
-    record: Record
-    untraced: dict[int, Call] = field(default_factory=dict)
+    record: OperatorRecord
+    untraced: dict[int, SampledCall] = field(default_factory=dict)
 
-    def attempt(self, numbered: Sequence[tuple[int, Call]], allow: Sequence[str] = ()) -> Trial:
+    def attempt(self, numbered: Sequence[tuple[int, SampledCall]], allow: Sequence[str] = ()) -> CaptureTrial:
         some = [call for _, call in numbered]
-        alone = some * 2 if len(some) == 1 else some  # two kernels make a region
+        alone = some * 2 if len(some) == 1 else some  # a region needs two kernels
         return attempt(alone, self.device, self.grad, allow, self.case.executors)
 
     def as_decided(self, numbered: Numbered) -> dict[Key, Numbered]:
-        """Under the rules as they are. Returns the symbols that stayed eager, and in which samples."""
+        """Captures under the rules. Returns the symbols that stayed eager, and their samples."""
         eager: defaultdict[Key, Numbered] = defaultdict(list)
         waiting = [numbered] if numbered else []
         reason = ""
@@ -189,8 +185,8 @@ class _Measure:
                 eager[key] += batch
         return eager
 
-    def last_try(self, batch: Numbered, error: NotTraced) -> Trial | None:
-        """Values that were shuffled need not be what the operator takes."""
+    def last_try(self, batch: Numbered, error: NotTraced) -> CaptureTrial | None:
+        """Tries a sample with one set of values only: its permuted values may be no valid arguments."""
         ((number, call),) = batch
         if error.draw == 0:
             self.not_traced(number, call, error)
@@ -204,12 +200,12 @@ class _Measure:
         self.record.stale += 1
         return trial
 
-    def not_traced(self, number: int, call: Call, error: NotTraced) -> None:
+    def not_traced(self, number: int, call: SampledCall, error: NotTraced) -> None:
         self.untraced[number] = call
         reasons = self.record.undifferentiated if self.grad else self.record.untraced
         reasons[str(error)] = reasons.get(str(error), 0) + 1
 
-    def take(self, trial: Trial, batch: Numbered) -> None:
+    def take(self, trial: CaptureTrial, batch: Numbered) -> None:
         record = self.record
         if self.grad:
             record.differentiated += len(batch)
@@ -237,7 +233,7 @@ class _Measure:
         return f"{self.case.name}[{number}]{gradients}" + (f": {text}" if text else "")
 
     def by_force(self, eager: Mapping[Key, Numbered]) -> Iterator[None]:
-        """Yields before each symbol that is captured by force, and when all are done."""
+        """Captures symbols by force. Yields before each symbol and at the end."""
         for key, numbered in eager.items():
             self.record.forcing = label(key)
             yield
@@ -254,7 +250,7 @@ class _Measure:
         yield
 
     def force(self, key: Key, batch: Numbered) -> bool:
-        """Captures a denied symbol. Returns whether it failed, was wrong, or could not even be tried."""
+        """Captures a denied symbol. Returns whether that failed, gave wrong results, or could not be tried."""
         record, name = self.record, label(key)
         try:
             trial = self.attempt(batch, allow=[name.removeprefix("prim.")])
@@ -275,7 +271,7 @@ class _Measure:
         return outcome in ("fail", "wrong", "barred")
 
     def alone(self) -> None:
-        """What Thunder does not compile, without Thunder."""
+        """Captures without Thunder the calls that Thunder does not compile."""
         symbol = symbol_of(f"{self.case.symbol}_vjp") if self.grad else self.case.symbol
         shown = 0
         for number, call in [*self.untraced.items()][: SINGLY if symbol else 0]:
@@ -290,7 +286,7 @@ class _Measure:
 
 
 def _halves(batch: Numbered) -> list[Numbered]:
-    """The first half is last, where it is taken from."""
+    """Two halves, the first one last: the caller takes batches from the end."""
     return [batch[len(batch) // 2 :], batch[: len(batch) // 2]]
 
 

@@ -1,4 +1,4 @@
-"""Captured or not, the same? Compiles calls without and with the transform, and compares them bit for bit."""
+"""Compiles calls without and with the transform, and compares their results bit for bit."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from typing import Any
 
 import thunder
 import torch
-from thunder.extend import get_default_executors, get_executor
-from torch.utils._pytree import tree_leaves
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.rules import Key, Reason
+from thunder_cg.compat.thunder import get_default_executors, get_executor
+from thunder_cg.compat.torch import tree_leaves
 from thunder_cg.report.programs import locate
-from thunder_cg.runtime.backend import Pool, resolve
+from thunder_cg.runtime.backend import Pool
+from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.program import Program
-from thunder_cg.tools.operators.samples import DRAWS, Call, twins
+from thunder_cg.tools.operators.samples import DRAWS, SampledCall, twins
 from thunder_cg.transform import cudagraph_transform
 
-AGAIN = 8  # calls that have to agree before a difference is blamed on the capture
-WITHIN = 4.0  # times as far as those calls are from each other may a sum be that varies from call to call
+AGAIN = 8  # uncaptured calls that have to agree before a difference counts as an error of the capture
+WITHIN = 4.0  # largest distance of a sum that varies from call to call, in distances between uncaptured calls
 _FRAME = frozenset({Reason.BOOKKEEPING, Reason.TOO_SMALL})
 
 
 class NotTraced(Exception):
-    """Thunder itself cannot compile or run a call, with the values of some `draw`."""
+    """Uncaptured Thunder cannot compile or run a call, with the values of `draw`."""
 
     def __init__(self, reason: str, draw: int) -> None:
         super().__init__(reason)
@@ -37,16 +38,16 @@ class NotTraced(Exception):
 
 
 @dataclass(slots=True)
-class Trial:
-    """What came of some calls that were compiled together.
+class CaptureTrial:
+    """The results of some calls that were compiled together.
 
     Attributes:
-        verdicts: of each call "pass", "wrong" or "nondeterministic".
+        verdicts: for each call "pass", "wrong" or "nondeterministic".
         captured: how often each symbol was replayed, in the forward and in the backward.
-        eager: symbols that stayed outside of the regions, and why.
-        failure: why a region could not be captured, or a call with graphs raised: the symbol, if it is known, and the
-            error.
-        unfit: why regions were not replayed although they could be captured; "" if they were.
+        eager: symbols outside of the regions, and why.
+        failure: the symbol, if it is known, and the error: a region could not be captured, or a call with graphs
+            raised.
+        unfit: why regions that were captured were not replayed; "" if they were.
     """
 
     verdicts: list[str] = field(default_factory=list)
@@ -61,8 +62,8 @@ class Trial:
 
 
 def attempt(
-    calls: Sequence[Call], device: str, grad: bool, allow: Iterable[str] = (), executors: Sequence[str] = ()
-) -> Trial:
+    calls: Sequence[SampledCall], device: str, grad: bool, allow: Iterable[str] = (), executors: Sequence[str] = ()
+) -> CaptureTrial:
     """Compiles and runs the calls, uncaptured and captured.
 
     Raises:
@@ -82,7 +83,7 @@ def attempt(
             raise NotTraced(_first_line(error), len(expected)) from None
         transform = cudagraph_transform(allow=list(allow), backend="tape" if device == "cpu" else "cuda", debug=True)
         graphed = thunder.jit(fn, transforms=[transform], **jit)
-        trial = Trial()
+        trial = CaptureTrial()
         try:
             found = [_run(graphed, calls, keep_alive, draw, grad) for draw in range(DRAWS)]
         except Exception as error:
@@ -96,15 +97,15 @@ def attempt(
 
             trial.verdicts.append(verdict(pairs, again, call.defined))
     for located in locate(graphed).programs:
-        _look_at(located.program, trial)
+        _add_program(located.program, trial)
     return trial
 
 
 def verdict(pairs: Sequence[tuple[Any, Any]], again: Callable[[int], Any], defined: bool = True) -> str:
-    """Compares what was expected with what was found, draw by draw.
+    """Compares the expected with the captured results, draw by draw.
 
     Args:
-        again: what an uncaptured call of a draw gives if it is made again.
+        again: repeats the uncaptured call of a draw.
     """
     bad = [draw for draw, (expected, found) in enumerate(pairs) if not _same(expected, found, defined)]
     if not bad:
@@ -118,7 +119,7 @@ def verdict(pairs: Sequence[tuple[Any, Any]], again: Callable[[int], Any], defin
 
 
 def _is_usual(expected: list[Any], found: list[Any], again: Callable[[], list[Any]]) -> bool:
-    """Whether uncaptured calls are as far from each other as ``found`` is from them: where sums cancel, that is far."""
+    """Whether uncaptured calls differ as much from each other as from `found`: much, where terms of a sum cancel."""
     others = [again() for _ in range(AGAIN)]
     for index, (usual, mine) in enumerate(zip(expected, found)):
         if _same(usual, mine, defined=True, close=True):
@@ -136,7 +137,7 @@ def _is_usual(expected: list[Any], found: list[Any], again: Callable[[], list[An
 
 
 def _may_vary(usual: Any, again: Callable[[], Any], defined: bool) -> bool:
-    """Whether PyTorch has another kernel for who asks for deterministic ones, or warns that it has none."""
+    """Whether PyTorch has a different deterministic kernel, or warns that it has none."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -148,8 +149,8 @@ def _may_vary(usual: Any, again: Callable[[], Any], defined: bool) -> bool:
     return any("deterministic implementation" in str(w.message) for w in said) or not _same(usual, found, defined)
 
 
-def capture_alone(call: Call, device: str, grad: bool) -> tuple[str, str] | None:
-    """Captures what PyTorch runs for a call, or for its derivative, that Thunder does not compile, and replays it.
+def capture_alone(call: SampledCall, device: str, grad: bool) -> tuple[str, str] | None:
+    """Captures without Thunder what PyTorch runs for a call, or for its derivative, and replays it.
 
     Returns:
         "pass", "wrong" or "fail" and the error, or None if PyTorch itself raises.
@@ -163,7 +164,7 @@ def capture_alone(call: Call, device: str, grad: bool) -> tuple[str, str] | None
         pool.close()
 
 
-def _captured_alone(call: Call, pool: Pool, grad: bool) -> tuple[str, str] | None:
+def _captured_alone(call: SampledCall, pool: Pool, grad: bool) -> tuple[str, str] | None:
     inputs = twins(call.draws[0])
     try:
         expected = [_alone(call, twins(draw), grad, seed) for seed, draw in enumerate(call.draws)]
@@ -183,7 +184,7 @@ def _captured_alone(call: Call, pool: Pool, grad: bool) -> tuple[str, str] | Non
     return "pass", ""
 
 
-def _alone(call: Call, tensors: Sequence[torch.Tensor], grad: bool, seed: int | None = None) -> list[Any]:
+def _alone(call: SampledCall, tensors: Sequence[torch.Tensor], grad: bool, seed: int | None = None) -> list[Any]:
     args, kwargs = call.arguments(tensors)
     if seed is not None:
         torch.manual_seed(seed)
@@ -198,30 +199,30 @@ def _alone(call: Call, tensors: Sequence[torch.Tensor], grad: bool, seed: int | 
     return [*torch.autograd.grad(roots, wanted, [torch.ones_like(t) for t in roots], allow_unused=True)]
 
 
-def together(calls: Sequence[Call]) -> Callable[..., Any]:
-    """One function that makes all calls. Two kernels of its own make a region of whatever stands beside them."""
+def together(calls: Sequence[SampledCall]) -> Callable[..., Any]:
+    """One function that makes all calls. It adds two kernels, because a region needs two."""
     space: dict[str, Any] = {"torch": torch}
     lines, count = [], 0
     for index, call in enumerate(calls):
         names = [f"t{count + i}" for i in range(len(call.draws[0]))]
         count += len(names)
-        args, kwargs = call.arguments(map(_Name, names))
+        args, kwargs = call.arguments(map(_Variable, names))
         space[f"f{index}"] = call.fn
         words = [_literal(a, space) for a in args] + [f"{k}={_literal(v, space)}" for k, v in kwargs.items()]
         lines.append(f"        f{index}({', '.join(words)}),\n")
     head = ", ".join(["keep_alive", *(f"t{i}" for i in range(count))])
     source = f"def calls({head}):\n    return (\n{''.join(lines)}        torch.sin(torch.cos(keep_alive)),\n    )\n"
-    exec(compile(source, "<sweep>", "exec"), space)
-    made: Callable[..., Any] = space["calls"]
-    return made
+    exec(compile(source, "<operator sweep>", "exec"), space)
+    function: Callable[..., Any] = space["calls"]
+    return function
 
 
-class _Name(str):
+class _Variable(str):
     """A variable in the text of `together`."""
 
 
 def _literal(value: Any, space: dict[str, Any]) -> str:
-    if isinstance(value, _Name):
+    if isinstance(value, _Variable):
         return value
     if type(value) in (bool, int, str, type(None)) or (type(value) is float and abs(value) < float("inf")):
         return repr(value)
@@ -239,8 +240,10 @@ def _literal(value: Any, space: dict[str, Any]) -> str:
     return name
 
 
-def _run(compiled: Any, calls: Sequence[Call], keep_alive: torch.Tensor, draw: int, grad: bool) -> list[list[Any]]:
-    """Of each call: its results, its arguments afterwards, and the gradients."""
+def _run(
+    compiled: Any, calls: Sequence[SampledCall], keep_alive: torch.Tensor, draw: int, grad: bool
+) -> list[list[Any]]:
+    """For each call: its results and its arguments after it; with gradients, its results and the gradients."""
     given = [twins(call.draws[draw]) for call in calls]
     torch.manual_seed(draw)
     results = compiled(keep_alive + draw, *(t for tensors in given for t in tensors))
@@ -263,7 +266,7 @@ def _detached(value: Any) -> Any:
 
 
 def _same(expected: Any, found: Any, defined: bool, close: bool = False) -> bool:
-    """Laid out alike, and equal in every bit, or `close`."""
+    """Whether layouts are equal, and values equal in every bit, or `close`."""
     if isinstance(expected, list):
         return len(expected) == len(found) and all(_same(a, b, defined, close) for a, b in zip(expected, found))
     if not isinstance(expected, torch.Tensor):
@@ -278,7 +281,7 @@ def _same(expected: Any, found: Any, defined: bool, close: bool = False) -> bool
 
 
 def _equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    # A copy, as one element counts as contiguous whatever its stride is, but cannot be viewed as bytes then.
+    # One element counts as contiguous whatever its stride is, but only a fresh copy can always be viewed as bytes.
     a, b = (t.detach().clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg() for t in (a, b))
     return torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
 
@@ -291,23 +294,23 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     return True
 
 
-def _look_at(program: Program, trial: Trial) -> None:
-    """Which symbols were replayed, which were not, and what went wrong."""
+def _add_program(program: Program, trial: CaptureTrial) -> None:
+    """Adds the symbols of a program to the trial: replayed, eager, or failed."""
     ops, verdicts = program.ops.ops, program.plan.verdicts
-    mine = _anchored(ops)
+    own = _keep_alive_ops(ops)
     replayed = trial.captured.setdefault(program.kind, Counter())
     inside: set[int] = set()
     for region in program.regions:
         if region.failure is not None:
-            trial.failure = trial.failure or (_blamed(region.failure, ops, region.region.ops), region.failure)
-        elif not program.calls:  # a backward that nothing needs: the forward returned its argument
+            trial.failure = trial.failure or (_blamed(region.failure, ops, region.planned.ops), region.failure)
+        elif not program.calls:  # an unused backward: the forward returned its argument
             continue
         elif region.stats.replays < DRAWS - 1:
             trial.unfit = "; ".join(program.fallbacks) or f"{program.calls} calls of {DRAWS}"
         else:
-            inside.update(region.region.ops)
+            inside.update(region.planned.ops)
     for op in ops:
-        if op.index in mine:
+        if op.index in own:
             continue
         if op.index in inside:
             replayed.update(_keys(op))
@@ -316,7 +319,7 @@ def _look_at(program: Program, trial: Trial) -> None:
             trial.eager.setdefault(_key(op), f"{why.reason.name}: {why.detail}")
 
 
-def _anchored(ops: Sequence[Op]) -> set[int]:
+def _keep_alive_ops(ops: Sequence[Op]) -> set[int]:
     """The ops of `together`'s own kernels."""
     names, found = {"keep_alive"}, set()
     for op in ops:
@@ -327,7 +330,7 @@ def _anchored(ops: Sequence[Op]) -> set[int]:
 
 
 def _keys(op: Op) -> Iterable[Key]:
-    """The symbol; of a fusion, those inside of it as well; of one without a row, those that it consists of."""
+    """The symbol. For a fusion, also the symbols inside of it; for a symbol without a rule, its parts instead."""
     key = _key(op)
     consists = bool(op.subs) and not op.is_fusion and key not in rules.RULES
     if not consists:
@@ -354,4 +357,4 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-__all__ = ["NotTraced", "Trial", "attempt", "capture_alone", "verdict"]
+__all__ = ["CaptureTrial", "NotTraced", "attempt", "capture_alone", "verdict"]

@@ -1,4 +1,4 @@
-"""The models: configurations of other people's packages, with random weights, in a real size and a tiny one."""
+"""The models of the suite: from other packages, with random weights, each in its published size and a tiny one."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LEARNING_RATE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
-    """The arguments of one call, and what it is to learn where the model does not return its loss by itself."""
+class ModelInputs:
+    """The arguments of one call. `labels` are the targets of a model that does not return its loss."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] | None = None
@@ -27,7 +27,7 @@ class Batch:
         return model(*self.args, **(self.kwargs or {}))
 
     def loss(self, output: Any) -> Tensor:
-        """That of the model if it returns one, else the mean cross-entropy of its logits (batch, classes, ...)."""
+        """The loss that the model returned, or the mean cross-entropy of its logits (batch, classes, ...)."""
         if self.labels is None:
             loss: Tensor = output.loss
             return loss
@@ -37,36 +37,36 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A model of the zoo.
+class SuiteModel:
+    """A model of the suite.
 
     Attributes:
-        package: where its code is from.
-        make: the model in training mode, from `tiny`: small enough for a CPU, or as it is published.
-        batch: random inputs for it, on the CPU, from `tiny` and `trains`; the shapes are always the same.
+        package: the Python package that has its code.
+        make: makes the model in training mode. The argument is `tiny`: small enough for a CPU, or as published.
+        batch: makes random inputs on the CPU, from `tiny` and `trains`. Their shapes are always the same.
     """
 
     name: str
     package: str
     make: Callable[[bool], nn.Module]
-    batch: Callable[[bool, bool], Batch]
+    batch: Callable[[bool, bool], ModelInputs]
 
 
 # ------------------------------------------------------------------------------------------------ transformers
 
 
-def _language(name: str, model: str, config: str, tiny: dict[str, Any], real: dict[str, Any]) -> Entry:
-    """A model of tokens; `tiny` goes over `real`, and every model gets the same small vocabulary when it is tiny."""
+def _language(name: str, model: str, config: str, tiny: dict[str, Any], real: dict[str, Any]) -> SuiteModel:
+    """A language model. The tiny one overrides `real` with `tiny`; all tiny ones have the same small vocabulary."""
 
     def settings(small: bool) -> dict[str, Any]:
         return {**real, **_TINY, **tiny} if small else real
 
     def make(small: bool) -> nn.Module:
         transformers = optional("transformers")
-        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings(small)))
-        return made.train()
+        created: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings(small)))
+        return created.train()
 
-    def batch(small: bool, trains: bool) -> Batch:
+    def batch(small: bool, trains: bool) -> ModelInputs:
         rows, length, vocabulary = (2, 16, _TINY["vocab_size"]) if small else (4 if trains else 1, 128, _VOCABULARY)
         tokens = torch.randint(3, vocabulary, (rows, length))
         kwargs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
@@ -74,9 +74,9 @@ def _language(name: str, model: str, config: str, tiny: dict[str, Any], real: di
             kwargs["labels"] = torch.randint(3, vocabulary, (rows, length))
         elif config == "T5Config":
             kwargs["decoder_input_ids"] = torch.randint(3, vocabulary, (rows, length))
-        return Batch(kwargs=kwargs)
+        return ModelInputs(kwargs=kwargs)
 
-    return Entry(name, "transformers", make, batch)
+    return SuiteModel(name, "transformers", make, batch)
 
 
 _VOCABULARY = 30_000  # the smallest of the published ones, so that any model knows all tokens
@@ -95,73 +95,75 @@ def _hugging_face_vit(tiny: bool) -> nn.Module:
         attention_probs_dropout_prob=0.1,
         problem_type="single_label_classification",
     )
-    made: nn.Module = transformers.ViTForImageClassification(config)
-    return made.train()
+    model: nn.Module = transformers.ViTForImageClassification(config)
+    return model.train()
 
 
-def _hugging_face_images(tiny: bool, trains: bool) -> Batch:
+def _hugging_face_images(tiny: bool, trains: bool) -> ModelInputs:
     plain = _images(tiny, trains)
     kwargs = {"pixel_values": plain.args[0]}
-    return Batch(kwargs={**kwargs, "labels": plain.labels} if trains else kwargs)
+    return ModelInputs(kwargs={**kwargs, "labels": plain.labels} if trains else kwargs)
 
 
 # ------------------------------------------------------------------------------------------- torchvision, timm
 
 
-def _images(tiny: bool, trains: bool) -> Batch:
+def _images(tiny: bool, trains: bool) -> ModelInputs:
     rows, size, classes = (2, 32, 10) if tiny else (16 if trains else 1, 224, 1000)
-    return Batch((torch.randn(rows, 3, size, size),), labels=torch.randint(classes, (rows,)))
+    return ModelInputs((torch.randn(rows, 3, size, size),), labels=torch.randint(classes, (rows,)))
 
 
-def _segments(tiny: bool, trains: bool) -> Batch:
+def _segments(tiny: bool, trains: bool) -> ModelInputs:
     """A class for each pixel."""
     rows, size = (2, 32) if tiny else (4 if trains else 1, 224)
-    return Batch((torch.randn(rows, 3, size, size),), labels=torch.randint(10, (rows, size, size)))
+    return ModelInputs((torch.randn(rows, 3, size, size),), labels=torch.randint(10, (rows, size, size)))
 
 
 def _resnet(tiny: bool) -> nn.Module:
     models = optional("torchvision.models")
-    made: nn.Module = _small_resnet() if tiny else models.resnet50(weights=None)
-    return made.train()
+    model: nn.Module = _small_resnet() if tiny else models.resnet50(weights=None)
+    return model.train()
 
 
 def _small_resnet(**settings: Any) -> nn.Module:
-    """The blocks of a ResNet-50, one of each kind."""
+    """A ResNet with one block of each kind that a ResNet-50 has."""
     resnet = optional("torchvision.models.resnet")
-    made: nn.Module = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=10, width_per_group=16, **settings)
-    return made
+    model: nn.Module = resnet.ResNet(resnet.Bottleneck, [1, 1, 1, 1], num_classes=10, width_per_group=16, **settings)
+    return model
 
 
 def _torchvision_vit(tiny: bool) -> nn.Module:
     models = optional("torchvision.models")
     drops = {"dropout": 0.1, "attention_dropout": 0.1}
-    made: nn.Module = (
+    model: nn.Module = (
         models.VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=32, mlp_dim=64, num_classes=10, **drops)
         if tiny
         else models.vit_b_16(weights=None, **drops)
     )
-    return made.train()
+    return model.train()
 
 
 def _fcn(tiny: bool) -> nn.Module:
     segmentation = optional("torchvision.models.segmentation")
-    made: nn.Module = (
+    model: nn.Module = (
         segmentation.fcn._fcn_resnet(_small_resnet(replace_stride_with_dilation=[False, True, True]), 10, None)
         if tiny
         else segmentation.fcn_resnet50(weights=None, weights_backbone=None, num_classes=10)
     )
-    return made.train()
+    return model.train()
 
 
-def _timm(name: str, model: str, tiny: str, **settings: Any) -> Entry:
-    """`tiny` is the model of the same kind that timm has for tests."""
+def _timm(name: str, model: str, tiny: str, **settings: Any) -> SuiteModel:
+    """A model of timm; `tiny` is timm's model of the same kind for tests."""
 
     def make(small: bool) -> nn.Module:
         more = {"num_classes": 10} if small else {}
-        made: nn.Module = optional("timm").create_model(tiny if small else model, pretrained=False, **settings, **more)
-        return made.train()
+        created: nn.Module = optional("timm").create_model(
+            tiny if small else model, pretrained=False, **settings, **more
+        )
+        return created.train()
 
-    return Entry(name, "timm", make, _images)
+    return SuiteModel(name, "timm", make, _images)
 
 
 _ENTRIES = (
@@ -210,7 +212,7 @@ _ENTRIES = (
         # Through thunderfx, the fused attention of a GPU refuses the strides of T5's bias, without graphs too.
         {"use_cache": False, "decoder_start_token_id": 0, "attn_implementation": "eager"},
     ),
-    Entry("ViT B/16, Hugging Face", "transformers", _hugging_face_vit, _hugging_face_images),
+    SuiteModel("ViT B/16, Hugging Face", "transformers", _hugging_face_vit, _hugging_face_images),
     _language(
         "OLMoE 1B-7B, 2 layers",
         "OlmoeForCausalLM",
@@ -225,12 +227,12 @@ _ENTRIES = (
         {**_GROUPED, "num_local_experts": 4},
         {"num_hidden_layers": 1, "use_cache": False},
     ),
-    Entry("ResNet-50", "torchvision", _resnet, _images),
-    Entry("ViT B/16, torchvision", "torchvision", _torchvision_vit, _images),
-    Entry("FCN, ResNet-50", "torchvision", _fcn, _segments),
+    SuiteModel("ResNet-50", "torchvision", _resnet, _images),
+    SuiteModel("ViT B/16, torchvision", "torchvision", _torchvision_vit, _images),
+    SuiteModel("FCN, ResNet-50", "torchvision", _fcn, _segments),
     _timm("ConvNeXt tiny", "convnext_tiny", "test_convnext", drop_path_rate=0.1),
     _timm("EfficientNet B0", "efficientnet_b0", "test_efficientnet", drop_rate=0.2, drop_path_rate=0.2),
 )
 
-MODELS: Mapping[str, Entry] = {entry.name: entry for entry in _ENTRIES}
+MODELS: Mapping[str, SuiteModel] = {entry.name: entry for entry in _ENTRIES}
 """By name, in the order of the table."""

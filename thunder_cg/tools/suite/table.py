@@ -1,4 +1,4 @@
-"""Rows as text: one line for each as it comes, and the Markdown table of all."""
+"""Rows as text: a line for each row, and a Markdown table of all rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from thunder_cg.tools.suite.row import BREAK, EAGER, FORWARD, INDUCTOR, NOT_REPLAYED, TRAINING, Outside, Row
+from thunder_cg.tools.suite.row import BREAK, EAGER, FORWARD, INDUCTOR, NOT_REPLAYED, TRAINING, NotCaptured, SuiteRow
 
-BEGIN, END = "<!-- zoo -->", "<!-- /zoo -->"
+BEGIN, END = "<!-- suite -->", "<!-- /suite -->"
 
 _HEADER = ("model", "forward", "same bits", "training", "same bits", "not in a graph, and why")
 _SAID = {
@@ -20,8 +20,8 @@ _SAID = {
 }
 
 
-def line(row: Row) -> str:
-    """What came of one row, in a line."""
+def line(row: SuiteRow) -> str:
+    """One row as a line of text."""
     if row.failure:
         return f"{row.model}, {row.mode}: {row.failure}"
     times = f"; {row.thunder_us:,.0f} -> {row.captured_us:,.0f} us" if row.captured_us else ""
@@ -29,9 +29,9 @@ def line(row: Row) -> str:
     return f"{row.model}, {row.mode}, {row.path}: {_captured(row)}{times}; same bits: {row.agrees}{outside}"
 
 
-def markdown(rows: Sequence[Row], environment: Mapping[str, str]) -> str:
-    """The table, and what it was measured on. Two dashes stand for what was not tried."""
-    by_model: dict[str, dict[str, Row]] = {}
+def markdown(rows: Sequence[SuiteRow], environment: Mapping[str, str]) -> str:
+    """The table, and the machine and versions. Two dashes stand for a mode that was not measured."""
+    by_model: dict[str, dict[str, SuiteRow]] = {}
     for row in rows:
         by_model.setdefault(row.model, {})[row.mode] = row
     lines = [_line(_HEADER), _line(("---",) * len(_HEADER))]
@@ -52,11 +52,11 @@ def rewrite(text: str, table: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"it has no lines {BEGIN} and {END}; put them where the table is to be")
+        raise ValueError(f"it has no lines {BEGIN} and {END}; put them where the table belongs")
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-def write_table(path: Path, rows: Sequence[Row], environment: Mapping[str, str]) -> None:
+def write_table(path: Path, rows: Sequence[SuiteRow], environment: Mapping[str, str]) -> None:
     """Puts the table into a Markdown file. ValueError if that has no place for it."""
     try:
         text = rewrite(path.read_text(encoding="utf-8"), markdown(rows, environment))
@@ -65,12 +65,12 @@ def write_table(path: Path, rows: Sequence[Row], environment: Mapping[str, str])
     path.write_text(text, encoding="utf-8")
 
 
-def _name(model: str, rows: Iterable[Row]) -> str:
+def _name(model: str, rows: Iterable[SuiteRow]) -> str:
     paths = [*dict.fromkeys(row.path for row in rows if row.path)]
     return f"{model} ({', '.join(path.removeprefix('thunder.') for path in paths)})" if paths else model
 
 
-def _cells(row: Row | None) -> tuple[str, str]:
+def _cells(row: SuiteRow | None) -> tuple[str, str]:
     if row is None:
         return "--", "--"
     if row.failure:
@@ -79,13 +79,13 @@ def _cells(row: Row | None) -> tuple[str, str]:
     return _captured(row) + times, row.agrees.partition(":")[0]
 
 
-def _captured(row: Row) -> str:
+def _captured(row: SuiteRow) -> str:
     regions = f"{row.regions} region" + ("" if row.regions == 1 else "s")
     return f"{row.captured:,} of {row.ops:,} ops, {regions}"
 
 
-def _outside(rows: Sequence[Row]) -> str:
-    """Of a model's rows together; what both have is said once, with the larger number."""
+def _outside(rows: Sequence[SuiteRow]) -> str:
+    """What a model's rows do not capture. If both rows have an entry, it is listed once, with the larger number."""
     counts: dict[tuple[str, str, str], int] = {}
     for row in rows:
         merged: Counter[tuple[str, str, str]] = Counter()
@@ -105,17 +105,17 @@ def _outside(rows: Sequence[Row]) -> str:
     return "; ".join([*parts, *failures, *different]).replace("|", "/").replace("\n", " ")
 
 
-def _short(part: Outside) -> str:
-    """Without the modules that an operator is in."""
+def _short(part: NotCaptured) -> str:
+    """The name of an operator without its modules."""
     return f"`{part.what.rsplit('.', 1)[-1]}`" if part.kind in (EAGER, INDUCTOR) else part.what
 
 
-def _why(part: Outside) -> str:
-    """Why, where the kind does not say it already."""
+def _why(part: NotCaptured) -> str:
+    """The reason, unless the kind says it already."""
     return part.why if part.kind in (EAGER, NOT_REPLAYED) else ""
 
 
-def _caption(environment: Mapping[str, str], rows: Sequence[Row]) -> Iterator[str]:
+def _caption(environment: Mapping[str, str], rows: Sequence[SuiteRow]) -> Iterator[str]:
     versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name not in _ENVIRONMENT)
     driver = f", driver {environment['driver']}" if environment.get("driver") else ""
     timed = [row for row in rows if row.captured_us]

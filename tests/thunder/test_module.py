@@ -1,0 +1,110 @@
+"""What a compiled module may be relied on for, as Thunder's own tests show it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import thunder
+import torch
+from support import replays, same, same_state
+from thunder.dynamo import thunderfx
+from torch import nn
+
+
+class Model(nn.Module):
+    """Parameters, buffers that it writes, random numbers, and an ``.item()`` that splits it into two regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x):
+        y = nn.functional.dropout(torch.tanh(self.norm(self.first(x))), 0.5, self.training)
+        scale = x.sum().item()
+        return torch.tanh(self.second(y) * 2) * scale
+
+
+class Simple(nn.Module):
+    """A model that goes around Thunder's dispatch once it is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "calls", "training"),
+    [(Simple, 0, False), (Simple, 1, True), (Simple, 5, False), (Simple, 5, True), (Model, 5, False), (Model, 5, True)],
+)
+def test_it_is_freed_by_reference_counting(transform, device, make, calls, training):
+    """The compiled module, the original one, and the memory of the graphs; the transform may live on."""
+    if device == "cuda":
+        before = torch.cuda.memory_allocated()
+    shared = transform()
+    model = make().to(device).requires_grad_(training)
+    jmodel = thunder.jit(model, transforms=[shared])
+    for _ in range(calls):
+        result = jmodel(torch.randn(4, 8, device=device))
+        if training:
+            result.sum().backward()
+        del result
+    assert calls < 5 or replays(jmodel)
+    arenas = list(shared._arenas._arenas)
+    assert calls == 0 or arenas
+    gc.collect()  # what Thunder leaves of a compilation, traces in reference cycles, holds the original module
+    gc.disable()
+    try:
+        references = [weakref.ref(model), weakref.ref(jmodel), *arenas]
+        del model, jmodel
+        assert [reference() for reference in references] == [None] * len(references)
+        if device == "cuda":
+            assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+def test_traces_pass_thunders_checker(transform, device, training):
+    """Every symbol has a meta function, and every trace says where its values come from."""
+    check = thunder.DebugOptions(check_traces=2)
+    models = Model().to(device).requires_grad_(training), Model().to(device).requires_grad_(training)
+    models[1].load_state_dict(models[0].state_dict())
+    plain = thunder.jit(models[0], debug_options=check)
+    graphed = thunder.jit(models[1], transforms=[transform()], debug_options=check)
+    for step in range(4):
+        x = torch.randn(4, 8, device=device)
+        found = []
+        for model in (plain, graphed):
+            torch.manual_seed(step)
+            found.append(model(x))
+            if training:
+                found[-1].sum().backward()
+        same(*(result.detach() for result in found))
+        same_state(plain, graphed)
+    assert replays(graphed)
+
+
+def test_the_name_of_its_node_in_the_autograd_graph(twins, device):
+    plain, graphed = twins(Simple())
+    for _ in range(5):
+        x = torch.randn(4, 8, device=device)
+        a, b = plain(x), graphed(x)
+        assert type(b.grad_fn).__name__ == type(a.grad_fn).__name__
+        assert b.grad_fn.name() == a.grad_fn.name()
+        b.sum().backward()
+
+
+def test_the_name_of_its_node_with_thunderfx(transform, device):
+    graphed = thunderfx(Simple().to(device), transforms=[transform()])
+    for _ in range(5):
+        result = graphed(torch.randn(4, 8, device=device))
+        assert result.grad_fn.name() == "ThunderFunctionBackward"
+        result.sum().backward()

@@ -1,0 +1,31 @@
+"""Tables and plots of the results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thunder_cg.tools.bench.goals import Goal
+from thunder_cg.tools.bench.plots import write_plots
+from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
+from thunder_cg.tools.bench.results import BenchmarkResults
+
+
+def test_tables(results: BenchmarkResults) -> None:
+    text = table(results.rows)
+    assert text.count("| variant |") == 2
+    assert "| thunder_cg | 25 / 30 | 110 / 116 | 105 |" in text
+    assert "| thunder_cg | RuntimeError: no |" in text
+    assert "| thunder_cg | 31 | 35 | 80 |" in scaling_tables(results)
+    assert "+0.500 us per parameter" in scaling_tables(results)
+    goal = Goal("small", 1.1, 1.25, "x")
+    assert "| small | 1.1 x | 1.25 x | NO |" in goals_table([goal])
+
+
+def test_plots(tmp_path: Path, results: BenchmarkResults) -> None:
+    pytest.importorskip("matplotlib")
+    written = write_plots(results, tmp_path / "plots")
+    assert [path.name for path in written] == ["end_to_end.svg", "host_time.svg"]
+    assert all("<svg" in path.read_text() for path in written)
+    assert write_plots(BenchmarkResults({}), tmp_path) == []

@@ -1,0 +1,33 @@
+"""The result file of the benchmark."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from thunder_cg.tools.bench.cases import MLP, SMALL_GPT
+from thunder_cg.tools.bench.measure import BenchmarkRow
+from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
+from thunder_cg.tools.bench.variants import OURS
+from thunder_cg.tools.results import FOLDER, environment
+
+CPU = torch.device("cpu")
+
+
+def test_results_are_read_as_they_were_written_and_added_to(tmp_path: Path, results: BenchmarkResults) -> None:
+    results.environment = environment(CPU)
+    file = tmp_path / "new" / "results.json"
+    results.goals = [{"name": "goal"}]
+    results.write(file)
+    found = BenchmarkResults.read_or_new(file, environment(CPU))
+    assert found == results
+    found.add([BenchmarkRow(MLP, OURS, 1.0)])
+    found.add_points([ScalingPoint("parameter", 3, OURS, 1.0)])
+    assert [(row.case, row.host_p50) for row in found.rows] == [(SMALL_GPT, 0.0), (SMALL_GPT, 20.0), (MLP, 1.0)]
+    assert found.points == [ScalingPoint("parameter", 3, OURS, 1.0)]
+
+
+def test_results_of_the_release_can_be_read() -> None:
+    results = BenchmarkResults.read(FOLDER / "h200.json")
+    assert results.rows and results.points and results.goals and results.environment["device"] == "NVIDIA H200"

@@ -1,0 +1,100 @@
+"""Rows are measured in processes of their own; the command runs, lists, and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from samples import ENVIRONMENT, SAMPLE
+from suite_models import measured
+
+from thunder_cg.tools.results import FOLDER
+from thunder_cg.tools.suite import run as suite_run
+from thunder_cg.tools.suite.__main__ import main
+from thunder_cg.tools.suite.results import SuiteResults
+from thunder_cg.tools.suite.row import FORWARD, TRAINING, SuiteRow
+from thunder_cg.tools.suite.run import SuiteSettings, SuiteTask, measure_all, run
+from thunder_cg.tools.suite.table import BEGIN, END, markdown
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[3]
+RESULTS = str(FOLDER / "suite.json")
+
+
+def tasks(*names: str, mode: str = FORWARD, device: torch.device = CPU) -> list[SuiteTask]:
+    return [SuiteTask("suite_models", name, "tests", mode, device, 2) for name in names]
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_process_that_crashes_or_hangs_costs_its_row() -> None:
+    rows = {found.model: found for found in measure_all(tasks("Crash", "Hang"), 2, timeout=4.0)}
+    assert rows["Crash"].failure == "the process ended with status 3, in uncaptured thunder.jit: out of luck"
+    assert rows["Hang"] == SuiteRow("Hang", "tests", FORWARD, failure="no result within 4 s, in uncaptured thunder.jit")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", [FORWARD, TRAINING])
+def test_rows_are_timed_on_a_gpu_after_all_are_made(mode: str) -> None:
+    names = ["Net", "Broken", "Item"]
+    rows = [*measure_all(tasks(*names, mode=mode, device=torch.device("cuda")), 3, 300.0)]
+    assert {found.model for found in rows[:3]} == {*names}
+    assert {found.model for found in rows[3:]} == {"Net", "Item"}
+    for found in rows[3:]:
+        assert found.failure == "" and found.agrees == "yes" and found.thunder_us > 0 and found.captured_us > 0
+
+
+def test_the_suite_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "suite.json"
+    settings = SuiteSettings(CPU, only="net", jobs=2, json=file, catalogue="suite_models")
+    assert run(settings) == 0
+    printed = capsys.readouterr().out
+    assert "Net, training, thunder.jit: " in printed and "| Net (jit) |" in printed
+    content = json.loads(file.read_text())
+    assert [(each["model"], each["mode"]) for each in content["rows"]] == [("Net", FORWARD), ("Net", TRAINING)]
+    assert content["environment"]["torch"] == torch.__version__ and content["environment"]["date"]
+    assert SuiteResults.read(file).rows[0] == measured("Net")
+
+
+def test_a_difference_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = SuiteRow("Net", "tests", FORWARD, agrees="no: output 0 of step 2, by up to 1")
+    monkeypatch.setattr(suite_run, "measure_all", lambda tasks, jobs, timeout: iter([wrong]))
+    assert run(SuiteSettings(CPU, only="Net", catalogue="suite_models")) == 1
+
+
+def test_command_lists_the_models(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--device", "cpu", "--list", "--only", "vit"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["ViT B/16, Hugging Face", "ViT B/16, torchvision"]
+
+
+def test_command_rewrites_a_table(tmp_path: Path) -> None:
+    results, text = tmp_path / "suite.json", tmp_path / "README.md"
+    SuiteResults(ENVIRONMENT, SAMPLE).write(results)
+    text.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n", encoding="utf-8")
+    assert main(["--device", "cpu", "--json", str(results), "--table", str(text)]) == 0
+    assert text.read_text(encoding="utf-8") == f"before\n{BEGIN}\n{markdown(SAMPLE, ENVIRONMENT)}\n{END}\nafter\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--only", "nothing"], "--only nothing: no model has that in its name; --list shows all"),
+        (["--table", "README.md"], "--table needs --json FILE, the rows of the table"),
+        (["--table", "README.md", "--json", "none.json"], "--json none.json: there is no such file"),
+        (
+            ["--table", "pyproject.toml", "--json", str(FOLDER / "suite.json")],
+            f"pyproject.toml: it has no lines {BEGIN} and {END}",
+        ),
+        (["--jobs", "0"], "argument --jobs: 0: give 1 or more"),
+    ],
+)
+def test_command_refuses_at_once(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as left:
+        main(["--device", "cpu", *words])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err

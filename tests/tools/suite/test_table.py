@@ -1,0 +1,51 @@
+"""Rows as lines and as a table, which the README shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from samples import ENVIRONMENT, SAMPLE
+
+from thunder_cg.tools.results import FOLDER
+from thunder_cg.tools.suite import models
+from thunder_cg.tools.suite.results import SuiteResults
+from thunder_cg.tools.suite.row import FORWARD, TRAINING, SuiteRow
+from thunder_cg.tools.suite.table import line, markdown, rewrite
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_table() -> None:
+    lines = markdown(SAMPLE, ENVIRONMENT).splitlines()
+    assert lines[2] == (
+        "| A (jit) | 100 of 100 ops, 1 region, 2.00 → **0.50** ms | yes | 1,299 of 1,300 ops, 3 regions | yes "
+        "| eager (it reads): `item` |"
+    )
+    assert lines[3] == (
+        "| B (thunderfx) | 10 of 20 ops, 2 regions | Thunder varies | fails | -- | thunderfx leaves to Inductor: "
+        "`addmm` ×8, `diff`; training fails: TypeError: no; forward: Thunder varies: loss of step 1 |"
+    )
+    caption = "a GPU, driver 1.2, torch 2.11.0, 2026-11-21; bfloat16, real sizes."
+    assert lines[-1] == f"{caption} What has no times here was compared, and not timed."
+    timed = [row for row in SAMPLE if row.captured_us]
+    assert markdown(timed, ENVIRONMENT).splitlines()[-1] == caption
+
+
+def test_what_fails_alike_is_said_once() -> None:
+    rows = [SuiteRow("C", "p", mode, failure="TypeError: <function f at 0x7f2a>") for mode in (FORWARD, TRAINING)]
+    (cells,) = [text for text in markdown(rows, ENVIRONMENT).splitlines() if text.startswith("| C")]
+    assert cells.endswith("| forward and training fail: TypeError: <function f> |")
+
+
+def test_lines() -> None:
+    assert line(SAMPLE[0]) == "A, forward, thunder.jit: 100 of 100 ops, 1 region; 2,000 -> 500 us; same bits: yes"
+    assert line(SAMPLE[3]) == "B, training: TypeError: no"
+
+
+def test_readme_shows_the_table_of_the_results() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = SuiteResults.read(FOLDER / "suite.json")
+    assert rewrite(readme, markdown(results.rows, results.environment)) == readme, (
+        "run: python -m thunder_cg.tools.suite --json thunder_cg/tools/results/suite.json --table README.md"
+    )
+    assert {found.model for found in results.rows} == {*models.MODELS}

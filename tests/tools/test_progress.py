@@ -1,0 +1,24 @@
+"""A bar on a terminal, lines in a file."""
+
+from __future__ import annotations
+
+import io
+
+from thunder_cg.tools.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_draws_a_bar_on_a_terminal_and_writes_lines_elsewhere() -> None:
+    terminal, plain = Terminal(), io.StringIO()
+    for stream in (terminal, plain):
+        progress = Progress(4, stream)
+        progress.tick("a: turn 1")
+        progress.tick("a: turn 2")
+        progress.tick("b", 2)
+        progress.clear()
+    assert f"[{'#' * 12}{' ' * 12}] 2/4" in terminal.getvalue() and "\n" not in terminal.getvalue()
+    assert [line.split(" ", 2)[2] for line in plain.getvalue().splitlines()] == ["a: turn 1", "b"]

@@ -1,0 +1,78 @@
+"""Result files: the environment, what is refused, and the journal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from thunder_cg.tools.bench.results import BenchmarkResults
+from thunder_cg.tools.operators.results import OperatorResults
+from thunder_cg.tools.results import Journal, MeasuredResults, environment
+from thunder_cg.tools.suite.results import SuiteResults
+
+ELSEWHERE = {"device": "a GPU", "driver": "1.2", "backend": "cuda", "torch": "2.11.0", "date": "2026-11-21"}
+HERE = {**ELSEWHERE, "date": "2026-11-23"}
+CLASSES = [BenchmarkResults, OperatorResults, SuiteResults]
+
+
+@dataclass(slots=True)
+class Numbers(MeasuredResults):
+    numbers: list[int] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"environment": self.environment, "numbers": self.numbers}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Numbers:
+        return cls(content["environment"], content["numbers"])
+
+
+def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "results.json"
+    Numbers(ELSEWHERE, [1, 2]).write(file)
+    assert Numbers.read(file) == Numbers(ELSEWHERE, [1, 2])
+    assert Numbers.read_or_new(file, HERE) == Numbers(HERE, [1, 2]), "the date may differ"
+    assert Numbers.read_or_new(tmp_path / "none", HERE) == Numbers.read_or_new(None, HERE) == Numbers(HERE)
+
+
+@pytest.mark.parametrize("results", CLASSES)
+def test_results_from_elsewhere_are_refused(results: type[MeasuredResults], tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    results(ELSEWHERE).write(file)
+    with pytest.raises(ValueError, match=r"was measured with device a GPU, here it is .*; name another file"):
+        results.read_or_new(file, environment(torch.device("cpu")))
+    file.write_text('{"rows": 1}')
+    with pytest.raises(ValueError, match=f"does not hold {results.__name__} .*; name another file"):
+        results.read(file)
+
+
+def test_environment() -> None:
+    here = environment(torch.device("cpu"), ["pytest", "no-such-package"])
+    assert here["torch"] == torch.__version__ and here["backend"] == "tape" and here["date"]
+    assert here["pytest"] == pytest.__version__ and "no-such-package" not in here
+
+
+def test_journal_goes_on_after_an_interruption(tmp_path: Path) -> None:
+    file = tmp_path / "journal"
+    journal = Journal(file, HERE)
+    assert [*journal.records()] == []
+    for number in range(2):
+        journal.add({"number": number})
+    with file.open("a") as text:
+        text.write('{"num')  # interrupted while it wrote
+    assert [*Journal(file, ELSEWHERE).records()] == [{"number": 0}, {"number": 1}]
+    with pytest.raises(ValueError, match=r"was measured with torch 2.11.0, here it is 2.9.0"):
+        [*Journal(file, {**HERE, "torch": "2.9.0"}).records()]
+    assert json.loads(file.read_text().splitlines()[0]) == {"environment": HERE}
+
+
+def test_journal_without_a_file_keeps_nothing() -> None:
+    journal = Journal(None, HERE)
+    journal.add({"number": 1})
+    assert [*journal.records()] == []

@@ -1,0 +1,205 @@
+"""What the package uses of PyTorch's CUDA support and of the CUDA driver that is private or differs between versions.
+
+No other module imports ``cuda.bindings`` or names something private of ``torch.cuda``. Checked with torch 2.9 to 2.11,
+and with cuda-bindings 13.5 where it is installed. Importing this module compiles nothing and does not initialize CUDA.
+It can be imported where PyTorch is built without CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from thunder_cg.compat.torch import is_view, neg_view
+
+try:
+    from cuda.bindings import driver as driver
+    from cuda.bindings import nvrtc
+except ImportError:  # torch before 2.10 does not install it
+    driver = nvrtc = None
+
+PoolId = Any  # two numbers; PyTorch's type for them is private
+
+# The device and the stream of this thread, without the checks of torch.cuda.current_device() and current_stream().
+# They need CUDA to be initialized, which a graph implies. Builds without CUDA lack them.
+current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+is_current_stream_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
+# The driver
+
+
+def check(result: Sequence[Any]) -> Any:
+    """The values that a call of the driver or of NVRTC returned; RuntimeError if it returned an error."""
+    error, *values = result
+    if error:
+        raise RuntimeError(f"the CUDA driver refused: {error!r}")
+    return values[0] if len(values) == 1 else values
+
+
+def compile_kernels(index: int, source: str, macros: Sequence[str], names: Sequence[str]) -> list[Any]:
+    """The driver's functions for kernels written in CUDA C++, compiled for device ``index``.
+
+    Raises:
+        RuntimeError, OSError: NVRTC is not installed or does not know the device.
+    """
+    if driver is None:
+        raise RuntimeError("cuda-bindings is not installed")
+    major, minor = torch.cuda.get_device_capability(index)
+    options = [text.encode() for text in (f"--gpu-architecture=sm_{major}{minor}", *macros)]
+    program = check(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
+    check(nvrtc.nvrtcCompileProgram(program, len(options), options))
+    binary = b" " * check(nvrtc.nvrtcGetCUBINSize(program))
+    check(nvrtc.nvrtcGetCUBIN(program, binary))
+    with torch.cuda.device(index):
+        module = check(driver.cuModuleLoadData(binary))
+    return [check(driver.cuModuleGetFunction(module, name.encode())) for name in names]
+
+
+def current_context() -> Any:
+    """The driver's context of the current device."""
+    return check(driver.cuCtxGetCurrent())
+
+
+def set_context(context: Any) -> None:
+    """Makes ``context`` this thread's. The driver crashes the process if it is called on a thread without a context."""
+    check(driver.cuCtxSetCurrent(context))
+
+
+def new_stream(index: int) -> torch.cuda.Stream:
+    """A stream that PyTorch hands to nobody else. Its own are 32 that it hands out in turn.
+
+    Without the driver's API it is one of these.
+    """
+    with torch.cuda.device(index):
+        if driver is None:
+            return torch.cuda.Stream()
+        torch.cuda.init()
+        error, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        if error != driver.CUresult.CUDA_SUCCESS:
+            return torch.cuda.Stream()
+        return torch.cuda.ExternalStream(int(stream))
+
+
+# Graphs
+
+
+def captured_graph(graph: torch.cuda.CUDAGraph) -> Any:
+    """The driver's graph of a ``CUDAGraph`` that was captured with ``keep_graph=True``."""
+    return driver.CUgraph(graph.raw_cuda_graph())
+
+
+def executable_graph(graph: torch.cuda.CUDAGraph) -> Any:
+    """The driver's executable graph of a ``CUDAGraph`` that was instantiated."""
+    return driver.CUgraphExec(graph.raw_cuda_graph_exec())
+
+
+def graph_launcher(executable: Any) -> Callable[[int], tuple[Any]]:
+    """Launches the executable graph on the stream that it is given. Returns a tuple of the driver's error code."""
+    return partial(driver.cuGraphLaunch, executable)
+
+
+def kernel_node_updater(executable: Any, node: Any, parameters: Any) -> Callable[[], tuple[Any]]:
+    """Gives a kernel node of the executable graph what ``parameters`` hold then. Returns as `graph_launcher` does."""
+    return partial(driver.cuGraphExecKernelNodeSetParams, executable, node, parameters)
+
+
+def last_captured_node(stream: int) -> Any:
+    """The node that the capture under way on the stream has added last.
+
+    What `cuStreamGetCaptureInfo` returns besides the list of nodes depends on the version of cuda-bindings.
+    """
+    lists = [part for part in check(driver.cuStreamGetCaptureInfo(stream)) if isinstance(part, list)]
+    (node,) = next(part for part in lists if part and isinstance(part[0], driver.CUgraphNode))
+    return node
+
+
+# The caching allocator
+
+
+def new_pool(index: int) -> PoolId:
+    """The id of a new private pool. The pool exists until `release_pool` was called once."""
+    pool: PoolId = torch.cuda.graph_pool_handle()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+    torch._C._cuda_endAllocateToPool(index, pool)
+    return pool
+
+
+@contextmanager
+def use_pool(index: int, pool: PoolId) -> Iterator[None]:
+    """Inside, this thread allocates from the pool."""
+    torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)
+
+
+@contextmanager
+def leave_pool(index: int, pool: PoolId) -> Iterator[None]:
+    """Inside `use_pool`: this thread does not allocate from the pool here."""
+    torch._C._cuda_endAllocateToPool(index, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+        torch._C._cuda_releasePool(index, pool)  # the line before counts one more user of the pool
+
+
+def end_allocate_to_pool(index: int, pool: PoolId) -> None:
+    """Ends what a broken capture began. RuntimeError if the capture has ended it."""
+    torch._C._cuda_endAllocateToPool(index, pool)
+
+
+def release_pool(index: int, pool: PoolId) -> None:
+    """Counts one user of the pool less. Its memory is freed when there is none."""
+    torch._C._cuda_releasePool(index, pool)
+
+
+def pool_segments(pools: Sequence[PoolId]) -> list[dict[str, Any]]:
+    """The segments that these pools reserve on any device, as PyTorch's memory snapshot describes them.
+
+    Asked for one pool, the snapshot (torch 2.9 to 2.11) gives up references to the two numbers of the pool's id that it
+    does not own. Numbers past 256 are then freed while the id still holds them. So this asks for all pools.
+    """
+    everything = torch._C._cuda_memorySnapshot(None)["segments"]
+    return [segment for segment in everything if segment["segment_pool_id"] in pools]
+
+
+# Tensors
+
+
+def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
+    """A storage of memory that it does not own."""
+    return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
+
+
+def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as ``tensor``, in a tensor that does not keep the memory allocated."""
+    whole = tensor.untyped_storage()
+    metadata = {
+        "size": tensor.size(),
+        "stride": tensor.stride(),
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+        "storage_offset": tensor.storage_offset(),
+    }
+    storage = storage_at(whole.data_ptr(), tensor.device, whole.nbytes())
+    alias = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+    # The metadata do not hold the bits of lazy conjugation and negation.
+    alias = alias.conj() if tensor.is_conj() else alias
+    return neg_view(alias) if tensor.is_neg() else alias
+
+
+def has_one_owner(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor uses the tensor's memory, besides the base of a view."""
+    owners = 3 if is_view(tensor) else 2  # the tensor, its base, and the storage object made here
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == owners)

@@ -1,0 +1,154 @@
+"""One cache entry of Thunder's as the fast paths see it: its traces, its only region, and the results of a call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from thunder_cg.analysis.ops import computing
+from thunder_cg.compat.thunder import BoundSymbol, CacheEntry, PrimIDs, Proxy, TraceCtx, no_autocast, tree_flatten
+from thunder_cg.compat.torch import any_autocast_enabled
+from thunder_cg.executor import executor
+from thunder_cg.fastpath.guard import PrologueGuard
+from thunder_cg.fastpath.outcomes import GuardMismatch, Unsupported
+from thunder_cg.runtime.guards import Guard
+from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.recording import RegionGraph, TraceRecording
+
+
+class Compiled:
+    """What Thunder made of one cache entry, and what the transform made of that.
+
+    Args:
+        options: thunder.jit's.
+    """
+
+    def __init__(self, entry: CacheEntry, forward: Program, backward: Program | None, options: dict[str, Any]) -> None:
+        self.entry, self.forward, self.backward, self.options = entry, forward, backward, options
+        trace = entry.epilogue_traces[-1]
+        self.has_plain_epilogue = all(s.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN) for s in trace.bound_symbols)
+        self.epilogue = (
+            trace.python_callable(include_decorators=False) if self.has_plain_epilogue else entry.epilogue_fn
+        )
+        self._results: dict[str, int] | str
+        try:  # in the first call already, and not in each that captures
+            self._results = results_of_region(entry.computation_traces[-1])
+        except Unsupported as error:
+            self._results = str(error)
+
+    @property
+    def results(self) -> dict[str, int]:
+        """The results of the forward's only region, and their positions.
+
+        Raises:
+            Unsupported: the region is not all of the trace.
+        """
+        if isinstance(self._results, str):
+            raise Unsupported(self._results)
+        return self._results
+
+
+class OnlyRegion:
+    """The region of a program that is one region, in one recording.
+
+    Raises:
+        Unsupported: the program is not one region.
+    """
+
+    def __init__(self, program: Program, recorded: TraceRecording | None) -> None:
+        graph = recorded.graphs[0] if recorded is not None and program.is_one_region else None
+        if recorded is None or graph is None or graph.guard is not None:
+            raise Unsupported("the trace is not one region")
+        self.guard: Guard = recorded.guard
+        self.graph: RegionGraph = graph
+        self._written = program.written
+        self.inputs = program.regions[0].input_names
+        if self.inputs != program.inputs:
+            raise Unsupported("the region's inputs are not those of the trace")
+        self.stats = program.regions[0].stats
+
+    def adapt_guard(self, tensors: list[Any]) -> None:
+        """Has the guard hold for calls like the present one, with these tensors.
+
+        Thunder turns autocast off before it comes to where the guard was made, and the C++ check of tensors depends on
+        that.
+
+        Raises:
+            GuardMismatch: the recording is not for this call.
+        """
+        guard = self.guard
+        if not (no_autocast(guard.holds)(tensors) if any_autocast_enabled() else guard.holds(tensors)):
+            raise GuardMismatch("the recording was made with other tensors")
+        if any_autocast_enabled():
+            self.guard = Guard(tensors, guard.static, self._written)
+
+
+class MetadataGuard:
+    """The check of tensors that the prologue looks at and the region does not get.
+
+    Raises:
+        GuardMismatch: one is not what the prologue expects.
+    """
+
+    def __init__(self, guard: PrologueGuard, names: Sequence[str], values: list[Any]) -> None:
+        names = [name for name in names if name in guard.place]
+        self._pick = guard.picker(names)
+        tensors = list(self._pick(values))
+        for name, tensor in zip(names, tensors):
+            try:
+                guard.metadata[name].check(tensor)
+            except AssertionError as error:
+                raise GuardMismatch(f"{name}: {error}") from None
+        self.is_empty = not names
+        self._guard = Guard(tensors, (), frozenset()) if names else None
+
+    def holds(self, values: list[Any]) -> bool:
+        return self._guard is None or self._guard.holds(list(self._pick(values)))
+
+
+class CallResult:
+    """How the results of a region become what the caller gets.
+
+    Attributes:
+        only: the position of the region's result that is all that the caller gets, if there is one.
+
+    Raises:
+        Unsupported: the region does not make all of it.
+    """
+
+    def __init__(self, compiled: Compiled, guard: PrologueGuard, output: Sequence[Any]) -> None:
+        self._pick_passed_on = guard.picker(guard.passed_on)
+        self._order = [compiled.results.get(name, -1) for name in names_of(output)]
+        if -1 in self._order:
+            raise Unsupported("something is returned that the region does not make")
+        self._epilogue = compiled.epilogue
+        self.only: int | None = None
+        if compiled.has_plain_epilogue:
+            trace = compiled.entry.epilogue_traces[-1]
+            names = [s.output.name for s in trace.bound_symbols if s.sym.id is PrimIDs.UNPACK_TRIVIAL]
+            returned = trace.bound_symbols[-1].args[0]
+            at = names.index(returned.name) if isinstance(returned, Proxy) else -1
+            self.only = self._order[at - len(guard.passed_on)] if at >= len(guard.passed_on) else None
+
+    def of(self, values: list[Any], results: Sequence[Any]) -> Any:
+        """The caller's result, given the values that the prologue looked up and the region's results."""
+        return self._epilogue(*self._pick_passed_on(values), *[results[i] for i in self._order])
+
+
+def results_of_region(trace: TraceCtx) -> dict[str, int]:
+    """The results of a trace's only region, and their positions. Another transform may have put something beside it."""
+    if others := [s.name_with_module() for s in computing(trace) if s.sym.executor is not executor]:
+        raise Unsupported(f"the trace holds {', '.join(others[:3])} beside the region")
+    regions = [s for s in trace.bound_symbols if _is_region(s)]
+    if len(regions) != 1:
+        raise Unsupported("the trace is not one region")
+    return {proxy.name: i for i, proxy in enumerate(regions[0].flat_proxy_outs)}
+
+
+def _is_region(symbol: BoundSymbol) -> bool:
+    return symbol.sym.executor is executor and bool(symbol.subsymbols)
+
+
+def names_of(tree: Any) -> list[str]:
+    """The names of the proxies in a tree, in order; empty for what is no proxy."""
+    return [leaf.name if isinstance(leaf, Proxy) else "" for leaf in tree_flatten(tree)[0]]

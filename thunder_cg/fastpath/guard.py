@@ -1,0 +1,285 @@
+"""The checks of one prologue, made cheaper, and the look-up of the values that the prologue would return."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+
+from thunder_cg.compat.thunder import (
+    BoundSymbol,
+    PrimIDs,
+    ThunderModule,
+    from_trace,
+    module_buffers,
+    module_cache,
+    module_parameters,
+    original_module,
+    prims,
+    tracectx,
+    tree_flatten,
+)
+from thunder_cg.compat.torch import attribute_dictionaries
+from thunder_cg.executor import executor
+from thunder_cg.fastpath.outcomes import Unsupported
+from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
+from thunder_cg.fastpath.state import AttributeGuard, GlobalStateGuard, ParameterCache, getter
+
+_LITERALS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_SCALARS = (*_LITERALS, torch.nn.Parameter)
+
+
+class PrologueGuard:
+    """All checks of one prologue but those of tensors' metadata, and the look-up of what the prologue returns.
+
+    Args:
+        module: whose calls it guards. The module is not owned.
+        checks: of its prologue.
+        order: names of tensors, in the order that the caller would like best.
+        parameters_cache: the module's.
+
+    Attributes:
+        place: the position of each value in ``values()``, by name.
+        keywords: None if arguments have to be looked into. Else ``values()`` begins with all positional arguments,
+            and the keyword arguments of these names follow; a call that has no others passes all checks of arguments.
+        parameters_key: in ``parameters_cache``, of what follows the arguments in ``values()``.
+
+    Raises:
+        Unsupported: the prologue cannot be guarded this way.
+    """
+
+    def __init__(
+        self, module: ThunderModule, checks: PrologueChecks, order: Sequence[str], parameters_cache: ParameterCache
+    ) -> None:
+        if not all(metadata.is_static for metadata in checks.metadata.values()):
+            raise Unsupported("the prologue checks sizes that are known only at run time")
+        if "" in checks.cache_info:
+            raise Unsupported("the prologue checks Thunder's cache info in a form that is not known here")
+        self._module = ref(module)
+        self._checks = checks
+        sorted_checks = _ModuleChecks(module, checks)
+        self.metadata: Mapping[str, Metadata] = checks.metadata
+        self.inputs, self.passed_on = checks.returned
+        wanted = dict.fromkeys([*order, *self.inputs, *self.passed_on, *self.metadata])
+        tensors = [name for name in wanted if name in sorted_checks.tensors]
+        arguments = sorted((name for name in wanted if name not in sorted_checks.tensors), key=self._argument_order)
+        homes = module_parameters(module), module_buffers(module), None
+        parameters, buffers, others = ([name for name in tensors if sorted_checks.home(name) is home] for home in homes)
+        self.place = {name: i for i, name in enumerate([*arguments, *parameters, *buffers, *others])}
+        keys = [[checks.lookups[name].key for name in names] for names in (parameters, buffers, others)]
+        self.parameters_cache = parameters_cache
+        self.parameters_key = parameters_cache.add(keys[0], keys[1])
+        self._others = list(zip(keys[2], [checks.lookups[name].prim is PrimIDs.UNPACK_BUFFER for name in others]))
+        self._arguments = sorted_checks.function(sorted_checks.others, arguments)
+        shared = checks.cache_info.get("alias_tensor_indices")
+        self.sharing_is_expected = partial(_shares, shared) if shared else _nothing_is_shared
+        self.positional, self.keywords = 0, None if others else self._keywords(sorted_checks.others, arguments)
+        if self.keywords is not None:
+            self.positional = len(arguments) - len(self.keywords)
+        self.global_state = GlobalStateGuard(checks.cache_info)
+        self.attributes = sorted_checks.attribute_guard()
+
+    def _argument_order(self, name: str) -> tuple[bool, Any]:
+        """Positional arguments come first, in their order."""
+        lookup = self._checks.lookups.get(name)
+        if lookup is None:
+            raise Unsupported(f"the prologue does not make the value {name!r}")
+        is_positional = lookup.prim is PrimIDs.UNPACK_GETITEM and lookup.owner == "args"
+        return not is_positional, lookup.key if is_positional else 0
+
+    def _keywords(self, checks: Sequence[BoundSymbol], arguments: Sequence[str]) -> tuple[str, ...] | None:
+        """See the attribute."""
+        arity = {self._checks.arity_name(symbol): symbol.args[1] for symbol in checks}
+        if arity.keys() != {"args", "kwargs"}:
+            return None
+        lookups = [self._checks.lookups[name] for name in arguments]
+        keys: dict[str | None, list[Any]] = {"args": [], "kwargs": []}
+        for lookup in lookups:
+            if lookup.prim is not PrimIDs.UNPACK_GETITEM or lookup.owner not in keys:
+                return None
+            keys[lookup.owner].append(lookup.key)
+        all_positional = keys["args"] == list(range(arity["args"]))
+        return tuple(keys["kwargs"]) if all_positional and len(keys["kwargs"]) == arity["kwargs"] else None
+
+    def values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+        """The values that the prologue would return, at their ``place``; None if a check fails."""
+        if not (self.global_state.holds() and self.attributes.holds() and self.sharing_is_expected(args, kwargs)):
+            return None
+        try:
+            return self.look_up(args, kwargs)
+        except Exception:  # as in Thunder: the prologue of another cache entry may pass
+            return None
+
+    def look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The same after the checks of state, attributes and sharing. Raises if another check fails."""
+        cache = self.parameters_cache
+        found = [
+            *self._arguments(*args, **kwargs),
+            *(cache if cache.unchanged() else cache.renewed())[self.parameters_key],
+        ]
+        module = self._module()
+        assert module is not None
+        for key, is_buffer in self._others:
+            found.append(module.get_buffer(key) if is_buffer else module.get_parameter(key))
+        return found
+
+    def picker(self, names: Sequence[str]) -> Callable[[list[Any]], Sequence[Any]]:
+        """What picks the values called ``names`` out of ``values()``."""
+        if missing := [name for name in names if name not in self.place]:
+            raise Unsupported(f"the prologue does not make the values {missing}")
+        return getter([self.place[name] for name in names])
+
+    def makes_exactly(self, names: Sequence[str]) -> bool:
+        """Whether these are all the values, in their order."""
+        return list(names) == list(self.place)
+
+
+def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether no two tensors among the arguments share memory."""
+    if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
+        return True
+    addresses = [address for _, address in _addresses((*args, *kwargs.values()), {})]  # in whatever order
+    return len(set(addresses)) == len(addresses)
+
+
+def _shares(expected: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether exactly these arguments share memory: positions by commas, groups by hyphens, as Thunder writes them."""
+    groups: dict[int, list[str]] = {}
+    for position, address in _addresses(args, kwargs):
+        groups.setdefault(address, []).append(str(position))
+    return "-".join(",".join(group) for group in groups.values() if len(group) > 1) == expected
+
+
+def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
+    """Of each plain tensor among the flattened arguments: its position, and where its memory begins."""
+    leaves: Sequence[Any] = args
+    if kwargs or not all(type(leaf) is torch.Tensor or isinstance(leaf, _SCALARS) for leaf in args):
+        leaves = tree_flatten((args, kwargs))[0]
+    return [
+        (i, leaf.untyped_storage().data_ptr())
+        for i, leaf in enumerate(leaves)
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided
+    ]
+
+
+class _ModuleChecks:
+    """Sorts what a prologue checks by what has to change before a check can fail.
+
+    Attributes:
+        tensors: names of the module's parameters and buffers.
+        others: checks that have to be made at each call.
+    """
+
+    def __init__(self, module: ThunderModule, checks: PrologueChecks) -> None:
+        self._module = module
+        self._checks = checks
+        self._modules: dict[str, torch.nn.Module] = {}
+        self._watched: dict[int, Any] = {}
+        self._literals: set[str] = set()  # values that change only together with what is watched
+        self.tensors: set[str] = set()
+        for name, lookup in checks.lookups.items():
+            self._read(name, lookup)
+        fixed = [self._is_fixed(symbol) for symbol in checks.others]
+        self.others = [symbol for symbol, is_fixed in zip(checks.others, fixed) if not is_fixed]
+        self._attributes = [symbol for symbol, is_fixed in zip(checks.others, fixed) if is_fixed]
+
+    def home(self, name: str) -> Mapping[str, Any] | None:
+        """The dictionary that the tensor is looked up in; None if the module has to search for it."""
+        lookup = self._checks.lookups[name]
+        is_buffer = lookup.prim is PrimIDs.UNPACK_BUFFER
+        home: Mapping[str, Any] = module_buffers(self._module) if is_buffer else module_parameters(self._module)
+        return home if lookup.key in home else None
+
+    def _read(self, name: str, lookup: Lookup) -> None:
+        prim, owner = lookup.prim, lookup.owner
+        if prim in (PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_BUFFER):
+            if owner is None or self._modules.get(owner) is not self._module:
+                raise Unsupported("the prologue reads parameters of another module than the compiled one")
+            self.tensors.add(name)
+        elif prim is PrimIDs.UNPACK_THUNDER_MODULE:
+            self._modules[name] = self._module
+        elif prim is PrimIDs.UNPACK_SUBMODULE and owner in self._modules:
+            module = module_cache(self._module).get(lookup.key)
+            if module is not None:  # otherwise it is looked up at each call, and may be another one then
+                self._modules[name] = module
+        elif owner is not None and self._is_literal(lookup):
+            self._literals.add(name)
+
+    def _is_fixed(self, symbol: BoundSymbol) -> bool:
+        """Whether the check reads only what is watched."""
+        names = {proxy.name for proxy in symbol.flat_proxy_args}
+        return bool(names) and self._literals.issuperset(names)
+
+    def _is_literal(self, lookup: Lookup) -> bool:
+        """Whether the value can change only by a write to a dictionary, which is watched then."""
+        if lookup.prim is PrimIDs.UNPACK_GETITEM:
+            return self._literals.issuperset(proxy.name for proxy in lookup.symbol.flat_proxy_args)
+        module = self._modules.get(lookup.owner or "") if lookup.prim is PrimIDs.UNPACK_ATTR else None
+        return module is not None and self._is_in_dictionary(module, lookup.key)
+
+    def _is_in_dictionary(self, module: Any, key: str) -> bool:
+        """Whether the attribute is a literal in one of the module's dictionaries."""
+        if isinstance(module, ThunderModule):
+            self._watch(module)
+            if key in vars(module) or hasattr(ThunderModule, key):
+                return False
+            module = original_module(module)
+        kind: Any = type(module)
+        if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
+            return False
+        self._watch(module)
+        for dictionary in attribute_dictionaries(module):
+            if dictionary is not vars(module):
+                self._watch(dictionary)
+            if key in dictionary:
+                return _is_literal(dictionary[key])
+        return False
+
+    def _watch(self, item: Any) -> None:
+        """Has a dictionary, or an object and its classes, watched for changes."""
+        self._watched[id(item)] = ref(item) if item is self._module else item
+        for kind in type(item).__mro__[:-1] if not isinstance(item, dict) else ():
+            (dictionary,) = gc.get_referents(vars(kind))  # that its mapping proxy stands for
+            self._watched[id(dictionary)] = dictionary
+
+    def attribute_guard(self) -> AttributeGuard:
+        """The checks of modules' attributes. The compiled module itself is always watched."""
+        model = original_module(self._module)
+        self._watch(model)
+        check = self.function(self._attributes, ())
+
+        def check_all() -> None:
+            if getattr(model, "use_ddp", False) or getattr(model, "use_fsdp", False):
+                raise Unsupported("gradients are synchronized between processes")
+            check()
+
+        return AttributeGuard(check_all, list(self._watched.values()))
+
+    def function(self, checks: Sequence[BoundSymbol], results: Sequence[str]) -> Callable[..., Any]:
+        """The prologue with only ``checks``, what they need, and what makes the values called ``results``."""
+        needed = {proxy.name for symbol in checks for proxy in symbol.flat_proxy_args} | set(results)
+        kept = set(map(id, checks))
+        old = self._checks.trace
+        made = {proxy.name: proxy for symbol in old.bound_symbols for proxy in symbol.flat_proxy_outs}
+        module_name = unused_name("thunder_module", old)
+        symbols: list[BoundSymbol] = []
+        for symbol in reversed(old.bound_symbols[:-1]):
+            if id(symbol) in kept or any(proxy.name in needed for proxy in symbol.flat_proxy_outs):
+                if symbol.sym.id is PrimIDs.UNPACK_THUNDER_MODULE:  # which Thunder looks up in a context of its own
+                    symbol = executor.bind(module_name, ref(self._module), [], symbol.output)
+                needed.update(proxy.name for proxy in symbol.flat_proxy_args)
+                symbols.append(symbol)
+        trace = from_trace(old)
+        with tracectx(trace):
+            trace.bound_symbols = symbols[::-1]
+            prims.python_return(tuple(made[name] for name in results))
+        return trace.python_callable(include_decorators=False)
+
+
+def _is_literal(value: Any) -> bool:
+    """Whether the value, and all in it, can only be replaced, never changed."""
+    return isinstance(value, _LITERALS) or (isinstance(value, tuple) and all(map(_is_literal, value)))

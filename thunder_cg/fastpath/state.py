@@ -1,0 +1,172 @@
+"""State outside of a call's arguments that a prologue checks: of the thread, of modules, and their parameters.
+
+Note [Cheaper checks]
+    Thunder checks all of this at each call. Here
+    - parameters and buffers are looked up again only when the module's dictionaries have changed;
+    - attributes of modules are checked again only when a module, or its class, has changed;
+    - Thunder's cache info (grad mode, autocast, default dtype and device) is compared directly.
+
+Nothing here owns the compiled module, which owns all of this: the module is freed without the garbage collector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+from weakref import ref
+
+import torch
+
+from thunder_cg.compat.thunder import ThunderModule, dtypes, module_buffers, module_parameters
+from thunder_cg.compat.torch import any_autocast_enabled, default_device_is_set, dictionary_guard
+from thunder_cg.fastpath.outcomes import GuardMismatch, Unsupported
+
+_MAX_CHANGES = 64  # of what is watched; past it, it is checked at every call
+_CPU = torch.device("cpu")
+_BOOKKEEPING = frozenset({"alias_tensor_indices", "no_grad_sync"})
+_AUTOCAST = (
+    "autocast_config_torch_enabled",
+    "autocast_config_torch_cpu_enabled",
+    "autocast_gpu_dtype",
+    "autocast_cpu_dtype",
+    "autocast_thunder_dtype",
+)
+
+
+class GlobalStateGuard:
+    """What Thunder's cache info holds of the thread's state.
+
+    Raises:
+        Unsupported: the cache info holds something else, or gradients are synchronized.
+        GuardMismatch: the state is not as expected.
+    """
+
+    def __init__(self, expected: Mapping[str, Any]) -> None:
+        now = _cache_info()
+        if unknown := set(expected) - set(now) - _BOOKKEEPING - set(_AUTOCAST):
+            raise Unsupported(f"the prologue checks {sorted(unknown)} of Thunder's cache info, which is not known here")
+        if expected.get("no_grad_sync"):
+            raise Unsupported("gradients are synchronized between processes")
+        if any(now.get(key) != value for key, value in expected.items() if key not in _BOOKKEEPING):
+            raise GuardMismatch("the state of the thread has changed since the call")
+        self._default_device = expected.get("default_device", torch.get_default_device())
+        self._default_dtype = torch.get_default_dtype()
+        self._grad = torch.is_grad_enabled()
+        self._autocast = _autocast()
+
+    def holds(self) -> bool:
+        """Whether the state is as expected."""
+        if torch.get_default_dtype() is not self._default_dtype or torch.is_grad_enabled() is not self._grad:
+            return False
+        if (any_autocast_enabled() or self._autocast is not None) and _autocast() != self._autocast:
+            return False
+        if default_device_is_set():
+            return bool(torch.get_default_device() == self._default_device)
+        return self._default_device == _CPU
+
+
+def _cache_info() -> dict[str, Any]:
+    """The state as Thunder's cache info has it."""
+    gpu, cpu = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    found: dict[str, Any] = {
+        "default_dtype": torch.get_default_dtype(),
+        "default_device": torch.get_default_device(),
+        "is_autocast_enabled": gpu or cpu,
+        "is_grad_enabled": torch.is_grad_enabled(),
+    }
+    if gpu or cpu:
+        names = [str(dtypes.to_dtype(torch.get_autocast_dtype(kind))) for kind in ("cuda", "cpu")]
+        found.update(zip(_AUTOCAST, (gpu, cpu, *names, names[1] if cpu else names[0])))
+    return found
+
+
+def _autocast() -> tuple[Any, ...] | None:
+    """The dtypes of autocast on GPU and CPU, False where it is off; None if it is off on both."""
+    gpu, cpu = (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cuda", "cpu"))
+    return (gpu, cpu) if gpu or cpu else None
+
+
+def _changed() -> bool:
+    """Stands for a check of what has never been read, or changes too often to be watched: it is not unchanged."""
+    return False
+
+
+class AttributeGuard:
+    """The checks of modules' attributes, skipped while neither the modules nor their classes change.
+
+    Args:
+        check: makes the checks; raises if one fails.
+        watched: the dictionaries and objects that the attributes are in.
+
+    Attributes:
+        unchanged: whether nothing has changed since the checks were made: one C++ call. Replaced after a change.
+    """
+
+    def __init__(self, check: Callable[[], Any], watched: Sequence[Any]) -> None:
+        self._check = check
+        self._watched = watched
+        self.unchanged: Callable[[], bool] = _changed
+        self._changes = 0
+
+    def holds(self) -> bool:
+        """Whether the attributes are as expected."""
+        if self.unchanged():
+            return True
+        self._changes += 1
+        # The versions are read first: a change during the check shows at the next call.
+        unchanged = dictionary_guard(self._watched) if self._changes <= _MAX_CHANGES else _changed
+        try:
+            self._check()
+        except Exception:  # as in Thunder: the prologue of another cache entry may pass
+            return False
+        self.unchanged = unchanged
+        return True
+
+
+class ParameterCache(dict[int, list[torch.Tensor]]):
+    """A compiled module's parameters and buffers, looked up again only when its dictionaries have changed.
+
+    By the key that `add` gave: the tensors of those names, in their order. Only if the cache is `unchanged`: after a
+    change it has to be `renewed` first. All guards of a module share one cache, so that none keeps tensors that the
+    module no longer has.
+    """
+
+    def __init__(self, module: ThunderModule) -> None:
+        super().__init__()
+        self._module = ref(module)
+        self._getters: list[tuple[Callable[[Any], Sequence[Any]], Callable[[Any], Sequence[Any]]]] = []
+        self.unchanged: Callable[[], bool] = _changed
+        self._changes = 0
+
+    def add(self, parameters: Sequence[str], buffers: Sequence[str]) -> int:
+        """The key of these."""
+        self._getters.append((getter(parameters), getter(buffers)))
+        return len(self._getters) - 1
+
+    def renewed(self) -> ParameterCache:
+        """Itself, with nothing kept from before."""
+        module = self._module()
+        assert module is not None
+        self._changes += 1
+        self.clear()
+        watched = [self._module, module_parameters(module), module_buffers(module)]
+        self.unchanged = dictionary_guard(watched) if self._changes <= _MAX_CHANGES else _changed
+        return self
+
+    def __missing__(self, key: int) -> list[torch.Tensor]:
+        module = self._module()
+        assert module is not None
+        parameters, buffers = self._getters[key]
+        self[key] = [*parameters(module_parameters(module)), *buffers(module_buffers(module))]
+        return self[key]
+
+
+def getter(keys: Sequence[Any]) -> Callable[[Any], Sequence[Any]]:
+    """What gets all ``keys`` of a mapping or sequence as a tuple."""
+    if not keys:
+        return lambda values: ()
+    if len(keys) == 1:
+        (key,) = keys
+        return lambda values: (values[key],)
+    return itemgetter(*keys)

@@ -1,0 +1,38 @@
+"""The backend that captures into CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from thunder_cg.compat import cuda
+from thunder_cg.errors import BackendError
+from thunder_cg.runtime.cuda.pool import CudaPool
+from thunder_cg.runtime.cuda.streams import capture_lock
+
+
+class CudaBackend:
+    """Captures into CUDA graphs."""
+
+    name = "cuda"
+    device_type = "cuda"
+    poisons = False
+    runs_captures = False
+    supports_scalar_updates = cuda.driver is not None
+    capture_lock = capture_lock
+
+    def __init__(self) -> None:
+        if torch.version.cuda is None:
+            raise BackendError("cuda", f"torch {torch.__version__} is built without CUDA", 'use backend="tape"')
+        if not torch.cuda.is_available():
+            raise BackendError("cuda", "torch.cuda.is_available() is False", 'use backend="tape" or check the driver')
+
+    def pool(self, device: torch.device) -> CudaPool:
+        return CudaPool(device)
+
+    busy = staticmethod(cuda.is_current_stream_capturing)
+
+    def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        return fn

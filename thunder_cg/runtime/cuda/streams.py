@@ -1,0 +1,138 @@
+"""The capture lock, the streams that captures run on, and the order of kernels that draw random numbers.
+
+Note [cuBLAS workspaces]
+    PyTorch keeps one cuBLAS workspace for each thread and stream until the process ends. A graph has the address of the
+    workspace baked in. So graphs that share a workspace race when they are replayed on two streams: no two arenas, and
+    no arena and user, share a capture stream. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees workspaces
+    that graphs still use: ours are in a private pool that nothing else allocates from, where their memory stays unused.
+    The package never calls it, because nobody knows which graphs are alive in a process. A capture stream that is no
+    longer used keeps its workspace (32 MiB on an H200) for the next arena.
+
+Note [Draws on several streams]
+    All graphs read the seed and the offset of their random numbers from one pair of numbers in the device's memory.
+    PyTorch sets the pair on the current stream, before it launches a graph and when a capture begins. Kernels of a
+    graph on another stream may still read the old pair then. So captures and launches that draw wait for the last
+    graph that drew.
+
+Note [Who destroys graphs]
+    PyTorch keeps a set of all graphs without a lock. A capture adds its graph to the set without holding the GIL, and
+    the destructor, which runs on any thread, removes it. So a graph is destroyed only while no capture is under way.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import ClassVar
+
+import torch
+
+from thunder_cg.compat import cuda
+
+_drew_on: dict[int, torch.cuda.Stream] = {}  # by device: see Note [Draws on several streams]
+
+
+class CaptureLock:
+    """A reentrant lock for captures, warm-ups, launches that draw, and destructors of graphs. See the notes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # no RLock: a destructor on the thread that holds it must not get it
+        self._owner = 0
+        self._depth = 0  # an operator that runs in a warm-up may capture, too
+        self._dead: list[torch.cuda.CUDAGraph] = []  # see Note [Who destroys graphs]
+
+    def __enter__(self) -> None:
+        if self._owner != threading.get_ident():
+            self._lock.acquire()
+            self._owner = threading.get_ident()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        self._owner = 0
+        self._lock.release()
+        if self._dead:
+            self.destroy([])
+
+    def destroy(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
+        """Empties the list and destroys its graphs: now, or when the thread that holds the lock releases it."""
+        self._dead.extend(graphs)
+        graphs.clear()
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                self._dead.clear()
+            finally:
+                self._lock.release()
+
+
+capture_lock = CaptureLock()
+
+
+class CaptureStream:
+    """A stream to warm up and capture on, with its workspaces. See Note [cuBLAS workspaces]."""
+
+    _idle: ClassVar[list[CaptureStream]] = []
+    # Reentrant, because a destructor may give a stream back while this thread takes one.
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.stream = cuda.new_stream(index)
+        self.spare = cuda.new_stream(index)  # for captures that must not wait for the other stream
+        self._pool: cuda.PoolId | None = None
+        self._of_thread = threading.local()  # not by the thread's number, which a later thread may have, too
+
+    @classmethod
+    def take(cls, index: int) -> CaptureStream:
+        """One that nobody uses. They live as long as the process, as PyTorch keeps the workspaces so long."""
+        with cls._lock:
+            idle = next((stream for stream in cls._idle if stream.index == index), None)
+            if idle is not None:
+                cls._idle.remove(idle)
+        return idle or cls(index)
+
+    def give_back(self) -> None:
+        with self._lock:
+            self._idle.append(self)
+
+    def prepare(self) -> None:
+        """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
+        if getattr(self._of_thread, "is_prepared", False):
+            return
+        if self._pool is None:
+            self._pool = cuda.new_pool(self.index)
+        with torch.cuda.device(self.index), torch.cuda.stream(self.stream), cuda.use_pool(self.index, self._pool):
+            torch.cuda.current_blas_handle()
+            operand = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
+            torch.addmm(operand[0], operand, operand)  # by cuBLASLt
+        self._of_thread.is_prepared = True
+
+
+def wait_for_draws(index: int) -> None:
+    """Orders the current stream, which draws next, after the one that drew last."""
+    last = _drew_on.get(index)
+    if last is None or last.cuda_stream != cuda.current_raw_stream(index):
+        _drew_on[index] = current = torch.cuda.current_stream(index)
+        if last is not None:
+            current.wait_stream(last)
+
+
+@contextmanager
+def capturing(index: int) -> Iterator[None]:
+    """For a capture on a stream that waits for the current one: one capture at a time, after all draws.
+
+    The garbage collector is off, because a `CUDAGraph` that is collected during a capture breaks the capture.
+    """
+    with capture_lock:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            wait_for_draws(index)
+            yield
+        finally:
+            if enabled:
+                gc.enable()

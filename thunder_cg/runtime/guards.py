@@ -1,0 +1,121 @@
+"""What has to hold of a call's tensors for a graph to be replayed: addresses, metadata, alignment, no new overlaps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thunder_cg.compat.torch import addresses_equal, kernel_settings, tensor_guards
+from thunder_cg.runtime.tensors import ALIGNMENT, address
+
+
+class Guard:
+    """The check, in few C++ calls, that a call's tensors are what was captured.
+
+    Args:
+        tensors: the tensors at capture; None where an operator made none, though Thunder says that it does.
+        static: positions whose address is baked in.
+        written: positions that the regions write. A graph sees that a written input shares memory with another one only
+            if both are static, so no other sharing is admitted.
+    """
+
+    __slots__ = (
+        "_absent",
+        "_leaves",
+        "_overlap",
+        "_same",
+        "_unique",
+        "addresses",
+        "aligned",
+        "metadata",
+        "settings",
+        "static",
+    )
+
+    def __init__(self, tensors: Sequence[torch.Tensor | None], static: Sequence[int], written: frozenset[int]) -> None:
+        present = [(i, t) for i, t in enumerate(tensors) if t is not None]
+        self._absent = [i for i, t in enumerate(tensors) if t is None]
+        first: dict[int, int] = {}
+        self._same = [(i, j) for i, t in present if (j := first.setdefault(id(t), i)) != i]
+        self._unique = list(first.values()) if len(first) < len(tensors) else None
+        self.metadata = tensor_guards([t for i, t in present if first[id(t)] == i])
+        fixed = set(static)
+        self.static = list(static)
+        self.addresses = [t.data_ptr() if t is not None and i in fixed else None for i, t in enumerate(tensors)]
+        self.aligned = [(i, t.data_ptr() % ALIGNMENT) for i, t in present if i not in fixed]
+        self._overlap = OverlapGuard.of(tensors, fixed, written) if written else None
+        self._leaves = [(i, t.is_leaf) for i, t in present if i in written and t.requires_grad]
+        self.settings = kernel_settings()
+
+    def holds(self, tensors: list[Any]) -> bool:
+        """Whether a graph captured with the guard's tensors may be replayed with these."""
+        try:
+            unique = tensors if self._unique is None else [tensors[i] for i in self._unique]
+            if not addresses_equal(tensors, self.addresses, self.static) or (
+                unique and not self.metadata.check(*unique)  # before a sparse tensor is asked for its address
+            ):
+                return False
+            for i, rest in self.aligned:
+                if tensors[i].data_ptr() % ALIGNMENT != rest:
+                    return False
+            for i, j in self._same:
+                if tensors[i] is not tensors[j]:
+                    return False
+            for i in self._absent:
+                if tensors[i] is not None:
+                    return False
+            for i, is_leaf in self._leaves:
+                if tensors[i].is_leaf != is_leaf:
+                    return False
+            return (self._overlap is None or self._overlap.admits(tensors)) and kernel_settings() == self.settings
+        except (AttributeError, TypeError, RuntimeError):  # no tensor where there was one, or one without memory
+            return False
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether addresses, metadata, alignment and settings are all there is to check."""
+        return self._unique is None and not self._same and not self._absent and self._overlap is None
+
+    def moved(self, tensors: Sequence[Any]) -> list[int]:
+        """Positions of the static tensors that are at another address now."""
+        return [i for i in self.static if tensors[i] is None or tensors[i].data_ptr() != self.addresses[i]]
+
+
+@dataclass(frozen=True, slots=True)
+class OverlapGuard:
+    """Which memory the inputs that are copied must not share."""
+
+    copied: tuple[int, ...]
+    written: frozenset[int]
+    static_all: frozenset[int]  # addresses of the static tensors' storages
+    static_written: frozenset[int]
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor | None], static: set[int], written: frozenset[int]) -> OverlapGuard:
+        return cls(
+            tuple(i for i in range(len(tensors)) if i not in static),
+            written,
+            frozenset(address(tensors[i]) for i in static) - {0},
+            frozenset(address(tensors[i]) for i in static & written) - {0},
+        )
+
+    def admits(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether no written input shares memory with another input, unless both are static."""
+        read: set[int] = set()
+        wrote: set[int] = set()
+        for i in self.copied:
+            at = address(tensors[i])
+            if not at:
+                continue
+            if i in self.written:
+                if at in wrote or at in read or at in self.static_all:
+                    return False
+                wrote.add(at)
+            elif at in wrote or at in self.static_written:
+                return False
+            else:
+                read.add(at)
+        return True

@@ -1,0 +1,92 @@
+"""How a region's inputs reach its graph: at their own addresses, or copied into memory of the pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thunder_cg.compat.torch import is_zero_tensor, neg_view
+from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime.backend import Pool
+from thunder_cg.runtime.tensors import ALIGNMENT, flat, overlaps_itself, span, view_of_storage
+
+
+@dataclass(frozen=True, slots=True)
+class CopiedInput:
+    """An input that is copied to where its graph reads it.
+
+    Attributes:
+        arg: its position among the region's arguments.
+        buffer: the memory that the graph reads.
+        is_flat: it overlaps itself, so the memory below it is copied.
+    """
+
+    arg: int
+    buffer: torch.Tensor
+    is_flat: bool
+
+    def source(self, args: Sequence[Any]) -> torch.Tensor:
+        return flat(args[self.arg]) if self.is_flat else args[self.arg]
+
+    @property
+    def target(self) -> torch.Tensor:
+        return flat(self.buffer) if self.is_flat else self.buffer
+
+
+def static_buffer(pool: Pool, like: torch.Tensor) -> torch.Tensor:
+    """Memory of the pool with the layout of ``like``, alignment included, for a graph to read in its place.
+
+    The buffer is an inference tensor only if ``like`` is: those have no version, which shows what a capture writes.
+    """
+    item = like.element_size()
+    shift = like.data_ptr() % ALIGNMENT // item
+    with torch.inference_mode(like.is_inference()):
+        memory = pool.memory(max(1, (shift + span(like)) * item))
+        buffer = view_of_storage(memory, like.dtype, shift, like.size(), like.stride())
+        if like.is_conj():
+            buffer = buffer.conj()
+        return neg_view(buffer) if like.is_neg() else buffer
+
+
+def place(
+    pool: Pool, args: Sequence[Any], static: frozenset[int], same: Mapping[int, int]
+) -> tuple[list[CopiedInput], list[Any]]:
+    """Memory of the pool for each argument that is not static: what is copied there, and the buffer by argument.
+
+    Args:
+        same: arguments that are the same tensor as another one, which is static or comes before, and that one.
+    """
+    copied: list[CopiedInput] = []
+    buffers: list[Any] = [None] * len(args)
+    for i, arg in enumerate(args):
+        if i in same:
+            buffers[i] = buffers[same[i]]
+        elif i not in static and arg is not None:
+            if is_zero_tensor(arg):  # products with other zeros may differ in sign
+                raise CaptureRefused(f"argument {i} is a tensor of zeros without memory")
+            buffers[i] = static_buffer(pool, arg)
+            copied.append(CopiedInput(i, pool.alias(buffers[i]), overlaps_itself(arg)))
+    return copied, buffers
+
+
+def detached(args: Sequence[Any], written: Set[int]) -> list[Any]:
+    """The arguments as warm-ups and captures see them: plain tensors without a history.
+
+    They require grad if they did: ``matmul`` chooses its kernel by that, even where no gradients are recorded. Only
+    written ones do not, since Thunder refuses to write to a leaf that requires grad. Arguments that are one tensor stay
+    one: attention of a tensor with itself has another kernel.
+    """
+    plain = {
+        (id(arg), i in written): arg.detach().requires_grad_(arg.requires_grad and i not in written)
+        for i, arg in enumerate(args)
+        if isinstance(arg, torch.Tensor)
+    }
+    return [plain.get((id(arg), i in written), arg) for i, arg in enumerate(args)]
+
+
+def with_buffers(args: Sequence[Any], buffers: Sequence[torch.Tensor | None]) -> list[Any]:
+    """The arguments, with buffers in the place of those that have one."""
+    return [arg if buffer is None else buffer.requires_grad_(arg.requires_grad) for arg, buffer in zip(args, buffers)]

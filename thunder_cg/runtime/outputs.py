@@ -1,0 +1,305 @@
+"""How a region's results reach the caller: at fixed addresses in the pool, as views of inputs, or as copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from thunder_cg.compat.cuda import current_device
+from thunder_cg.compat.torch import autograd_base, empty_strided, is_view, is_zero_tensor, neg_view
+from thunder_cg.runtime.early_outputs import CopiedEarly
+from thunder_cg.runtime.tensors import (
+    ALIGNMENT,
+    address,
+    is_sparse,
+    is_whole,
+    span,
+    tracked_view,
+    view_of_storage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AliasedInput:
+    """An input that results of its region may be views of, as it was when the region ran.
+
+    It holds the tensor, because a result could get the identity of one that died on the way.
+    """
+
+    arg: int
+    tensor: torch.Tensor
+    address: int  # of the storage
+    pointer: int  # of the first element
+    offset: int
+    dtype: torch.dtype
+    conj: bool
+
+    @classmethod
+    def of(cls, arg: int, tensor: torch.Tensor) -> AliasedInput:
+        offset, conj = int(tensor.storage_offset()), tensor.is_conj()
+        return cls(arg, tensor, address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
+
+
+MakeOutput = Callable[[Sequence[Any]], Any]  # makes a result of the call's arguments
+
+
+class Outputs:
+    """The results of a region, and how a replay hands them to the caller.
+
+    Results that leave the pool are copied. Those that share memory keep sharing it: there is one copy for each storage.
+    Those that are one tensor stay one: of two, autograd would not know that a write to one is a write to the other.
+
+    Args:
+        produced: the region's results; some may have been copied early. Those that leave are taken out of the list:
+            their memory is given up one by one as they are delivered, so that no two copies of all gradients exist.
+        inputs: the inputs that results may be views of.
+        leaves: of each result, whether it leaves the pool.
+        device: the region's.
+        alias: makes of a tensor one that does not own its memory.
+    """
+
+    __slots__ = (
+        "_are_plain",
+        "_constants",
+        "_copies",
+        "_device",
+        "_makers",
+        "_owned",
+        "_same",
+        "_sources",
+        "fixed",
+        "layouts",
+        "nbytes",
+    )
+
+    def __init__(
+        self,
+        produced: list[Any],
+        inputs: Sequence[AliasedInput],
+        leaves: Sequence[bool],
+        device: torch.device,
+        alias: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self.fixed: list[int] = []  # results that stay at their address in the pool
+        self._constants: dict[int, Any] = {}
+        self._sources: dict[int, int] = {}  # result that is a view of an input -> that input
+        self._makers: list[tuple[int, MakeOutput]] = []
+        self._same: list[tuple[int, int]] = []  # result that leaves, and an earlier one that is the same tensor
+        self._device = device
+        early, groups = self._sort(produced, inputs, leaves)
+        self._copies = [*early, *(_Copy.of(group, alias) for group in groups)]
+        self._owned = groups
+        for i in (*(i for group in groups for i, _ in group), *(i for i, _ in self._same)):
+            produced[i] = None
+        self.nbytes = sum(copy.nbytes for copy in self._copies)
+        self._are_plain = not any(copy.parts for copy in self._copies)
+        self.layouts = [(tuple(s.size()), s.stride(), s.dtype) for s in self.sources()]
+
+    def _sort(
+        self, produced: list[Any], inputs: Sequence[AliasedInput], leaves: Sequence[bool]
+    ) -> tuple[list[_Copy], list[list[tuple[int, torch.Tensor]]]]:
+        """Decides for each result; returns what was copied early, in that order, and what is to be copied, by storage."""
+        by_identity = {id(source.tensor): source for source in reversed(inputs)}
+        by_address = {source.address: source for source in reversed(inputs) if source.address}
+        first: dict[int, int] = {}
+        groups: dict[int, list[tuple[int, torch.Tensor]]] = {}
+        early: dict[int, _Copy] = {}
+        for i, tensor in enumerate(produced):
+            if isinstance(tensor, CopiedEarly):
+                assert tensor.tensor is not None
+                early[tensor.order] = _Copy.whole(tensor.tensor, i)
+            elif is_sparse(tensor):
+                tensor = tensor.clone()  # of an eager run, whose memory is the pool's; captures refuse sparse results
+                self._is_constant(i, tensor)
+            elif not isinstance(tensor, torch.Tensor) or tensor.device != self._device or is_zero_tensor(tensor):
+                # None, zeros without memory, or the seed of an attention without dropout, which lives on the host: no
+                # replay changes these.
+                self._is_constant(i, tensor)
+            elif leaves[i] and (same := first.setdefault(id(tensor), i)) != i:
+                self._same.append((i, same))
+                if same in self._sources:
+                    self._sources[i] = self._sources[same]
+            elif (
+                source := by_identity.get(id(tensor))
+                or by_identity.get(id(autograd_base(tensor)))
+                or by_address.get(address(tensor))
+            ) is not None:
+                self._sources[i] = source.arg
+                self._makers.append((i, _view_of_input(tensor, source)))
+            elif leaves[i]:
+                groups.setdefault(address(tensor) or -1 - i, []).append((i, tensor))
+            else:
+                self.fixed.append(i)
+        return [early[order] for order in sorted(early)], [*groups.values()]
+
+    def _is_constant(self, i: int, value: Any) -> None:
+        self._constants[i] = value
+        self._makers.append((i, lambda args: value))
+
+    def constants(self) -> dict[int, Any]:
+        """Results that no replay changes, and what they are."""
+        return self._constants
+
+    def view_sources(self) -> dict[int, int]:
+        """Results that are views of inputs, and of which."""
+        return self._sources
+
+    def sources(self) -> list[torch.Tensor]:
+        """The memory to copy out, one tensor for each storage; first what was copied early, in that order."""
+        return [copy.source for copy in self._copies]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every result is a copy of one tensor, or stays where it is."""
+        return not self._makers and not self._same and self._are_plain
+
+    def disown(self) -> None:
+        """Gives up the memory of what leaves, without a first delivery."""
+        self._owned.clear()
+
+    def deliver_owned(self, results: list[Any], args: Sequence[Any], borrowed: Set[int] | None = None) -> set[int]:
+        """The first delivery: like the others, but gives up the memory of what leaves piece by piece.
+
+        Args:
+            borrowed: addresses of memory that is not the results' own. A result with memory of its own that cannot be
+                copied, because too little memory is left, is handed out as it is. None: no result is.
+
+        Returns:
+            addresses of the memory that was handed out as it is.
+        """
+        handed_out = set()
+        for copy in self._copies:
+            try:
+                copy.allocate(results).copy_(copy.source)
+            except Exception:
+                if borrowed is None or address(copy.source) in borrowed:
+                    raise
+                handed_out.add(address(copy.source))
+                for i, tensor in self._owned[0]:
+                    results[i] = tensor.detach()
+            del self._owned[0]
+        self.derive(results, args)
+        return handed_out
+
+    def allocate(self, results: list[Any]) -> list[torch.Tensor]:
+        """Puts what leaves into ``results``, on new memory, which is returned and is still to be filled."""
+        if not (self._are_plain and (self._device.type == "cpu" or current_device() == self._device.index)):
+            return [copy.allocate(results) for copy in self._copies]
+        empty = empty_strided(self._device.type)
+        targets = []
+        for copy, layout in zip(self._copies, self.layouts):
+            results[copy.result] = target = empty(*layout)
+            targets.append(target)
+        return targets
+
+    def derive(self, results: list[Any], args: Sequence[Any]) -> None:
+        """Puts the views of arguments, and what never changes, into ``results``; ``args`` are the call's."""
+        for i, make in self._makers:
+            results[i] = make(args)
+        for i, same in self._same:
+            results[i] = results[same]
+
+
+def _view_of_input(tensor: torch.Tensor, source: AliasedInput) -> MakeOutput:
+    """What makes of an argument the view that ``tensor`` was of the captured one."""
+    arg, size, stride, dtype = source.arg, tensor.size(), tensor.stride(), tensor.dtype
+    if tensor is source.tensor:
+        return lambda args: args[arg]
+    shift = tensor.storage_offset() - source.offset
+    shift_bytes = tensor.data_ptr() - source.pointer
+    conj, neg = tensor.is_conj(), tensor.is_neg()
+
+    def simple(of: torch.Tensor) -> torch.Tensor:
+        return of.as_strided(size, stride, of.storage_offset() + shift)
+
+    def general(of: torch.Tensor) -> torch.Tensor:
+        at = of.data_ptr() - address(of) + shift_bytes
+        view = tracked_view(of, dtype, at // dtype.itemsize, size, stride)
+        view = view.conj() if conj else view
+        return neg_view(view) if neg else view
+
+    make = simple if source.dtype == dtype and source.conj == conj and not neg else general
+    if not is_view(tensor):
+        return lambda args: make(args[arg]).detach()
+    if autograd_base(tensor) is source.tensor:
+        return lambda args: make(args[arg])
+    return lambda args: make(args[arg].detach())
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A result that shares its storage with others, which autograd is to know as it knew the captured ones.
+
+    It keeps a gradient that another one is a view of, for one, only as a copy.
+    """
+
+    result: int
+    base: int | None  # the result that it is a view of
+    dtype: torch.dtype
+    offset: int  # in elements, from where the storage begins
+    size: torch.Size
+    stride: tuple[int, ...]
+    is_conj: bool
+    is_neg: bool
+    is_view: bool
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The result as a view of ``memory``, or with the version of ``memory`` alone."""
+        view = tracked_view(memory, self.dtype, self.offset, self.size, self.stride)
+        view = view.conj() if self.is_conj else view
+        view = neg_view(view) if self.is_neg else view
+        return view if self.is_view else view.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """Results of one storage, copied out together."""
+
+    source: torch.Tensor
+    parts: tuple[_Part, ...]  # empty: source is the result
+    result: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, group: Sequence[tuple[int, torch.Tensor]], alias: Callable[[torch.Tensor], torch.Tensor]) -> _Copy:
+        (i, tensor), *others = group
+        if not others and is_whole(tensor):
+            return cls.whole(alias(tensor), i)
+        start = min(t.data_ptr() for _, t in group)
+        start -= (start - address(tensor)) % ALIGNMENT
+        stop = max(t.data_ptr() + span(t) * t.element_size() for _, t in group)
+        result = {id(t): j for j, t in group}
+        parts = [
+            _Part(
+                j,
+                result.get(id(autograd_base(t))),
+                t.dtype,
+                (t.data_ptr() - start) // t.element_size(),
+                t.size(),
+                t.stride(),
+                t.is_conj(),
+                t.is_neg(),
+                is_view(t),
+            )
+            for j, t in group
+        ]
+        parts.sort(key=lambda part: part.base is not None)  # what others are views of comes first
+        whole = view_of_storage(tensor, torch.uint8, start - address(tensor), (max(stop - start, 0),), (1,))
+        return cls(alias(whole), tuple(parts), i, stop - start)
+
+    @classmethod
+    def whole(cls, source: torch.Tensor, result: int) -> _Copy:
+        """Of one result, which is all of ``source``."""
+        return cls(source, (), result, source.numel() * source.element_size())
+
+    def allocate(self, results: list[Any]) -> torch.Tensor:
+        """Puts the results on new memory, which is returned, and is still to be filled from ``source``."""
+        target = torch.empty_like(self.source)
+        if not self.parts:
+            results[self.result] = target
+        for part in self.parts:
+            results[part.result] = part.of(target if part.base is None else results[part.base])
+        return target

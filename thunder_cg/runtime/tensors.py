@@ -1,0 +1,119 @@
+"""Where a tensor's memory is, and what kernels can see of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from thunder_cg.compat.torch import copy_all_, is_zero_tensor, may_overlap_itself, neg_view
+
+ALIGNMENT = 16  # bytes: kernels choose vector widths by the alignment of their operands, and so the order of a sum
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Where the tensor's storage begins; 0 if it has no memory, as the derivative of `torch.sgn` has none."""
+    return 0 if tensor is None or is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
+
+
+def address_if_any(value: Any) -> int:
+    """`address` of a strided tensor; 0 for anything else."""
+    return address(value) if isinstance(value, torch.Tensor) and not is_sparse(value) else 0
+
+
+def is_sparse(value: Any) -> bool:
+    """Whether the value is a tensor made of several, which has no address."""
+    return isinstance(value, torch.Tensor) and value.layout is not torch.strided
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a graph can have the value as an input. Operators return None for a tensor that they do without."""
+    return value is None or type(value) in (torch.Tensor, torch.nn.Parameter)
+
+
+def is_leaf_with_grad(tensor: torch.Tensor | None) -> bool:
+    """Whether autograd accumulates a gradient for the tensor."""
+    return tensor is not None and tensor.is_leaf and tensor.requires_grad
+
+
+def layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    """What kernels can see of a tensor besides its address and its values."""
+    if tensor is None:
+        return ()
+    return (
+        tuple(tensor.size()),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.data_ptr() % ALIGNMENT,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor.is_inference(),
+    )
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Elements between the tensor's first and its last, both included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.size(), tensor.stride()))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size()) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether a copy of the tensor's memory with the same layout is a copy of the tensor."""
+    return not tensor.is_conj() and not tensor.is_neg() and (tensor.numel() == 0 or is_dense(tensor))
+
+
+def is_compact(tensor: torch.Tensor) -> bool:
+    """Whether the memory below a tensor is at most twice what its elements need, so that it may be copied whole."""
+    return span(tensor) <= 2 * tensor.numel()
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory, as in an expanded tensor."""
+    return may_overlap_itself(tensor) and not is_dense(tensor)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The stretch of memory below a tensor that overlaps itself, which ``copy_`` can write to."""
+    return tensor.as_strided((span(tensor),), (1,))
+
+
+def view_of_storage(
+    memory: torch.Tensor, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor of any dtype on the storage of ``memory``; ``offset`` in elements of ``dtype``."""
+    return torch.empty(0, dtype=dtype, device=memory.device).set_(memory.untyped_storage(), offset, size, stride)
+
+
+def tracked_view(
+    tensor: torch.Tensor, dtype: torch.dtype, offset: int, size: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """Like `view_of_storage`, but autograd knows the view: a write to one shows in the version of both."""
+    tensor = tensor.conj() if tensor.is_conj() else tensor
+    tensor = neg_view(tensor) if tensor.is_neg() else tensor
+    if tensor.dtype != dtype:
+        items = tensor.untyped_storage().nbytes() // tensor.element_size()
+        items -= items % max(1, dtype.itemsize // tensor.element_size())
+        tensor = tensor.as_strided((items,), (1,), 0).view(dtype)
+    return tensor.as_strided(size, stride, offset)
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies each source to its target, in as few calls as PyTorch can; autograd does not see it."""
+    with torch.no_grad():
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        elif targets:
+            copy_all_(targets, sources)

@@ -1,0 +1,128 @@
+"""The hooks of verification: a replay is compared with an eager run of the same ops on the same inputs.
+
+The run time knows this protocol only. :mod:`thunder_cg.verify` implements it, and the transform passes the
+implementation to each program. The first hook is called while a region is recorded, the second one instead of a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from thunder_cg.analysis.ops import Op
+from thunder_cg.runtime.backend import Pool
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """A graph that does not do what its ops do.
+
+    Attributes:
+        op: the first op whose value differs, if it is known.
+        difference: what differs.
+        where: the op's line in the user's source.
+    """
+
+    op: Op | None
+    difference: str
+    where: str = ""
+
+    @property
+    def problem(self) -> str:
+        problem = f"its graph disagrees with its ops: {self.difference}"
+        return f"{problem}; the first value that differs is made by {self.op.name} {self.where}" if self.op else problem
+
+    @property
+    def fix(self) -> str:
+        """What keeps the rest of the region captured."""
+        if self.op is None:
+            return "find the operator to leave eager with deny=[...]"
+        name = self.op.id if self.op.id and self.op.executor else self.op.name
+        return f"leave the operator eager with deny=[{name!r}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The outcome of a replay that was to be compared.
+
+    Attributes:
+        results: what the call gets. None: the region's ops have to run, and may raise.
+        disagreement: the region is to be quarantined for it.
+        remark: why a difference was tolerated, or why nothing could be compared.
+        compared: whether a comparison took place.
+    """
+
+    results: Sequence[Any] | None
+    disagreement: Disagreement | None = None
+    remark: str | None = None
+    compared: bool = True
+
+
+# Makes buffers for a region's inputs. Returns the copies to the buffers, each with a ``source(args)`` and a ``target``,
+# and for each argument its buffer or None.
+Place = Callable[[], tuple[Sequence[Any], list[Any]]]
+
+
+class VerifiedRegion(Protocol):
+    """What verification uses of a region."""
+
+    @property
+    def io(self) -> Any:
+        """The :class:`~thunder_cg.analysis.region_io.RegionIO`."""
+
+    @property
+    def ops(self) -> Sequence[Op]: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def written(self) -> frozenset[int]:
+        """Positions of the inputs that the ops may write."""
+
+    @property
+    def function(self) -> Callable[..., Sequence[Any]]:
+        """The ops, as a function of a list of inputs."""
+
+    @property
+    def hash_function(self) -> Callable[[list[Any]], Sequence[Any]] | None:
+        """The ops, as a function that returns the value hashes of each."""
+
+
+class VerifiedGraph(Protocol):
+    """What verification uses of a region's graph."""
+
+    @property
+    def check(self) -> Any:
+        """What `Verifier.record` returned."""
+
+    @property
+    def scalars(self) -> slice:
+        """Where among the arguments the call's scalars are."""
+
+    def replay(self, args: Sequence[Any]) -> list[Any]: ...
+
+    def without_running(self, args: Sequence[Any]) -> list[Any]:
+        """Results as a replay hands them out, still to be filled."""
+
+
+class Verifier(Protocol):
+    """Compares replays with eager runs, for one program."""
+
+    def record(
+        self, region: VerifiedRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
+    ) -> Any:
+        """While the region is recorded: what a comparison needs later, to be kept as the graph's ``check``.
+
+        Args:
+            in_pool: positions of the arguments in the arena, which a replay may overwrite.
+        """
+
+    def replay(self, region: VerifiedRegion, graph: VerifiedGraph, args: Sequence[Any]) -> Outcome:
+        """Replays the graph and compares. Results, written inputs and generators are as one eager run leaves them."""
+
+    def hash_values(self, device: torch.device, *values: Any) -> torch.Tensor:
+        """Hashes of the values that one op made, on the device. The region's ``hash_function`` calls it."""

@@ -1,0 +1,43 @@
+"""Command-line arguments that several tools have."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu")
+
+
+def device_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> torch.device:
+    """The device of `--device`. Ends the process with a message if there is no such device."""
+    try:
+        return pick_device(arguments.device)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device called `name`, by default a GPU if there is one. ValueError if it is unknown or not there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"--device {name}: not a device; give cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name}: nothing captures there; give cpu, cuda or cuda:N")
+    available = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= available:
+        raise ValueError(f"--device {name}: torch {torch.__version__} sees {available} CUDA devices; try --device cpu")
+    return device
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, as `type=` of an argument."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
+    return number

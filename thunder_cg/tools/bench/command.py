@@ -1,0 +1,51 @@
+"""`python -m thunder_cg bench`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from thunder_cg.tools.arguments import add_device, device_of, positive
+from thunder_cg.tools.bench.run import BenchmarkSettings, run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command with these arguments. Returns the exit status; wrong arguments leave by `SystemExit(2)`."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    settings = BenchmarkSettings(
+        device_of(arguments, parser),
+        arguments.quick,
+        arguments.only,
+        arguments.calls,
+        arguments.jobs,
+        json=arguments.json,
+        plots=arguments.plots,
+    )
+    if arguments.list:
+        print(*(each.name for each in settings.chosen), sep="\n")
+        return 0
+    try:
+        return run(settings)
+    except (ValueError, ModuleNotFoundError) as error:
+        parser.error(str(error))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m thunder_cg bench",
+        description="Measures models under eager PyTorch, Thunder, Thunder's own CUDAGraphTransform, thunder_cg, "
+        "torch.compile, make_graphed_callables and a hand-made CUDA graph, in turns, and how host time grows with "
+        "layers, parameters and inputs. On a CPU: small models under eager, Thunder and the tape backend.",
+    )
+    add_device(parser)
+    add = parser.add_argument
+    add("--quick", action="store_true", help="a few small cases and calls: less than a minute")
+    add("--only", default="", metavar="TEXT", help="measure the cases that have this in their names")
+    add("--list", action="store_true", help="print the names of all cases and scaling series, and stop")
+    add("--calls", type=positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")
+    add("--jobs", type=positive, default=1, metavar="N", help="cases to prepare at once, each in its own process")
+    add("--json", type=Path, metavar="FILE", help="write the numbers there; those of other cases stay")
+    add("--plots", type=Path, metavar="DIR", help="draw all that FILE holds, as SVG (needs matplotlib)")
+    return parser

@@ -1,0 +1,242 @@
+"""Runs the benchmark: the cases and scaling series that were chosen, in this process or each in its own."""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thunder_cg.tools.bench.cases import SCALING, BenchmarkCase, ScalingSeries, cases
+from thunder_cg.tools.bench.goals import goals
+from thunder_cg.tools.bench.measure import EVERY_VARIANT, BenchmarkRow, measure_case, ticks
+from thunder_cg.tools.bench.models import optional
+from thunder_cg.tools.bench.plots import write_plots
+from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
+from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
+from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, variants
+from thunder_cg.tools.progress import Progress
+from thunder_cg.tools.results import environment
+from thunder_cg.tools.workers import Supervisor, Workers
+
+IN_SCALING = (THUNDER, THUNDER_OWN, OURS, FLOOR)
+LARGEST = 100  # larger sizes leave out variants that only serve to compare: Thunder compiles for a minute and more
+TIMEOUT = 1800.0  # seconds to prepare a case, and again to time it
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkSettings:
+    """What to measure, and where the numbers go.
+
+    Attributes:
+        quick: a few small cases and calls.
+        only: measure the cases and scaling series whose names hold this.
+        calls: of a turn, at most; None for 100, or 10 if `quick`.
+        jobs: how many cases are prepared at once, each in a process of its own; with 1, all run in this process.
+        json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
+        plots: a folder for plots of all that is in `json`.
+    """
+
+    device: torch.device
+    quick: bool = False
+    only: str = ""
+    calls: int | None = None
+    jobs: int = 1
+    json: Path | None = None
+    plots: Path | None = None
+
+    @property
+    def chosen(self) -> list[BenchmarkCase | ScalingSeries]:
+        everything: tuple[BenchmarkCase | ScalingSeries, ...] = (*cases(self.device, self.quick), *SCALING)
+        return [each for each in everything if self.only in each.name]
+
+    def sizes(self, series: ScalingSeries) -> tuple[int, ...]:
+        return series.small if self.quick or self.device.type != "cuda" else series.sizes
+
+    def names(self, size: int = 0) -> list[str]:
+        """The variants of a case, or of a scaling series at some size."""
+        names = [*variants(self.device)]
+        if size:
+            names = [name for name in names if name in IN_SCALING]
+        return [name for name in names if name in (OURS, FLOOR)] if size > LARGEST else names
+
+
+Measure = Callable[..., list[BenchmarkRow]]
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkTask:
+    """A case, or one size of a scaling series. `measure(*arguments, progress=, ready=)` measures it; it is pickled."""
+
+    name: str
+    ticks: int
+    measure: Measure
+    arguments: tuple[Any, ...]
+
+
+def run(settings: BenchmarkSettings) -> int:
+    """Measures, and prints tables and goals. It writes the numbers after each case. Returns 0.
+
+    Raises:
+        ValueError: the settings do not fit: nothing is chosen, or `json` has numbers from elsewhere.
+        ModuleNotFoundError: plots are wanted and matplotlib is not installed.
+    """
+    if not settings.chosen:
+        raise ValueError(f"--only {settings.only}: no case has that in its name; --list shows all")
+    if settings.plots is not None:
+        optional("matplotlib")
+    results = BenchmarkResults.read_or_new(settings.json, environment(settings.device))
+    with suppress(OSError, AttributeError):  # where standard error is no file
+        faulthandler.enable()  # with one job, no other process can say where this one crashed
+    _measure_all(settings, results)
+    if results.goals:
+        print(goals_table(goals(results)))
+    if settings.plots is not None:
+        for path in write_plots(results, settings.plots):
+            print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _measure_all(settings: BenchmarkSettings, results: BenchmarkResults) -> None:
+    tasks = [task for each in settings.chosen for task in _tasks(settings, each)]
+    progress = Progress(sum(task.ticks for task in tasks))
+    begun: set[str] = set()
+    left = Counter(task.arguments[1] for task in tasks)
+    for task, rows in _rows(settings, tasks, progress):
+        _, unit, size = task.arguments
+        left[unit] -= 1
+        if unit is None:
+            results.add(rows)
+        else:
+            points = [ScalingPoint(unit, size, row.variant, row.host_p50, row.failure) for row in rows]
+            results.add_points(points, again=unit not in begun)
+            begun.add(unit)
+        results.goals = [asdict(goal) | {"met": goal.met} for goal in goals(results)]
+        if settings.json is not None:
+            results.write(settings.json)
+        progress.clear()
+        if unit is None:
+            print(table(rows), flush=True)
+        elif not left[unit]:
+            points = [point for point in results.points if point.unit == unit]
+            print(scaling_tables(BenchmarkResults(results.environment, points=points)), flush=True)
+
+
+def _tasks(settings: BenchmarkSettings, each: BenchmarkCase | ScalingSeries) -> list[BenchmarkTask]:
+    if isinstance(each, BenchmarkCase):
+        alone = replace(settings, only=each.name)
+        return [BenchmarkTask(each.name, ticks(settings.names()), _measure, (alone, None, 0))]
+    return [
+        BenchmarkTask(each.case(size).name, ticks(settings.names(size)), _measure, (settings, each.unit, size))
+        for size in settings.sizes(each)
+    ]
+
+
+Measured = Iterator[tuple[BenchmarkTask, list[BenchmarkRow]]]
+
+
+def _rows(settings: BenchmarkSettings, tasks: Sequence[BenchmarkTask], progress: Progress) -> Measured:
+    if settings.jobs > 1:
+        yield from measure_in_processes(tasks, settings.jobs, progress)
+        return
+    _warm_up(settings)
+    for task in tasks:
+        yield task, task.measure(*task.arguments, progress=progress)
+
+
+def measure_in_processes(tasks: Sequence[BenchmarkTask], jobs: int, progress: Progress) -> Measured:
+    """Measures each task in a process of its own, and yields the rows as they come.
+
+    A CUDA error makes its process useless, and a C++ error ends it: either costs one task.
+
+    Args:
+        jobs: tasks that prepare at once. They are timed one by one.
+    """
+    ticked: Counter[str] = Counter()
+
+    def on_progress(task: BenchmarkTask, stage: str, ticks: int) -> None:
+        ticked[task.name] += ticks
+        progress.tick(stage, ticks)
+
+    for answer in Workers(_work, tasks, jobs, TIMEOUT, on_progress=on_progress).answers():
+        if answer.final:
+            task = answer.task
+            progress.tick(f"{task.name}: done", task.ticks - ticked[task.name])
+            yield task, answer.result or [BenchmarkRow(task.name, EVERY_VARIANT, failure=answer.failure)]
+
+
+class _WorkerProgress(Progress):
+    """Sends progress to the process that shows it."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def tick(self, stage: str, ticks: int = 1) -> None:
+        self._supervisor.report(stage, ticks)
+
+    def clear(self) -> None:
+        pass
+
+
+def _work(task: BenchmarkTask, supervisor: Supervisor) -> None:
+    progress = _WorkerProgress(supervisor)
+    supervisor.send_result(task.measure(*task.arguments, progress=progress, ready=supervisor.wait_for_turn))
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On a CPU, PyTorch uses one thread: small models are no slower, and other processes disturb them less."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _warm_up(settings: BenchmarkSettings) -> None:
+    """Runs a small case, so that the first case does not pay for loading kernels and the compiler."""
+    names = settings.names(1)
+    measure_case(SCALING[0].case(1), settings.device, names, 1, Progress(ticks(names), StringIO()), compare=False)
+
+
+def _measure(
+    settings: BenchmarkSettings,
+    unit: str | None,
+    size: int,
+    progress: Progress,
+    ready: Callable[[], None] | None = None,
+) -> list[BenchmarkRow]:
+    """Measures a case, which `settings.only` names, or one size of a scaling series.
+
+    Args:
+        ready: called once all variants are prepared; None if this process is not the measurement's own.
+    """
+    if ready is not None:
+        _warm_up(settings)
+    if unit is None:
+        case = next(each for each in settings.chosen if isinstance(each, BenchmarkCase) and each.name == settings.only)
+    else:
+        case = next(series for series in SCALING if series.unit == unit).case(size)
+    calls = settings.calls or (10 if settings.quick else 100)
+    with _one_thread(settings.device):
+        return measure_case(
+            case,
+            settings.device,
+            settings.names(size),
+            calls,
+            progress,
+            compare=unit is None,
+            ready=ready or (lambda: None),
+        )
+
+
+__all__ = ["BenchmarkSettings", "run"]

@@ -1,0 +1,43 @@
+"""`python -m thunder_cg.tools.operators`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from thunder_cg.tools.arguments import add_device, device_of, positive
+from thunder_cg.tools.operators.run import OperatorSettings, run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command with these arguments. Returns 1 if the rules disagree with a complete measurement, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m thunder_cg.tools.operators",
+        description="Runs PyTorch's table of operators and handwritten calls through Thunder: captured and replayed "
+        "with fresh values, forward and backward, and compared bit for bit with uncaptured Thunder. Symbols that the "
+        "rules deny are captured by force. After an interruption, the same command with the same --json continues.",
+    )
+    add_device(parser)
+    add = parser.add_argument
+    add("--jobs", type=positive, default=os.cpu_count() or 1, metavar="N", help="worker processes")
+    add("--only", nargs="+", default=(), metavar="NAME", help='measure the cases of such names: add "linalg_*"')
+    add("--first", type=positive, metavar="N", help="measure at most so many samples of a case")
+    add("--list", action="store_true", help="print the names of all cases, and stop")
+    add("--json", type=Path, metavar="FILE", help="write the results there")
+    arguments = parser.parse_args(argv)
+    device = device_of(arguments, parser)
+    settings = OperatorSettings(device, arguments.jobs, arguments.only, arguments.first, arguments.json)
+    if arguments.list:
+        print(*settings.chosen, sep="\n")
+        return 0
+    try:
+        return run(settings)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

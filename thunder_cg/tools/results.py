@@ -1,0 +1,156 @@
+"""Result files: what was measured, on which machine, with which versions. Each tool has its own rows.
+
+A run adds to the file of an earlier run only if machine and versions are the same, because times do not compare across
+machines.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import thunder
+import torch
+
+FOLDER = Path(__file__).parent / "results"
+"""The result files of this release; a wheel has none of them."""
+
+R = TypeVar("R", bound="MeasuredResults")
+
+
+@dataclass(slots=True)
+class MeasuredResults:
+    """All that one tool measured on one machine. A tool derives its own class, which adds the rows.
+
+    Attributes:
+        environment: see :func:`environment`.
+    """
+
+    environment: dict[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the file."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_dict(cls: type[R], content: Mapping[str, Any]) -> R:
+        """The results in the content of a file. ValueError, KeyError or TypeError if it is something else."""
+        raise NotImplementedError
+
+    def to_text(self) -> str:
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.to_text(), encoding="utf-8")
+
+    @classmethod
+    def read(cls: type[R], path: Path) -> R:
+        """What `write` wrote.
+
+        Raises:
+            ValueError: the file holds something else.
+        """
+        try:
+            return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} does not hold {cls.__name__} ({error!r}); name another file") from None
+
+    @classmethod
+    def read_or_new(cls: type[R], path: Path | None, here: dict[str, str]) -> R:
+        """The results in `path`, so that a run can add to them; new ones if there is no such file.
+
+        Raises:
+            ValueError: they are from another machine or other versions.
+        """
+        if path is None or not path.exists():
+            return cls(here)
+        results = cls.read(path)
+        check_environment(path, results.environment, here)
+        results.environment = here
+        return results
+
+
+class Journal:
+    """Records in a file, one a line, appended as they come. A run that was interrupted goes on from there.
+
+    Args:
+        path: the file; None to keep nothing.
+        here: the environment of this run, which the first line of the file has.
+    """
+
+    def __init__(self, path: Path | None, here: dict[str, str]) -> None:
+        self._path = path
+        self._here = here
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """The records of earlier runs.
+
+        Raises:
+            ValueError: they are from another machine or other versions.
+        """
+        if self._path is None or not self._path.exists():
+            return
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                content = json.loads(line)
+            except ValueError:  # the run was interrupted while it wrote this line
+                continue
+            if "environment" in content:
+                check_environment(self._path, content["environment"], self._here)
+            else:
+                yield content
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        if self._path is None:
+            return
+        lines = [] if self._path.exists() else [{"environment": self._here}]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in [*lines, record])
+
+
+def check_environment(path: Path, before: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raises ValueError if `path` was measured on another machine or with other versions. The date may differ."""
+    for name, value in here.items():
+        if name != "date" and before.get(name) != value:
+            raise ValueError(
+                f"{path} was measured with {name} {before.get(name)}, here it is {value}; name another file"
+            )
+
+
+def environment(device: torch.device, packages: Iterable[str] = ()) -> dict[str, str]:
+    """The machine, the versions and the date. `packages` that are not installed are left out."""
+    cuda = device.type == "cuda"
+    found = {
+        "device": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
+        "driver": driver() if cuda else "",
+        "backend": "cuda" if cuda else "tape",
+        "torch": torch.__version__,
+        "thunder": thunder.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+    for package in packages:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def driver() -> str:
+    """The version of NVIDIA's driver on Linux, such as 580.159.04, or "" where it cannot be read."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8").split()
+    except OSError:
+        return ""
+    return next((word for word in words if word[:1].isdigit() and "." in word), "")
+
+
+__all__ = ["FOLDER", "Journal", "MeasuredResults", "check_environment", "driver", "environment"]

@@ -1,0 +1,78 @@
+"""Counts what was captured of a step, from two reports of `explain` and Dynamo's counters."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+
+from thunder_cg.compat.torch import dynamo_counters
+from thunder_cg.report.report import Report, TraceReport
+from thunder_cg.tools.suite.row import BREAK, EAGER, INDUCTOR, NOT_REPLAYED, NotCaptured, SuiteRow
+
+
+@contextmanager
+def graph_breaks() -> Iterator[Counter[str]]:
+    """Yields a count of the graph breaks inside, by reason. It is filled at the end."""
+    kinds = dynamo_counters()
+    for kind in kinds:
+        kind.clear()
+    found: Counter[str] = Counter()
+    yield found
+    for kind in kinds:
+        found |= kind
+
+
+def fill_counts(row: SuiteRow, reports: Sequence[Report], breaks: Counter[str]) -> None:
+    """Counts the ops and regions that ran between the two reports. Other traces served earlier steps only."""
+    before, after = reports
+    earlier = {_key(trace): trace for trace in before.traces}
+    # The calls of a trace without regions are not counted, so that it always counts as one that ran.
+    ran = [t for t in after.traces if not t.regions or t.calls > getattr(earlier.get(_key(t)), "calls", 0)]
+    if not ran:
+        raise RuntimeError("Thunder compiled nothing of the model, or nothing of it ran in the last step")
+    left = Counter(dropped_operator(part.reason) for part in after.outside)
+    row.captured = sum(trace.counts["capture"] for trace in ran)
+    row.ops = row.captured + sum(trace.counts["eager"] for trace in ran) + left.total()
+    row.graphs = len({trace.function for trace in ran})
+    row.regions = sum(len(trace.regions) for trace in ran)
+    idle = [why for trace in ran for why in _not_replayed(earlier.get(_key(trace)), trace)]
+    row.replayed = row.regions - len(idle)
+    eager = Counter((op.name, op.reason) for trace in ran for op in trace.ops if op.verdict == "eager")
+    row.outside = [
+        *(NotCaptured(EAGER, name, count, why) for (name, why), count in eager.items()),
+        *(NotCaptured(INDUCTOR, what, count, why) for (what, why), count in left.items()),
+        *(
+            NotCaptured(BREAK, why.splitlines()[0], count, why.partition("Hint:")[0].strip())
+            for why, count in breaks.items()
+        ),
+        *(NotCaptured(NOT_REPLAYED, "region", count, why) for why, count in Counter(idle).items()),
+    ]
+
+
+def _key(trace: TraceReport) -> tuple[str, int, str]:
+    return trace.function, trace.entry, trace.kind
+
+
+def _not_replayed(before: TraceReport | None, after: TraceReport) -> Iterator[str]:
+    """The reason for each region that did not replay since the earlier report."""
+    earlier = {region.name: region.replays for region in before.regions} if before else {}
+    for region in after.regions:
+        if region.replays <= earlier.get(region.name, 0):
+            why = "; ".join(after.fallbacks) or "its trace ran without graphs"
+            yield region.failure or why
+
+
+_NODE = re.compile(r"(?P<before>.*?)node with name: \S+ and target: (?P<target><[^>]*>|[\w.]+)(?P<after>.*)", re.DOTALL)
+
+
+def dropped_operator(split: str) -> tuple[str, str]:
+    """The operator and the reason in thunderfx's message "node with name: x and target: f only has ..."."""
+    found = _NODE.match(split)
+    if found is None:
+        return "a part of the graph", split.strip()
+    words = found["target"].strip("<>").split()
+    name = next((b for a, b in pairwise(words) if a in ("method", "function")), words[0])
+    return name, f"{found['before']}it{found['after']}".strip().rstrip(".")

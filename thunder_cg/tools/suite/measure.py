@@ -1,0 +1,330 @@
+"""Measures a model: Thunder without and with graphs, compared bit for bit, then timed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import thunder
+import torch
+from torch import Tensor, nn
+
+from thunder_cg.compat.torch import tree_leaves, tree_map
+from thunder_cg.report.report import Report, explain
+from thunder_cg.tools.demo import same_bits
+from thunder_cg.tools.suite.counts import fill_counts, graph_breaks
+from thunder_cg.tools.suite.models import LEARNING_RATE, SuiteModel
+from thunder_cg.tools.suite.row import FX, JIT, TRAINING, SuiteRow
+from thunder_cg.tools.workers import failure_text
+from thunder_cg.transform import cudagraph_transform
+
+STEPS = 5  # the first warms up, the second captures, the others replay, most of them on the fast path
+ROUNDS = 5  # turns of each side
+TURN_SECONDS = 0.5  # after which a turn of slow steps ends
+SEED = 7
+NOWHERE, BACKWARD, EVERYWHERE = "nowhere", "in the backward", "everywhere"
+
+
+class CompiledSide:
+    """One compiled copy of the model, and its steps.
+
+    Args:
+        deterministic: where steps use deterministic kernels: see Note [Deterministic].
+    """
+
+    def __init__(
+        self,
+        entry: SuiteModel,
+        mode: str,
+        device: torch.device,
+        path: str,
+        transforms: Sequence[Any],
+        deterministic: str = NOWHERE,
+    ) -> None:
+        self.trains = mode == TRAINING
+        self._deterministic = deterministic
+        model = make_model(entry, self.trains, device)
+        if path == JIT:
+            self.compiled: Any = thunder.jit(model, transforms=[*transforms])
+            self.module: nn.Module = self.compiled
+        else:
+            from thunder.dynamo import thunderfx  # it is slow to import
+
+            self.compiled = thunderfx(model, transforms=[*transforms])
+            self.module = model
+        self._sgd = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
+
+    def run(self, batch: Any) -> tuple[Any, Tensor | None]:
+        """The output; in training, the loss as well, and gradients on the parameters."""
+        with _deterministic(self._deterministic == EVERYWHERE):
+            if not self.trains:
+                with torch.no_grad():
+                    return batch.call(self.compiled), None
+            self._sgd.zero_grad()
+            output = batch.call(self.compiled)
+            loss = batch.loss(output)
+            with _deterministic(self._deterministic != NOWHERE):
+                loss.backward()
+            return output, loss.detach()
+
+    def results(self, batch: Any, seed: int) -> dict[str, Tensor]:
+        """All results of a step from this seed, by name: outputs, loss, gradients and buffers."""
+        torch.manual_seed(seed)
+        output, loss = self.run(batch)
+        found = {f"output {i}": t.detach() for i, t in enumerate(tree_leaves(_plain(output))) if isinstance(t, Tensor)}
+        if not found:
+            raise TypeError(f"a {type(output).__name__} came back, in which PyTorch's pytree finds no tensor")
+        if loss is not None:
+            found["loss"] = loss
+            found |= {f"gradient of {n}": p.grad for n, p in self.module.named_parameters() if p.grad is not None}
+        return found | {f"buffer {n}": b for n, b in self.module.named_buffers()}
+
+    def update_weights(self) -> None:
+        if self.trains:
+            self._sgd.step()
+
+
+def make_model(entry: SuiteModel, trains: bool, device: torch.device) -> nn.Module:
+    """The model, with equal weights at each call: tiny and float32 on a CPU, of real size and bfloat16 on a GPU."""
+    torch.manual_seed(SEED)
+    small = device.type == "cpu"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
+    try:
+        with device:
+            return entry.make(small).train(trains).to(device)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def model_inputs(entry: SuiteModel, mode: str, device: torch.device) -> Iterator[Any]:
+    """Fresh inputs of one shape, without end. Each iterator yields the same ones."""
+    generator = torch.Generator().manual_seed(SEED)
+    while True:
+        with _seeded(int(torch.randint(2**31, (), generator=generator))):
+            batch = entry.batch(device.type == "cpu", mode == TRAINING)
+        yield _to(batch, device)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        yield
+
+
+def _to(batch: Any, device: torch.device) -> Any:
+    """New tensors on the device; those of floating point in the dtype of the model."""
+
+    def moved(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        floats = value.is_floating_point() and device.type == "cuda"
+        return value.to(device, torch.bfloat16 if floats else value.dtype, copy=True)
+
+    return type(batch)(tree_map(moved, batch.args), tree_map(moved, batch.kwargs), moved(batch.labels))
+
+
+def _plain(output: Any) -> Any:
+    """An output that is a mapping, as a dict: not all packages register their mappings with pytree."""
+    return {**output} if hasattr(output, "keys") else output
+
+
+# ------------------------------------------------------------------------------------------------------ measurement
+
+
+def measure(
+    entry: SuiteModel,
+    mode: str,
+    device: torch.device,
+    calls: int,
+    ready: Callable[[SuiteRow], None] = lambda row: None,
+    begins: Callable[[str], None] = lambda stage: None,
+) -> SuiteRow:
+    """The row of a model.
+
+    Args:
+        calls: synchronised steps in a turn, at most; on a CPU nothing is timed.
+        ready: called before the timing with the row so far. It returns when nothing else runs on the machine.
+        begins: called with the name of each stage.
+    """
+    row = SuiteRow(entry.name, entry.package, mode)
+    backend = "cuda" if device.type == "cuda" else "tape"
+    try:
+        row.path, row.not_jit = _path(entry, mode, device, begins)
+        begins("with graphs")
+        transforms = [cudagraph_transform(backend=backend)]
+        pair = _Pair(entry, row, device, transforms, NOWHERE)
+        difference = pair.difference()
+        fill_counts(row, pair.reports, pair.breaks)
+        row.agrees = _agreement(entry, row, device, transforms, difference)
+        if device.type == "cuda":
+            batch = pair.settle()
+            ready(copy.deepcopy(row))
+            row.thunder_us, row.captured_us = pair.times(batch, calls)
+    except Exception as error:
+        row.failure = failure_text(error)
+    return row
+
+
+def _agreement(entry: SuiteModel, row: SuiteRow, device: torch.device, transforms: list[Any], difference: str) -> str:
+    """`SuiteRow.agrees` for the first difference. Where uncaptured Thunder varies, deterministic kernels decide."""
+    if not difference:
+        return "yes"
+    first = varies = _Pair(entry, row, device, [], NOWHERE).difference()
+    for where in (BACKWARD, EVERYWHERE):
+        if not varies:
+            break
+        try:
+            difference = _Pair(entry, row, device, transforms, where).difference()
+            if not difference:
+                return f"yes: with deterministic algorithms {where}"
+            varies = _Pair(entry, row, device, [], where).difference()
+        except Exception:
+            continue  # Thunder, or Inductor's part of the model, does not run with these settings
+        finally:
+            _free(device)
+    return f"Thunder varies: {first}" if varies else f"no: {difference}"
+
+
+class ThunderError(Exception):
+    """Uncaptured Thunder cannot run the model."""
+
+
+def _path(entry: SuiteModel, mode: str, device: torch.device, begins: Callable[[str], None]) -> tuple[str, str]:
+    """How uncaptured Thunder runs the model, and why `thunder.jit` does not, if so."""
+    failures: list[str] = []
+    for path in (JIT, FX):
+        begins(f"in uncaptured {path}")
+        try:
+            CompiledSide(entry, mode, device, path, []).results(next(model_inputs(entry, mode, device)), SEED)
+            return path, "".join(failures)
+        except Exception as error:
+            failures.append(failure_text(error)[:140])
+        finally:
+            _forget(device)
+    raise ThunderError(f"uncaptured, {JIT}: {failures[0]}; {FX}: {failures[1]}")
+
+
+class _Pair:
+    """Uncaptured Thunder and a copy with other transforms, with equal weights and inputs."""
+
+    def __init__(
+        self, entry: SuiteModel, row: SuiteRow, device: torch.device, transforms: list[Any], deterministic: str
+    ) -> None:
+        self._sides = [
+            CompiledSide(entry, row.mode, device, row.path, given, deterministic) for given in ([], transforms)
+        ]
+        self._batches = [model_inputs(entry, row.mode, device) for _ in self._sides]
+        self._device = device
+        self._explains = bool(transforms)
+        self.reports: list[Report] = []  # before the last step and after it
+        self.breaks: Counter[str] = Counter()
+
+    def difference(self) -> str:
+        """The first difference in a few steps, "" if there is none."""
+        plain, other = self._sides
+        first = ""
+        for step in range(STEPS):
+            mine, others = (next(each) for each in self._batches)
+            expected = plain.results(mine, SEED + step)
+            if step == STEPS - 1:
+                self._report()
+            with graph_breaks() as breaks:
+                found = other.results(others, SEED + step)
+            self.breaks += breaks
+            first = first or _first_difference(expected, found, step)
+            plain.update_weights()
+            other.update_weights()
+        self._report()
+        return first
+
+    def _report(self) -> None:
+        if self._explains:
+            self.reports.append(explain(self._sides[1].compiled))
+
+    def settle(self) -> Any:
+        """Runs both sides on one batch until they are in their steady state, and returns the batch."""
+        batch = next(self._batches[0])
+        for side in self._sides:
+            for _ in range(STEPS):
+                side.run(batch)
+        torch.cuda.synchronize(self._device)
+        _free(self._device)  # other models need memory while this one waits for its turn
+        return batch
+
+    def times(self, batch: Any, calls: int) -> tuple[float, float]:
+        """Medians of synchronized steps, microseconds, of the two sides in turns."""
+        samples: list[list[float]] = [[] for _ in self._sides]
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(ROUNDS):
+                for side, times in zip(self._sides, samples):
+                    for _ in range(3):
+                        side.run(batch)
+                    torch.cuda.synchronize(self._device)
+                    end = time.perf_counter() + TURN_SECONDS
+                    for _ in range(calls):
+                        start = time.perf_counter()
+                        if start > end:
+                            break
+                        side.run(batch)
+                        torch.cuda.synchronize(self._device)
+                        times.append((time.perf_counter() - start) * 1e6)
+        finally:
+            gc.enable()
+        return median(samples[0]), median(samples[1])
+
+
+def _first_difference(expected: dict[str, Tensor], found: dict[str, Tensor], step: int) -> str:
+    for name in expected.keys() | found.keys():
+        if name not in expected or name not in found:
+            return f"{name} of step {step} is only there {'with' if name in found else 'without'} graphs"
+    for name, a in expected.items():
+        b = found[name]
+        if a.shape != b.shape or a.dtype != b.dtype:
+            return f"{name} of step {step} is {b.dtype} {tuple(b.shape)}, not {a.dtype} {tuple(a.shape)}"
+        if not same_bits(a, b):
+            return f"{name} of step {step}, by up to {float((a.double() - b.double()).abs().max()):.3g}"
+    return ""
+
+
+# Note [Deterministic]
+# Some kernels add in no fixed order, most of them in backwards. `torch.use_deterministic_algorithms` replaces them, but
+# Dynamo guards on it: some models that thunderfx compiles without it fail in Thunder with it, and code that Inductor
+# compiled without it does not run its backward with it. So a model first runs without it. If two runs of uncaptured
+# Thunder differ, it runs with it in the backward only, and then with it in the whole step.
+
+
+@contextmanager
+def _deterministic(on: bool) -> Iterator[None]:
+    if not on:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.deterministic
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.deterministic = before[1]
+
+
+def _forget(device: torch.device) -> None:
+    """Drops what Dynamo compiled, and frees memory."""
+    torch.compiler.reset()
+    _free(device)
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,152 @@
+"""Runs the model suite: measures each row in a process of its own, and writes the rows as they come."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from thunder_cg.compat.torch import dynamo_recompile_limit
+from thunder_cg.tools.progress import Progress
+from thunder_cg.tools.results import environment
+from thunder_cg.tools.suite.measure import measure
+from thunder_cg.tools.suite.models import SuiteModel
+from thunder_cg.tools.suite.results import PACKAGES, SuiteResults
+from thunder_cg.tools.suite.row import MODES, SuiteRow
+from thunder_cg.tools.suite.table import line, markdown, write_table
+from thunder_cg.tools.workers import Supervisor, Workers
+
+# The packages of the models must not use the network, print warnings or start processes. CUBLAS_WORKSPACE_CONFIG makes
+# cuBLAS deterministic; cuBLAS reads it when CUDA starts.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYTHONWARNINGS": "ignore",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteSettings:
+    """What to measure, and where the rows go.
+
+    Attributes:
+        only: the models that have this in their names, in upper or lower case.
+        calls: synchronized steps in a turn, at most.
+        jobs: rows that are prepared at once; None for one on each two processors. Rows are timed one by one.
+        timeout: seconds to prepare a row, and again to time it.
+        json: a file for the rows. Its rows of other models stay, if they are from this machine.
+        catalogue: the module whose `MODELS` are measured.
+    """
+
+    device: torch.device
+    only: str = ""
+    calls: int = 50
+    jobs: int | None = None
+    timeout: float = 300.0
+    json: Path | None = None
+    catalogue: str = "thunder_cg.tools.suite.models"
+
+    @property
+    def chosen(self) -> list[SuiteModel]:
+        models = importlib.import_module(self.catalogue).MODELS
+        return [model for name, model in models.items() if self.only.lower() in name.lower()]
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteTask:
+    """The row that one process measures.
+
+    Attributes:
+        catalogue: the module that has the model in its `MODELS`.
+    """
+
+    catalogue: str
+    model: str
+    package: str
+    mode: str
+    device: torch.device
+    calls: int
+
+
+def run(settings: SuiteSettings) -> int:
+    """Measures, and prints a line for each row, then the table.
+
+    Returns:
+        1 if the results of a model differ from those of uncaptured Thunder, else 0.
+
+    Raises:
+        ValueError: the settings do not fit: nothing is chosen, or `json` has rows from elsewhere.
+    """
+    if not settings.chosen:
+        raise ValueError(f"--only {settings.only}: no model has that in its name; --list shows all")
+    results = SuiteResults.read_or_new(settings.json, environment(settings.device, PACKAGES))
+    order = [*importlib.import_module(settings.catalogue).MODELS]
+    tasks = [
+        SuiteTask(settings.catalogue, model.name, model.package, mode, settings.device, settings.calls)
+        for model in settings.chosen
+        for mode in MODES
+    ]
+    progress = Progress(len(tasks))
+    progress.tick(f"{len(tasks)} rows", 0)
+    differ = False
+    for row in measure_all(tasks, settings.jobs or max(1, (os.cpu_count() or 1) // 2), settings.timeout):
+        results.add(row, order)
+        if settings.json is not None:
+            results.write(settings.json)
+        final = settings.device.type != "cuda" or bool(row.failure) or row.captured_us > 0
+        progress.tick(f"{row.model}, {row.mode}", int(final))
+        if final:
+            progress.clear()
+            print(line(row), flush=True)
+            differ = differ or row.agrees.startswith("no")
+    progress.clear()
+    print(f"\n{markdown(results.rows, results.environment)}")
+    return int(differ)
+
+
+def measure_all(tasks: Sequence[SuiteTask], jobs: int, timeout: float) -> Iterator[SuiteRow]:
+    """The rows as they come.
+
+    On a GPU each row comes twice: first without times, and again when it was timed, with nothing else at work. A
+    process that waits to be timed uses GPU memory, but no processor.
+
+    Args:
+        jobs: rows that are prepared at once.
+        timeout: seconds after which the process of a row is ended, and again for its timing.
+    """
+    workers = Workers(_work, tasks, jobs, timeout, max_processes=len(tasks), environment=ENVIRONMENT)
+    for answer in workers.answers():
+        row = answer.result or SuiteRow(answer.task.model, answer.task.package, answer.task.mode)
+        yield replace(row, failure=answer.failure) if answer.failure else row
+
+
+def _work(task: SuiteTask, supervisor: Supervisor) -> None:
+    def ready(row: SuiteRow) -> None:
+        supervisor.send_result(row)
+        supervisor.wait_for_turn()
+
+    model = importlib.import_module(task.catalogue).MODELS[task.model]
+    with dynamo_recompile_limit(64):  # several compiled copies share the model's code
+        supervisor.send_result(measure(model, task.mode, task.device, task.calls, ready, supervisor.report))
+
+
+def rewrite_table(json: Path, markdown_file: Path) -> None:
+    """Puts the table of the results in `json` between the two marks of a Markdown file.
+
+    Raises:
+        ValueError: there is no such file, or it has no marks.
+    """
+    if not json.exists():
+        raise ValueError(f"--json {json}: there is no such file; the table shows its rows")
+    results = SuiteResults.read(json)
+    write_table(markdown_file, results.rows, results.environment)
+
+
+__all__ = ["SuiteSettings", "rewrite_table", "run"]

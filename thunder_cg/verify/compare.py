@@ -1,0 +1,117 @@
+"""Two values compared bit for bit, and which differences are tolerated.
+
+Note [Tolerated differences]
+    Kernels that are not deterministic (atomic additions, some attention and convolution backwards) differ from run to
+    run. So after a difference both sides run a few times more. A result may differ if the eager runs differ among
+    themselves *and the replays differ among themselves*: a kernel that is not deterministic is so in a graph, too, but
+    an operator that reads a Python variable is frozen in a graph. The graph may then be off by four times the spread of
+    the eager runs, and by no more than sqrt(eps) of the result's dtype times the largest value: 3e-4 of it in float32,
+    3 % in float16, 9 % in bfloat16. A larger difference is not rounding. Integers and booleans have no tolerance. A
+    difference that is the same in every run, such as that of a library which chose another algorithm for the graph,
+    has none either. Memory that a kernel never writes, such as the seed of an attention without dropout, is ignored.
+    It is found by filling memory before a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_SPREADS = 4  # how many times the spread of the eager runs is tolerated
+_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bits as integers: -0.0 is not 0.0, and a NaN is itself."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_AS_INTEGERS[tensor.element_size()])
+
+
+def ones(tensor: torch.Tensor) -> int:
+    """What `bits` are in memory that is filled with ones."""
+    return 255 if tensor.element_size() == 1 else -1
+
+
+def effective_layout(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Size, strides and dtype; the strides only where they matter."""
+    strides = tuple(s for s, n in zip(tensor.stride(), tensor.size()) if n != 1) if tensor.numel() else ()
+    return tuple(tensor.size()), strides, tensor.dtype
+
+
+def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """The same but for their values."""
+    same = one.device == other.device and one.layout == other.layout
+    return same and (one.layout is not torch.strided or effective_layout(one) == effective_layout(other))
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, and tensors bit for bit and with the same layout."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return same_layout(one, other) and torch.equal(bits(one), bits(other))
+    return one is other or (type(one) is type(other) and not isinstance(one, torch.Tensor) and bool(one == other))
+
+
+def is_tolerable(eagers: Sequence[Any], graphs: Sequence[Any], ignored: torch.Tensor | None) -> bool:
+    """See Note [Tolerated differences].
+
+    Args:
+        eagers: the value in each eager run.
+        graphs: the value in each replay.
+        ignored: elements that nobody wrote.
+    """
+    eager, graph = eagers[0], graphs[0]
+    if not all(isinstance(value, torch.Tensor) and same_layout(value, eager) for value in (*eagers, *graphs)):
+        return False
+    unlike = bits(eager) != bits(graph)
+    if ignored is not None:
+        unlike &= ~(ignored & (bits(eager) != ones(eager)))
+    if not unlike.any():
+        return True
+    if not (eager.is_floating_point() or eager.is_complex()):
+        return False
+    if all(same(value, eager) for value in eagers) or all(same(value, graph) for value in graphs):
+        return False
+    return _is_within_spread([_as_float64(value) for value in eagers], _as_float64(graph), unlike, eager.dtype)
+
+
+def _is_within_spread(
+    eagers: Sequence[torch.Tensor], graph: torch.Tensor, unlike: torch.Tensor, dtype: torch.dtype
+) -> bool:
+    """Whether ``graph``, which differs at ``unlike``, is about as near to the eager values as these to each other."""
+    unlike = unlike.reshape(graph.shape)
+    finite = eagers[0].isfinite()
+    if not all(torch.equal(value.isfinite() | ~unlike, finite | ~unlike) for value in (*eagers, graph)):
+        return False
+    unlike = unlike & finite
+    if not unlike.any():
+        return True
+    stacked = torch.stack(list(eagers))[:, finite]
+    spread = float((stacked.amax(0) - stacked.amin(0)).nan_to_num().max())
+    scale = float(eagers[0][finite].abs().max())
+    distance = float((graph - eagers[0])[unlike].abs().max())
+    return distance <= min(_SPREADS * spread, math.sqrt(torch.finfo(dtype).eps) * scale)
+
+
+def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
+
+
+def describe_difference(eager: Any, graph: Any) -> str:
+    """How many elements differ, by how much, and where first."""
+    if not (isinstance(eager, torch.Tensor) and isinstance(graph, torch.Tensor)):
+        return f"{graph!r} in the graph, {eager!r} eagerly"
+    if not same_layout(eager, graph):
+        layouts = [f"{t.dtype} {tuple(t.shape)} with strides {t.stride()}" for t in (graph, eager)]
+        return f"{layouts[0]} in the graph, {layouts[1]} eagerly"
+    unlike = (bits(eager) != bits(graph)).reshape(*eager.shape, -1).any(-1)
+    first = tuple(unlike.nonzero()[0].tolist())
+    distance = float((_as_float64(graph) - _as_float64(eager)).abs().max())
+    values = f"{graph[first].item()!r} in the graph, {eager[first].item()!r} eagerly"
+    count = f"{int(unlike.sum())} of {eager.numel()} elements differ"
+    return f"{count}, by up to {distance:.3g}, first at {first}: {values}"

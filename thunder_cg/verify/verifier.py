@@ -1,0 +1,194 @@
+"""The implementation of the hooks of verification: what comes of a trial, and which op is to blame."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.ops import Op, Ops
+from thunder_cg.runtime.backend import Backend, Pool
+from thunder_cg.runtime.verifier import Disagreement, Outcome, Place, VerifiedGraph, VerifiedRegion
+from thunder_cg.verify.compare import describe_difference, is_tolerable, same
+from thunder_cg.verify.hashes import HashGraph, hash_values, hashes_differ
+from thunder_cg.verify.trial import Check, Compared, Disturbed, Run, Trial
+
+_MORE_RUNS = 4  # of both sides, once they differ
+_locks: dict[torch.device, threading.RLock] = {}  # for trials that draw: see Note [Generators of the process]
+
+
+class ReplayVerifier:
+    """See :class:`thunder_cg.runtime.verifier.Verifier`.
+
+    Args:
+        ops: the trace.
+        backend: runs the comparisons.
+        aliasing: the aliasing of the trace.
+    """
+
+    hash_values = staticmethod(hash_values)
+
+    def __init__(self, ops: Ops, backend: Backend, aliasing: Aliasing) -> None:
+        self._ops = ops
+        self._backend = backend
+        self._aliasing = aliasing
+
+    def record(
+        self, region: VerifiedRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
+    ) -> Check:
+        """Records the graph of value hashes, while the region's arguments still own their memory."""
+        try:
+            return Check(in_pool, HashGraph.record(region, self._backend, pool, args, place))
+        except Exception:  # the capture of the region will say why
+            return Check(in_pool, None)
+
+    def replay(self, region: VerifiedRegion, graph: VerifiedGraph, args: Sequence[Any]) -> Outcome:
+        """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
+        may_draw = any(op.index in self._aliasing.effects for op in region.ops)
+        generators = [_generator(region.device)] if may_draw else []
+        with _locks.setdefault(region.device, threading.RLock()) if generators else nullcontext():
+            try:
+                trial = Trial(region, graph, args, self._backend, generators)
+            except Exception as error:  # mostly out of memory, which must not cost the call
+                return Outcome(graph.replay(args), remark=f"not verified: {_first_line(error)}", compared=False)
+            try:
+                return self._compare(trial)
+            except Disturbed as error:
+                return Outcome(trial.replay(rewinds=False).results, remark=f"not verified: {error}", compared=False)
+
+    def _compare(self, trial: Trial) -> Outcome:
+        """The outcome of a trial.
+
+        Raises:
+            Disturbed: nothing has been compared, and the graph has still to be replayed.
+        """
+        try:
+            eager = trial.run()
+        except Disturbed:
+            raise
+        except torch.OutOfMemoryError as error:
+            results = trial.replay().results
+            return Outcome(results, remark=f"not verified: {_first_line(error)}", compared=False)
+        except Exception as error:
+            trial.rewind()
+            return Outcome(None, Disagreement(None, f"its ops raise {_first_line(error)}, which a graph does not"))
+        if silently := trial.written_without_saying():
+            replayed = trial.without_running()
+            trial.adopt(eager, replayed, has_run=False, wholly=True)
+            op = next((op for op in trial.region.ops if silently in op.inputs), None)
+            difference = f"input {silently!r} is written by an operator that does not say so"
+            return Outcome(replayed.results, Disagreement(op, difference, self._where(op)))
+        replayed = trial.replay()
+        differing = trial.differing(eager, replayed)
+        if not differing:
+            return Outcome(replayed.results)
+        disagreement, remark = self._explain(trial, eager, replayed, differing)
+        trial.adopt(eager, replayed, has_run=True, wholly=disagreement is not None)
+        return Outcome(replayed.results, disagreement, remark)
+
+    def _explain(
+        self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]
+    ) -> tuple[Disagreement | None, str | None]:
+        """`_judge`, which may fail."""
+        has_opaque_ops = any(op.index in self._aliasing.opaque for op in trial.region.ops)
+        may_draw_on_host = trial.region.device.type != "cpu" and has_opaque_ops
+        try:
+            # An unknown operator that draws on the host has done so in the first run, and must not in the others.
+            with torch.random.fork_rng(devices=[], enabled=may_draw_on_host):
+                return self._judge(trial, eager, replayed, differing)
+        except Disturbed:
+            raise
+        except Exception as error:
+            failed = f"{trial.describe(differing[0])} differs, and to find out how failed: {_first_line(error)}"
+            return Disagreement(None, failed), None
+
+    def _judge(
+        self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]
+    ) -> tuple[Disagreement | None, str | None]:
+        """The disagreement, if there is one, and why other differences are none. The state is that of the last run."""
+
+        def values(run: Run) -> dict[Compared, Any]:
+            return {of: _copied(run.value(of)) for of in (*differing, *trial.generators)}
+
+        eagers, graphs = [values(eager)], [values(replayed)]
+        eagers += [values(trial.run()) for _ in range(_MORE_RUNS)]
+        graphs += [values(trial.replay()) for _ in range(_MORE_RUNS)]
+        for of in trial.generators:
+            if not all(same(run[of], runs[0][of]) for runs in (eagers, graphs) for run in runs):
+                raise Disturbed(trial.describe(of))
+        unwritten = trial.never_written([of for of in differing if of.kind == "result"])
+        wrong, remarks = [], []
+        for of in differing:
+            ignored = unwritten.get(of)
+            tolerable = is_tolerable([run[of] for run in eagers], [run[of] for run in graphs], ignored)
+            if eager.source(of) != replayed.source(of) or not tolerable:
+                wrong.append(of)
+            elif not (of in unwritten and is_tolerable([eagers[0][of]], [graphs[0][of]], ignored)):
+                remarks.append(
+                    f"{trial.describe(of)} is not deterministic: {describe_difference(eagers[0][of], graphs[0][of])}"
+                )
+        if not wrong:
+            return None, "; ".join(remarks) or None
+        op = self._first_op(trial, wrong)
+        of = next((of for of in wrong if op is not None and trial.name(of) in op.outputs), wrong[0])
+        if eager.source(of) == replayed.source(of):
+            difference = describe_difference(eagers[0][of], graphs[0][of])
+        else:
+            difference = f"{_memory_of(replayed.source(of))} in the graph, {_memory_of(eager.source(of))} eagerly"
+        return Disagreement(op, f"{trial.describe(of)}: {difference}", self._where(op)), None
+
+    def _first_op(self, trial: Trial, wrong: Sequence[Compared]) -> Op | None:
+        """The first op whose value differs, of those that the wrong results depend on."""
+        ops = trial.region.ops
+        results = {trial.name(of) for of in wrong} if all(of.kind == "result" for of in wrong) else None
+        relevant = self._ancestors(ops, results) if results else {op.index for op in ops}
+        once, again = list(trial.op_hashes()), list(trial.op_hashes())
+        filled = trial.op_hashes_on_filled_memory()
+        unlike = [
+            k
+            for k, (eager, graph) in enumerate(once)
+            if ops[k].index in relevant and hashes_differ(eager, graph, filled[k])
+        ]
+        # Kernels that are not deterministic differ from replay to replay. An op that does not is more likely to blame.
+        frozen = [k for k in unlike if not hashes_differ(once[k][1], again[k][1])]
+        if unlike:
+            return ops[(frozen or unlike)[0]]
+        return next((op for op in ops if results and not results.isdisjoint(op.outputs)), None)
+
+    def _ancestors(self, ops: Sequence[Op], names: set[str]) -> set[int]:
+        """The ops that these values depend on, also through memory that values share."""
+        aliasing = self._aliasing
+        ancestors = set()
+        needed = aliasing.sets_of(names)
+        for op in reversed(ops):
+            if not needed.isdisjoint(aliasing.sets_of(op.outputs) | aliasing.writes[op.index]):
+                ancestors.add(op.index)
+                needed |= aliasing.sets_of(op.inputs)
+        return ancestors
+
+    def _where(self, op: Op | None) -> str:
+        line = (op and self._ops.line(op)) or "at a line unknown to Thunder"
+        return line if line.startswith(("near ", "at ")) else f"at {line}"
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index if device.index is not None else 0]
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _memory_of(source: str | None) -> str:
+    return f"memory of input {source!r}" if source else "memory of its own"
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
