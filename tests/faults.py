@@ -14,7 +14,7 @@ from thunder_cg.compat import cuda
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.program import Program
-from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.region import _MAX_TRIES, RuntimeRegion
 
 Fault = Callable[[torch.device], None]
 
@@ -135,7 +135,7 @@ def forget(jfn: Any) -> None:
         program._moves.clear()
         program.fallbacks.clear()
         for region in program.regions:
-            region.failure, region.tries = None, type(region)("", region.region, region.io, region.function).tries
+            region.failure, region.tries = None, _MAX_TRIES
     gc.collect()
 
 
