@@ -339,7 +339,7 @@ def test_names_of_arguments(twins, device, trains):
                 model.y = model(model.x, x + 1, x + 2, [x + 3], kwargs={"kwargs": 2.0})
             if trains:
                 model.y.sum().backward()
-                same_state(plain, graphed)
+        same_state(plain, graphed)
         same(plain.y.detach(), graphed.y.detach())
     assert fast_path_calls(graphed) == CALLS - 2
 
