@@ -149,7 +149,7 @@ def test_several_regions_go_through_the_trace(twins, device):
 
 
 def test_views(twins, device):
-    """Made without autograd, as in a trace, though the short way runs under the caller's grad mode."""
+    """Made without autograd, as in a trace, though the fast path runs under the caller's grad mode."""
     plain, graphed = twins(Views(), jit={"disable_torch_autograd": True})
     for x in batches(device):
         a, b = plain(x), graphed(x)

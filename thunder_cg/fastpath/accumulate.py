@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from thunder_cg.compat.cuda import current_raw_stream
 from thunder_cg.compat.torch import engine_will_execute, has_accumulate_hooks
 from thunder_cg.runtime.tensors import address_if_any
 
@@ -148,7 +149,7 @@ class Keeper:
 
     def keep(self, arguments: Sequence[Any]) -> Accumulators:
         """Those of these arguments: they are parameters that the guard has found where they were."""
-        stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
+        stream = 0 if self._index is None else current_raw_stream(self._index)
         kept = self._kept
         if kept is None or stream != self._stream or (not kept.is_current and self._renewals < _MAX_RENEWALS):
             self._renewals += kept is not None and stream == self._stream

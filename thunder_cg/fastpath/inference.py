@@ -29,13 +29,15 @@ from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.recording import Recording, RegionGraph
 from thunder_cg.runtime.tensors import ALIGNMENT
 
-Call = Callable[..., Any]  # with a call's arguments; returns the call's result or MISS
+FastPath = Callable[..., Any]  # with a call's arguments; returns the call's result or MISS
 
 
 def inference_fast_path(
     compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any], statistics: Any
-) -> Call:
+) -> FastPath:
     """The function that only replays ``recording``: it takes a call's arguments, and returns its result or `MISS`.
+
+    It is longer than a screen, since each function that it would be split into costs host time in every call.
 
     Args:
         values: what ``guard`` looked up for the present call, for which ``recording`` has to be.
