@@ -22,6 +22,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic alg
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache_dir()}/{os.environ.get('PYTEST_XDIST_WORKER', 'tests')}"
 
 
+# Each worker of `pytest -n 2` has one core.
+torch.set_num_threads(1)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--programs", type=int, help="how many call patterns tests/programs runs, from seeds that nobody has seen"
@@ -40,10 +44,33 @@ def device(backend: str) -> str:
     return "cuda" if backend == "cuda" else "cpu"
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported stays. Frozen, it costs no later collection, automatic ones included, any time."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``-n``: tests of a file, which share fixtures, stay together; a worker that is done takes some of others."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
-def fresh_process_state() -> Iterator[None]:
-    """Seeds, and leaves nothing behind for the next test."""
+def seeded() -> Iterator[None]:
+    """Seeds. On a GPU, what the test has left behind gives its memory back at once."""
     torch.manual_seed(0)
+    yield
+    if torch.cuda.is_available():
+        gc.collect()
+
+
+@pytest.fixture
+def collects() -> Iterator[None]:
+    """For tests that count what lives: no garbage of earlier tests is there, and the test leaves none behind."""
+    gc.collect()
     yield
     gc.collect()
 

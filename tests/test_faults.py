@@ -5,6 +5,7 @@ Every test compares with uncaptured Thunder, bit for bit: results, gradients, bu
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import weakref
@@ -89,6 +90,43 @@ class Halves(nn.Module):
         return nn.functional.dropout(torch.tanh(h * n), 0.5) * 2, h.view(-1)
 
 
+class Compiled:
+    """Compiles models. What tests share is reset for each of them, and given up when one of them fails.
+
+    Args:
+        make: a transform, with options.
+        shared: what was compiled before, by key.
+    """
+
+    def __init__(self, make: Callable[..., Any], device: str, shared: dict[Any, Any], failed: int) -> None:
+        self.make, self.device, self.shared, self.failed = make, device, shared, failed
+
+    def uncaptured(self, model: nn.Module) -> Any:
+        """Calls leave nothing in it but parameters, gradients and buffers. Those are the model's from here on."""
+        grads = tuple(p.requires_grad for p in model.parameters())
+        key = self.failed, self.device, type(model), getattr(model, "p", None), grads
+        plain = self.shared.get(key)
+        if plain is None:
+            plain = self.shared[key] = thunder.jit(copy.deepcopy(model).to(self.device))
+        plain.load_state_dict(model.state_dict())
+        plain.zero_grad()
+        return plain
+
+    def captured(self, model: nn.Module, **options: Any) -> Any:
+        return thunder.jit(model.to(self.device), transforms=[self.make(**options)])
+
+    def others(self) -> tuple[Any, Any]:
+        """Another pair, which forgets its captures before it is used."""
+        key = self.failed, self.device, "others"
+        if key not in self.shared:
+            model = Other()
+            plain = thunder.jit(copy.deepcopy(model).to(self.device))
+            self.shared[key] = plain, self.captured(model)
+        plain, graphed = self.shared[key]
+        graphed.load_state_dict(plain.state_dict())
+        return plain, graphed
+
+
 class Twins:
     """A model without and with graphs, in step, and another pair that has to work after each fault.
 
@@ -96,11 +134,12 @@ class Twins:
         arm: what to call before the forward, and before the backward, of the model with graphs.
     """
 
-    def __init__(self, make: Callable[..., Any], device: str, model: nn.Module, *, trains: bool = True, **options: Any):
+    def __init__(self, compiled: Compiled, device: str, model: nn.Module, *, trains: bool = True, **options: Any):
         self.device = device
         self.trains = trains
-        self.plain, self.graphed = make(model, **options)
-        self.others = make(Other())
+        self.plain = compiled.uncaptured(model)
+        self.graphed = compiled.captured(model, **options)
+        self.others = compiled.others()
         self.steps = 0
         self.arm: dict[int, Callable[[], None]] = {}
         self.call()  # compiles
@@ -180,16 +219,29 @@ class Twins:
         return self.arena_bytes()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen():
+    """What `pair` has frozen is collected when all tests of the module have run."""
+    yield
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def shared():
+    return {}
+
+
 @pytest.fixture
-def pair(twins, device):
+def pair(transform, device, shared, request):
     def make(model, **options):
-        pair = Twins(twins, device, model, **options)
+        pair = Twins(Compiled(transform, device, shared, request.session.testsfailed), device, model, **options)
         gc.collect()
         gc.freeze()  # all that is there by now, so that the many collections take little time
         return pair
 
-    yield make
-    gc.unfreeze()
+    return make
 
 
 @pytest.fixture
@@ -640,8 +692,8 @@ def test_gradients_that_are_what_the_forward_saved(pair):
         for _ in range(4):
             twins.call()
             kept.append((twins.graphed.weight.grad, twins.graphed.weight.grad.clone()))
-        for gradient, copy in kept:
-            same(gradient, copy)
+        for gradient, clone in kept:
+            same(gradient, clone)
 
 
 def test_nothing_is_left_of_a_model_with_faults(transform, device):

@@ -8,7 +8,7 @@ are predicates of `conditions`, which `ops.read` evaluates once for each op. Onl
 decide by what the records say.
 
 Note [How the rules were checked]
-    ``python -m thunder_cg rules`` measures the records; the results are in ``tools/results/rules-*.json``, one file for
+    ``python -m thunder_cg.tools.operators`` measures the records. ``tools/results/rules-*.json`` has the results of
     each machine, with versions and date. It runs PyTorch's own table of operators with all its samples
     (torch.testing._internal.common_methods_invocations.op_db; float32 where an operator takes that), other names for
     the same operators, their in-place forms, and calls written by hand, through Thunder. Each call is captured and
