@@ -47,12 +47,16 @@ def nodes_of(leaves: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _node_of(leaf: torch.Tensor) -> Any:
-    if _NO_HOOKS in _node(leaf).metadata:
+    if isinstance(_node(leaf).metadata.get(_NO_HOOKS), int):
         return _node(leaf)
-    _node(leaf).metadata[_NO_HOOKS] = -1  # goes with the node at once, unless somebody holds the node
+    token = object()  # of this thread
+    _node(leaf).metadata[_NO_HOOKS] = token  # goes with the node at once, unless somebody holds the node
     node = _node(leaf)
-    if node.metadata.pop(_NO_HOOKS, None) is None:
+    found = node.metadata.get(_NO_HOOKS)
+    if found is None:
         node.metadata[_NO_HOOKS] = _registered()
+    elif found is token:
+        del node.metadata[_NO_HOOKS]
     return node
 
 
@@ -63,7 +67,7 @@ def _node(leaf: torch.Tensor) -> Any:
 def _has_no_hooks(node: Any) -> bool:
     """See Note [Nodes without hooks]."""
     known = node.metadata.get(_NO_HOOKS)
-    if known is None or (known != _registered() and _has_python_hooks(node)):
+    if not isinstance(known, int) or (known != _registered() and _has_python_hooks(node)):
         return False
     node.metadata[_NO_HOOKS] = _registered()
     return True

@@ -180,7 +180,8 @@ class Dispatch:
         may_train = not self._entries or any(entry.may_train for entry in self._entries)
         if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
             return ()
-        return [p for p in module_parameters(module).values() if p.is_leaf and p.requires_grad]
+        kinds = (torch.nn.Parameter, torch.Tensor)  # others may have nodes of their own kind
+        return [p for p in module_parameters(module).values() if type(p) in kinds and p.is_leaf and p.requires_grad]
 
     def _certain(self) -> list[EntryFastPaths]:
         """The entries that no newer one could come before, newest first, as Thunder tries them."""

@@ -68,7 +68,9 @@ class PrologueGuard:
         tensors = [name for name in wanted if name in sorted_checks.tensors]
         arguments = sorted((name for name in wanted if name not in sorted_checks.tensors), key=self._argument_order)
         dictionaries = module_parameters(module), module_buffers(module), None
-        parameters, buffers, others = ([name for name in tensors if sorted_checks.home(name) is home] for home in dictionaries)
+        parameters, buffers, others = (
+            [name for name in tensors if sorted_checks.home(name) is home] for home in dictionaries
+        )
         self.place = {name: i for i, name in enumerate([*arguments, *parameters, *buffers, *others])}
         keys = [[checks.lookups[name].key for name in names] for names in (parameters, buffers, others)]
         self.parameters_cache = parameters_cache
