@@ -17,8 +17,7 @@ from thunder.executors import pythonex, sdpaex, torchex
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import _is_bookkeeping
-from thunder_cg.analysis.rules import RULES, Reason, conditions, executors, prims
-from thunder_cg.analysis.rules import torch as torch_rules
+from thunder_cg.analysis.rules import RULES, Reason, conditions, executors, prims, torch as torch_rules
 from thunder_cg.analysis.rules.record import CAPTURED, Arguments, Condition
 
 

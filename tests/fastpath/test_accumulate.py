@@ -132,9 +132,9 @@ def test_tied_weights(transform, device, monkeypatch) -> None:
     assert True not in runs_in_bulk(plain, transform, device, monkeypatch, Tied)
 
 
-def runs_in_bulk(body: Body, transform, device, monkeypatch, kind=None) -> set[bool]:
-    """Whether gradients went in bulk, over some steps, all of which are compared with plain Thunder."""
-    taken = []
+def watch_deliveries(monkeypatch) -> list[bool]:
+    """Of each delivery from here on, whether gradients went in bulk."""
+    taken: list[bool] = []
     deliver = Accumulators.deliver
 
     def watched(self, gradients, others):
@@ -143,6 +143,12 @@ def runs_in_bulk(body: Body, transform, device, monkeypatch, kind=None) -> set[b
         return rest
 
     monkeypatch.setattr(Accumulators, "deliver", watched)
+    return taken
+
+
+def runs_in_bulk(body: Body, transform, device, monkeypatch, kind=None, steps=6, taken=None) -> set[bool]:
+    """Whether gradients went in bulk, over some steps, all of which are compared with plain Thunder."""
+    taken = watch_deliveries(monkeypatch) if taken is None else taken
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -154,7 +160,7 @@ def runs_in_bulk(body: Body, transform, device, monkeypatch, kind=None) -> set[b
     state: dict[str, Any] = {}
     twin_state: dict[str, Any] = {}
     torch.manual_seed(1)
-    for _ in range(6):
+    for _ in range(steps):
         x = torch.randn(4, 8, device=device)
         assert body(jmodel, model, x, state) == body(jtwin, twin, x, twin_state)
         for mine, theirs in zip(model.parameters(), twin.parameters()):
@@ -162,3 +168,71 @@ def runs_in_bulk(body: Body, transform, device, monkeypatch, kind=None) -> set[b
             if mine.grad is not None:
                 same(mine.grad, theirs.grad)
     return set(taken) or {False}
+
+
+def usual_loop(keep: Callable[[list[Any], torch.Tensor], Any]) -> Body:
+    """The loss lives until the next step has its own; ``keep`` may have it live longer."""
+
+    def body(jmodel, model, x, state):
+        if "optimizer" not in state:
+            state.update(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), kept=[])
+            state["scheduler"] = torch.optim.lr_scheduler.StepLR(state["optimizer"], 2)
+        state["optimizer"].zero_grad(set_to_none=True)
+        state["loss"] = loss = jmodel(x).mean()
+        loss.backward()
+        state["optimizer"].step()
+        state["scheduler"].step()
+        keep(state["kept"], loss)
+        return loss.item()
+
+    return body
+
+
+def note_and_hook(kept: list[Any], loss: torch.Tensor) -> None:
+    """A hook on something else, so that the nodes have to be looked at again."""
+    kept.append(loss)
+    loss.register_hook(lambda gradient: None)
+
+
+LOOPS = {
+    "loss until the next step": lambda kept, loss: None,
+    "all losses": lambda kept, loss: kept.append(loss),
+    "a metric": lambda kept, loss: kept.append(loss.detach()),
+    "a hook on each loss": note_and_hook,
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_the_usual_loop(loop: str, transform, device, monkeypatch) -> None:
+    taken = watch_deliveries(monkeypatch)
+    runs_in_bulk(usual_loop(LOOPS[loop]), transform, device, monkeypatch, steps=20, taken=taken)
+    assert taken == [True] * 18
+
+
+def test_a_hook_on_a_node_that_losses_hold(transform, device, monkeypatch) -> None:
+    def body(jmodel, model, x, state):
+        seen = state.setdefault("seen", [])
+        if len(state.setdefault("losses", [])) == 6:
+            node = torch.autograd.graph.get_gradient_edge(next(model.parameters())).node
+            state["handle"] = node.register_prehook(lambda gradients: seen.append(gradients[0].sum().item()))
+        if len(state["losses"]) == 10:
+            state["handle"].remove()
+            state["losses"][0].register_hook(lambda gradient: None)  # removing a hook does not show
+        model.zero_grad()
+        state["losses"].append(jmodel(x).sum())
+        state["losses"][-1].backward()
+        return list(seen)
+
+    taken = watch_deliveries(monkeypatch)
+    runs_in_bulk(body, transform, device, monkeypatch, steps=14, taken=taken)
+    assert taken == [True] * 4 + [False] * 4 + [True] * 4
+
+
+def test_a_loss_of_the_model_from_before_it_was_compiled(transform, device, monkeypatch) -> None:
+    """Its graph holds the nodes, and whoever holds nodes may have given them hooks."""
+
+    def body(jmodel, model, x, state):
+        state.setdefault("before", model(x).sum())
+        return plain(jmodel, model, x, state)
+
+    assert runs_in_bulk(body, transform, device, monkeypatch) == {False}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 
 import pytest
 import thunder
@@ -11,6 +12,7 @@ import torch
 from support import fast_path_calls, no_fast_path, same, same_state
 from thunder.core.trace import from_trace
 from thunder.core.transform_common import Transform
+from thunder.dynamo import thunderfx
 from torch import nn
 
 CALLS = 6
@@ -147,7 +149,7 @@ def test_several_regions_go_through_the_trace(twins, device):
 
 
 def test_views(twins, device):
-    """Made without autograd, as in a trace, though the short way runs under the caller's grad mode."""
+    """Made without autograd, as in a trace, though the fast path runs under the caller's grad mode."""
     plain, graphed = twins(Views(), jit={"disable_torch_autograd": True})
     for x in batches(device):
         a, b = plain(x), graphed(x)
@@ -279,3 +281,86 @@ def test_each_recording_has_its_fast_path(twins, device):
                 x = torch.randn(rows, 4, device=device)
                 same(plain(x), graphed(x))
     assert fast_path_calls(graphed) == 6 + 12
+
+
+@pytest.mark.parametrize("kind", ["jit", "one node", "thunderfx"])
+@pytest.mark.parametrize("penalty", [True, False])
+def test_second_derivatives(transform, device, kind, penalty):
+    """As uncaptured Thunder: an error where a call has one node, constants where it has two."""
+
+    def outcome(model, jmodel, x):
+        y = jmodel(x)
+        loss = y.square().sum() if penalty else y.sum()
+        (gradient,) = torch.autograd.grad(loss, model.first.weight, create_graph=True)
+        name = type(y.grad_fn).__name__
+        try:
+            gradient.square().sum().backward()
+        except RuntimeError as error:
+            return name, gradient.requires_grad, str(error)
+        return name, gradient.requires_grad
+
+    options = {"thunderfx_disable_split_autograd": True} if kind == "one node" else {}
+    compile_ = thunderfx if kind == "thunderfx" else thunder.jit
+    model, twin = MLP().to(device), MLP().to(device)
+    plain, graphed = compile_(twin, **options), compile_(model, transforms=[transform()], **options)
+    for x in batches(device):
+        assert outcome(twin, plain, x) == outcome(model, graphed, x)
+
+
+def test_below_autograd(twins, device):
+    plain, graphed = twins(MLP())
+    for step, x in enumerate(batches(device, 2 * CALLS)):
+        with torch._C._AutoDispatchBelowAutograd() if step % 3 == 2 else nullcontext():
+            a, b = plain(x), graphed(x)
+        same(a.detach(), b.detach())
+        assert traits(a) == traits(b)
+    assert fast_path_calls(graphed) > 0
+
+
+class Named(nn.Module):
+    """Names of arguments that generated functions use for something else. Thunder itself cannot have ``cotangents``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thunder_module = nn.Linear(4, 4)
+
+    def forward(self, values, thunder_module, cudagraph_check_parameters, args, kwargs=None):
+        y = torch.tanh(self.thunder_module(values)) * values
+        return y * thunder_module * cudagraph_check_parameters + args[0] * kwargs["kwargs"]
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_names_of_arguments(twins, device, trains):
+    plain, graphed = twins(Named())
+    for x in batches(device):
+        for model in (plain, graphed):
+            model.x = x.clone().requires_grad_(trains)
+            with torch.set_grad_enabled(trains):
+                model.y = model(model.x, x + 1, x + 2, [x + 3], kwargs={"kwargs": 2.0})
+            if trains:
+                model.y.sum().backward()
+        same_state(plain, graphed)
+        same(plain.y.detach(), graphed.y.detach())
+    assert fast_path_calls(graphed) == CALLS - 2
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_it_is_freed_without_the_garbage_collector(twins, device, trains):
+    """As without the transform, once the cycles that Thunder's tracing leaves behind have been collected."""
+    for model in twins(MLP()):
+        for step in range(6):
+            if step == 4:
+                gc.collect()
+                gc.disable()
+            with torch.set_grad_enabled(trains):
+                y = model(torch.randn(5, 4, device=device))
+                if trains:
+                    y.sum().backward()
+                del y
+    kept = [weakref.ref(t) for t in (model, model._model, model._forward_fn, *model.parameters())]
+    try:
+        assert fast_path_calls(model) == 4
+        del model
+        assert [ref() for ref in kept] == [None] * len(kept)
+    finally:
+        gc.enable()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from multiprocessing import resource_tracker
 
 import pytest
 
@@ -100,6 +101,7 @@ def test_turns_come_one_by_one_when_nothing_else_is_at_work() -> None:
 
 
 def test_processes_that_cannot_be_started() -> None:
+    resource_tracker.ensure_running()  # it would get the environment below, too, and die
     workers = Workers(misbehave, ["fine"], 1, timeout=4, environment={"PYTHONHOME": "/nowhere"})
     with pytest.raises(RuntimeError, match="a worker does not start: the process ended with status 1"):
         list(workers.answers())

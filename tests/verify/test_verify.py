@@ -25,8 +25,8 @@ from thunder_cg import CaptureError, DisagreementWarning, explain
 from thunder_cg.analysis import rules
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.program import Program
-from thunder_cg.verify.compare import is_tolerable
-from thunder_cg.verify.compare import same as same_bits
+from thunder_cg.verify import ReplayVerifier
+from thunder_cg.verify.compare import is_tolerable, same as same_bits
 from thunder_cg.verify.hashes import CHUNK, hash_tensor
 from thunder_cg.verify.trial import Trial
 
@@ -327,7 +327,7 @@ def test_strict_raises(planted, transform, device):
 
 
 def test_a_write_that_nothing_says(planted, twins, device, monkeypatch):
-    """A wrong row in the table: an operator nobody knows is taken to write its arguments."""
+    """A wrong record. An operator without one is assumed to write its arguments."""
     plant_rule(monkeypatch, "advance")
     op = planted("advance", lambda x: x.add_(1.0) * 2.0)
     counts = [torch.zeros(4, device=device), torch.zeros(4, device=device)]
@@ -508,7 +508,7 @@ def test_right_inference_with_state(twins, device, deterministic, verify):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_one_call_in_n_goes_thunders_way(twins, device, training):
+def test_one_call_in_n_goes_through_thunders_dispatch(twins, device, training):
     plain, graphed = twins(mlp().requires_grad_(training), verify=4)
     inputs = [torch.randn(4, 16, device=device) for _ in range(18)]
     same(outcomes(plain, inputs, backward=training), outcomes(graphed, inputs, backward=training))
@@ -530,14 +530,19 @@ def test_gradients_still_go_in_bulk(twins, device):
     assert kept is None or kept._may_deliver
 
 
-def test_off_costs_nothing(twins, device):
+def test_off_costs_nothing(twins, device, monkeypatch):
+    """Nothing is recorded for a comparison, none takes place, and the fast path compares two integers."""
+    for hook in ("record", "replay"):
+        monkeypatch.setattr(ReplayVerifier, hook, lambda *args: pytest.fail("a hook was called"))
     _, graphed = twins(mlp().requires_grad_(False))
     for _ in range(4):
         graphed(torch.randn(4, 16, device=device))
     (recording,) = program(graphed).recordings
     assert program(graphed).regions[0].hash_function is None and recording.forward.graphs[0].check is None
     (call,) = graphed._forward_fn._calls
-    assert "verify" not in " ".join((*call.__code__.co_names, *call.__code__.co_varnames))
+    names = {*call.__code__.co_names, *call.__code__.co_varnames, *call.__code__.co_freevars}
+    assert {name for name in names if "verif" in name} == {"verify_after"}
+    assert program(graphed).verify_after == sys.maxsize
     assert fast_path_calls(graphed) == 2
 
 

@@ -30,7 +30,7 @@ class Aliasing:
     reads: tuple[frozenset[str], ...]
     """For each op, the alias sets that it touches: those of its inputs, and of its outputs, which may be views."""
     writes: tuple[frozenset[str], ...]
-    """For each op, the alias sets that it may write, in itself or in what it is made of. New memory does not count."""
+    """For each op, the alias sets that it may write, directly or in its subsymbols. New memory does not count."""
     opaque: frozenset[int]
     """Indices of ops that no rule knows. They may write or return any tensor that they are given, and do anything."""
     effects: frozenset[int]
@@ -73,7 +73,7 @@ def has_effect(op: Op) -> bool:
     if rule is not None:
         if rule.draws or rule.is_collective or rule.cause.reason in _CHANGES_STATE:
             return True
-        if any(condition.draws for condition in rule.conditions):  # this condition decides, whatever is inside
+        if any(condition.draws for condition in rule.conditions):  # the inside of the op is not asked
             return any(condition.draws for condition in rule.holding(op.conditions))
     return is_opaque(op) or any(has_effect(sub) for sub in op.subs)
 
@@ -126,13 +126,13 @@ def _unite_aliases(op: Op, values: Mapping[str, Value], sets: _UnionFind) -> Non
 
 
 def _aliased_inputs(op: Op) -> AliasedInputs | None:
-    """The inputs that an output of the op may share memory with, what it is made of not counted."""
+    """The inputs that an output of the op may share memory with, not counting the ops that it is made of."""
     rule = rules.find(op.executor, op.id)
     return rule.aliased(op.conditions) if rule is not None else _assumed(op)
 
 
 def _written_inputs(op: Op) -> AliasedInputs | None:
-    """The inputs that the op may write, what it is made of not counted."""
+    """The inputs that the op may write, not counting the ops that it is made of."""
     rule = rules.find(op.executor, op.id)
     return rule.written(op.conditions) if rule is not None else _assumed(op)
 

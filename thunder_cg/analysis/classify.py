@@ -82,8 +82,8 @@ def classify(
         device_type: ``"cuda"`` or ``"cpu"``: what the backend captures.
         supports_scalar_updates: whether the backend can give the kernels of a graph new numbers.
     """
-    judge = _Judge(ops.values, user, device_type, supports_scalar_updates, _read_past(ops, aliasing, user))
-    return tuple(judge.verdict(op) for op in ops.ops)
+    classifier = _Classifier(ops.values, user, device_type, supports_scalar_updates, _read_past(ops, aliasing, user))
+    return tuple(classifier.verdict(op) for op in ops.ops)
 
 
 def _read_past(ops: Ops, aliasing: Aliasing, user: UserRules) -> frozenset[str]:
@@ -100,7 +100,7 @@ def _read_past(ops: Ops, aliasing: Aliasing, user: UserRules) -> frozenset[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
+class _Classifier:
     values: Mapping[str, Value]
     user: UserRules
     device_type: str

@@ -69,7 +69,7 @@ def region_io(ops: Ops, plan: Plan, aliasing: Aliasing, returned: Set[str], save
     copied_out = aliased | _must_be_copied_out(ops, plan, aliasing, steps, returned)
     last = _last_steps(aliasing, steps, saved, len(plan.steps)) | dict.fromkeys(aliased, len(plan.steps))
     result = []
-    candidates = [name for name in ops.args if name in aliasing.sets]  # inputs, and what earlier regions made
+    candidates = [name for name in ops.args if name in aliasing.sets]  # inputs, and outputs of earlier regions
     for at, step in enumerate(plan.steps):
         if not isinstance(step, Region):
             continue

@@ -17,8 +17,7 @@ import torch
 from thunder_cg.compat.torch import is_view, neg_view
 
 try:
-    from cuda.bindings import driver as driver
-    from cuda.bindings import nvrtc
+    from cuda.bindings import driver, nvrtc
 except ImportError:  # torch before 2.10 does not install it
     driver = nvrtc = None
 

@@ -38,71 +38,10 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, f
 from thunder.core.transform_common import Transform
 from thunder.executors.passes import del_last_used
 from thunder.executors.torch_autograd import connect_to_autograd
-from thunder.executors.torchex import ex as _torch_executor
-from thunder.executors.torchex import no_autocast
+from thunder.executors.torchex import ex as _torch_executor, no_autocast
 from thunder.extend import FusionExecutor, get_default_executors, get_executor, register_executor
 from thunder.plugins import register_plugin
 from thunder.torch import _torch_to_thunder_function_map
-
-__all__ = [
-    "CACHE_OPTIONS",
-    "AnyProxy",
-    "BoundSymbol",
-    "CacheEntry",
-    "CollectionProxy",
-    "DictProxy",
-    "FusionExecutor",
-    "FutureTensorProxy",
-    "ListProxy",
-    "NumberProxy",
-    "OpTags",
-    "Plugin",
-    "PluginPolicy",
-    "PrimIDs",
-    "Proxy",
-    "ProxyTag",
-    "Symbol",
-    "TensorProxy",
-    "ThunderModule",
-    "TraceCtx",
-    "TraceProvenance",
-    "TraceTag",
-    "Transform",
-    "TupleProxy",
-    "bound_functions",
-    "build_callable",
-    "compile_data",
-    "compile_stats",
-    "connect_to_autograd",
-    "current_trace",
-    "del_last_used",
-    "dispatch_of",
-    "drop_self_reference",
-    "drop_self_references",
-    "dtypes",
-    "from_trace",
-    "get_compile_data",
-    "get_default_executors",
-    "get_executor",
-    "module_buffers",
-    "module_cache",
-    "module_parameters",
-    "module_shortname",
-    "no_autocast",
-    "original_module",
-    "prims",
-    "proxy_shape",
-    "rebind",
-    "register_executor",
-    "register_plugin",
-    "set_dispatch",
-    "symbols_of_functions",
-    "torch_executor_has",
-    "tracectx",
-    "tree_flatten",
-    "tree_flatten_with_dataclass",
-    "tree_map",
-]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Traces

@@ -26,59 +26,8 @@ from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as disable_dispatch_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
-
-__all__ = [
-    "TensorGuards",
-    "TorchDispatchMode",
-    "addresses_equal",
-    "any_autocast_enabled",
-    "attribute_dictionaries",
-    "autograd_base",
-    "autograd_is_active",
-    "backward_keeps_graph",
-    "composite_sees_views",
-    "copy_all_",
-    "default_device_is_set",
-    "deterministic_fill",
-    "dictionary_guard",
-    "disable_dispatch_modes",
-    "dispatch_mode_count",
-    "dynamo_counters",
-    "dynamo_recompile_limit",
-    "empty_strided",
-    "end_allocate_to_pool",
-    "engine_will_execute",
-    "forget_dynamic_sizes",
-    "forward_ad_level",
-    "function_apply",
-    "function_mode_count",
-    "functorch_is_active",
-    "has_accumulate_hooks",
-    "has_storage",
-    "is_mutable",
-    "is_traced",
-    "is_view",
-    "is_zero_tensor",
-    "keep_cublas_workspaces",
-    "kernel_settings",
-    "may_overlap_itself",
-    "neg_view",
-    "only_device_modes",
-    "operator_table",
-    "preserve_version_counter",
-    "saved_tensors_hooks",
-    "storage_id",
-    "tensor_guards",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-    "version",
-]
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Tensors

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from thunder_cg.compat.cuda import current_raw_stream
 from thunder_cg.compat.torch import engine_will_execute, has_accumulate_hooks
 from thunder_cg.runtime.tensors import address_if_any
 
@@ -46,12 +47,16 @@ def nodes_of(leaves: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def _node_of(leaf: torch.Tensor) -> Any:
-    if _NO_HOOKS in _node(leaf).metadata:
+    if isinstance(_node(leaf).metadata.get(_NO_HOOKS), int):
         return _node(leaf)
-    _node(leaf).metadata[_NO_HOOKS] = -1  # goes with the node at once, unless somebody holds the node
+    token = object()  # of this thread
+    _node(leaf).metadata[_NO_HOOKS] = token  # goes with the node at once, unless somebody holds the node
     node = _node(leaf)
-    if node.metadata.pop(_NO_HOOKS, None) is None:
+    found = node.metadata.get(_NO_HOOKS)
+    if found is None:
         node.metadata[_NO_HOOKS] = _registered()
+    elif found is token:
+        del node.metadata[_NO_HOOKS]
     return node
 
 
@@ -62,7 +67,7 @@ def _node(leaf: torch.Tensor) -> Any:
 def _has_no_hooks(node: Any) -> bool:
     """See Note [Nodes without hooks]."""
     known = node.metadata.get(_NO_HOOKS)
-    if known is None or (known != _registered() and _has_python_hooks(node)):
+    if not isinstance(known, int) or (known != _registered() and _has_python_hooks(node)):
         return False
     node.metadata[_NO_HOOKS] = _registered()
     return True
@@ -148,7 +153,7 @@ class Keeper:
 
     def keep(self, arguments: Sequence[Any]) -> Accumulators:
         """Those of these arguments: they are parameters that the guard has found where they were."""
-        stream = 0 if self._index is None else torch._C._cuda_getCurrentRawStream(self._index)
+        stream = 0 if self._index is None else current_raw_stream(self._index)
         kept = self._kept
         if kept is None or stream != self._stream or (not kept.is_current and self._renewals < _MAX_RENEWALS):
             self._renewals += kept is not None and stream == self._stream

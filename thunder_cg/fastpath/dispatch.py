@@ -32,7 +32,7 @@ from thunder_cg.compat.torch import (
 from thunder_cg.fastpath.accumulate import nodes_of
 from thunder_cg.fastpath.compiled import Compiled
 from thunder_cg.fastpath.guard import PrologueGuard
-from thunder_cg.fastpath.inference import inference_fast_path, note_last
+from thunder_cg.fastpath.inference import FastPath, inference_fast_path, note_last
 from thunder_cg.fastpath.outcomes import MISS, GuardMismatch, Unsupported
 from thunder_cg.fastpath.prologue import PrologueChecks
 from thunder_cg.fastpath.state import ParameterCache
@@ -41,7 +41,6 @@ from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Recording
 
-FastPath = Callable[..., Any]  # with a call's arguments; returns the call's result or MISS
 _OVERTAKEN = "Thunder asks another compiled version first, which may be for the same calls"
 _MAX_TRACED = 8  # per cache entry, for traces of several regions: one for each layout of inputs
 
@@ -181,7 +180,8 @@ class Dispatch:
         may_train = not self._entries or any(entry.may_train for entry in self._entries)
         if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
             return ()
-        return [p for p in module_parameters(module).values() if p.is_leaf and p.requires_grad]
+        kinds = (torch.nn.Parameter, torch.Tensor)  # others may have nodes of their own kind
+        return [p for p in module_parameters(module).values() if type(p) in kinds and p.is_leaf and p.requires_grad]
 
     def _certain(self) -> list[EntryFastPaths]:
         """The entries that no newer one could come before, newest first, as Thunder tries them."""

@@ -67,8 +67,10 @@ class PrologueGuard:
         wanted = dict.fromkeys([*order, *self.inputs, *self.passed_on, *self.metadata])
         tensors = [name for name in wanted if name in sorted_checks.tensors]
         arguments = sorted((name for name in wanted if name not in sorted_checks.tensors), key=self._argument_order)
-        homes = module_parameters(module), module_buffers(module), None
-        parameters, buffers, others = ([name for name in tensors if sorted_checks.home(name) is home] for home in homes)
+        dictionaries = module_parameters(module), module_buffers(module), None
+        parameters, buffers, others = (
+            [name for name in tensors if sorted_checks.home(name) is home] for home in dictionaries
+        )
         self.place = {name: i for i, name in enumerate([*arguments, *parameters, *buffers, *others])}
         keys = [[checks.lookups[name].key for name in names] for names in (parameters, buffers, others)]
         self.parameters_cache = parameters_cache

@@ -14,26 +14,30 @@ Note [Checks after the launch]
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import starmap
 from typing import Any
 
+from thunder_cg.compat.cuda import current_device
 from thunder_cg.compat.thunder import CacheEntry
-from thunder_cg.compat.torch import addresses_equal, kernel_settings, tensor_guards
+from thunder_cg.compat.torch import addresses_equal, empty_strided, kernel_settings, tensor_guards
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion
 from thunder_cg.fastpath.guard import PrologueGuard
 from thunder_cg.fastpath.outcomes import MISS
 from thunder_cg.fastpath.state import getter
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.recording import Recording
+from thunder_cg.runtime.recording import Recording, RegionGraph
 from thunder_cg.runtime.tensors import ALIGNMENT
 
-Call = Callable[..., Any]  # with a call's arguments; returns the call's result or MISS
+FastPath = Callable[..., Any]  # with a call's arguments; returns the call's result or MISS
 
 
 def inference_fast_path(
     compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any], statistics: Any
-) -> Call:
+) -> FastPath:
     """The function that only replays ``recording``: it takes a call's arguments, and returns its result or `MISS`.
+
+    It is longer than a screen, since each function that it would be split into costs host time in every call.
 
     Args:
         values: what ``guard`` looked up for the present call, for which ``recording`` has to be.
@@ -43,35 +47,46 @@ def inference_fast_path(
         Unsupported: the trace holds more than one region, or its results are not all the region's.
         GuardMismatch: the recording is not for the call that ``values`` are of.
     """
-    program, entry = compiled.forward, compiled.entry
+    program, entry, device = compiled.forward, compiled.entry, compiled.forward.regions[0].device
     region = OnlyRegion(program, recording.forward)
     pick_tensors = guard.picker(region.inputs)
     region.adapt_guard(list(pick_tensors(values)))
     tensors_hold, is_simple, aligned = region.guard.holds, region.guard.is_simple, region.guard.aligned
     addresses, static, metadata_holds = region.guard.addresses, region.guard.static, region.guard.metadata.check
     pick_inputs = getter([i for i, _ in aligned])  # the tensors that are not static
-    inputs_hold = tensor_guards(pick_inputs(list(pick_tensors(values)))).check if aligned else None
+    inputs = pick_inputs(list(pick_tensors(values)))
+    inputs_hold = tensor_guards(inputs).check if aligned and is_simple else None
     others = MetadataGuard(guard, [name for name in guard.metadata if name not in region.inputs], values)
     others_hold = None if others.is_empty else others.holds
     takes_all_values = guard.makes_exactly(region.inputs)
     result = CallResult(compiled, guard, entry.computation_traces[-1].bound_symbols[-1].args[0])
-    result_of, only_result, prologue_fn = result.of, result.only, entry.prologue_fn
+    result_of, prologue_fn = result.of, entry.prologue_fn
     backend, skip_reason, may_be_early = program.backend, skip_reasons.skip_reason, program.is_invisible
     positional, keywords, sharing_is_expected = guard.positional, guard.keywords, guard.sharing_is_expected
     is_alone = keywords is not None and positional + len(keywords) == 1  # one argument shares no memory
     look_up, cache, parameters_key = guard.look_up, guard.parameters_cache, guard.parameters_key
     global_state_holds, attributes, settings = guard.global_state.holds, guard.attributes, region.guard.settings
-    arena, replay, stats = recording.arena, region.graph.replay, region.stats
+    graph, stats, arena = region.graph, region.stats, recording.arena
+    # A replay that only copies is launched from here; the usual call returns one of the copies.
+    only_copies = is_simple and graph.is_simple and graph.copied == [i for i, _ in aligned]
+    replay, launch, layouts, empty = graph.replay, graph.graph.replay, graph.outputs.layouts, empty_strided(device.type)
+    places = _places_of_copies(graph)
+    only_copy = places.index(result.only) if result.only in places else None
+    fixed = graph.fixed
+    index = device.index if device.type == "cuda" else None
     try_hold, enter, release = arena.try_hold, arena.enter, arena.release
 
     def state_holds(tensors: list[Any]) -> bool:
         """What may be checked after the launch."""
-        return (
-            (not static or metadata_holds(*tensors))
-            and global_state_holds()
-            and kernel_settings() == settings
-            and (attributes.unchanged() or attributes.holds())
-        )
+        try:
+            return (
+                (not static or not is_simple or metadata_holds(*tensors))
+                and global_state_holds()
+                and kernel_settings() == settings
+                and (attributes.unchanged() or attributes.holds())
+            )
+        except Exception:
+            return False
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -90,13 +105,11 @@ def inference_fast_path(
                 return MISS
             tensors = values if takes_all_values else list(pick_tensors(values))
             # Addresses of static tensors, and all of the others: see Note [Checks after the launch].
-            if not is_simple:
-                if not tensors_hold(tensors):
-                    return MISS
-            elif not addresses_equal(tensors, addresses, static):
+            if not (addresses_equal(tensors, addresses, static) if is_simple else tensors_hold(tensors)):
                 return MISS
-            elif inputs_hold is not None:
-                if not inputs_hold(*pick_inputs(tensors)):
+            inputs = pick_inputs(tensors)
+            if inputs_hold is not None:
+                if not inputs_hold(*inputs):
                     return MISS
                 for i, alignment in aligned:
                     if tensors[i].data_ptr() % ALIGNMENT != alignment:
@@ -106,21 +119,22 @@ def inference_fast_path(
             launch_early = may_be_early and recording.may_launch_early
             if not (launch_early or state_holds(tensors)):
                 return MISS
+            copies = None
+            if only_copies and (index is None or current_device() == index):
+                copies = [*starmap(empty, layouts)]
         except Exception:  # as in Thunder: the prologue of another cache entry may pass
             return MISS
         if not try_hold():
             return MISS
         try:
             enter()
-            results = replay(tensors)
-            if launch_early:
-                try:
-                    holds = state_holds(tensors)
-                except Exception:
-                    holds = False
-                if not holds:
-                    recording.may_launch_early = False
-                    return MISS
+            if copies is None:
+                results = replay(tensors)
+            else:
+                launch(inputs, copies)
+            if launch_early and not state_holds(tensors):
+                recording.may_launch_early = False
+                return MISS
         except ReplayRefused:
             return MISS
         finally:
@@ -132,9 +146,22 @@ def inference_fast_path(
         statistics.cache_hits += 1
         if statistics.last_prologue is not prologue_fn:
             note_last(statistics, entry)
-        return results[only_result] if only_result is not None else result_of(values, results)
+        if copies is not None:
+            if only_copy is not None:
+                return copies[only_copy]
+            results = fixed.copy()
+            for place, copy in zip(places, copies):
+                results[place] = copy
+        return result_of(values, results)
 
     return call
+
+
+def _places_of_copies(graph: RegionGraph) -> list[int]:
+    """Which results are the copies that a replay makes, in the order of their layouts."""
+    results = graph.fixed.copy()
+    copies = graph.outputs.allocate(results)
+    return [next(i for i, result in enumerate(results) if result is copy) for copy in copies] if graph.is_simple else []
 
 
 def note_last(statistics: Any, entry: CacheEntry) -> None:

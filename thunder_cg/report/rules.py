@@ -44,7 +44,7 @@ def describe(name: str) -> str:
 
 def _find(name: str) -> Rule | None:
     if name.startswith(("torch.", "Tensor.")):
-        return find(None, name)
+        return find(None, name) or find("torch", name.removeprefix("torch."))
     executor, _, id_ = name.partition(".")
     if id_:
         return find(None if executor in ("prim", "prims") else executor, id_)

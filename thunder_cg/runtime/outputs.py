@@ -101,7 +101,7 @@ class Outputs:
     def _sort(
         self, produced: list[Any], inputs: Sequence[AliasedInput], leaves: Sequence[bool]
     ) -> tuple[list[_Copy], list[list[tuple[int, torch.Tensor]]]]:
-        """Decides for each result; returns what was copied early, in that order, and what is to be copied, by storage."""
+        """Decides for each result. Returns what was copied early, in that order, and what is to copy, by storage."""
         by_identity = {id(source.tensor): source for source in reversed(inputs)}
         by_address = {source.address: source for source in reversed(inputs) if source.address}
         first: dict[int, int] = {}

@@ -385,8 +385,8 @@ class RuntimeRegion:
         captured = with_buffers(self._take(call, args, in_pool), buffers)
         buffers.clear()  # the list of inputs alone owns them, so that their memory is reused after their last use
         aliased = self._aliased_inputs(captured, in_pool)
-        # A result must not get the address of an input that it could be taken for a view of (`aliased` keeps those), and
-        # what is copied back after a replay must not have been reused on the way.
+        # `aliased` keeps inputs: a result with the address of one would be taken for a view of it. `written` keeps what
+        # is copied back after a replay, so that its memory is not reused on the way.
         written = {i: captured[i] for i in self.written}
         versions = {i: version(t) for i in self.written - in_pool if not (t := written[i]).is_inference()}
         produced: list[Any] = []

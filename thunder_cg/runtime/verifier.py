@@ -8,12 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from thunder_cg.analysis.ops import Op
 from thunder_cg.runtime.backend import Pool
+from thunder_cg.runtime.inputs import CopiedInput
+
+if TYPE_CHECKING:
+    from thunder_cg.runtime.recording import RegionGraph
+    from thunder_cg.runtime.region import RuntimeRegion
+
+# Makes buffers for a region's inputs: those that are copied in, and a buffer, or None, for each argument.
+Place = Callable[[], tuple[Sequence[CopiedInput], list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,59 +69,11 @@ class Outcome:
     compared: bool = True
 
 
-# Makes buffers for a region's inputs. Returns the copies to the buffers, each with a ``source(args)`` and a ``target``,
-# and for each argument its buffer or None.
-Place = Callable[[], tuple[Sequence[Any], list[Any]]]
-
-
-class VerifiedRegion(Protocol):
-    """What verification uses of a region."""
-
-    @property
-    def io(self) -> Any:
-        """The :class:`~thunder_cg.analysis.region_io.RegionIO`."""
-
-    @property
-    def ops(self) -> Sequence[Op]: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def written(self) -> frozenset[int]:
-        """Positions of the inputs that the ops may write."""
-
-    @property
-    def function(self) -> Callable[..., Sequence[Any]]:
-        """The ops, as a function of a list of inputs."""
-
-    @property
-    def hash_function(self) -> Callable[[list[Any]], Sequence[Any]] | None:
-        """The ops, as a function that returns the value hashes of each."""
-
-
-class VerifiedGraph(Protocol):
-    """What verification uses of a region's graph."""
-
-    @property
-    def check(self) -> Any:
-        """What `Verifier.record` returned."""
-
-    @property
-    def scalars(self) -> slice:
-        """Where among the arguments the call's scalars are."""
-
-    def replay(self, args: Sequence[Any]) -> list[Any]: ...
-
-    def without_running(self, args: Sequence[Any]) -> list[Any]:
-        """Results as a replay hands them out, still to be filled."""
-
-
 class Verifier(Protocol):
     """Compares replays with eager runs, for one program."""
 
     def record(
-        self, region: VerifiedRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
+        self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
     ) -> Any:
         """While the region is recorded: what a comparison needs later, to be kept as the graph's ``check``.
 
@@ -121,7 +81,7 @@ class Verifier(Protocol):
             in_pool: positions of the arguments in the arena, which a replay may overwrite.
         """
 
-    def replay(self, region: VerifiedRegion, graph: VerifiedGraph, args: Sequence[Any]) -> Outcome:
+    def replay(self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any]) -> Outcome:
         """Replays the graph and compares. Results, written inputs and generators are as one eager run leaves them."""
 
     def hash_values(self, device: torch.device, *values: Any) -> torch.Tensor:

@@ -10,9 +10,10 @@ import torch
 
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.inputs import detached, with_buffers
+from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.sentinels import sentinels
 from thunder_cg.runtime.tensors import copy_all
-from thunder_cg.runtime.verifier import Place, VerifiedRegion
+from thunder_cg.runtime.verifier import Place
 from thunder_cg.verify.compare import bits, effective_layout
 
 NO_HASH = -(2**63)  # of a value that is not hashed
@@ -82,7 +83,7 @@ class HashGraph:
 
     @classmethod
     def record(
-        cls, region: VerifiedRegion, backend: Backend, pool: Pool, args: Sequence[Any], place: Place
+        cls, region: RuntimeRegion, backend: Backend, pool: Pool, args: Sequence[Any], place: Place
     ) -> HashGraph:
         assert region.hash_function is not None
         copies, buffers = place()

@@ -26,8 +26,9 @@ import torch
 from thunder_cg.compat.torch import TorchDispatchMode, neg_view, preserve_version_counter
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.early_outputs import EarlyCopier
+from thunder_cg.runtime.recording import RegionGraph
+from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.tensors import address, address_if_any, overlaps_itself, span
-from thunder_cg.runtime.verifier import VerifiedGraph, VerifiedRegion
 from thunder_cg.verify.compare import bits, ones, same, same_layout
 from thunder_cg.verify.hashes import HashGraph, OpHashes, hash_tensor
 
@@ -107,8 +108,8 @@ class Trial:
 
     def __init__(
         self,
-        region: VerifiedRegion,
-        graph: VerifiedGraph,
+        region: RuntimeRegion,
+        graph: RegionGraph,
         args: Sequence[Any],
         backend: Backend,
         generators: Sequence[torch.Generator],

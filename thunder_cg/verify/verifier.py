@@ -12,7 +12,9 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Pool
-from thunder_cg.runtime.verifier import Disagreement, Outcome, Place, VerifiedGraph, VerifiedRegion
+from thunder_cg.runtime.recording import RegionGraph
+from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.verifier import Disagreement, Outcome, Place
 from thunder_cg.verify.compare import describe_difference, is_tolerable, same
 from thunder_cg.verify.hashes import HashGraph, hash_values, hashes_differ
 from thunder_cg.verify.trial import Check, Compared, Disturbed, Run, Trial
@@ -38,7 +40,7 @@ class ReplayVerifier:
         self._aliasing = aliasing
 
     def record(
-        self, region: VerifiedRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
+        self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
     ) -> Check:
         """Records the graph of value hashes, while the region's arguments still own their memory."""
         try:
@@ -46,7 +48,7 @@ class ReplayVerifier:
         except Exception:  # the capture of the region will say why
             return Check(in_pool, None)
 
-    def replay(self, region: VerifiedRegion, graph: VerifiedGraph, args: Sequence[Any]) -> Outcome:
+    def replay(self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any]) -> Outcome:
         """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
         may_draw = any(op.index in self._aliasing.effects for op in region.ops)
         generators = [_generator(region.device)] if may_draw else []

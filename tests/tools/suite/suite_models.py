@@ -26,20 +26,24 @@ class Net(nn.Module):
 
 
 class Small(nn.Module):
-    """One region of as few ops as a region needs."""
+    """One region of few ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(torch.sin(x))
+        return torch.tanh(torch.sin(self.layer(x)))
 
 
-class Item(Net):
+class Item(Small):
     """A number read by the host: an eager op."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x / (1 + x.square().sum().item()))
 
 
-class Branch(Net):
+class Branch(Small):
     """A branch that depends on data: Dynamo breaks the graph, and `thunder.jit` cannot trace it."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -47,25 +51,25 @@ class Branch(Net):
         return y * 2 if x.square().sum() > 0 else y
 
 
-class Sinc(Net):
+class Sinc(Small):
     """An operator that thunderfx leaves to Inductor, after a branch that `thunder.jit` cannot trace."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(torch.sinc(x) * 2 if torch.compiler.is_dynamo_compiling() else x[x > 0])
 
 
-class Broken(Net):
+class Broken(Small):
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("no such thing\nwith details")
 
 
-class Crash(Net):
+class Crash(Small):
     def forward(self, x: Tensor) -> Tensor:
         os.write(2, b"out of luck\n")
         os._exit(3)
 
 
-class Hang(Net):
+class Hang(Small):
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(600)
         return x

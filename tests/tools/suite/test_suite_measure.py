@@ -29,11 +29,6 @@ from thunder_cg.tools.suite.row import (
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def net() -> SuiteRow:
-    return measured("Net")
-
-
 def outside(found: SuiteRow) -> set[tuple[str, str]]:
     return {(part.kind, part.what) for part in found.outside}
 

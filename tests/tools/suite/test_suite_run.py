@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from samples import ENVIRONMENT, SAMPLE
-from suite_models import measured
 
 from thunder_cg.tools.results import FOLDER
 from thunder_cg.tools.suite import run as suite_run
@@ -46,7 +45,7 @@ def test_rows_are_timed_on_a_gpu_after_all_are_made(mode: str) -> None:
         assert found.failure == "" and found.agrees == "yes" and found.thunder_us > 0 and found.captured_us > 0
 
 
-def test_the_suite_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_suite_runs(net: SuiteRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "suite.json"
     settings = SuiteSettings(CPU, only="net", jobs=2, json=file, catalogue="suite_models")
     assert run(settings) == 0
@@ -55,7 +54,7 @@ def test_the_suite_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     content = json.loads(file.read_text())
     assert [(each["model"], each["mode"]) for each in content["rows"]] == [("Net", FORWARD), ("Net", TRAINING)]
     assert content["environment"]["torch"] == torch.__version__ and content["environment"]["date"]
-    assert SuiteResults.read(file).rows[0] == measured("Net")
+    assert SuiteResults.read(file).rows[0] == net
 
 
 def test_a_difference_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +83,7 @@ def test_command_rewrites_a_table(tmp_path: Path) -> None:
         (["--table", "README.md"], "--table needs --json FILE, the rows of the table"),
         (["--table", "README.md", "--json", "none.json"], "--json none.json: there is no such file"),
         (
-            ["--table", "pyproject.toml", "--json", str(FOLDER / "suite.json")],
+            ["--table", "pyproject.toml", "--json", RESULTS],
             f"pyproject.toml: it has no lines {BEGIN} and {END}",
         ),
         (["--jobs", "0"], "argument --jobs: 0: give 1 or more"),

@@ -1,15 +1,15 @@
-"""What is known of each operator: whether it may be captured, why, and what it shares, writes and draws.
+"""What is known of each operator: whether it may be captured and why, what it aliases, writes and draws.
 
-In comes the executor and the id of a symbol, out goes one frozen record, a `Rule`. A symbol without a record is not
-safe but unknown: it stays eager, and counts as one that may write, return or do anything. The records are plain data
-and stand in tables by origin: `torch` has PyTorch's operators and their derivatives, `prims` Thunder's prims,
-`executors` the operators of other executors. Where the arguments of a call matter, a record names conditions; these
-are predicates of `conditions`, which `ops.read` evaluates once for each op. Only `classify`, `aliasing` and `partition`
-decide by what the records say.
+In come the executor and the id of a symbol; out goes one frozen record, a `Rule`. A symbol without a record is
+unknown. It stays eager, and the analysis assumes that it may write or return its inputs, or do anything else. The
+records are plain data, in tables by origin: `torch` has PyTorch's operators and their derivatives, `prims` has
+Thunder's prims, `executors` has the operators of other executors. Where the arguments of a call matter, a record names
+its conditions, which are predicates in `conditions`. `ops.read` evaluates them once for each op. Records decide
+nothing by themselves: `aliasing`, `classify`, `partition` and `region_io` read them.
 
 Note [How the rules were checked]
-    ``python -m thunder_cg rules`` measures the records; the results are in ``tools/results/rules-*.json``, one file for
-    each machine, with versions and date. It runs PyTorch's own table of operators with all its samples
+    ``python -m thunder_cg.tools.operators`` measures the records. The results are in ``tools/results/rules-*.json``,
+    one file for each machine, with versions and date. It runs PyTorch's own table of operators with all its samples
     (torch.testing._internal.common_methods_invocations.op_db; float32 where an operator takes that), other names for
     the same operators, their in-place forms, and calls written by hand, through Thunder. Each call is captured and
     replayed on three fresh sets of values, forward and backward, and compared bit for bit with uncaptured Thunder. An

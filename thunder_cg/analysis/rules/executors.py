@@ -1,4 +1,4 @@
-"""Other executors that come with Thunder: their operators, and what is known of each executor as a whole."""
+"""Other executors that come with Thunder: their operators, and the properties of each executor as a whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The operators of Thunder's torch executor: PyTorch's own.
 
-A row gives a record to each of its operators, and one to the derivative of each. A row says nothing of what is as
-usual: the operator was measured, makes new memory, writes nothing, draws nothing, launches kernels.
+A row makes a record for each of its operators, and one for the derivative of each. A row without columns stands for
+the usual operator: it may be captured, was measured, returns new memory, writes no input, draws nothing and launches
+kernels. A row names only what is different.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ def _rows(
 ) -> Iterator[Rule]:
     """The records of operators and of their derivatives.
 
-    A gradient may be the cotangent itself. Which input the cotangent is differs by operator, so a derivative may
-    return any input. Otherwise a derivative is like its operator, but for what ``derivative`` says. Nothing measures
-    the derivative of an operator that nothing reaches.
+    A derivative has the columns of its operator, except those in ``derivative``. A gradient may be the incoming
+    gradient itself, which is another input for each operator, so a derivative may return any input. If the operator
+    sweep reaches no call of an operator, it does not measure the derivative either.
     """
     measured = Evidence.MEASURED if evidence is not Evidence.NOT_MEASURED else evidence
     like = {"evidence": measured, "aliases": ALL, "launches_kernels": True, **(derivative or {})}

@@ -56,7 +56,7 @@ def _why(key: Key) -> str | None:
 UNREACHED: Mapping[Key, str | None] = {
     key: _why(key) for key, rule in RULES.items() if rule.evidence is Evidence.NOT_MEASURED
 }
-"""Operators that no call of the sweep comes to, and why none does."""
+"""Operators that no call of the operator sweep comes to, and why none does."""
 
 _REFUSED_ON_CPU = """
     batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_gather_stats
