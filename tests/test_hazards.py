@@ -1647,14 +1647,14 @@ def test_outputs_in_reference_cycles(twins, device, no_collections):
 
 
 def test_outputs_that_are_really_kept(twins, device, no_collections):
-    """Collecting garbage frees no arena then, and is too slow to be tried at every call."""
+    """Collecting garbage frees no arena then, and is too slow to be tried often: after 1, 2, 4, 8 and so on calls."""
     _, graphed = twins(MLP(), max_arenas=2)
     kept, collections = [], []
     gc.callbacks.append(note := lambda phase, info: collections.append(phase) if phase == "start" else None)
     try:
-        for _ in range(20):
+        for _ in range(70):
             kept.append(graphed(torch.randn(4, 8, device=device)))
     finally:
         gc.callbacks.remove(note)
-    assert len(collections) <= 2
-    assert explain(graphed).to_dict()["traces"][0]["eager_calls"] >= 17
+    assert len(collections) <= 8
+    assert explain(graphed).to_dict()["traces"][0]["eager_calls"] >= 67
