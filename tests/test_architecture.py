@@ -35,9 +35,8 @@ def stale(page: str) -> Iterator[str]:
     is_picture = False
     for number, line in enumerate(page.splitlines(), 1):
         is_picture ^= line.startswith("```")
-        for quoted in (
-            [word for word in re.split(r"[\s,]+", line) if "/" in word] if is_picture else QUOTED.findall(line)
-        ):
+        in_picture = [word for word in re.split(r"[\s,]+", line) if "/" in word]
+        for quoted in in_picture if is_picture else QUOTED.findall(line):
             if match := REFERENCE.fullmatch(quoted):
                 file, name = match.groups()
                 path = (ROOT if file.startswith("tests/") else PACKAGE) / file
@@ -85,7 +84,7 @@ def test_every_reference_is_there(page: str) -> None:
 def test_a_stale_reference_is_found_with_its_line() -> None:
     page = "\n".join(
         [
-            "`runtime/program.py:Program.begin`, `options.py:BACKENDS`, `tests/test_hazards.py`, `Recording`, `compat/`",
+            "`runtime/program.py:Program.begin`, `options.py:BACKENDS`, `tests/conftest.py`, `Recording`, `compat/`",
             "`runtime/program.py:Program.started`",
             "`runtime/manager.py:Program` and `Manager`",
             "`fastpath/inference.py:inference_fast_path.state_holds`, `fastpath/inference.py:state_holds`, `helpers/`",

@@ -1,4 +1,4 @@
-"""The notebook runs as a reader would run it, in a kernel of the interpreter that runs the tests, and keeps its outputs.
+"""The notebook runs as a reader would run it, in a kernel of this interpreter, and keeps its outputs.
 
 ``python tests/test_notebook.py`` runs it and saves its outputs.
 """
