@@ -30,7 +30,7 @@ LAYERS = (
     ("errors", "options", "compat"),
     ("analysis",),
     ("runtime", "verify"),
-    ("report", "fastpath", "executor", "prologue"),
+    ("report", "fastpath", "executor"),
     ("emit", "transform"),
     ("__init__",),
     ("tools",),
@@ -45,12 +45,9 @@ KNOW_THUNDER = {
     "runtime/functions.py",
     "fastpath/accumulate.py",
     "fastpath/dispatch.py",
-    "fastpath/exclusive.py",
-    "fastpath/guards.py",
     "fastpath/inference.py",
     "fastpath/training.py",
     "executor.py",
-    "prologue.py",
     "transform.py",
 }
 PUBLIC = {
