@@ -74,7 +74,7 @@ def inference_fast_path(
     only_copy = places.index(result.only) if result.only in places else None
     fixed = graph.fixed
     index = device.index if device.type == "cuda" else None
-    try_hold, enter, release = arena.try_hold, arena.enter, arena.release
+    try_hold, enter, release = arena.try_hold, arena.pool(device).enter, arena.release  # of what the graph uses
 
     def state_holds(tensors: list[Any]) -> bool:
         """What may be checked after the launch."""
