@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from thunder_cg.compat.torch import is_zero_tensor
 from thunder_cg.runtime.tensors import is_whole
 
 
+@dataclass(slots=True, eq=False)
 class CopiedEarly:
     """Stands for a result that was copied out while its region ran.
 
@@ -25,11 +27,8 @@ class CopiedEarly:
         tensor: in a warm-up, what the caller gets; in a capture, the memory that replays copy from.
     """
 
-    __slots__ = ("order", "tensor")
-
-    def __init__(self, order: int) -> None:
-        self.order = order
-        self.tensor: torch.Tensor | None = None
+    order: int
+    tensor: torch.Tensor | None = None
 
 
 class EarlyCopier:
@@ -53,14 +52,10 @@ class EarlyCopier:
         *,
         must: bool = True,
     ) -> None:
-        self._device = device
-        self._copy = copy
-        self._batch_bytes = batch_bytes
-        self._may_copy = may_copy
-        self._must = must
-        self._count = 0  # of those that were copied
+        self._device, self._may_copy = device, may_copy
+        self._copy, self._batch_bytes, self._must = copy, batch_bytes, must
+        self._count = self._nbytes = 0  # how many were copied, and the bytes of those that wait
         self._waiting: list[tuple[CopiedEarly, torch.Tensor]] = []
-        self._nbytes = 0
 
     def __call__(self, tensor: Any) -> Any:
         """What the function is to return instead of the tensor: the tensor itself if it is not copied early."""

@@ -12,9 +12,6 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.runtime.backend import Backend
 
-_HOOKED = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
-_TRACED = "torch.jit.trace records each operator, and a replay shows it none"
-_DUAL = "forward-mode AD is active, and a graph computes no tangents"
 WATCHED = "a torch dispatch or function mode is active, which has to see each operator, and a replay shows it none"
 RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
 
@@ -26,11 +23,11 @@ def skip_reason(backend: Backend, *, saves: bool) -> str | None:
     if dispatch_mode_count() or (function_mode_count() and not only_device_modes()):
         return WATCHED
     if saves and saved_tensors_hooks() is not None:  # they may keep what is saved for longer than the graph lives
-        return _HOOKED
+        return "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
     if forward_ad_level() >= 0:
-        return _DUAL
+        return "forward-mode AD is active, and a graph computes no tangents"
     if is_traced():
-        return _TRACED
+        return "torch.jit.trace records each operator, and a replay shows it none"
     return None
 
 

@@ -17,7 +17,7 @@ Note [Generators of the process]
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +28,7 @@ from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.tensors import address, address_if_any, overlaps_itself, span
+from thunder_cg.runtime.tensors import address, address_if_any, flat, overlaps_itself
 from thunder_cg.verify.compare import bits, ones, same, same_layout
 from thunder_cg.verify.hashes import HashGraph, OpHashes, hash_tensor
 
@@ -45,15 +45,10 @@ _EMPTY = {
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is kept of a recorded region for later comparisons.
+    """What is kept of a recorded region for later comparisons."""
 
-    Attributes:
-        in_pool: the arguments in the arena; a replay may reuse their memory.
-        hashes: the graph that computes value hashes, None if it could not be captured.
-    """
-
-    in_pool: frozenset[int]
-    hashes: HashGraph | None
+    in_pool: frozenset[int]  # the arguments in the arena; a replay may reuse their memory
+    hashes: HashGraph | None  # None: it could not be captured
 
 
 class Disturbed(Exception):
@@ -73,20 +68,13 @@ class Compared:
 
 @dataclass(slots=True)
 class Run:
-    """What a run of the region made.
-
-    Attributes:
-        written: the inputs that it may write, by argument.
-        generators: their states at its end.
-        sources: of each result, the input that it shares memory with.
-        memory: copies of memory that it wrote, by the address of the original.
-    """
+    """What a run of the region made."""
 
     results: list[Any]
-    written: dict[int, torch.Tensor]
-    generators: Sequence[torch.Tensor]
-    sources: Sequence[str | None] = ()
-    memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    written: dict[int, torch.Tensor]  # the inputs that it may write, by argument
+    generators: Sequence[torch.Tensor]  # their states at its end
+    sources: Sequence[str | None]  # of each result, the input that it shares memory with
+    memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # copies of what it wrote, by its address
 
     def value(self, of: Compared) -> Any:
         values: dict[str, Any] = {"result": self.results, "input": self.written, "generator": self.generators}
@@ -100,10 +88,7 @@ class Trial:
     """Runs of one region's ops and of its graph, for the arguments of one call. See Note [What is compared].
 
     Args:
-        generators: the generators that the region may draw from.
-
-    Attributes:
-        generators: their states, which are compared.
+        generators: those that the region may draw from. Their states are compared.
     """
 
     def __init__(
@@ -115,10 +100,10 @@ class Trial:
         generators: Sequence[torch.Generator],
     ) -> None:
         check: Check = graph.check
-        self.region = region
-        self._graph, self._check, self._args, self._backend = graph, check, args, backend
+        self.region, self._graph, self._check, self._args, self._backend = region, graph, check, args, backend
         self._inputs = [each.name for each in region.io.inputs]
         self._written = [i for i in sorted(region.written) if args[i] is not None]
+        self._versioned = tuple(t for i in self._written if not (t := args[i]).is_inference())
         written = {address(args[i]) for i in self._written}
         reused = {address(args[i]) for i in check.in_pool if self._inputs[i] not in region.io.alive}
         storages = {address(t): t.untyped_storage() for t in args if isinstance(t, torch.Tensor)}
@@ -132,8 +117,6 @@ class Trial:
         self.generators = [Compared("generator", i) for i in range(len(generators))]
         self._before = self._states()
         self._left: list[torch.Tensor] | None = self._before  # by the last run; None: it did not come to its end
-
-    # Runs
 
     def run(self, fn: Callable[[list[Any]], Sequence[Any]] | None = None) -> Run:
         """Runs the ops, or ``fn``, on copies of what they write."""
@@ -152,7 +135,7 @@ class Trial:
 
     def replay(self, *, rewinds: bool = True) -> Run:
         """Replays the graph, on the real inputs. Their versions advance only the first time."""
-        with self._versions_preserved() if self._has_replayed else nullcontext():
+        with preserve_version_counter(self._versioned) if self._has_replayed else nullcontext():
             if rewinds:
                 self.rewind()
             else:
@@ -201,8 +184,6 @@ class Trial:
         run = self.run_on_filled_memory(hash_function) if hash_function is not None else None
         return [None] * len(self.region.ops) if run is None else [hashes.tolist() for hashes in run.results]
 
-    # State
-
     def rewind(self) -> None:
         """Restores the state that the call began with."""
         self._set_states(self._before)
@@ -227,12 +208,6 @@ class Trial:
                 generator.set_state(new)
         self._left = list(states)
 
-    @contextmanager
-    def _versions_preserved(self) -> Iterator[None]:
-        tensors = tuple(t for i in self._written if not (t := self._args[i]).is_inference())
-        with preserve_version_counter(tensors):
-            yield
-
     def _sources(self, results: Sequence[Any], args: Sequence[Any]) -> list[str | None]:
         """The inputs that results share memory with, but for inputs in the arena, whose memory may be reused."""
         names = [(i, name) for i, name in enumerate(self._inputs) if i not in self._check.in_pool]
@@ -253,8 +228,6 @@ class Trial:
     def _is_here(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.device == self.region.device
 
-    # Comparisons
-
     def written_without_saying(self) -> str | None:
         """The name of an input that the ops have changed although it is not among those they write."""
         changed = [i for i, old, new in zip(self._others, self._hashes_before, self._hash_others()) if old != new]
@@ -267,11 +240,8 @@ class Trial:
 
     def differing(self, eager: Run, replayed: Run) -> list[Compared]:
         """Where two runs differ."""
-        compared = [
-            *(Compared("result", i) for i in range(len(eager.results))),
-            *(Compared("input", i) for i in self._written),
-            *self.generators,
-        ]
+        compared = [Compared("result", i) for i in range(len(eager.results))]
+        compared += [*(Compared("input", i) for i in self._written), *self.generators]
         return [of for of in compared if not self._agree(of, eager, replayed)]
 
     def _agree(self, of: Compared, eager: Run, replayed: Run) -> bool:
@@ -303,21 +273,20 @@ class Trial:
                 here = self._is_here(value) and self._is_here(result)
                 if here and same_layout(value, result) and eager.sources[i] == replayed.sources[i]:
                     if not same(value, result):
-                        _writable(result).copy_(_writable(value))
+                        one, other = (flat(t) if overlaps_itself(t) else t for t in (result, value))
+                        one.copy_(other)
                 elif wholly:
                     replayed.results[i] = _moved(value, originals) if address_if_any(value) in originals else value
         with suppress(Disturbed):  # then the generators stay where they are
             self._set_states(eager.generators)
         if not has_run:
-            tensors = [t for i in self._written if not (t := self._args[i]).is_inference()]
-            torch.autograd.graph.increment_version(tensors)
+            torch.autograd.graph.increment_version(self._versioned)
 
     def name(self, of: Compared) -> str:
         """The name of a result or input in the trace; none for a generator."""
         if of.kind == "generator":
             return ""
-        name: str = self.region.io.outputs[of.index].name if of.kind == "result" else self._inputs[of.index]
-        return name
+        return self.region.io.outputs[of.index].name if of.kind == "result" else self._inputs[of.index]
 
     def describe(self, of: Compared) -> str:
         """What a message calls it."""
@@ -337,11 +306,6 @@ def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
     moved.set_(storage, arg.storage_offset(), arg.size(), arg.stride())
     moved = moved.conj() if arg.is_conj() else moved
     return neg_view(moved) if arg.is_neg() else moved
-
-
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or the stretch of memory below one that overlaps itself."""
-    return tensor.as_strided((span(tensor),), (1,)) if overlaps_itself(tensor) else tensor
 
 
 class _Keep(TorchDispatchMode):

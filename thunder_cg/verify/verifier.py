@@ -24,25 +24,16 @@ _locks: dict[torch.device, threading.RLock] = {}  # for trials that draw: see No
 
 
 class ReplayVerifier:
-    """See :class:`thunder_cg.runtime.verifier.Verifier`.
-
-    Args:
-        ops: the trace.
-        backend: runs the comparisons.
-        aliasing: the aliasing of the trace.
-    """
+    """See :class:`thunder_cg.runtime.verifier.Verifier`."""
 
     hash_values = staticmethod(hash_values)
 
     def __init__(self, ops: Ops, backend: Backend, aliasing: Aliasing) -> None:
-        self._ops = ops
-        self._backend = backend
-        self._aliasing = aliasing
+        self._ops, self._backend, self._aliasing = ops, backend, aliasing
 
     def record(
         self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
     ) -> Check:
-        """Records the graph of value hashes, while the region's arguments still own their memory."""
         try:
             return Check(in_pool, HashGraph.record(region, self._backend, pool, args, place))
         except Exception:  # the capture of the region will say why
@@ -114,7 +105,8 @@ class ReplayVerifier:
         """The disagreement, if there is one, and why other differences are none. The state is that of the last run."""
 
         def values(run: Run) -> dict[Compared, Any]:
-            return {of: _copied(run.value(of)) for of in (*differing, *trial.generators)}
+            found = {of: run.value(of) for of in (*differing, *trial.generators)}
+            return {of: v.detach().clone() if isinstance(v, torch.Tensor) else v for of, v in found.items()}
 
         eagers, graphs = [values(eager)], [values(replayed)]
         eagers += [values(trial.run()) for _ in range(_MORE_RUNS)]
@@ -130,9 +122,8 @@ class ReplayVerifier:
             if eager.source(of) != replayed.source(of) or not tolerable:
                 wrong.append(of)
             elif not (of in unwritten and is_tolerable([eagers[0][of]], [graphs[0][of]], ignored)):
-                remarks.append(
-                    f"{trial.describe(of)} is not deterministic: {describe_difference(eagers[0][of], graphs[0][of])}"
-                )
+                difference = describe_difference(eagers[0][of], graphs[0][of])
+                remarks.append(f"{trial.describe(of)} is not deterministic: {difference}")
         if not wrong:
             return None, "; ".join(remarks) or None
         op = self._first_op(trial, wrong)
@@ -150,11 +141,8 @@ class ReplayVerifier:
         relevant = self._ancestors(ops, results) if results else {op.index for op in ops}
         once, again = list(trial.op_hashes()), list(trial.op_hashes())
         filled = trial.op_hashes_on_filled_memory()
-        unlike = [
-            k
-            for k, (eager, graph) in enumerate(once)
-            if ops[k].index in relevant and hashes_differ(eager, graph, filled[k])
-        ]
+        compared = [k for k in range(len(once)) if ops[k].index in relevant]
+        unlike = [k for k in compared if hashes_differ(*once[k], filled[k])]
         # Kernels that are not deterministic differ from replay to replay. An op that does not is more likely to blame.
         frozen = [k for k in unlike if not hashes_differ(once[k][1], again[k][1])]
         if unlike:
@@ -163,8 +151,7 @@ class ReplayVerifier:
 
     def _ancestors(self, ops: Sequence[Op], names: set[str]) -> set[int]:
         """The ops that these values depend on, also through memory that values share."""
-        aliasing = self._aliasing
-        ancestors = set()
+        aliasing, ancestors = self._aliasing, set()
         needed = aliasing.sets_of(names)
         for op in reversed(ops):
             if not needed.isdisjoint(aliasing.sets_of(op.outputs) | aliasing.writes[op.index]):
@@ -178,13 +165,7 @@ class ReplayVerifier:
 
 
 def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[device.index if device.index is not None else 0]
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
 
 
 def _memory_of(source: str | None) -> str:

@@ -17,22 +17,45 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from thunder_cg.compat import cuda
 from thunder_cg.compat.torch import deterministic_fill
-from thunder_cg.runtime.backend import CopiedOut, Function
+from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.graph import CudaGraph
-from thunder_cg.runtime.cuda.private_pool import PrivatePool
-from thunder_cg.runtime.cuda.streams import CaptureStream, capture_lock, capturing
+from thunder_cg.runtime.cuda.streams import CaptureLock, CaptureStream, capture_lock, capturing
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import copy_all
 
 EARLY_COPY_BYTES = 32 * 2**20  # results wait until they have so many bytes, and are then copied out together
 _broken: list[torch.cuda.CUDAGraph] = []  # kept for good: see CudaPool._recover
+
+
+class PrivatePool:
+    """A private pool of the caching allocator. It exists as long as an arena or a graph refers to it."""
+
+    _capture_lock: ClassVar[CaptureLock] = capture_lock  # for a destructor that runs while the interpreter ends
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._users = 1
+        self.id = cuda.new_pool(index)
+        self.keep_alive: list[torch.cuda.CUDAGraph] = []  # the keep-alive graph: see CudaPool._keep_pool_alive
+
+    def mark_broken(self) -> None:
+        """After a capture that CUDA broke off. RuntimeError if the last capture ended in good order."""
+        cuda.end_allocate_to_pool(self._index, self.id)
+        self._users += 1  # PyTorch counts that capture as a user until somebody releases the pool for it
+
+    def __del__(self) -> None:
+        if "keep_alive" in self.__dict__:
+            self._capture_lock.destroy(self.keep_alive)
+            for _ in range(self._users):
+                with suppress(RuntimeError):
+                    cuda.release_pool(self._index, self.id)
 
 
 class CudaPool:
@@ -105,11 +128,7 @@ class CudaPool:
         generator = torch.cuda.get_rng_state(self._index)
         try:
             # Note [Warm-up inside the pool]. The lock, because a draw is an error while another thread captures.
-            with (
-                capture_lock,
-                self._on_capture_stream() as current,
-                cuda.use_pool(self._index, self._private_pool.id),
-            ):
+            with capture_lock, self._on_capture_stream() as current, cuda.use_pool(self._index, self._private_pool.id):
                 copy = partial(self._copy_to_caller, current)
                 copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, cuda.has_one_owner, must=False)
                 return copier.finish(fn(*args, copier))
@@ -118,7 +137,7 @@ class CudaPool:
             torch.cuda.empty_cache()  # see Note [Memory for a pool]
             raise
 
-    def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Tensors) -> list[torch.Tensor]:
         """Copies of these, in memory of the caller's ``stream`` outside of the private pool."""
         with cuda.leave_pool(self._index, self._private_pool.id), torch.cuda.stream(stream):
             copies = [torch.empty_like(tensor) for tensor in tensors]
@@ -130,7 +149,7 @@ class CudaPool:
         self,
         fn: Function,
         args: Sequence[Any],
-        buffers: Sequence[torch.Tensor] = (),
+        buffers: Tensors = (),
         copied_out: CopiedOut | None = None,
         sentinels: Sequence[int] = (),
     ) -> tuple[CudaGraph, Sequence[Any]]:
@@ -152,10 +171,7 @@ class CudaPool:
         self._graphs.add(graph)
         return graph, outputs
 
-    def _record(
-        self, graph: CudaGraph, fn: Function, args: Sequence[Any], copied_out: CopiedOut | None
-    ) -> Sequence[Any]:
-        """Captures the copies in, ``fn`` and the copies out; returns the outputs."""
+    def _record(self, graph: CudaGraph, fn: Function, args: Sequence[Any], copied_out: CopiedOut | None) -> Any:
         try:
             graph.begin()
             graph.copy_in()
@@ -174,7 +190,7 @@ class CudaPool:
         graph.end()
         return outputs
 
-    def _capture_early_copy(self, graph: CudaGraph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _capture_early_copy(self, graph: CudaGraph, tensors: Tensors) -> list[torch.Tensor]:
         graph.copy_out(tensors)
         return [self.alias(tensor) for tensor in tensors]
 
@@ -197,9 +213,6 @@ class CudaPool:
         """Captures the keep-alive graph, an empty one, which keeps the private pool in use.
 
         PyTorch's allocator of pinned memory has a pool of the same id. It cannot be used again once no graph uses it.
-
-        Args:
-            current: the caller's stream.
         """
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings(), torch.cuda.device(self._index), torch.cuda.stream(self._capture_stream.spare):
@@ -218,11 +231,10 @@ class CudaPool:
 
     def poison(self) -> None:
         self.enter()  # a destructor may run where another stream is the current one
-        pools = list(self._private_pools)  # holds them
+        device, pools = torch.device("cuda", self._index), list(self._private_pools)  # the list keeps them alive
         for segment in cuda.pool_segments([pool.id for pool in pools]):
             for block in segment["blocks"]:
                 if block["state"] == "inactive":
-                    device = torch.device("cuda", self._index)
                     _poison(cuda.storage_at(block["address"], device, block["size"]))
 
     def trim(self) -> None:

@@ -39,8 +39,7 @@ class CaptureLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # no RLock: a destructor on the thread that holds it must not get it
-        self._owner = 0
-        self._depth = 0  # an operator that runs in a warm-up may capture, too
+        self._owner = self._depth = 0  # reentrant: an operator that runs in a warm-up may capture, too
         self._dead: list[torch.cuda.CUDAGraph] = []  # see Note [Who destroys graphs]
 
     def __enter__(self) -> None:
@@ -76,8 +75,7 @@ class CaptureStream:
     """A stream to warm up and capture on, with its workspaces. See Note [cuBLAS workspaces]."""
 
     _idle: ClassVar[list[CaptureStream]] = []
-    # Reentrant, because a destructor may give a stream back while this thread takes one.
-    _lock: ClassVar[threading.RLock] = threading.RLock()
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # a destructor may give a stream back while we take one
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -90,10 +88,11 @@ class CaptureStream:
     def take(cls, index: int) -> CaptureStream:
         """One that nobody uses. They live as long as the process, as PyTorch keeps the workspaces so long."""
         with cls._lock:
-            idle = next((stream for stream in cls._idle if stream.index == index), None)
-            if idle is not None:
-                cls._idle.remove(idle)
-        return idle or cls(index)
+            for stream in cls._idle:
+                if stream.index == index:
+                    cls._idle.remove(stream)
+                    return stream
+        return cls(index)
 
     def give_back(self) -> None:
         with self._lock:
