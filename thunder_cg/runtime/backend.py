@@ -1,12 +1,11 @@
 """What a backend has to offer: pools that warm up, capture and poison, and graphs that can be replayed.
 
 Note [Scalars of a graph]
-    A graph bakes in the numbers that its kernels get. A few numbers differ from call to call and still fit a graph:
-    arguments that a kernel gets unchanged, such as the seed and the offset of nvFuser's random draws. The capture gets
-    a sentinel for each of them, a random number that occurs nowhere else. Where a sentinel is found among the arguments
-    of the kernels, each launch puts the call's number. A sentinel that is not found fails the capture. A number may
-    also have been used in another way, for example doubled on the host. That shows when the new graph's first replay
-    is compared with an eager run.
+    A graph bakes in the numbers that its kernels get. Numbers that differ from call to call still fit a graph if its
+    kernels get them unchanged, such as the seed and the offset of nvFuser's draws. The capture gets a sentinel for each
+    of them, a random number that occurs nowhere else. Each launch puts the call's number where the sentinel was among
+    the arguments of the kernels. A sentinel that is not found fails the capture. A number that is also used in another
+    way, for example doubled on the host, shows when the first replay is compared with an eager run.
 """
 
 from __future__ import annotations
@@ -32,9 +31,8 @@ class Graph(Protocol):
         """Runs the work again, on the caller's current stream, reading and writing the recorded addresses.
 
         Args:
-            sources: are copied to the capture's ``buffers`` first.
-            targets: get copies of what the capture's ``copied_out`` returned. Sources and targets have the layouts of
-                the captured ones.
+            sources: are copied to the capture's ``buffers`` first. Their layouts are those of the buffers.
+            targets: get copies of what the capture's ``copied_out`` returned, with the same layouts.
             scalars: take the place of the capture's ``sentinels``.
 
         Raises:

@@ -1,8 +1,7 @@
 """Results that are copied out as soon as the rest of the region does not need them, so that their memory can be reused.
 
-Most of what a backward computes is copied out: the gradients of all parameters. If they were copied at the end of the
-region, all of them would be in the arena and in the caller's memory at once. If they were copied one by one, each would
-cost a node of the graph. So they wait in the arena until enough of them can be copied together.
+If all gradients were copied at the end of a backward, they would be in the arena and in the caller's memory at once. If
+they were copied one by one, each would cost a node of the graph. So they wait until enough can be copied together.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ class EarlyCopier:
 
     Args:
         device: of the results that may be copied early.
-        copy: copies tensors out, or captures the copies, and returns what becomes the `tensor` of each. It may not keep
-            its arguments.
+        copy: copies tensors out, or captures the copies, and returns the `tensor` of each. It keeps no argument.
         batch_bytes: results wait until they have so many bytes.
         may_copy: whether a tensor, which fills a block of memory, may be copied early.
         must: raise what ``copy`` raises. Otherwise results that could not be copied, and all later ones, stay.
@@ -59,7 +57,10 @@ class EarlyCopier:
 
     def __call__(self, tensor: Any) -> Any:
         """What the function is to return instead of the tensor: the tensor itself if it is not copied early."""
-        if not (self._is_block(tensor) and self._may_copy(tensor)):
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or is_zero_tensor(tensor):
+            return tensor
+        is_block = tensor.device == self._device and tensor.numel() > 0 and is_whole(tensor)
+        if not (is_block and self._may_copy(tensor)):
             return tensor
         copied = CopiedEarly(self._count + len(self._waiting))
         self._waiting.append((copied, tensor))
@@ -80,11 +81,6 @@ class EarlyCopier:
             copied.tensor = tensor
         self._count += len(self._waiting)
         self._waiting, self._nbytes = [], 0
-
-    def _is_block(self, tensor: Any) -> bool:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or is_zero_tensor(tensor):
-            return False
-        return tensor.device == self._device and tensor.numel() > 0 and is_whole(tensor)
 
     def finish(self, results: Sequence[Any]) -> list[Any]:
         """The function's results, with those that still wait in the place of their stand-ins."""

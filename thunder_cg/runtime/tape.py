@@ -79,8 +79,12 @@ def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
         cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
 
 
-class _Mode(compat.TorchDispatchMode):
-    """Sees each operator that runs, and no composite operator."""
+class _Reuse(compat.TorchDispatchMode):
+    """Poisons free memory after each operator, because on a GPU any operator may get that memory."""
+
+    def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
+        super().__init__()
+        self._free = free
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -92,15 +96,18 @@ class _Mode(compat.TorchDispatchMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
+        """Runs an operator that is not composite."""
+        output = func(*args, **kwargs)
+        _poison(self._free)
+        return output
 
 
-class _Tape(_Mode):
+class _Tape(_Reuse):
     """Records calls while they run. Afterwards, `undo` restores the memory that was there before."""
 
     def __init__(self, device: torch.device, free: Sequence[torch.UntypedStorage]) -> None:
-        super().__init__()
-        self._device, self._free = device, free
+        super().__init__(free)
+        self._device = device
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.steps: list[_Step] = []
@@ -184,19 +191,6 @@ def _copied(tensors: Tensors) -> list[torch.Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     copy_all(copies, tensors)
     return copies
-
-
-class _Reuse(_Mode):
-    """Poisons free memory after each operator, because on a GPU any operator may get that memory."""
-
-    def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
-        super().__init__()
-        self._free = free
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        output = func(*args, **kwargs)
-        _poison(self._free)
-        return output
 
 
 class TapeGraph:
@@ -295,7 +289,7 @@ class TapePool:
             if tape.may_draw:  # other threads draw from it, too
                 torch.set_rng_state(generator)
         calls = [step for step in tape.steps if isinstance(step, _RecordedCall)]
-        self._tensors.extend(weakref.ref(tensor) for call in calls for _, tensor in call.results)
+        self._tensors += [weakref.ref(tensor) for call in calls for _, tensor in call.results]
         targets = copied_out(outputs) if copied_out is not None else ()
         return TapeGraph(tape.steps, free, buffers, targets, sentinels), outputs
 
@@ -306,9 +300,9 @@ class TapePool:
         return alias
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
-        self._tensors = [ref for ref in self._tensors if ref() is not None]
-        alive = (ref() for ref in self._tensors)
-        return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in alive if t is not None}
+        alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
+        self._tensors = [weakref.ref(tensor) for tensor in alive]
+        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in alive}
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         self._free.append(storage)

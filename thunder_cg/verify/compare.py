@@ -3,13 +3,12 @@
 Note [Tolerated differences]
     Kernels that are not deterministic (atomic additions, some attention and convolution backwards) differ from run to
     run. So after a difference both sides run a few times more. A result may differ if the eager runs differ among
-    themselves *and the replays differ among themselves*: a kernel that is not deterministic is so in a graph, too, but
-    an operator that reads a Python variable is frozen in a graph. The graph may then be off by four times the spread of
-    the eager runs, and by no more than sqrt(eps) of the result's dtype times the largest value: 3e-4 of it in float32,
-    3 % in float16, 9 % in bfloat16. A larger difference is not rounding. Integers and booleans have no tolerance. A
-    difference that is the same in every run, such as that of a library which chose another algorithm for the graph,
-    has none either. Memory that a kernel never writes, such as the seed of an attention without dropout, is ignored.
-    It is found by filling memory before a run.
+    themselves *and the replays do, too*: an operator that reads a Python variable is frozen in a graph. The graph may
+    then be off by four times the spread of the eager runs, and by no more than sqrt(eps) of the result's dtype times
+    the largest value (3e-4 of it in float32, 3 % in float16, 9 % in bfloat16): more is not rounding. Integers and
+    booleans have no tolerance. A difference that is the same in every run, such as that of a library which chose
+    another algorithm for the graph, has none either. Memory that a kernel never writes, such as the seed of an
+    attention without dropout, is ignored. It is found by filling memory before a run.
 """
 
 from __future__ import annotations

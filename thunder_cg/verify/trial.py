@@ -3,20 +3,19 @@
 Note [What is compared]
     The ops run first, on copies of what they write, then the graph. Compared are all results, the inputs that the
     region writes, and the device's generator if the region may draw. Where they differ, the call gets what the ops
-    made: the results, the inputs and the generator are as one eager run leaves them. Results are copied before the next
-    run, because an operator may return memory of its own, which it writes again.
+    made. Results are copied before the next run, because an operator may return memory of its own, which it writes
+    again.
 
 Note [Generators of the process]
     All threads draw from the same generators, and to compare draws the device's generator is set back. A region that
-    draws nothing leaves the generators alone, and trials that draw on one device exclude each other. Draws of another
-    thread still show: a run does not find the generator as the last run left it, or equal runs leave it in different
-    states. Then nothing has been compared. The graph draws from the generator's present state, so that no more draws
-    are repeated.
+    draws nothing leaves the generators alone, and trials that draw on one device exclude each other. If another thread
+    draws, a run does not find the generator as the last run left it, or equal runs leave it in different states. Then
+    nothing has been compared, and the graph draws from the present state, so that no more draws are repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -166,17 +165,17 @@ class Trial:
         finally:
             pool.close()
 
-    def op_hashes(self) -> Iterator[tuple[OpHashes, OpHashes]]:
+    def op_hashes(self) -> list[tuple[OpHashes, OpHashes]]:
         """The value hashes of each op, in an eager run and in the graph; nothing if there are none."""
         hash_function, graph = self.region.hash_function, self._check.hashes
         if graph is None or hash_function is None:
-            return
+            return []
         eager = [hashes.tolist() for hashes in self.run(hash_function).results]
         self.rewind()
         self._left = None
         replayed = graph.replay(self._args, self._args[self._graph.scalars])
         self._left = self._states()
-        yield from zip(eager, replayed)
+        return list(zip(eager, replayed))
 
     def op_hashes_on_filled_memory(self) -> Sequence[OpHashes | None]:
         """Those of an eager run on memory that was filled before, where there can be one."""
@@ -262,8 +261,8 @@ class Trial:
 
         Args:
             has_run: whether a graph ran, so that versions have advanced.
-            wholly: whether an eager result takes the place of a replay's result that it cannot be copied into, because
-                their layouts differ or they share other memory. No graph may follow in this call then.
+            wholly: whether an eager result takes the place of a replay's result that it cannot be copied into. No graph
+                may follow in this call then.
         """
         with torch.no_grad():
             for at, memory in eager.memory.items():

@@ -139,7 +139,7 @@ class ReplayVerifier:
         ops = trial.region.ops
         results = {trial.name(of) for of in wrong} if all(of.kind == "result" for of in wrong) else None
         relevant = self._ancestors(ops, results) if results else {op.index for op in ops}
-        once, again = list(trial.op_hashes()), list(trial.op_hashes())
+        once, again = trial.op_hashes(), trial.op_hashes()
         filled = trial.op_hashes_on_filled_memory()
         compared = [k for k in range(len(once)) if ops[k].index in relevant]
         unlike = [k for k in compared if hashes_differ(*once[k], filled[k])]

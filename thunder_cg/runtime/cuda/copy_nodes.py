@@ -7,7 +7,6 @@ of the graph, one kernel copies up to 120 tensors. Launches under way keep the a
 from __future__ import annotations
 
 import ctypes
-import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -69,22 +68,6 @@ def _kernels(index: int) -> dict[int, Any] | None:
 def available(index: int) -> bool:
     """Whether graphs on device ``index`` can have copies as nodes."""
     return _kernels(index) is not None
-
-
-class _Thread(threading.local):
-    """The device whose context this thread is known to have. Without a context, the driver crashes the process."""
-
-    index = -1
-
-
-thread = _Thread()
-
-
-def ensure_context(index: int, context: Any) -> None:
-    """Gives this thread the context of device ``index``, which has to be the current device."""
-    if thread.index != index:
-        cuda.set_context(context)
-        thread.index = index
 
 
 def refused(what: str, error: Any) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,7 +12,7 @@ from thunder_cg.compat import cuda
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.backend import Tensors
 from thunder_cg.runtime.cuda import copy_nodes
-from thunder_cg.runtime.cuda.copy_nodes import Copies, SetAddresses, refused, thread
+from thunder_cg.runtime.cuda.copy_nodes import Copies, SetAddresses, refused
 from thunder_cg.runtime.cuda.nodes import KernelScalars, refuse_host_memory
 from thunder_cg.runtime.cuda.streams import CaptureLock, capture_lock, wait_for_draws
 from thunder_cg.runtime.tensors import copy_all, is_compact
@@ -20,6 +21,15 @@ if TYPE_CHECKING:
     from thunder_cg.runtime.cuda.pool import PrivatePool
 
 Launch = Callable[[Tensors, Tensors], None]
+
+
+class _Thread(threading.local):
+    """The device whose context this thread is known to have. Without a context, the driver crashes the process."""
+
+    index = -1
+
+
+_thread = _Thread()
 
 
 class CudaGraph:
@@ -56,7 +66,7 @@ class CudaGraph:
         self.torch_graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
 
     def copy_in(self) -> None:
-        self._context = cuda.current_context() if self._has_driver else None
+        self._context = cuda.check(cuda.driver.cuCtxGetCurrent()) if self._has_driver else None
         if self._inputs is not None:
             self._inputs.record(self._buffers)
 
@@ -92,11 +102,13 @@ class CudaGraph:
 
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
         fast_replay = self._fast_replay
-        if fast_replay is not None and thread.index == self._index == cuda.current_device():
+        if fast_replay is not None and _thread.index == self._index == cuda.current_device():
             fast_replay(sources, targets)
-        elif self._has_driver and (thread.index != self._index or cuda.current_device() != self._index):
+        elif self._has_driver and (_thread.index != self._index or cuda.current_device() != self._index):
             with torch.cuda.device(self._index):
-                copy_nodes.ensure_context(self._index, self._context)
+                if _thread.index != self._index:
+                    cuda.check(cuda.driver.cuCtxSetCurrent(self._context))
+                    _thread.index = self._index
                 self._replay(sources, targets, scalars)
         else:
             self._replay(sources, targets, scalars)

@@ -5,9 +5,9 @@ Note [Warm-up inside the pool]
     one pool run on the same capture stream, and a capture gets the memory that the warm-up used.
 
 Note [Memory for a pool]
-    When memory runs out, the caching allocator frees what it caches and tries again. It does not do so while this
-    thread allocates from a private pool, as warm-ups and captures do. So this module frees the cache after a warm-up or
-    a capture has failed. It does so again before the next capture, because what was in the way may be cached by then.
+    When memory runs out, the caching allocator frees its cache and tries again, but not while this thread allocates
+    from a private pool. So this module frees the cache after a warm-up or a capture has failed, and once more before
+    the next capture, because what was in the way may be cached by then.
 """
 
 from __future__ import annotations
@@ -95,10 +95,7 @@ class CudaPool:
 
     @contextmanager
     def _on_capture_stream(self) -> Iterator[torch.cuda.Stream]:
-        """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it.
-
-        Captures run kernels there as well: PyTorch sets the seed and the offset of draws when a capture begins.
-        """
+        """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it."""
         current = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index):
             self._capture_stream.prepare()
@@ -198,10 +195,9 @@ class CudaPool:
         """Undoes what a capture that CUDA broke off leaves behind in the process (torch 2.9 to 2.11).
 
         The caching allocator still counts the capture as under way in the private pool, and refuses the next one. So
-        there is a new private pool, and the old one goes with the last graph of it. The allocator of pinned memory
-        counts so, too, until the process ends, and asks the graph about its state. So the graph is kept for good. The
-        default generator refuses to draw until some capture has succeeded. A generator with a new state would draw, but
-        graphs that were captured before use the old state. So an empty graph is captured.
+        there is a new private pool. The allocator of pinned memory counts so, too, until the process ends, and asks the
+        graph about its state. So the graph is kept for good. The default generator refuses to draw until some capture
+        has succeeded, and graphs that were captured before use its state. So an empty graph is captured.
         """
         with suppress(RuntimeError):
             self._private_pool.mark_broken()
