@@ -30,10 +30,11 @@ class CopiedEarly:
     tensor: torch.Tensor | None = None
 
 
+@dataclass(eq=False)
 class EarlyCopier:
     """Takes each result from a region's function as soon as nothing in the region will use its memory.
 
-    Args:
+    Attributes:
         device: of the results that may be copied early.
         copy: copies tensors out, or captures the copies, and returns the `tensor` of each. It keeps no argument.
         batch_bytes: results wait until they have so many bytes.
@@ -41,17 +42,13 @@ class EarlyCopier:
         must: raise what ``copy`` raises. Otherwise results that could not be copied, and all later ones, stay.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        copy: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-        batch_bytes: float,
-        may_copy: Callable[[torch.Tensor], bool] = lambda tensor: True,
-        *,
-        must: bool = True,
-    ) -> None:
-        self._device, self._may_copy = device, may_copy
-        self._copy, self._batch_bytes, self._must = copy, batch_bytes, must
+    device: torch.device
+    copy: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    batch_bytes: float
+    may_copy: Callable[[torch.Tensor], bool] = lambda tensor: True
+    must: bool = True
+
+    def __post_init__(self) -> None:
         self._count = self._nbytes = 0  # how many were copied, and the bytes of those that wait
         self._waiting: list[tuple[CopiedEarly, torch.Tensor]] = []
 
@@ -59,23 +56,23 @@ class EarlyCopier:
         """What the function is to return instead of the tensor: the tensor itself if it is not copied early."""
         if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided or is_zero_tensor(tensor):
             return tensor
-        is_block = tensor.device == self._device and tensor.numel() > 0 and is_whole(tensor)
-        if not (is_block and self._may_copy(tensor)):
+        is_block = tensor.device == self.device and tensor.numel() > 0 and is_whole(tensor)
+        if not (is_block and self.may_copy(tensor)):
             return tensor
         copied = CopiedEarly(self._count + len(self._waiting))
         self._waiting.append((copied, tensor))
         self._nbytes += tensor.numel() * tensor.element_size()
-        if self._nbytes >= self._batch_bytes:
+        if self._nbytes >= self.batch_bytes:
             self._copy_waiting()
         return copied
 
     def _copy_waiting(self) -> None:
         try:
-            copies = self._copy([tensor for _, tensor in self._waiting])
+            copies = self.copy([tensor for _, tensor in self._waiting])
         except Exception:
-            if self._must:
+            if self.must:
                 raise
-            self._batch_bytes = math.inf
+            self.batch_bytes = math.inf
             return
         for (copied, _), tensor in zip(self._waiting, copies):
             copied.tensor = tensor

@@ -193,37 +193,31 @@ def _copied(tensors: Tensors) -> list[torch.Tensor]:
     return copies
 
 
+@dataclass(eq=False)
 class TapeGraph:
-    """The recorded calls.
+    """The recorded calls."""
 
-    Args:
-        free: memory of the arena that nobody owns while they run: any of them may get it.
-    """
+    steps: Sequence[_Step]
+    free: Sequence[torch.UntypedStorage]  # memory of the arena that nobody owns while they run: any of them may get it
+    buffers: Tensors
+    copied_out: Tensors
+    sentinels: Sequence[int]
 
-    def __init__(
-        self,
-        steps: Sequence[_Step],
-        free: Sequence[torch.UntypedStorage],
-        buffers: Tensors,
-        copied_out: Tensors,
-        sentinels: Sequence[int],
-    ) -> None:
-        self._steps, self._free, self._sentinels = steps, free, sentinels
-        self._buffers, self._copied_out = buffers, copied_out
-        leaves = [compat.tree_leaves((s.args, s.kwargs)) if isinstance(s, _RecordedCall) else [] for s in steps]
+    def __post_init__(self) -> None:
+        leaves = [compat.tree_leaves((s.args, s.kwargs)) if isinstance(s, _RecordedCall) else [] for s in self.steps]
         integers = [{leaf for leaf in each if type(leaf) is int} for each in leaves]
-        self._has_sentinel = [not found.isdisjoint(sentinels) for found in integers]
-        check_sentinels(sentinels, set().union(*integers))
+        self._has_sentinel = [not found.isdisjoint(self.sentinels) for found in integers]
+        check_sentinels(self.sentinels, set().union(*integers))
 
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
-        by_sentinel = dict(zip(self._sentinels, scalars))
+        by_sentinel = dict(zip(self.sentinels, scalars))
         with torch.no_grad(), compat.disable_dispatch_modes():
             try:
-                copy_all(self._buffers, sources)
+                copy_all(self.buffers, sources)
             except Exception as error:
                 raise ReplayRefused(error) from error
             copied = 0
-            for step, has_sentinel in zip(self._steps, self._has_sentinel):
+            for step, has_sentinel in zip(self.steps, self._has_sentinel):
                 if isinstance(step, list):
                     first, copied = copied, copied + len(step)
                     copy_all(targets[first:copied], step)
@@ -237,8 +231,8 @@ class TapeGraph:
                     leaves = compat.tree_leaves(output)
                     for leaf, tensor in step.results:
                         tensor.copy_(leaves[leaf])
-                _poison(self._free)
-            copy_all(targets[copied:], self._copied_out[copied:])
+                _poison(self.free)
+            copy_all(targets[copied:], self.copied_out[copied:])
 
 
 class TapePool:

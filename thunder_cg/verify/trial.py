@@ -51,18 +51,19 @@ class Check:
 
 
 class Disturbed(Exception):
-    """Another thread has drawn while a trial ran, so the trial compares nothing."""
-
-    def __init__(self, generator: str) -> None:
-        super().__init__(f"another thread changed {generator} meanwhile")
+    """Another thread has changed what the message names while a trial ran, so the trial compares nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What is compared: a "result", an "input" that is written, or a "generator", by its position."""
+    """What is compared, by its position and its name in the trace."""
 
-    kind: str
+    kind: str  # "result", "written input" or "generator"
     index: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"the state of the {self.name}" if self.kind == "generator" else f"{self.kind} {self.name!r}"
 
 
 @dataclass(slots=True)
@@ -76,7 +77,7 @@ class Run:
     memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # copies of what it wrote, by its address
 
     def value(self, of: Compared) -> Any:
-        values: dict[str, Any] = {"result": self.results, "input": self.written, "generator": self.generators}
+        values: dict[str, Any] = {"result": self.results, "written input": self.written, "generator": self.generators}
         return values[of.kind][of.index]
 
     def source(self, of: Compared) -> str | None:
@@ -113,7 +114,7 @@ class Trial:
         self._others = {i: t for i, t in enumerate(args) if isinstance(t, torch.Tensor) and address(t) not in written}
         self._hashes_before = self._hash_others()
         self._generators = generators
-        self.generators = [Compared("generator", i) for i in range(len(generators))]
+        self.generators = [Compared("generator", i, f"{g.device} generator") for i, g in enumerate(generators)]
         self._before = self._states()
         self._left: list[torch.Tensor] | None = self._before  # by the last run; None: it did not come to its end
 
@@ -136,9 +137,8 @@ class Trial:
         """Replays the graph, on the real inputs. Their versions advance only the first time."""
         with preserve_version_counter(self._versioned) if self._has_replayed else nullcontext():
             if rewinds:
-                self.rewind()
-            else:
-                self._restore()
+                self._set_states(self._before)
+            self._restore()
             self._has_replayed = True
             self._left = None
             results = list(self._graph.replay(self._args))
@@ -154,10 +154,15 @@ class Trial:
     def run_on_filled_memory(self, fn: Callable[..., Sequence[Any]]) -> Run | None:
         """Runs ``fn`` on memory that was filled with ones; None if it does not run so."""
         pool = self._backend.pool(self.region.device)
+
+        def keeping_all(inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:  # no result is copied early
+            with _Keep():
+                return fn(inputs)
+
         try:
-            self.run(lambda inputs: pool.warm_up(_keeping_all(fn), [inputs]))
+            self.run(lambda inputs: pool.warm_up(keeping_all, [inputs]))
             pool.poison()
-            return self.run(lambda inputs: pool.warm_up(_keeping_all(fn), [inputs]))
+            return self.run(lambda inputs: pool.warm_up(keeping_all, [inputs]))
         except Disturbed:
             raise
         except Exception:  # a compiled fusion may not run under a mode
@@ -201,7 +206,7 @@ class Trial:
         now = self._states()
         for of, state, left in zip(self.generators, now, self._left or ()):
             if not torch.equal(state, left):
-                raise Disturbed(self.describe(of))
+                raise Disturbed(of)
         for generator, old, new in zip(self._generators, now, states):
             if not torch.equal(old, new):
                 generator.set_state(new)
@@ -239,8 +244,8 @@ class Trial:
 
     def differing(self, eager: Run, replayed: Run) -> list[Compared]:
         """Where two runs differ."""
-        compared = [Compared("result", i) for i in range(len(eager.results))]
-        compared += [*(Compared("input", i) for i in self._written), *self.generators]
+        compared = [Compared("result", i, output.name) for i, output in enumerate(self.region.io.outputs)]
+        compared += [*(Compared("written input", i, self._inputs[i]) for i in self._written), *self.generators]
         return [of for of in compared if not self._agree(of, eager, replayed)]
 
     def _agree(self, of: Compared, eager: Run, replayed: Run) -> bool:
@@ -281,18 +286,6 @@ class Trial:
         if not has_run:
             torch.autograd.graph.increment_version(self._versioned)
 
-    def name(self, of: Compared) -> str:
-        """The name of a result or input in the trace; none for a generator."""
-        if of.kind == "generator":
-            return ""
-        return self.region.io.outputs[of.index].name if of.kind == "result" else self._inputs[of.index]
-
-    def describe(self, of: Compared) -> str:
-        """What a message calls it."""
-        if of.kind == "generator":
-            return f"the state of the {self._generators[of.index].device} generator"
-        return f"{'result' if of.kind == 'result' else 'written input'} {self.name(of)!r}"
-
 
 def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
     """``arg``, in the copy of its memory if there is one."""
@@ -320,11 +313,3 @@ class _Keep(TorchDispatchMode):
         if func.overloadpacket in _EMPTY:
             bits(output).fill_(ones(output))
         return output
-
-
-def _keeping_all(fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    def run(inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
-        with _Keep():
-            return fn(inputs)  # no result is copied early
-
-    return run

@@ -51,7 +51,8 @@ class ReplayVerifier:
             try:
                 return self._compare(trial)
             except Disturbed as error:
-                return Outcome(trial.replay(rewinds=False).results, remark=f"not verified: {error}", compared=False)
+                remark = f"not verified: another thread changed {error} meanwhile"
+                return Outcome(trial.replay(rewinds=False).results, remark=remark, compared=False)
 
     def _compare(self, trial: Trial) -> Outcome:
         """The outcome of a trial.
@@ -96,7 +97,7 @@ class ReplayVerifier:
         except Disturbed:
             raise
         except Exception as error:
-            failed = f"{trial.describe(differing[0])} differs, and to find out how failed: {_first_line(error)}"
+            failed = f"{differing[0]} differs, and to find out how failed: {_first_line(error)}"
             return Disagreement(None, failed), None
 
     def _judge(
@@ -113,7 +114,7 @@ class ReplayVerifier:
         graphs += [values(trial.replay()) for _ in range(_MORE_RUNS)]
         for of in trial.generators:
             if not all(same(run[of], runs[0][of]) for runs in (eagers, graphs) for run in runs):
-                raise Disturbed(trial.describe(of))
+                raise Disturbed(of)
         unwritten = trial.never_written([of for of in differing if of.kind == "result"])
         wrong, remarks = [], []
         for of in differing:
@@ -123,21 +124,21 @@ class ReplayVerifier:
                 wrong.append(of)
             elif not (of in unwritten and is_tolerable([eagers[0][of]], [graphs[0][of]], ignored)):
                 difference = describe_difference(eagers[0][of], graphs[0][of])
-                remarks.append(f"{trial.describe(of)} is not deterministic: {difference}")
+                remarks.append(f"{of} is not deterministic: {difference}")
         if not wrong:
             return None, "; ".join(remarks) or None
         op = self._first_op(trial, wrong)
-        of = next((of for of in wrong if op is not None and trial.name(of) in op.outputs), wrong[0])
+        of = next((of for of in wrong if op is not None and of.name in op.outputs), wrong[0])
         if eager.source(of) == replayed.source(of):
             difference = describe_difference(eagers[0][of], graphs[0][of])
         else:
             difference = f"{_memory_of(replayed.source(of))} in the graph, {_memory_of(eager.source(of))} eagerly"
-        return Disagreement(op, f"{trial.describe(of)}: {difference}", self._where(op)), None
+        return Disagreement(op, f"{of}: {difference}", self._where(op)), None
 
     def _first_op(self, trial: Trial, wrong: Sequence[Compared]) -> Op | None:
         """The first op whose value differs, of those that the wrong results depend on."""
         ops = trial.region.ops
-        results = {trial.name(of) for of in wrong} if all(of.kind == "result" for of in wrong) else None
+        results = {of.name for of in wrong} if all(of.kind == "result" for of in wrong) else None
         relevant = self._ancestors(ops, results) if results else {op.index for op in ops}
         once, again = trial.op_hashes(), trial.op_hashes()
         filled = trial.op_hashes_on_filled_memory()

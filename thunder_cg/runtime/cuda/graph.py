@@ -85,14 +85,12 @@ class CudaGraph:
     def end(self) -> None:
         self.torch_graph.capture_end()
 
-    def inspect(self, sentinels: Sequence[int]) -> None:
-        """Raises `CaptureRefused` if no replay can be right; finds the kernels that take ``sentinels``."""
+    def instantiate(self, sentinels: Sequence[int]) -> None:
+        """Makes the graph ready to be launched. Raises `CaptureRefused` if no replay can be right."""
         if self._has_driver:
             refuse_host_memory(cuda.captured_graph(self.torch_graph))
         if sentinels:
             self._scalars = KernelScalars(cuda.captured_graph(self.torch_graph), sentinels)
-
-    def instantiate(self) -> None:
         if self._has_driver:
             self.torch_graph.instantiate()
             executable = cuda.executable_graph(self.torch_graph)
@@ -136,17 +134,17 @@ class CudaGraph:
             (error,) = self._launcher(cuda.current_raw_stream(self._index))
             if error:
                 refused("to launch a graph", error)
-        elif self._is_launched:
-            self._launch_with_generator()
-        else:
-            self._first_launch()
-
-    def _first_launch(self) -> None:
-        """Finds out whether the graph draws: PyTorch's replay moves the generator on then. If not, it is not needed."""
+            return
         generator = torch.cuda.default_generators[self._index]
-        before = generator.get_offset()
-        self._launch_with_generator()
-        draws = generator.get_offset() != before
+        with capture_lock:
+            before = generator.get_offset()
+            try:
+                wait_for_draws(self._index)
+                self.torch_graph.replay()  # if the graph draws, this moves the generator on before it launches
+            except Exception as error:
+                generator.set_offset(before)
+                raise ReplayRefused(error) from error
+            draws = self._is_launched or generator.get_offset() != before
         self._is_launched = True
         if self._has_driver and not draws:
             self._launcher = cuda.graph_launcher(cuda.executable_graph(self.torch_graph))
@@ -155,18 +153,6 @@ class CudaGraph:
                 set_sources = self._inputs.set_addresses if self._inputs is not None else None
                 set_targets = self._outputs.set_addresses if self.copied_out else None
                 self._fast_replay = _make_fast_replay(self._index, self._launcher, set_sources, set_targets)
-
-    def _launch_with_generator(self) -> None:
-        """PyTorch's replay, which moves the generator on before it launches: back again if that fails."""
-        generator = torch.cuda.default_generators[self._index]
-        with capture_lock:
-            before = generator.get_offset()
-            try:
-                wait_for_draws(self._index)
-                self.torch_graph.replay()
-            except Exception as error:
-                generator.set_offset(before)
-                raise ReplayRefused(error) from error
 
 
 def _make_fast_replay(

@@ -157,8 +157,7 @@ class CudaPool:
             graph = CudaGraph(self._index, self._private_pool, buffers)
             try:
                 outputs = self._record(graph, fn, args, copied_out)
-                graph.inspect(sentinels)
-                graph.instantiate()
+                graph.instantiate(sentinels)
             except BaseException as error:
                 self._recover(graph, current)
                 if isinstance(error, torch.OutOfMemoryError):
