@@ -14,8 +14,8 @@ from thunder_cg.runtime.backend import Backend, Pool
 class Arena:
     """One pool per device, and the lock that says who may use them.
 
-    Holding and releasing are single atomic steps without a queue, because a release may come from a destructor:
-    on any thread, at any point, even while this thread looks for an arena.
+    A release may come from a destructor: on any thread, at any point, even while this thread looks for an arena. So
+    holding and releasing are single atomic steps without a queue.
     """
 
     __slots__ = ("__weakref__", "_backend", "_held", "_poison", "_pools")

@@ -52,8 +52,8 @@ class Pool(Protocol):
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         """Runs ``fn`` for real, with its memory in the pool, so that a capture after it can have the same memory.
 
-        ``fn`` gets an `EarlyCopier` as its last argument. The copies that it makes are outside of the pool.
-        If memory runs out, the generators are set back, so that ``fn`` can be tried again.
+        ``fn`` gets an `EarlyCopier` as its last argument, whose copies are outside of the pool. If memory runs out, the
+        generators are set back, so that ``fn`` can be tried again.
         """
 
     def capture(

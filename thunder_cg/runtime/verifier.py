@@ -33,8 +33,8 @@ class Disagreement:
 
     @property
     def problem(self) -> str:
-        problem = f"its graph disagrees with its ops: {self.difference}"
-        return f"{problem}; the first value that differs is made by {self.op.name} {self.where}" if self.op else problem
+        first = f"; the first value that differs is made by {self.op.name} {self.where}" if self.op else ""
+        return f"its graph disagrees with its ops: {self.difference}{first}"
 
     @property
     def fix(self) -> str:
@@ -63,8 +63,7 @@ class Verifier(Protocol):
     ) -> Any:
         """While the region is recorded: what a comparison needs later, to be kept as the graph's ``check``.
 
-        Args:
-            in_pool: positions of the arguments in the arena, which a replay may overwrite.
+        ``in_pool`` are the positions of the arguments in the arena, which a replay may overwrite.
         """
 
     def replay(self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any]) -> Outcome:

@@ -85,19 +85,10 @@ class Run:
 
 
 class Trial:
-    """Runs of one region's ops and of its graph, for the arguments of one call. See Note [What is compared].
-
-    Args:
-        generators: those that the region may draw from. Their states are compared.
-    """
+    """Runs of one region's ops and of its graph, for the arguments of one call. See Note [What is compared]."""
 
     def __init__(
-        self,
-        region: RuntimeRegion,
-        graph: RegionGraph,
-        args: Sequence[Any],
-        backend: Backend,
-        generators: Sequence[torch.Generator],
+        self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any], backend: Backend, *, may_draw: bool
     ) -> None:
         check: Check = graph.check
         self.region, self._graph, self._check, self._args, self._backend = region, graph, check, args, backend
@@ -113,8 +104,9 @@ class Trial:
         self._has_replayed = False
         self._others = {i: t for i, t in enumerate(args) if isinstance(t, torch.Tensor) and address(t) not in written}
         self._hashes_before = self._hash_others()
-        self._generators = generators
-        self.generators = [Compared("generator", i, f"{g.device} generator") for i, g in enumerate(generators)]
+        of_device = torch.cuda.default_generators if region.device.type == "cuda" else [torch.default_generator]
+        self._generators = [of_device[region.device.index or 0]] if may_draw else []  # states of these are compared
+        self.generators = [Compared("generator", 0, f"{g.device} generator") for g in self._generators]
         self._before = self._states()
         self._left: list[torch.Tensor] | None = self._before  # by the last run; None: it did not come to its end
 

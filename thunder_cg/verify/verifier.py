@@ -42,10 +42,9 @@ class ReplayVerifier:
     def replay(self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any]) -> Outcome:
         """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
         may_draw = any(op.index in self._aliasing.effects for op in region.ops)
-        generators = [_generator(region.device)] if may_draw else []
-        with _locks.setdefault(region.device, threading.RLock()) if generators else nullcontext():
+        with _locks.setdefault(region.device, threading.RLock()) if may_draw else nullcontext():
             try:
-                trial = Trial(region, graph, args, self._backend, generators)
+                trial = Trial(region, graph, args, self._backend, may_draw=may_draw)
             except Exception as error:  # mostly out of memory, which must not cost the call
                 return Outcome(graph.replay(args), remark=f"not verified: {_first_line(error)}", compared=False)
             try:
@@ -163,10 +162,6 @@ class ReplayVerifier:
     def _where(self, op: Op | None) -> str:
         line = (op and self._ops.line(op)) or "at a line unknown to Thunder"
         return line if line.startswith(("near ", "at ")) else f"at {line}"
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    return torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
 
 
 def _memory_of(source: str | None) -> str:

@@ -78,7 +78,6 @@ class CopyNode:
     """One kernel node: copies up to 120 spans of memory.
 
     Args:
-        index: of the device.
         spans: the fixed addresses and how many bytes to copy.
         varies: which address of a span varies: 0 for where it is copied from, 1 for where to.
     """
@@ -105,7 +104,6 @@ class CopyNode:
         self._node = cuda.last_captured_node(stream)
 
     def updater(self, executable: Any) -> Update:
-        """What gives the node of this executable graph the addresses that are in `words` then."""
         parameters = cuda.driver.CUDA_KERNEL_NODE_PARAMS()
         parameters.func, parameters.gridDimX, parameters.blockDimX = self._function, self._blocks, _THREADS
         for name in ("gridDimY", "gridDimZ", "blockDimY", "blockDimZ"):
@@ -147,7 +145,6 @@ class Copies:
         self._count += len(fixed)
 
     def bind(self, executable: Any) -> None:
-        """Makes `set_addresses` for an executable graph."""
         updates = [(node.words, node.varying, place, node.updater(executable)) for node, place in self._nodes]
         if self._count == len(self._present) == 1:
             ((words, varying, _, update),) = updates

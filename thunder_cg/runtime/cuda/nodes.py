@@ -61,12 +61,8 @@ def _is_on_host(memory: Any, address: Any) -> bool:
 class KernelScalars:
     """The scalars of a captured graph, set before each launch. See Note [Scalars of a graph].
 
-    Args:
-        graph: the driver's, captured and not yet instantiated.
-        sentinels: that were among the arguments of what was captured.
-
     Raises:
-        CaptureRefused: a sentinel is no argument of any kernel.
+        CaptureRefused: a sentinel is no argument of any kernel of the driver's ``graph``, which is not instantiated.
     """
 
     def __init__(self, graph: Any, sentinels: Sequence[int]) -> None:
@@ -76,11 +72,9 @@ class KernelScalars:
         check_sentinels(sentinels, {sentinels[scalar] for kernel in self._kernels for scalar, _ in kernel.places})
 
     def bind(self, executable: Any) -> None:
-        """Says which executable graph the kernels are part of."""
         self._updates = [kernel.updater(executable) for kernel in self._kernels]
 
     def set(self, scalars: Sequence[int]) -> None:
-        """Makes the next launches use these."""
         for kernel, update in zip(self._kernels, self._updates):
             for scalar, place in kernel.places:
                 place.value = scalars[scalar]
@@ -90,17 +84,13 @@ class KernelScalars:
 
 
 class _KernelNode:
-    """One kernel node, with copies of the arguments that it was captured with.
-
-    Attributes:
-        places: scalars, and where among the arguments they belong.
-    """
+    """One kernel node, with copies of the arguments that it was captured with."""
 
     def __init__(self, node: Any, sentinels: Sequence[int]) -> None:
         self._node, self._parameters = node, check(cuda.driver.cuGraphKernelNodeGetParams(node))
         self._arguments = _arguments(self._parameters)  # the pointers do not keep them alive
         self._pointers = (ctypes.c_void_p * len(self._arguments))(*map(ctypes.addressof, self._arguments))
-        self.places = [
+        self.places = [  # scalars, and where among the arguments they belong
             (scalar, ctypes.c_uint64.from_buffer(argument, offset))
             for argument in self._arguments
             for offset in range(0, len(argument) - 7, 8)
@@ -109,7 +99,6 @@ class _KernelNode:
         ]
 
     def updater(self, executable: Any) -> Any:
-        """What gives the node of this executable graph the arguments as they are then."""
         self._parameters.kernelParams = ctypes.addressof(self._pointers)
         return cuda.kernel_node_updater(executable, self._node, self._parameters)
 
