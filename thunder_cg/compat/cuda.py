@@ -44,11 +44,7 @@ def check(result: Sequence[Any]) -> Any:
 
 
 def compile_kernels(index: int, source: str, macros: Sequence[str], names: Sequence[str]) -> list[Any]:
-    """The driver's functions for kernels written in CUDA C++, compiled for device ``index``.
-
-    Raises:
-        RuntimeError, OSError: NVRTC is not installed or does not know the device.
-    """
+    """The driver's functions for kernels in CUDA C++. RuntimeError or OSError if NVRTC is missing or too old."""
     if driver is None:
         raise RuntimeError("cuda-bindings is not installed")
     major, minor = torch.cuda.get_device_capability(index)

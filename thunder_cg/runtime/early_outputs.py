@@ -19,34 +19,22 @@ from thunder_cg.runtime.tensors import is_whole
 
 @dataclass(slots=True, eq=False)
 class CopiedEarly:
-    """Stands for a result that was copied out while its region ran.
+    """Stands for a result that was copied out while its region ran."""
 
-    Attributes:
-        order: how many were copied before it.
-        tensor: in a warm-up, what the caller gets; in a capture, the memory that replays copy from.
-    """
-
-    order: int
-    tensor: torch.Tensor | None = None
+    order: int  # how many were copied before it
+    tensor: torch.Tensor | None = None  # in a warm-up, what the caller gets; in a capture, what replays copy from
 
 
 @dataclass(eq=False)
 class EarlyCopier:
-    """Takes each result from a region's function as soon as nothing in the region will use its memory.
+    """Takes each result from a region's function as soon as nothing in the region will use its memory."""
 
-    Attributes:
-        device: of the results that may be copied early.
-        copy: copies tensors out, or captures the copies, and returns the `tensor` of each. It keeps no argument.
-        batch_bytes: results wait until they have so many bytes.
-        may_copy: whether a tensor, which fills a block of memory, may be copied early.
-        must: raise what ``copy`` raises. Otherwise results that could not be copied, and all later ones, stay.
-    """
-
-    device: torch.device
+    device: torch.device  # of the results that may be copied early
+    # Copies tensors out, or captures the copies, and returns the `tensor` of each. It keeps no argument.
     copy: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-    batch_bytes: float
-    may_copy: Callable[[torch.Tensor], bool] = lambda tensor: True
-    must: bool = True
+    batch_bytes: float  # results wait until they have so many bytes
+    may_copy: Callable[[torch.Tensor], bool] = lambda tensor: True  # of a tensor that fills a block of memory
+    must: bool = True  # raise what `copy` raises; otherwise results that could not be copied, and all later ones, stay
 
     def __post_init__(self) -> None:
         self._count = self._nbytes = 0  # how many were copied, and the bytes of those that wait

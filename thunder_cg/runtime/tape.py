@@ -271,12 +271,9 @@ class TapePool:
         generator = torch.get_rng_state()
         _active.tape = tape
         try:
+            copier = EarlyCopier(self._device, tape.copy_early, 0)
             with tape:
-                if copied_out is None:
-                    outputs = fn(*args)
-                else:
-                    copier = EarlyCopier(self._device, tape.copy_early, 0)
-                    outputs = copier.finish(fn(*args, copier))
+                outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
         finally:
             _active.tape = None
             tape.undo()

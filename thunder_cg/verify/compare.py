@@ -59,11 +59,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def is_tolerable(eagers: Sequence[Any], graphs: Sequence[Any], ignored: torch.Tensor | None) -> bool:
-    """Whether the values of a result in eager runs and in replays may differ. See Note [Tolerated differences].
-
-    Args:
-        ignored: elements that nobody wrote.
-    """
+    """Whether eager runs and replays agree, but for ``ignored`` elements. See Note [Tolerated differences]."""
     eager, graph = eagers[0], graphs[0]
     if not all(isinstance(value, torch.Tensor) and same_layout(value, eager) for value in (*eagers, *graphs)):
         return False

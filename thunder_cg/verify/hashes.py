@@ -57,11 +57,7 @@ def hash_values(device: torch.device, *values: Any) -> torch.Tensor:
 
 
 def hashes_differ(one: OpHashes, other: OpHashes, filled: OpHashes | None = None) -> bool:
-    """Whether the values of an op differ.
-
-    Args:
-        filled: the hashes of ``one`` on memory that was filled before. A lenient hash counts if it is the same there.
-    """
+    """Whether the values of an op differ. Lenient hashes count if they are the same on memory that was ``filled``."""
     lenient = zip(one[1], other[1], filled[1]) if filled is not None else ()
     pairs = [*zip(one[0], other[0]), *((a, b) for a, b, on_filled in lenient if a == on_filled)]
     return any(a != b for a, b in pairs if NO_HASH not in (a, b))

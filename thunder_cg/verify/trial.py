@@ -32,14 +32,8 @@ from thunder_cg.verify.compare import bits, ones, same, same_layout
 from thunder_cg.verify.hashes import HashGraph, OpHashes, hash_tensor
 
 _aten = torch.ops.aten
-_EMPTY = {
-    _aten.empty,
-    _aten.empty_like,
-    _aten.empty_permuted,
-    _aten.empty_strided,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-}
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_permuted, _aten.empty_strided}
+_EMPTY |= {_aten.new_empty, _aten.new_empty_strided}
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,7 @@ class ReplayVerifier:
         except Disturbed:
             raise
         except torch.OutOfMemoryError as error:
-            results = trial.replay().results
-            return Outcome(results, remark=f"not verified: {_first_line(error)}", compared=False)
+            return Outcome(trial.replay().results, remark=f"not verified: {_first_line(error)}", compared=False)
         except Exception as error:
             trial.rewind()
             return Outcome(None, Disagreement(None, f"its ops raise {_first_line(error)}, which a graph does not"))
@@ -87,8 +86,8 @@ class ReplayVerifier:
         self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]
     ) -> tuple[Disagreement | None, str | None]:
         """`_judge`, which may fail."""
-        has_opaque_ops = any(op.index in self._aliasing.opaque for op in trial.region.ops)
-        may_draw_on_host = trial.region.device.type != "cpu" and has_opaque_ops
+        is_opaque = any(op.index in self._aliasing.opaque for op in trial.region.ops)
+        may_draw_on_host = is_opaque and trial.region.device.type != "cpu"
         try:
             # An unknown operator that draws on the host has done so in the first run, and must not in the others.
             with torch.random.fork_rng(devices=[], enabled=may_draw_on_host):
@@ -122,8 +121,7 @@ class ReplayVerifier:
             if eager.source(of) != replayed.source(of) or not tolerable:
                 wrong.append(of)
             elif not (of in unwritten and is_tolerable([eagers[0][of]], [graphs[0][of]], ignored)):
-                difference = describe_difference(eagers[0][of], graphs[0][of])
-                remarks.append(f"{of} is not deterministic: {difference}")
+                remarks.append(f"{of} is not deterministic: {describe_difference(eagers[0][of], graphs[0][of])}")
         if not wrong:
             return None, "; ".join(remarks) or None
         op = self._first_op(trial, wrong)

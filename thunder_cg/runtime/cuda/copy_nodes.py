@@ -75,11 +75,9 @@ def refused(what: str, error: Any) -> NoReturn:
 
 
 class CopyNode:
-    """One kernel node: copies up to 120 spans of memory.
+    """One kernel node: copies up to 120 spans, each a fixed address and a number of bytes.
 
-    Args:
-        spans: the fixed addresses and how many bytes to copy.
-        varies: which address of a span varies: 0 for where it is copied from, 1 for where to.
+    The other address ``varies``: 0 for where a span is copied from, 1 for where to.
     """
 
     def __init__(self, index: int, spans: Sequence[tuple[int, int]], varies: int) -> None:
@@ -114,16 +112,9 @@ class CopyNode:
 
 
 class Copies:
-    """Copies between fixed memory of a graph and memory that differs from launch to launch.
+    """Copies ``into`` fixed memory of a graph (inputs), or out of it (results). The other memory differs by launch."""
 
-    Args:
-        into: whether the copies write the fixed memory (inputs), and do not read it (results).
-
-    Attributes:
-        set_addresses: makes the next launches copy from, or to, these tensors. Their layouts are those of the fixed.
-    """
-
-    set_addresses: SetAddresses
+    set_addresses: SetAddresses  # makes the next launches use these tensors, which have the layouts of the fixed ones
 
     def __init__(self, index: int, *, into: bool) -> None:
         self._index, self._varies = index, 0 if into else 1

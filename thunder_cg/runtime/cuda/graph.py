@@ -33,12 +33,7 @@ _thread = _Thread()
 
 
 class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` with its copies in and out, which are nodes of the graph where that is possible.
-
-    Args:
-        pool: what the graph allocates from.
-        buffers: what each replay fills from the tensors that it is given.
-    """
+    """A ``torch.cuda.CUDAGraph`` with its copies in and out, which are nodes of the graph where that is possible."""
 
     _capture_lock: ClassVar[CaptureLock] = capture_lock  # for a destructor that runs while the interpreter ends
 

@@ -59,11 +59,7 @@ def _is_on_host(memory: Any, address: Any) -> bool:
 
 
 class KernelScalars:
-    """The scalars of a captured graph, set before each launch. See Note [Scalars of a graph].
-
-    Raises:
-        CaptureRefused: a sentinel is no argument of any kernel of the driver's ``graph``, which is not instantiated.
-    """
+    """The scalars of a captured graph of the driver, set before each launch. See Note [Scalars of a graph]."""
 
     def __init__(self, graph: Any, sentinels: Sequence[int]) -> None:
         kernel_type = cuda.driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL

@@ -171,12 +171,10 @@ class CudaPool:
         try:
             graph.begin()
             graph.copy_in()
-            if copied_out is None:
-                outputs = fn(*args)
-            else:
-                copy = partial(self._capture_early_copy, graph)
-                copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, graph.may_copy_early)
-                outputs = copier.finish(fn(*args, copier))
+            copy = partial(self._capture_early_copy, graph)
+            copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, graph.may_copy_early)
+            outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
+            if copied_out is not None:
                 graph.copy_out(copied_out(outputs)[graph.copied_out :])
         except BaseException:
             if cuda.is_current_stream_capturing():
