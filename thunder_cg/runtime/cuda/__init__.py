@@ -1,8 +1,10 @@
 """The ``cuda`` backend: regions as CUDA graphs.
 
-An arena owns a `CudaPool`, which owns a private pool of PyTorch's caching allocator and a stream of its own. A
-`CudaGraph` owns PyTorch's graph and keeps the private pool alive. Only :mod:`thunder_cg.compat.cuda` touches what is
-private in PyTorch or belongs to the driver. A capture, step by step:
+What comes in: a region's function and its inputs. What goes out: a `CudaGraph`, and tensors that show where in the
+arena its kernels write. An arena owns a `CudaPool`, which owns a private pool of PyTorch's caching allocator and a
+stream of its own. A `CudaGraph` owns PyTorch's graph and keeps the private pool alive.
+
+A capture, step by step:
 
 1.  `CudaPool` takes a `CaptureStream` that no other arena uses, and captures an empty graph, the keep-alive graph.
     It keeps the private pool in use (:mod:`pool`, :mod:`streams`).

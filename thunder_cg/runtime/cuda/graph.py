@@ -155,7 +155,8 @@ def _make_fast_replay(
 ) -> Launch:
     """What `CudaGraph._replay` does, for a graph whose copies are all nodes and that has no scalars and draws nothing.
 
-    It is a closure, because steady calls spend their host time here. It does not refer to its graph: that were a cycle.
+    It is a closure, because steady calls spend their host time here. It holds no reference to its graph, so that
+    reference counting frees the graph.
     """
     stream = cuda.current_raw_stream
 
