@@ -100,7 +100,7 @@ class CudaPool:
         with torch.cuda.device(self._index):
             self._capture_stream.prepare()
             with torch.cuda.stream(self._capture_stream.stream):
-                self._capture_stream.stream.wait_stream(current)
+                self._capture_stream.stream.wait_stream(current)  # captures run kernels, too: they set seed and offset
                 try:
                     yield current
                 finally:
@@ -194,7 +194,7 @@ class CudaPool:
         The caching allocator still counts the capture as under way in the private pool, and refuses the next one. So
         there is a new private pool. The allocator of pinned memory counts so, too, until the process ends, and asks the
         graph about its state. So the graph is kept for good. The default generator refuses to draw until some capture
-        has succeeded, and graphs that were captured before use its state. So an empty graph is captured.
+        has succeeded. A new state would draw, but earlier graphs use the old one. So an empty graph is captured.
         """
         with suppress(RuntimeError):
             self._private_pool.mark_broken()
