@@ -19,6 +19,8 @@ from thunder_cg.verify.compare import describe_difference, is_tolerable, same
 from thunder_cg.verify.hashes import HashGraph, hash_values, hashes_differ
 from thunder_cg.verify.trial import Check, Compared, Disturbed, Run, Trial
 
+Judgement = tuple[Disagreement | None, str | None]  # and why other differences are none
+
 _MORE_RUNS = 4  # of both sides, once they differ
 _locks: dict[torch.device, threading.RLock] = {}  # for trials that draw: see Note [Generators of the process]
 
@@ -54,11 +56,7 @@ class ReplayVerifier:
                 return Outcome(trial.replay(rewinds=False).results, remark=remark, compared=False)
 
     def _compare(self, trial: Trial) -> Outcome:
-        """The outcome of a trial.
-
-        Raises:
-            Disturbed: nothing has been compared, and the graph has still to be replayed.
-        """
+        """The outcome of a trial. If it raises `Disturbed`, the graph has still to be replayed."""
         try:
             eager = trial.run()
         except Disturbed:
@@ -82,9 +80,7 @@ class ReplayVerifier:
         trial.adopt(eager, replayed, has_run=True, wholly=disagreement is not None)
         return Outcome(replayed.results, disagreement, remark)
 
-    def _explain(
-        self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]
-    ) -> tuple[Disagreement | None, str | None]:
+    def _explain(self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]) -> Judgement:
         """`_judge`, which may fail."""
         is_opaque = any(op.index in self._aliasing.opaque for op in trial.region.ops)
         may_draw_on_host = is_opaque and trial.region.device.type != "cpu"
@@ -98,10 +94,8 @@ class ReplayVerifier:
             failed = f"{differing[0]} differs, and to find out how failed: {_first_line(error)}"
             return Disagreement(None, failed), None
 
-    def _judge(
-        self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]
-    ) -> tuple[Disagreement | None, str | None]:
-        """The disagreement, if there is one, and why other differences are none. The state is that of the last run."""
+    def _judge(self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]) -> Judgement:
+        """The state is that of the last run."""
 
         def values(run: Run) -> dict[Compared, Any]:
             found = {of: run.value(of) for of in (*differing, *trial.generators)}

@@ -75,10 +75,7 @@ def refused(what: str, error: Any) -> NoReturn:
 
 
 class CopyNode:
-    """One kernel node: copies up to 120 spans, each a fixed address and a number of bytes.
-
-    The other address ``varies``: 0 for where a span is copied from, 1 for where to.
-    """
+    """One kernel node: copies up to 120 spans, each with a fixed address, a size in bytes and a varying address."""
 
     def __init__(self, index: int, spans: Sequence[tuple[int, int]], varies: int) -> None:
         kernels = _kernels(index)
@@ -117,7 +114,7 @@ class Copies:
     set_addresses: SetAddresses  # makes the next launches use these tensors, which have the layouts of the fixed ones
 
     def __init__(self, index: int, *, into: bool) -> None:
-        self._index, self._varies = index, 0 if into else 1
+        self._index, self._varies = index, 0 if into else 1  # which address varies: 0 for from where, 1 for to where
         self._present: list[int] = []  # of all tensors, those that have elements
         self._count = 0
         self._nodes: list[tuple[CopyNode, slice]] = []  # and where the node's tensors are among those present

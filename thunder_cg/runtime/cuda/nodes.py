@@ -1,10 +1,9 @@
 """The nodes of a captured CUDA graph: which of them no replay may run, and which take the scalars of a call.
 
 Note [Host memory]
-    A library may copy between the device's and the host's memory, or call a function on the host, without waiting for
-    either. A capture accepts both, and the graph keeps the host's address. A replay then reads or writes whatever is at
-    that address by then. So a graph that holds such a node is refused, whatever a rule or ``allow=`` says of the
-    operator.
+    A library may copy between device and host memory, or call a function on the host, without waiting for either. A
+    capture accepts both, and the graph keeps the host's address. A replay reads or writes whatever is there by then.
+    So a graph that holds such a node is refused, whatever a rule or ``allow=`` says of the operator.
 """
 
 from __future__ import annotations
