@@ -5,7 +5,7 @@ The run time knows this protocol only. :mod:`thunder_cg.verify` implements it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -58,9 +58,7 @@ class Outcome:
 class Verifier(Protocol):
     """Compares replays with eager runs, for one program."""
 
-    def record(
-        self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
-    ) -> Any:
+    def record(self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: Set[int]) -> Any:
         """While the region is recorded: what a comparison needs later, to be kept as the graph's ``check``.
 
         ``in_pool`` are the positions of the arguments in the arena, which a replay may overwrite.

@@ -40,7 +40,7 @@ _EMPTY |= {_aten.new_empty, _aten.new_empty_strided}
 class Check:
     """What is kept of a recorded region for later comparisons."""
 
-    in_pool: frozenset[int]  # the arguments in the arena; a replay may reuse their memory
+    in_pool: Set[int]  # the arguments in the arena; a replay may reuse their memory
     hashes: HashGraph | None  # None: it could not be captured
 
 
@@ -250,10 +250,8 @@ class Trial:
     def adopt(self, eager: Run, replayed: Run, *, has_run: bool, wholly: bool) -> None:
         """Makes the results of a replay, and the call's state, what the eager run made.
 
-        Args:
-            has_run: whether a graph ran, so that versions have advanced.
-            wholly: whether an eager result takes the place of a replay's result that it cannot be copied into. No graph
-                may follow in this call then.
+        If a graph ``has_run``, versions have advanced. With ``wholly``, an eager result takes the place of a replay's
+        result that it cannot be copied into. No graph may follow in this call then.
         """
         with torch.no_grad():
             for at, memory in eager.memory.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,9 +33,7 @@ class ReplayVerifier:
     def __init__(self, ops: Ops, backend: Backend, aliasing: Aliasing) -> None:
         self._ops, self._backend, self._aliasing = ops, backend, aliasing
 
-    def record(
-        self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
-    ) -> Check:
+    def record(self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: Set[int]) -> Check:
         try:
             return Check(in_pool, HashGraph.record(region, self._backend, pool, args, place))
         except Exception:  # the capture of the region will say why

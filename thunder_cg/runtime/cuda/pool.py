@@ -115,10 +115,9 @@ class CudaPool:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         # If PyTorch fills new memory, a kernel runs, which has to be ordered. Otherwise nothing runs.
-        with (
-            self._on_capture_stream() if deterministic_fill() else torch.cuda.stream(self._capture_stream.stream),
-            cuda.use_pool(self._index, self._private_pool.id),
-        ):
+        stream = self._capture_stream.stream
+        on_stream: Any = self._on_capture_stream() if deterministic_fill() else torch.cuda.stream(stream)
+        with on_stream, cuda.use_pool(self._index, self._private_pool.id):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
