@@ -1,4 +1,4 @@
-"""Arenas: memory pools that one call holds at a time. Invariant 2 of the design is these few lines."""
+"""Arenas: memory pools that one call holds at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from thunder_cg.runtime.backend import Backend, Pool
 class Arena:
     """One pool per device, and the lock that says who may use them.
 
-    Holding and releasing are single atomic steps without a queue, because a release may come from a destructor:
-    on any thread, at any point, even while this thread looks for an arena.
+    A release may come from a destructor: on any thread, at any point, even while this thread looks for an arena. So
+    holding and releasing are single atomic steps without a queue.
     """
 
     __slots__ = ("__weakref__", "_backend", "_held", "_poison", "_pools")
 
     def __init__(self, backend: Backend, poison: bool) -> None:
-        self._backend = backend
-        self._poison = poison
+        self._backend, self._poison = backend, poison
         self._held = threading.Lock()
         self._pools: dict[torch.device, Pool] = {}
 
@@ -52,11 +51,10 @@ class Arena:
 
     def pool(self, device: torch.device) -> Pool:
         """The arena's memory on ``device``. Only for the holder."""
-        pool = self._pools.get(device)
-        if pool is None:
-            pool = self._pools[device] = self._backend.pool(device)
-            pool.enter()
-        return pool
+        if device not in self._pools:
+            self._pools[device] = self._backend.pool(device)
+            self._pools[device].enter()
+        return self._pools[device]
 
     def enter(self) -> None:
         """Orders the caller's streams after what used the arena before. Only for the holder."""
@@ -83,9 +81,7 @@ class Arenas:
     """
 
     def __init__(self, backend: Backend, limit: int, poison: bool) -> None:
-        self._backend = backend
-        self._limit = limit
-        self._poison = poison
+        self._backend, self._limit, self._poison = backend, limit, poison
         self._lock = threading.Lock()
         self._arenas: list[weakref.ref[Arena]] = []
         self._pairs: weakref.WeakSet[object] = weakref.WeakSet()

@@ -19,13 +19,13 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.compat.torch import version
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, ReplayRefused
+from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.inputs import detached, place, with_buffers
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
-from thunder_cg.runtime.sentinels import sentinels
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
 from thunder_cg.runtime.verifier import Disagreement
 
