@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 from weakref import ref
@@ -182,9 +183,8 @@ def saved_tensors_hooks() -> Any:
     return _top_saved_tensors_hooks(False)
 
 
-def forward_ad_level() -> int:
-    """The level of forward-mode AD on this thread; -1 if it is not active."""
-    return forward_ad._current_level
+forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+"""The level of forward-mode AD on this thread; -1 if it is not active. (A Python function would cost more to call.)"""
 
 
 def autograd_is_active() -> bool:
@@ -222,8 +222,8 @@ def kernel_settings() -> tuple[Any, ...]:
         c._get_cudnn_sdp_enabled(),
         c._get_math_sdp_allow_fp16_bf16_reduction(),
         (*c._get_sdp_priority_order(),),
-        c._get_blas_preferred_backend().value,
-        c._get_linalg_preferred_backend().value,
+        int(c._get_blas_preferred_backend()),
+        int(c._get_linalg_preferred_backend()),
     )
 
 

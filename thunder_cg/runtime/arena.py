@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 
@@ -18,28 +19,19 @@ class Arena:
     holding and releasing are single atomic steps without a queue.
     """
 
-    __slots__ = ("__weakref__", "_backend", "_held", "_poison", "_pools")
-
     def __init__(self, backend: Backend, poison: bool) -> None:
         self._backend, self._poison = backend, poison
         self._held = threading.Lock()
         self._pools: dict[torch.device, Pool] = {}
-
-    def try_hold(self) -> bool:
-        """Takes the arena for the caller if nobody has it."""
-        return self._held.acquire(blocking=False)
+        # Takes the arena for the caller if nobody has it, and ends the life of everything in its memory. Each steady
+        # call does both, so they are the lock's own functions.
+        self.try_hold: Callable[[], bool] = partial(self._held.acquire, False)
+        self.release: Callable[[], None] = self._held.release
+        if poison:
+            self.release = partial(_poison_and_release, self._pools, self._held)
 
     def is_held(self) -> bool:
         return self._held.locked()
-
-    def release(self) -> None:
-        """Ends the life of everything in the arena's memory."""
-        try:
-            if self._poison:
-                for pool in self._pools.values():
-                    pool.poison()
-        finally:
-            self._held.release()
 
     def forget(self, values: Iterable[torch.Tensor], kept: Iterable[torch.Tensor]) -> None:
         """While a call runs: nobody owns the memory of ``values`` any more, but what is ``kept``: it may be reused."""
@@ -72,6 +64,14 @@ class Arena:
     def __del__(self) -> None:
         for pool in self._pools.values():
             pool.close()
+
+
+def _poison_and_release(pools: Mapping[torch.device, Pool], held: threading.Lock) -> None:
+    try:
+        for pool in pools.values():
+            pool.poison()
+    finally:
+        held.release()
 
 
 class Arenas:

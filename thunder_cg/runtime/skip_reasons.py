@@ -13,7 +13,7 @@ def skip_reason(backend: Backend, *, saves: bool) -> str | None:
     """Why a call that ``saves`` tensors for a backward, or not, can replay no graph now."""
     if backend.busy():
         return "inside another capture"
-    if is_watched():
+    if (compat.dispatch_mode_count() or compat.function_mode_count()) and is_watched():
         return WATCHED
     if saves and compat.saved_tensors_hooks() is not None:  # they may keep it for longer than the graph lives
         return "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
