@@ -16,7 +16,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops, Value
 from thunder_cg.analysis.rules import Cause, Reason
-from thunder_cg.analysis.rules.conditions import reads_past_its_view
+from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.errors import OptionError
 
 __all__ = ["UserRules", "Verdict", "classify"]
@@ -92,7 +92,7 @@ def _read_past(ops: Ops, aliasing: Aliasing, user: UserRules) -> frozenset[str]:
         name
         for op in ops.ops
         for inner in _walk(op)
-        if reads_past_its_view.__name__ in inner.conditions and not user.allows(inner)
+        if READS_PAST_VIEW.name in inner.conditions and not user.allows(inner)
         for name in inner.inputs[:1]
     ]
     storages = aliasing.sets_of(read)

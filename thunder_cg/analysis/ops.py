@@ -14,7 +14,7 @@ from typing import Any
 import thunder
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.rules import Arguments, TensorArgument
+from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 from thunder_cg.compat.thunder import (
     BoundSymbol,
     CollectionProxy,
