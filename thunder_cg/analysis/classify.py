@@ -31,12 +31,9 @@ class Verdict:
 
     capture: bool
     reason: Reason
-    detail: str
-    """The reason, for this op: which tensor, which number, which operator inside."""
-    fix: str
-    """What would change the verdict; empty only for captured ops and bookkeeping."""
-    device: str | None
-    """The device that the op's tensors are all on, such as ``"cuda:0"``; None if there is no such device."""
+    detail: str  # the reason, for this op: which tensor, which number, which operator inside
+    fix: str  # what would change the verdict; empty only for captured ops and bookkeeping
+    device: str | None  # that all of the op's tensors are on, such as "cuda:0"; None if there is no such device
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +52,9 @@ class UserRules:
         for option, patterns in (("allow", self.allow), ("deny", self.deny)):
             for pattern in patterns:
                 if not isinstance(pattern, str) or not pattern or pattern != "".join(pattern.split()):
-                    raise OptionError(
-                        option, pattern, "names without spaces", 'write "id", "executor.id" or "torch.add"'
-                    )
-        both = self.allow & self.deny
-        if both:
+                    fix = 'write "id", "executor.id" or "torch.add"'
+                    raise OptionError(option, pattern, "names without spaces", fix)
+        if both := self.allow & self.deny:
             raise OptionError("allow", sorted(both), "names that deny= does not hold too", "name each operator once")
 
     def allows(self, op: Op) -> bool:
@@ -76,9 +71,6 @@ def classify(
     """One verdict per op, in the same order.
 
     Args:
-        ops: A trace.
-        aliasing: Its aliasing.
-        user: The user's rules.
         device_type: ``"cuda"`` or ``"cpu"``: what the backend captures.
         supports_scalar_updates: whether the backend can give the kernels of a graph new numbers.
     """
@@ -151,8 +143,7 @@ class _Classifier:
             detail = f"{name!r} is on {device} and {other_name!r} on {other}"
             return Cause(Reason.MIXED_DEVICES, detail, "keep all its tensors on one device, 0-dim ones too")
         if not devices:
-            numbers = [n for n in (*op.inputs, *op.outputs) if self.values[n].kind == "number"]
-            if numbers:
+            if numbers := [n for n in (*op.inputs, *op.outputs) if self.values[n].kind == "number"]:
                 detail = f"it computes with numbers on the host ({_listed(numbers)}), no tensors"
                 return Cause(Reason.RUNTIME_NUMBER, detail, "compute with 0-dim tensors on the device instead")
             rule = rules.find(op.executor, op.id)
@@ -168,17 +159,15 @@ class _Classifier:
     def takes_known(self, op: Op) -> Cause | None:
         """Whether everything that a graph keeps is the same at every call."""
         settable = self.kernel_scalars(op)
-        numbers = [name for name in op.inputs if self.values[name].kind == "number" and name not in settable]
-        if numbers:
+        if numbers := [name for name in op.inputs if self.values[name].kind == "number" and name not in settable]:
             detail = f"it takes {_listed(numbers)}, which a graph would keep as it was when captured"
             return Cause(Reason.RUNTIME_NUMBER, detail, "pass a 0-dim tensor on the device instead of a Python number")
-        symbolic = [name for name in (*op.inputs, *op.outputs) if self.values[name].symbolic]
-        if symbolic:
+        names = (*op.inputs, *op.outputs)
+        if symbolic := [name for name in names if self.values[name].symbolic]:
             detail = f"a size of {_listed(symbolic)} is known only at run time"
             fix = 'compile with the default cache="constant values", which makes a trace per shape'
             return Cause(Reason.SYMBOLIC_SHAPE, detail, fix)
-        futures = [name for name in (*op.inputs, *op.outputs) if self.values[name].kind == "future"]
-        if futures:
+        if futures := [name for name in names if self.values[name].kind == "future"]:
             detail = f"{_listed(futures)} is still being filled by a collective"
             return Cause(Reason.COLLECTIVE, detail, "none needed: regions form on both sides of it")
         return None
@@ -188,11 +177,11 @@ class _Classifier:
         if self.user.allows(op):
             return None
         rule = rules.find(op.executor, op.id)
-        cause = rule.objection(op.conditions) if rule is not None else None
-        if cause is not None:
+        if rule is not None and (cause := rule.objection(op.conditions)) is not None:
             return cause
         if op.is_fusion and not rules.executor_rule(op.executor).fuses:
-            return _unknown(op, f"{op.executor or 'an unknown executor'} is not a fusion executor that the rules know")
+            detail = f"{op.executor or 'an unknown executor'} is not a fusion executor that the rules know"
+            return Cause(Reason.UNKNOWN, detail, _allow_fix(op))
         for sub in op.subs:
             constant = self.is_constant(sub) or (op.is_fusion and self.is_given_numbers(op, sub))
             inner = None if constant else self.objection(sub)
@@ -200,22 +189,18 @@ class _Classifier:
             if inner is not None and not (rule is not None and inner.reason is Reason.UNKNOWN):
                 return Cause(inner.reason, f"inside is {sub.name}: {inner.detail}", inner.fix or _allow_fix(sub))
         if rule is None and not op.is_fusion and (op.executor is not None or not op.subs):
-            return _unknown(
-                op, "no rule knows this operator, so it may do anything: wait, draw, communicate, keep state"
-            )
+            detail = "no rule knows this operator, so it may do anything: wait, draw, communicate, keep state"
+            return Cause(Reason.UNKNOWN, detail, _allow_fix(op))
         return None
 
     def is_constant(self, op: Op) -> bool:
         """Whether it only computed numbers that were known when the trace was made, such as the shape of a tensor."""
         rule = rules.find(op.executor, op.id)
-        return (
-            rule is not None
-            and rule.cause.reason is Reason.RUNTIME_NUMBER
-            and not any(self.values[name].kind == "tensor" for name in op.outputs)
-            and not any(
-                self.values[name].kind == "number" or self.values[name].symbolic for name in (*op.inputs, *op.outputs)
-            )
-        )
+        if rule is None or rule.cause.reason is not Reason.RUNTIME_NUMBER:
+            return False
+        values = [self.values[name] for name in (*op.inputs, *op.outputs)]
+        returns_tensor = any(self.values[name].kind == "tensor" for name in op.outputs)
+        return not returns_tensor and not any(value.kind == "number" or value.symbolic for value in values)
 
     def kernel_scalars(self, op: Op) -> set[str]:
         """Numbers that a fusion takes and only passes to its kernels; see `ExecutorRule.kernel_scalars`."""
@@ -232,8 +217,7 @@ class _Classifier:
         return bool(given) and given <= self.kernel_scalars(fusion)
 
     def returns_known(self, op: Op) -> Cause | None:
-        numbers = [name for name in op.outputs if self.values[name].kind == "number"]
-        if numbers:
+        if numbers := [name for name in op.outputs if self.values[name].kind == "number"]:
             detail = f"it returns {_listed(numbers)}, a Python number, which a replay would not compute again"
             return Cause(Reason.RUNTIME_NUMBER, detail, "return a 0-dim tensor instead")
         return None
@@ -255,20 +239,11 @@ def _passed_to_kernels(fusion: Op, sub: Op) -> set[str]:
     return {name for key, name in sub.keywords if key in keys}
 
 
-def _unknown(op: Op, detail: str) -> Cause:
-    return Cause(Reason.UNKNOWN, detail, _allow_fix(op))
-
-
 def _allow_fix(op: Op) -> str:
-    return f"if it only launches kernels on the current stream, cudagraph_transform(allow=[{_pattern(op)!r}])"
-
-
-def _pattern(op: Op) -> str:
-    """The most precise name that ``allow=`` takes and that is the same in the next process."""
-    if op.id is None:
-        return op.name
+    """Has the most precise name that ``allow=`` takes and that is the same in the next process."""
     executor, id_ = _stable(op)
-    return f"{executor}.{id_}" if executor else id_
+    name = op.name if op.id is None else f"{executor}.{id_}" if executor else id_
+    return f"if it only launches kernels on the current stream, cudagraph_transform(allow=[{name!r}])"
 
 
 def _stable(op: Op) -> tuple[str | None, str]:
@@ -291,15 +266,11 @@ def _names(op: Op) -> Iterator[str]:
 def _walk(op: Op) -> Iterator[Op]:
     """The op and, for a fusion, everything inside of it. The inside of another op only documents the op."""
     yield op
-    if op.is_fusion:
-        for sub in op.subs:
-            yield from _walk_all(sub)
-
-
-def _walk_all(op: Op) -> Iterator[Op]:
-    yield op
-    for sub in op.subs:
-        yield from _walk_all(sub)
+    inside = [*op.subs] if op.is_fusion else []
+    while inside:
+        sub = inside.pop(0)
+        yield sub
+        inside[:0] = sub.subs
 
 
 def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:
@@ -307,8 +278,7 @@ def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:
     found: dict[str, str] = {}
     for inner in _walk(op):
         for name in (*inner.inputs, *inner.outputs):
-            device = values[name].device
-            if device is not None:
+            if (device := values[name].device) is not None:
                 found.setdefault(device, name)
     return found
 
