@@ -266,11 +266,11 @@ def _names(op: Op) -> Iterator[str]:
 def _walk(op: Op) -> Iterator[Op]:
     """The op and, for a fusion, everything inside of it. The inside of another op only documents the op."""
     yield op
-    inside = [*op.subs] if op.is_fusion else []
+    inside = [*reversed(op.subs)] if op.is_fusion else []
     while inside:
-        sub = inside.pop(0)
+        sub = inside.pop()
         yield sub
-        inside[:0] = sub.subs
+        inside.extend(reversed(sub.subs))
 
 
 def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:

@@ -143,13 +143,11 @@ BOOLEAN_INDEX = Condition(
           "use torch.where(mask, a, b) instead"), Evidence.MEASURED)
 LIST_INDEX = Condition(
     "uses_list_index", "An index is a Python list of numbers.", _uses_list_index,
-    Cause(Reason.HOST_SYNC,
-          "an index is a Python list, which is copied to the device at every call",
+    Cause(Reason.HOST_SYNC, "an index is a Python list, which is copied to the device at every call",
           "make the index a tensor once, outside of the compiled function"), Evidence.MEASURED)
 SCALAR_INDEX = Condition(
     "uses_scalar_index", "An index is a 0-dim tensor of integers.", _uses_scalar_index,
-    Cause(Reason.HOST_SYNC,
-          "an index is a 0-dim tensor, and PyTorch reads its number on the host",
+    Cause(Reason.HOST_SYNC, "an index is a 0-dim tensor, and PyTorch reads its number on the host",
           "give the index a dimension: x.index_select(0, k.reshape(1)), or x.index_copy(0, k.reshape(1), value[None])"),
     Evidence.MEASURED)
 NUMBER_AT_TENSOR_INDEX = Condition(
@@ -161,32 +159,27 @@ NUMBER_AT_TENSOR_INDEX = Condition(
 
 TENSOR_FILL_VALUE = Condition(
     "has_tensor_fill_value", "The value to fill in is a tensor.", _has_tensor_fill_value,
-    Cause(Reason.DATA_DEPENDENT,
-          "the value to fill in is a tensor, which PyTorch reads on the host",
+    Cause(Reason.DATA_DEPENDENT, "the value to fill in is a tensor, which PyTorch reads on the host",
           "use torch.where(mask, value, a) instead"), Evidence.MEASURED)
 OWN_GENERATOR = Condition(
     "draws_with_its_own_generator", "A seed or a generator is given.", _is_given("seed", "generator"),
-    Cause(Reason.RANDOM_STATE,
-          "it draws from a generator of its own, which a graph does not advance",
+    Cause(Reason.RANDOM_STATE, "it draws from a generator of its own, which a graph does not advance",
           "draw with the default generator",
           "CUDAGeneratorImpl cannot be made during a capture"))
 DROPOUT = Condition("has_dropout", "The dropout probability is not zero.", _is_set("dropout_p"), draws=True)
 RENORMALIZED_WEIGHT = Condition(
     "renormalizes_weight", "max_norm is given.", _is_given("max_norm"),
-    Cause(Reason.SIDE_EFFECT,
-          "max_norm rewrites rows of the weight in place, and the trace does not show this write",
+    Cause(Reason.SIDE_EFFECT, "max_norm rewrites rows of the weight in place, and the trace does not show this write",
           "renormalize the weight outside of the compiled function",
           "torch.nn.functional.embedding"), writes=ALL)
 SORTER = Condition(
     "uses_sorter", "A sorter is given.", _is_given("sorter"),
-    Cause(Reason.HOST_SYNC,
-          "PyTorch checks on the host whether the sorter is in range",
+    Cause(Reason.HOST_SYNC, "PyTorch checks on the host whether the sorter is in range",
           "sort the values with it first: sorted_sequence.gather(-1, sorter)"), Evidence.MEASURED)
 IN_PLACE = Condition("writes_in_place", "inplace=True is given.", _is_set("inplace"), aliases=FIRST, writes=FIRST)
 SPARSE_GRADIENT = Condition(
     "has_sparse_gradient", "sparse=True is given.", _is_set("sparse"),
-    Cause(Reason.DATA_DEPENDENT,
-          "the gradient is sparse, and its size depends on the indices",
+    Cause(Reason.DATA_DEPENDENT, "the gradient is sparse, and its size depends on the indices",
           "let the gradient be dense: sparse=False"), Evidence.MEASURED,
     aliases=ALL)  # the gradient is made of the incoming gradient and the indices
 
@@ -199,14 +192,11 @@ READS_PAST_VIEW = Condition(
           "pass the tensor that has all of the memory, and take slices of it"), Evidence.MEASURED)
 EMPTY_RANGE = Condition(
     "has_empty_range", "running_min or running_max has no elements.", _has_empty_range,
-    Cause(Reason.SIDE_EFFECT,
-          "its running range has no elements yet, so it resizes the caller's tensors",
+    Cause(Reason.SIDE_EFFECT, "its running range has no elements yet, so it resizes the caller's tensors",
           "give running_min and running_max an element for each channel before the first call"), Evidence.MEASURED)
 NAN_CHECK_ON_CPU = Condition(
     "runs_on_cpu", "An argument is on a CPU.", _runs_on_cpu,
-    Cause(Reason.HOST_SYNC,
-          "on a CPU its derivative reads whether the result is a NaN",
-          "take amin or amax, or sort",
+    Cause(Reason.HOST_SYNC, "on a CPU its derivative reads whether the result is a NaN", "take amin or amax, or sort",
           "torch/csrc/autograd/FunctionsManual.cpp, evenly_distribute_backward"), Evidence.MEASURED)
 # Under a dispatch mode, and so on the tape, PyTorch takes the formula of a GPU. This formula reads nothing on the host,
 # and its zeros may have another sign.
@@ -224,8 +214,7 @@ BATCH_BY_MAGMA = Condition(
           "captured on an H200: batches of 2 to 64 matrices of 20 to 600 rows fail, single ones do not"))
 CUFFT_PLAN = Condition(
     "uses_cufft_plan", "An argument or a result is on a GPU.", _uses_cuda,
-    Cause(Reason.UNVERIFIED,
-          "a graph reads the tables of a cuFFT plan, and PyTorch's cache of plans may free them",
+    Cause(Reason.UNVERIFIED, "a graph reads the tables of a cuFFT plan, and PyTorch's cache of plans may free them",
           "name it in allow= if nothing clears that cache, and no more plans are made than its max_size",
           "torch.backends.cuda.cufft_plan_cache.clear() before a replay: a segmentation fault on an H200"))
 # fmt: on
