@@ -43,7 +43,7 @@ class Aliasing:
         sets = {name: union.find(name) for name in union.parent}
         return cls(
             sets=sets,
-            reads=tuple(frozenset(sets[name] for name in (*op.inputs, *op.outputs) if name in sets) for op in ops.ops),
+            reads=tuple(frozenset(sets[name] for name in op.names if name in sets) for op in ops.ops),
             writes=tuple(frozenset(_writes(op, sets)) for op in ops.ops),
             opaque=frozenset(op.index for op in ops.ops if is_opaque(op)),
             effects=frozenset(op.index for op in ops.ops if has_effect(op)),
@@ -60,18 +60,15 @@ def is_opaque(op: Op) -> bool:
         return False
     if op.is_fusion:
         return not rules.executor_rule(op.executor).fuses or any(is_opaque(sub) for sub in op.subs)
-    if rules.find(op.executor, op.id) is not None:
-        return False
-    if op.executor is not None or not op.subs:
-        return True
-    return any(is_opaque(sub) for sub in op.subs)
+    is_made_of_others = op.executor is None and bool(op.subs)
+    return op.rule is None and (not is_made_of_others or any(is_opaque(sub) for sub in op.subs))
 
 
 def has_effect(op: Op) -> bool:
     """Whether the op keeps its order among all ops that have effects; see `Aliasing.effects`."""
     if op.bookkeeping:
         return False
-    rule = rules.find(op.executor, op.id)
+    rule = op.rule
     if rule is not None:
         if rule.draws or rule.is_collective or rule.cause.reason in _CHANGES_STATE:
             return True
@@ -102,8 +99,7 @@ class _UnionFind:
 def _unite_aliases(op: Op, sets: _UnionFind) -> None:
     for sub in op.subs:
         _unite_aliases(sub, sets)
-    rule = rules.find(op.executor, op.id)
-    which = rule.aliased(op.conditions) if rule is not None else _assumed(op)
+    which = op.rule.aliased(op.conditions) if op.rule is not None else _assumed(op)
     inputs = [name for name in op.inputs if name in sets.parent]
     outputs = [name for name in op.outputs if name in sets.parent]
     if op.bookkeeping or not outputs:
@@ -121,8 +117,7 @@ def _writes(op: Op, sets: Mapping[str, str]) -> Iterator[str]:
         return
     for sub in op.subs:
         yield from _writes(sub, sets)
-    rule = rules.find(op.executor, op.id)
-    which = rule.written(op.conditions) if rule is not None else _assumed(op)
+    which = op.rule.written(op.conditions) if op.rule is not None else _assumed(op)
     yield from _chosen(which, [sets[name] for name in op.inputs if name in sets])
 
 

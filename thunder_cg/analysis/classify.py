@@ -9,7 +9,7 @@ whoever allowed the operator.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis import rules
@@ -58,11 +58,11 @@ class UserRules:
             raise OptionError("allow", sorted(both), "names that deny= does not hold too", "name each operator once")
 
     def allows(self, op: Op) -> bool:
-        return bool(self.allow) and any(name in self.allow for name in _names(op))
+        return bool(self.allow) and any(name in self.allow for name in _patterns(op))
 
     def denies(self, op: Op) -> str | None:
         """The pattern that denies the op, if one does."""
-        return next((name for name in _names(op) if name in self.deny), None) if self.deny else None
+        return next((name for name in _patterns(op) if name in self.deny), None) if self.deny else None
 
 
 def classify(
@@ -80,13 +80,8 @@ def classify(
 
 def _read_past(ops: Ops, aliasing: Aliasing, user: UserRules) -> frozenset[str]:
     """Tensors that may share a storage with one of which an operator reads more of the storage than the tensor."""
-    read = [
-        name
-        for op in ops.ops
-        for inner in _walk(op)
-        if READS_PAST_VIEW.name in inner.conditions and not user.allows(inner)
-        for name in inner.inputs[:1]
-    ]
+    inside = (inner for op in ops.ops for inner in _walk(op) if READS_PAST_VIEW.name in inner.conditions)
+    read = [name for inner in inside if not user.allows(inner) for name in inner.inputs[:1]]
     storages = aliasing.sets_of(read)
     return frozenset(name for name, storage in aliasing.sets.items() if storage in storages)
 
@@ -124,14 +119,15 @@ class _Classifier:
             if numbers := self.kernel_scalars(op):
                 detail += f"; {_listed(sorted(numbers))} are set before each launch"
             return Verdict(True, Reason.FUSION, detail, "", device)
-        rule = rules.find(op.executor, op.id)
-        detail = rule.cause.detail if rule is not None else "all operators inside are allowed"
+        detail = op.rule.cause.detail if op.rule is not None else "all operators inside are allowed"
         return Verdict(True, Reason.ALLOWED, detail, "", device)
+
+    def numbers(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.values[name].kind == "number"]
 
     def user_denies(self, op: Op) -> Cause | None:
         for inner in _walk(op):
-            pattern = self.user.denies(inner)
-            if pattern is not None:
+            if (pattern := self.user.denies(inner)) is not None:
                 inside = "" if inner is op else f", which is inside {op.name}"
                 return Cause(Reason.USER_DENY, f"deny= names {pattern!r}{inside}", f"remove {pattern!r} from deny=")
         return None
@@ -143,12 +139,11 @@ class _Classifier:
             detail = f"{name!r} is on {device} and {other_name!r} on {other}"
             return Cause(Reason.MIXED_DEVICES, detail, "keep all its tensors on one device, 0-dim ones too")
         if not devices:
-            if numbers := [n for n in (*op.inputs, *op.outputs) if self.values[n].kind == "number"]:
+            if numbers := self.numbers(op.names):
                 detail = f"it computes with numbers on the host ({_listed(numbers)}), no tensors"
                 return Cause(Reason.RUNTIME_NUMBER, detail, "compute with 0-dim tensors on the device instead")
-            rule = rules.find(op.executor, op.id)
-            if rule is not None and not rule.captures:
-                return rule.cause
+            if op.rule is not None and not op.rule.captures:
+                return op.rule.cause
             return Cause(Reason.NOT_ON_DEVICE, "it has no tensors", "nothing to gain: it launches no kernels")
         ((device, name),) = devices.items()
         if device.split(":")[0] == self.device_type:
@@ -159,15 +154,14 @@ class _Classifier:
     def takes_known(self, op: Op) -> Cause | None:
         """Whether everything that a graph keeps is the same at every call."""
         settable = self.kernel_scalars(op)
-        if numbers := [name for name in op.inputs if self.values[name].kind == "number" and name not in settable]:
+        if numbers := [name for name in self.numbers(op.inputs) if name not in settable]:
             detail = f"it takes {_listed(numbers)}, which a graph would keep as it was when captured"
             return Cause(Reason.RUNTIME_NUMBER, detail, "pass a 0-dim tensor on the device instead of a Python number")
-        names = (*op.inputs, *op.outputs)
-        if symbolic := [name for name in names if self.values[name].symbolic]:
+        if symbolic := [name for name in op.names if self.values[name].symbolic]:
             detail = f"a size of {_listed(symbolic)} is known only at run time"
             fix = 'compile with the default cache="constant values", which makes a trace per shape'
             return Cause(Reason.SYMBOLIC_SHAPE, detail, fix)
-        if futures := [name for name in names if self.values[name].kind == "future"]:
+        if futures := [name for name in op.names if self.values[name].kind == "future"]:
             detail = f"{_listed(futures)} is still being filled by a collective"
             return Cause(Reason.COLLECTIVE, detail, "none needed: regions form on both sides of it")
         return None
@@ -176,7 +170,7 @@ class _Classifier:
         """Why the rules, or the lack of one, keep the op eager, or an op that it is made of."""
         if self.user.allows(op):
             return None
-        rule = rules.find(op.executor, op.id)
+        rule = op.rule
         if rule is not None and (cause := rule.objection(op.conditions)) is not None:
             return cause
         if op.is_fusion and not rules.executor_rule(op.executor).fuses:
@@ -195,18 +189,16 @@ class _Classifier:
 
     def is_constant(self, op: Op) -> bool:
         """Whether it only computed numbers that were known when the trace was made, such as the shape of a tensor."""
-        rule = rules.find(op.executor, op.id)
-        if rule is None or rule.cause.reason is not Reason.RUNTIME_NUMBER:
+        if op.rule is None or op.rule.cause.reason is not Reason.RUNTIME_NUMBER or self.numbers(op.names):
             return False
-        values = [self.values[name] for name in (*op.inputs, *op.outputs)]
         returns_tensor = any(self.values[name].kind == "tensor" for name in op.outputs)
-        return not returns_tensor and not any(value.kind == "number" or value.symbolic for value in values)
+        return not returns_tensor and not any(self.values[name].symbolic for name in op.names)
 
     def kernel_scalars(self, op: Op) -> set[str]:
         """Numbers that a fusion takes and only passes to its kernels; see `ExecutorRule.kernel_scalars`."""
         if not (self.supports_scalar_updates and op.is_fusion):
             return set()
-        numbers = {name for name in op.inputs if self.values[name].kind == "number"}
+        numbers = set(self.numbers(op.inputs))
         for sub in op.subs:
             numbers -= {*sub.inputs, *sub.outputs} - _passed_to_kernels(op, sub)
         return numbers
@@ -217,7 +209,7 @@ class _Classifier:
         return bool(given) and given <= self.kernel_scalars(fusion)
 
     def returns_known(self, op: Op) -> Cause | None:
-        if numbers := [name for name in op.outputs if self.values[name].kind == "number"]:
+        if numbers := self.numbers(op.outputs):
             detail = f"it returns {_listed(numbers)}, a Python number, which a replay would not compute again"
             return Cause(Reason.RUNTIME_NUMBER, detail, "return a 0-dim tensor instead")
         return None
@@ -227,9 +219,8 @@ class _Classifier:
         read = [name for name in op.outputs if name in self.read_past]
         if not read or self.user.allows(op):
             return None
-        detail = (
-            f"as_strided may read the whole storage of {_listed(read)}, and an output of a graph has its own storage"
-        )
+        said = f"as_strided may read the whole storage of {_listed(read)}"
+        detail = f"{said}, and an output of a graph has its own storage"
         return Cause(Reason.UNVERIFIED, detail, "take slices instead of as_strided with an offset")
 
 
@@ -252,7 +243,7 @@ def _stable(op: Op) -> tuple[str | None, str]:
     return op.executor, op.id or ""
 
 
-def _names(op: Op) -> Iterator[str]:
+def _patterns(op: Op) -> Iterator[str]:
     """All names by which a pattern of the user may match the op."""
     yield op.name
     if op.id is not None:
@@ -277,7 +268,7 @@ def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:
     """Each device that a tensor of the op is on, with the name of one such tensor."""
     found: dict[str, str] = {}
     for inner in _walk(op):
-        for name in (*inner.inputs, *inner.outputs):
+        for name in inner.names:
             if (device := values[name].device) is not None:
                 found.setdefault(device, name)
     return found

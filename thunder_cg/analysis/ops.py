@@ -74,6 +74,14 @@ class Op:
     keywords: tuple[tuple[str, str], ...] = ()  # keyword arguments that are proxies, and the names of those
     symbol: Any = field(default=None, compare=False, repr=False)  # the bound symbol, for the transform
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.inputs, *self.outputs)
+
+    @property
+    def rule(self) -> rules.Rule | None:
+        return rules.find(self.executor, self.id)
+
 
 @dataclass(frozen=True, slots=True)
 class Ops:
@@ -87,7 +95,7 @@ class Ops:
 
     def origin(self, op: Op) -> Op | None:
         """The op whose line is reported for this one: itself, or a close one where Thunder has lost the line."""
-        values = op.inputs if op.bookkeeping else (*op.inputs, *op.outputs)
+        values = op.inputs if op.bookkeeping else op.names
         return op if op.line else next((self.near[name] for name in values if name in self.near), None)
 
     def line(self, op: Op) -> str | None:
@@ -115,7 +123,6 @@ def read(trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: O
 
 
 def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
-    """See `Ops.near`."""
     near: dict[str, Op] = {}
     if forward is not None:
         near.update(forward.near)

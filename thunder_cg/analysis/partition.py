@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import Verdict
 from thunder_cg.analysis.ops import Op, Ops
@@ -348,8 +347,7 @@ def _kernels(op: Op, verdict: Verdict) -> int:
         return _FEWEST_KERNELS
     if op.is_fusion:
         return max(1, sum(_kernels(sub, verdict) for sub in op.subs))
-    rule = rules.find(op.executor, op.id)
-    return int(rule is None or rule.launches_kernels)
+    return int(op.rule is None or op.rule.launches_kernels)
 
 
 def _too_small(verdict: Verdict, kernels: int) -> Verdict:
@@ -362,6 +360,10 @@ def _too_small(verdict: Verdict, kernels: int) -> Verdict:
 def _say_why_regions_end(
     ops: Ops, verdicts: Sequence[Verdict], graph: DependencyGraph, steps: list[Region | Eager], note: str
 ) -> None:
+    def named(op: Op, verdict: Verdict) -> str:
+        where = f" at {op.line}" if op.line else ""
+        return f"{op.name}{where}: {verdict.reason.value} ({verdict.detail})"
+
     following: dict[str, int] = {}  # by device, the next region
     for at in reversed(range(len(steps))):
         step = steps[at]
@@ -369,7 +371,7 @@ def _say_why_regions_end(
             continue
         end = following.get(step.device, len(steps))
         blocking = _blocking(ops, graph, steps, at, end)
-        text = "; ".join(_named(ops.ops[op], verdicts[op]) for op in blocking[:3])
+        text = "; ".join(named(ops.ops[op], verdicts[op]) for op in blocking[:3])
         if len(blocking) > 3:
             text += f"; and {len(blocking) - 3} more"
         if note and end < len(steps):
@@ -397,8 +399,3 @@ def _blocking(ops: Ops, graph: DependencyGraph, steps: Sequence[Region | Eager],
             needed.update(graph.before[op])
     both = [op for op in eager if op in needing and op in needed]
     return both or [op for op in eager if op in needed] or eager
-
-
-def _named(op: Op, verdict: Verdict) -> str:
-    where = f" at {op.line}" if op.line else ""
-    return f"{op.name}{where}: {verdict.reason.value} ({verdict.detail})"

@@ -6,7 +6,6 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
@@ -152,13 +151,8 @@ def _must_be_copied_out(ops: Ops, plan: Plan, aliasing: Aliasing, steps: _Steps,
     values of several steps, and sets that an opaque operator sees. All of these values leave, and their users get the
     copies.
     """
-    kept = {
-        name
-        for op in ops.ops
-        if not op.bookkeeping and not plan.verdicts[op.index].capture
-        if _may_keep_inputs(op, plan.verdicts[op.index].reason, aliasing)
-        for name in op.inputs
-    }
+    eager = ((op, verdict) for op, verdict in zip(ops.ops, plan.verdicts) if not (op.bookkeeping or verdict.capture))
+    kept = {name for op, verdict in eager if _may_keep_inputs(op, verdict.reason, aliasing) for name in op.inputs}
     touched: defaultdict[str, set[int]] = defaultdict(set)
     for name, at in steps.made.items():
         if name in aliasing.sets:
@@ -184,9 +178,5 @@ def _aliased_by_eager_ops(ops: Ops, plan: Plan, aliasing: Aliasing, steps: _Step
 
 def _may_keep_inputs(op: Op, reason: Reason, aliasing: Aliasing) -> bool:
     """Whether the eager op may keep its inputs. Its verdict has only the first reason found, so the op counts, too."""
-    rule = rules.find(op.executor, op.id)
-    return (
-        reason in _MAY_KEEP_INPUTS
-        or op.index in aliasing.opaque
-        or (rule is not None and rule.cause.reason in _MAY_KEEP_INPUTS)
-    )
+    reasons = {reason} if op.rule is None else {reason, op.rule.cause.reason}
+    return op.index in aliasing.opaque or not reasons.isdisjoint(_MAY_KEEP_INPUTS)

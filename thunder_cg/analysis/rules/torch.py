@@ -15,6 +15,7 @@ from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import CAPTURED, VJP, AliasedInputs, Cause, Evidence, Reason, Rule, rows
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
+MEASURED, MEASURED_ON_GPU, NOT_MEASURED, _ = Evidence
 
 
 def _but(**columns: Any) -> Mapping[str, Any]:
@@ -22,15 +23,15 @@ def _but(**columns: Any) -> Mapping[str, Any]:
     return columns
 
 
-_UNMEASURED = _but(evidence=Evidence.NOT_MEASURED)
-_ON_GPU = _but(evidence=Evidence.MEASURED_ON_GPU)
+_UNMEASURED = _but(evidence=NOT_MEASURED)
+_ON_GPU = _but(evidence=MEASURED_ON_GPU)
 
 
 def _rows(
     names: str,
     cause: Cause = CAPTURED,
     *,
-    evidence: Evidence = Evidence.MEASURED,
+    evidence: Evidence = MEASURED,
     derivative: Mapping[str, Any] | None = None,
     **columns: Any,
 ) -> Iterator[Rule]:
@@ -40,7 +41,7 @@ def _rows(
     gradient itself, which is another input for each operator, so a derivative may return any input. If the operator
     sweep reaches no call of an operator, it does not measure the derivative either.
     """
-    measured = Evidence.MEASURED if evidence is not Evidence.NOT_MEASURED else evidence
+    measured = MEASURED if evidence is not NOT_MEASURED else evidence
     like = {"evidence": measured, "aliases": ALL, "launches_kernels": True, **(derivative or {})}
     for rule in rows("torch", names, cause, evidence, **columns):
         yield rule
@@ -126,13 +127,13 @@ RULES: tuple[Rule, ...] = (
     *_rows("as_strided_scatter", conditions=(when.READS_PAST_VIEW,)),
     *_rows("index_fill masked_fill", conditions=(when.TENSOR_FILL_VALUE,)),
     *_rows("bucketize nonzero_static", derivative=_UNMEASURED),
-    *_rows("masked_scatter", derivative=_but(evidence=Evidence.MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
+    *_rows("masked_scatter", derivative=_but(evidence=MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
     *_rows("index_put", conditions=(when.BOOLEAN_INDEX,), derivative=_but(conditions=())),
     *_rows("embedding embedding_bag", conditions=(when.RENORMALIZED_WEIGHT,),
            derivative=_but(conditions=(when.RENORMALIZED_WEIGHT, when.SPARSE_GRADIENT))),
     *_rows("copy_with_setitem_impl", derivative=_but(conditions=()),
            conditions=(when.SCALAR_INDEX, when.BOOLEAN_INDEX, when.LIST_INDEX, when.NUMBER_AT_TENSOR_INDEX)),
-    *_rows("searchsorted", conditions=(when.SORTER,), derivative=_but(evidence=Evidence.NOT_MEASURED, conditions=())),
+    *_rows("searchsorted", conditions=(when.SORTER,), derivative=_but(evidence=NOT_MEASURED, conditions=())),
     *_rows("torch.ops.aten.embedding_backward", conditions=(when.SPARSE_GRADIENT,), derivative=_but(conditions=())),
     *_rows("copy_", aliases=LAST, writes=LAST, derivative=_but(writes=None)),
 
@@ -154,8 +155,8 @@ RULES: tuple[Rule, ...] = (
     *_rows("geqrf", derivative=_UNMEASURED),
     *_rows("vander", derivative=_but(cause=_ASKS_THE_HOST)),
     *_rows("ormqr", derivative=_but(conditions=(when.OTHER_FORMULA_ON_CPU,))),
-    *_rows("trace", derivative=_but(evidence=Evidence.MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
-    *_rows("mm", evidence=Evidence.NOT_MEASURED),
+    *_rows("trace", derivative=_but(evidence=MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
+    *_rows("mm", evidence=NOT_MEASURED),
 
     # Reductions
     *_rows("""
@@ -193,7 +194,7 @@ RULES: tuple[Rule, ...] = (
     *_rows("instance_norm native_batch_norm", writes=ALL),
     *_rows("batch_norm_gather_stats_with_counts batch_norm_update_stats", writes=ALL, derivative=_UNMEASURED),
     *_rows("fused_moving_avg_obs_fake_quant",
-           writes=ALL, conditions=(when.EMPTY_RANGE,), derivative=_but(evidence=Evidence.NOT_MEASURED, conditions=())),
+           writes=ALL, conditions=(when.EMPTY_RANGE,), derivative=_but(evidence=NOT_MEASURED, conditions=())),
 
     # Special functions
     *_rows("""
@@ -224,8 +225,8 @@ RULES: tuple[Rule, ...] = (
     """, aliases=FIRST, launches_kernels=False),
     *_rows("update_aliases", aliases=PAIRWISE, launches_kernels=False),
     *_rows("as_strided", aliases=FIRST, launches_kernels=False, conditions=(when.READS_PAST_VIEW,)),
-    *_rows("torch_unpack_for_fsdp_prim_impl", evidence=Evidence.NOT_MEASURED, aliases=ALL, launches_kernels=False),
-    *_rows("bitcast", evidence=Evidence.NOT_MEASURED, aliases=FIRST, launches_kernels=False),
+    *_rows("torch_unpack_for_fsdp_prim_impl", evidence=NOT_MEASURED, aliases=ALL, launches_kernels=False),
+    *_rows("bitcast", evidence=NOT_MEASURED, aliases=FIRST, launches_kernels=False),
 
     # Operators that may return a view
     *_rows("cartesian_prod chain_matmul column_stack einsum", aliases=ALL),
@@ -239,8 +240,8 @@ RULES: tuple[Rule, ...] = (
     *_rows("prod", aliases=FIRST, derivative=_but(cause=_ASKS_THE_HOST)),
     *_rows("flatten ravel reshape reshape_as resolve_conj resolve_neg torch_prims_reshape_impl",
            aliases=FIRST, launches_kernels=False),
-    *_rows("torch.linalg.multi_dot torch_pack_for_fsdp_prim_impl", evidence=Evidence.NOT_MEASURED, aliases=ALL),
-    *_rows("slice_inverse", evidence=Evidence.NOT_MEASURED, aliases=FIRST),
+    *_rows("torch.linalg.multi_dot torch_pack_for_fsdp_prim_impl", evidence=NOT_MEASURED, aliases=ALL),
+    *_rows("slice_inverse", evidence=NOT_MEASURED, aliases=FIRST),
     *_rows("module_load", aliases=ALL, writes=ALL, derivative=_UNMEASURED),
     *_rows("__getitem__", aliases=FIRST, derivative=_but(conditions=()),
            conditions=(when.SCALAR_INDEX, when.BOOLEAN_INDEX, when.LIST_INDEX)),
@@ -256,7 +257,7 @@ RULES: tuple[Rule, ...] = (
            aliases=FIRST, draws=True, conditions=(when.OWN_GENERATOR, when.IN_PLACE)),
     *_rows("feature_dropout", aliases=FIRST, draws=True, conditions=(when.OWN_GENERATOR,)),
     *_rows("binomial", draws=True, conditions=(when.OWN_GENERATOR,), derivative=_UNMEASURED),
-    *_rows("rand", evidence=Evidence.NOT_MEASURED, draws=True, conditions=(when.OWN_GENERATOR,)),
+    *_rows("rand", evidence=NOT_MEASURED, draws=True, conditions=(when.OWN_GENERATOR,)),
     *_rows("dropout",
            aliases=FIRST, draws=True, conditions=(when.OWN_GENERATOR, when.IN_PLACE), derivative=_UNMEASURED),
 
@@ -269,60 +270,59 @@ RULES: tuple[Rule, ...] = (
     *_rows("numpy", _READS_CONTENTS, aliases=ALL, derivative=_UNMEASURED),
     *_rows("combinations masked_select to_sparse", _DYNAMIC_SIZE),
     *_rows("argwhere bincount nonzero unique unique_consecutive", _DYNAMIC_SIZE, derivative=_UNMEASURED),
-    *_rows("isin", _DYNAMIC_SIZE, evidence=Evidence.MEASURED_ON_GPU, derivative=_UNMEASURED),
+    *_rows("isin", _DYNAMIC_SIZE, evidence=MEASURED_ON_GPU, derivative=_UNMEASURED),
     *_rows("corrcoef cov ctc_loss gaussian_nll_loss istft one_hot", _CHECKS_CONTENTS),
     *_rows("choose_qparams_optimized", _CHECKS_CONTENTS, derivative=_UNMEASURED),
     *_rows("lobpcg", _CHECKS_CONTENTS, draws=True),
-    *_rows("matrix_exp mode", _CHECKS_CONTENTS, evidence=Evidence.MEASURED_ON_GPU, derivative=_ON_GPU),
+    *_rows("matrix_exp mode", _CHECKS_CONTENTS, evidence=MEASURED_ON_GPU, derivative=_ON_GPU),
     *_rows("cholesky cond eigh eigvalsh lstsq matrix_norm norm nuclear_norm svd svdvals", _SOLVER),
     *_rows("matrix_rank", _SOLVER, derivative=_UNMEASURED),
     *_rows("""
         cholesky_inverse cholesky_solve eig eigvals inv inverse lu lu_factor lu_factor_ex matrix_power pinv pinverse
         solve tensorinv tensorsolve
-    """, _SOLVER, evidence=Evidence.MEASURED_ON_GPU, derivative=_ON_GPU),
-    *_rows("ldl_factor ldl_factor_ex ldl_solve", _SOLVER, evidence=Evidence.MEASURED_ON_GPU, derivative=_UNMEASURED),
+    """, _SOLVER, evidence=MEASURED_ON_GPU, derivative=_ON_GPU),
+    *_rows("ldl_factor ldl_factor_ex ldl_solve", _SOLVER, evidence=MEASURED_ON_GPU, derivative=_UNMEASURED),
     *_rows("new_tensor tensor", _COPIES_NUMBERS),
     *_rows("unravel_index", _COPIES_NUMBERS, derivative=_UNMEASURED),
     *_rows("batch_norm_gather_stats", _COPIES_NUMBERS, writes=ALL, derivative=_UNMEASURED),
     *_rows("histc", _READS_RANGE),
-    *_rows("fake_quantize_per_channel_affine", _READS_RANGE, evidence=Evidence.MEASURED_ON_GPU, derivative=_UNMEASURED),
-    *_rows("ops.rngprims.philox_rand", _SEED_ON_HOST, evidence=Evidence.NOT_MEASURED),
+    *_rows("fake_quantize_per_channel_affine", _READS_RANGE, evidence=MEASURED_ON_GPU, derivative=_UNMEASURED),
+    *_rows("ops.rngprims.philox_rand", _SEED_ON_HOST, evidence=NOT_MEASURED),
     *_rows("get_and_update_rng_state_impl", _SEED_ON_HOST, draws=True, derivative=_but(draws=False)),
-    *_rows("lstm", _CUDNN_DROPOUT_STATE, evidence=Evidence.MEASURED_ON_GPU, draws=True),
-    *_rows("gru rnn_relu rnn_tanh",
-           _CUDNN_DROPOUT_STATE, evidence=Evidence.MEASURED_ON_GPU, draws=True, derivative=_ON_GPU),
+    *_rows("lstm", _CUDNN_DROPOUT_STATE, evidence=MEASURED_ON_GPU, draws=True),
+    *_rows("gru rnn_relu rnn_tanh", _CUDNN_DROPOUT_STATE, evidence=MEASURED_ON_GPU, draws=True, derivative=_ON_GPU),
     *_rows("spmm", _SPARSE_LAYOUT),
     *_rows("crow_indices_copy hsmm hspmm row_indices_copy smm sspaddmm", _SPARSE_LAYOUT, derivative=_UNMEASURED),
-    *_rows("dsmm indices_copy saddmm values_copy", _SPARSE_LAYOUT, evidence=Evidence.NOT_MEASURED),
+    *_rows("dsmm indices_copy saddmm values_copy", _SPARSE_LAYOUT, evidence=NOT_MEASURED),
     *_rows("ccol_indices coalesce col_indices crow_indices indices row_indices sparse_mask values",
            _SPARSE_LAYOUT, aliases=ALL, derivative=_UNMEASURED),
     *_rows("""
         data_ptr dense_dim dim_order element_size get_device has_names is_coalesced is_conj is_contiguous is_distributed
         is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed ndimension nelement sparse_dim
     """, _PYTHON_ANSWER, derivative=_UNMEASURED),
-    *_rows("shape", _PYTHON_ANSWER, evidence=Evidence.NOT_MEASURED),
+    *_rows("shape", _PYTHON_ANSWER, evidence=NOT_MEASURED),
     *_rows("refine_names rename", _PYTHON_STATE, aliases=ALL),
-    *_rows("retain_grad", _PYTHON_STATE, evidence=Evidence.NOT_MEASURED),
-    *_rows("align_as align_to torch_pack_prim_impl", _PYTHON_STATE, evidence=Evidence.NOT_MEASURED, aliases=ALL),
+    *_rows("retain_grad", _PYTHON_STATE, evidence=NOT_MEASURED),
+    *_rows("align_as align_to torch_pack_prim_impl", _PYTHON_STATE, evidence=NOT_MEASURED, aliases=ALL),
     *_rows("torch_stash_grad_for_fsdp_prim_impl torch_unpack_prim_impl torch_update_bucket_view_prim_impl",
-           _PYTHON_STATE, evidence=Evidence.NOT_MEASURED, aliases=ALL, writes=ALL),
-    *_rows("pin_memory", _THROUGH_CPU, evidence=Evidence.NOT_MEASURED, aliases=ALL),
-    *_rows("cpu", _THROUGH_CPU, evidence=Evidence.MEASURED_ON_GPU, aliases=ALL, derivative=_ON_GPU),
+           _PYTHON_STATE, evidence=NOT_MEASURED, aliases=ALL, writes=ALL),
+    *_rows("pin_memory", _THROUGH_CPU, evidence=NOT_MEASURED, aliases=ALL),
+    *_rows("cpu", _THROUGH_CPU, evidence=MEASURED_ON_GPU, aliases=ALL, derivative=_ON_GPU),
     *_rows("""
         dtensor_add_prim dtensor_exp_prim dtensor_grouped_mm_prim dtensor_linear_prim dtensor_mul_prim dtensor_neg_prim
         dtensor_reciprocal_prim
-    """, _COLLECTIVE, evidence=Evidence.NOT_MEASURED),
+    """, _COLLECTIVE, evidence=NOT_MEASURED),
     *_rows("""
         dtensor_broadcast_in_dim_prim dtensor_convert_element_type_prim dtensor_from_local dtensor_redistribute
         dtensor_reshape_prim dtensor_to_local dtensor_transpose_prim torch_all_gather_prim_impl
         torch_broadcast_prim_impl torch_reduce_scatter_prim_impl torch_wait_prim_impl
-    """, _COLLECTIVE, evidence=Evidence.NOT_MEASURED, aliases=ALL),
-    *_rows("torch_all_reduce_prim_impl", _COLLECTIVE, evidence=Evidence.NOT_MEASURED, aliases=ALL, writes=ALL),
+    """, _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL),
+    *_rows("torch_all_reduce_prim_impl", _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL, writes=ALL),
     *_rows("""
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight
         fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16
         fbgemm_pack_quantized_matrix int_repr
-    """, _QUANTIZATION, evidence=Evidence.NOT_MEASURED),
-    *_rows("_grouped_mm native_norm", _PATH_DEPENDS_ON_GPU, evidence=Evidence.NOT_MEASURED),
+    """, _QUANTIZATION, evidence=NOT_MEASURED),
+    *_rows("_grouped_mm native_norm", _PATH_DEPENDS_ON_GPU, evidence=NOT_MEASURED),
 )
 # fmt: on
