@@ -68,8 +68,7 @@ def has_effect(op: Op) -> bool:
     """Whether the op keeps its order among all ops that have effects; see `Aliasing.effects`."""
     if op.bookkeeping:
         return False
-    rule = op.rule
-    if rule is not None:
+    if (rule := op.rule) is not None:
         if rule.draws or rule.is_collective or rule.cause.reason in _CHANGES_STATE:
             return True
         if any(condition.draws for condition in rule.conditions):  # the inside of the op is not asked

@@ -109,9 +109,6 @@ class _Classifier:
         )
         if objection is not None:
             return Verdict(False, objection.reason, objection.detail, objection.fix or _allow_fix(op), device)
-        return self.capture(op, device)
-
-    def capture(self, op: Op, device: str | None) -> Verdict:
         if self.user.allows(op):
             return Verdict(True, Reason.USER_ALLOW, "named in allow=", "", device)
         if op.is_fusion:
@@ -170,8 +167,7 @@ class _Classifier:
         """Why the rules, or the lack of one, keep the op eager, or an op that it is made of."""
         if self.user.allows(op):
             return None
-        rule = op.rule
-        if rule is not None and (cause := rule.objection(op.conditions)) is not None:
+        if (rule := op.rule) is not None and (cause := rule.objection(op.conditions)) is not None:
             return cause
         if op.is_fusion and not rules.executor_rule(op.executor).fuses:
             detail = f"{op.executor or 'an unknown executor'} is not a fusion executor that the rules know"
@@ -267,10 +263,9 @@ def _walk(op: Op) -> Iterator[Op]:
 def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:
     """Each device that a tensor of the op is on, with the name of one such tensor."""
     found: dict[str, str] = {}
-    for inner in _walk(op):
-        for name in inner.names:
-            if (device := values[name].device) is not None:
-                found.setdefault(device, name)
+    for name in (name for inner in _walk(op) for name in inner.names):
+        if (device := values[name].device) is not None:
+            found.setdefault(device, name)
     return found
 
 

@@ -167,8 +167,7 @@ class _TraceReader:
         return tuple(self.op(index, bound) for index, bound in enumerate(kept))
 
     def op(self, index: int, bound: BoundSymbol) -> Op:
-        symbol = bound.sym
-        executor, id_ = _key(symbol)
+        executor, id_ = _key(bound.sym)
         return Op(
             index=index,
             name=bound.name_with_module(),
@@ -177,10 +176,10 @@ class _TraceReader:
             inputs=self.names(bound.flat_proxy_args),
             outputs=self.names(bound.flat_proxy_outs),
             bookkeeping=_is_bookkeeping(executor, id_),
-            is_fusion=bool(symbol.is_fusion),
+            is_fusion=bool(bound.sym.is_fusion),
             subs=self.ops(bound.subsymbols),
             line=_line(bound),
-            tags=frozenset(tag.name for tag in symbol.tags or ()),
+            tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             conditions=_conditions(bound, executor, id_),
             keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, Proxy)),
             symbol=bound,

@@ -161,7 +161,9 @@ class DependencyGraph:
         at: defaultdict[str, list[int]] = defaultdict(list)
         for position, device in enumerate(groups, start=1):
             at[device].append(2 * position)
-        earliest = self._earliest(at)
+        earliest: list[int] = []
+        for op, color in enumerate(self.colors):
+            earliest.append(_not_before(max((earliest[other] for other in self.before[op]), default=1), color, at))
         latest = self._latest(at, end=2 * len(groups) + 1)
         now = 0
         times = []
@@ -170,12 +172,6 @@ class DependencyGraph:
             # that depends on another has no smaller latest time, so it never comes before the other.
             times.append(_not_before(max(earliest[op], min(now, latest[op])), color, at))
             now = max(now, times[-1])
-        return times
-
-    def _earliest(self, at: Mapping[str, list[int]]) -> list[int]:
-        times: list[int] = []
-        for op, color in enumerate(self.colors):
-            times.append(_not_before(max((times[other] for other in self.before[op]), default=1), color, at))
         return times
 
     def _latest(self, at: Mapping[str, list[int]], end: int) -> list[int]:
@@ -279,10 +275,8 @@ class PeakMemory:
     """An estimate of the memory that a schedule needs on the captured devices."""
 
     allocates: list[dict[str, int]]  # for each op, bytes by alias set
+    start: dict[str, int]  # likewise, of tensors from outside that the call can free: not of parameters and buffers
     touches: Sequence[frozenset[str]]  # for each op, the alias sets that it reads or writes
-    start: dict[
-        str, int
-    ]  # bytes by alias set of tensors from outside that the call can free: no parameters, no buffers
     returned: set[str]  # alias sets that stay alive to the end, because they are returned or saved
 
     @classmethod
@@ -301,7 +295,7 @@ class PeakMemory:
         allocates = [largest(op.outputs, not_in=aliasing.sets_of(op.inputs) | outside) for op in ops.ops]
         start = largest(name for name in ops.args if not ops.values[name].static)
         returned = (name for op in ops.ops if op.id == "RETURN" for name in op.inputs)
-        return cls(allocates, aliasing.reads, start, aliasing.sets_of(returned))
+        return cls(allocates, start, aliasing.reads, aliasing.sets_of(returned))
 
     def peak(self, runs: Iterable[tuple[str | None, list[int]]]) -> int:
         """Bytes alive at once, at most, if ops run in this order and memory is freed after its last use."""

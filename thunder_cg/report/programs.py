@@ -60,8 +60,7 @@ def locate(fn: Any) -> Found:
         if not programs and not _has_transform(thunder.list_transforms(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
         return Found(programs)
-    backend = _dynamo_backend(fn)
-    if backend is None:
+    if (backend := _dynamo_backend(fn)) is None:
         raise NotCompiledError(fn, "Thunder did not compile this")
     return _of_dynamo(fn, backend)
 

@@ -27,8 +27,7 @@ def describe(name: str) -> str:
     if (rule := _find(name)) is None:
         raise LookupError(_unknown(name))
     lines = [_label(rule.key), *_record(rule)]
-    executor, id_ = rule.key
-    if (derivative := RULES.get((executor, f"{id_}{VJP}"))) is not None:
+    if (derivative := RULES.get((rule.key[0], f"{rule.key[1]}{VJP}"))) is not None:
         title = f"{_label(derivative.key)}, its derivative, where Thunder runs it through torch.autograd"
         lines += ["", title, *_record(derivative)]
     return "\n".join([*lines, "", _entry("tests", _TESTS)])

@@ -85,9 +85,9 @@ def size(nbytes: int) -> str:
 
 def _summary(report: Report) -> Iterator[str]:
     yield f"CUDA graphs: {headline(report.traces)}"
-    if any(op.verdict == "eager" for trace in report.traces for op in trace.ops):
+    if eager := [op for trace in report.traces for op in trace.ops if op.verdict == "eager"]:
         yield "Eager, and why:"
-        yield from _indent(_eager(op for trace in report.traces for op in trace.ops))
+        yield from _indent(_eager(eager))
     if report.outside:
         yield OUTSIDE
         yield from _indent(f"{outside.function}: {outside.reason}" for outside in report.outside)
@@ -97,8 +97,7 @@ def _eager(ops: Iterable[OpReport]) -> Iterator[str]:
     """One entry for all ops that are alike, as one line in twelve layers is; the detail is the first one's."""
     alike: dict[tuple[str | None, ...], list[OpReport]] = {}
     for op in ops:
-        if op.verdict == "eager":
-            alike.setdefault((op.name, op.line, op.source, op.reason, op.fix), []).append(op)
+        alike.setdefault((op.name, op.line, op.source, op.reason, op.fix), []).append(op)
     for first, *others in alike.values():
         line = first.line or "a line unknown to Thunder"
         where = line if line.startswith("near ") else f"at {line}"

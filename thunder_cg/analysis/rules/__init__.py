@@ -8,16 +8,16 @@ the operators of other executors. Where the arguments of a call matter, a record
 `region_io` read them.
 
 Note [How the rules were checked]
-    ``python -m thunder_cg.tools.operators`` measures the records. The results are in ``tools/results/rules-*.json``,
-    one file for each machine, with versions and date. It runs PyTorch's own table of operators with all its samples
-    (torch.testing._internal.common_methods_invocations.op_db; float32 where an operator takes that), other names for
-    the same operators, their in-place forms, and calls written by hand, through Thunder. Each call is captured and
-    replayed on three fresh sets of values, forward and backward, and compared bit for bit with uncaptured Thunder. An
-    operator that must stay eager is captured by force, through ``allow=``: it fails, is wrong, or is refused, as for a
-    number that a replay would not compute again. An operator that Thunder does not compile is captured without
-    Thunder. `Evidence` says for each record whether there is such a measurement; ``tools/operators/coverage.py`` says
-    why not. The ``tape`` backend runs kernels of the CPU, which hardly ever wait for anything. So there are records
-    that only a GPU can confirm. A test compares all records with the results.
+    ``python -m thunder_cg.tools.operators`` measures the records through Thunder. It calls PyTorch's own table of
+    operators with all its samples (torch.testing._internal.common_methods_invocations.op_db; float32 where an operator
+    takes that), other names for the same operators, their in-place forms, and calls written by hand. Each call is
+    captured and replayed on three fresh sets of values, forward and backward, and compared bit for bit with uncaptured
+    Thunder. An operator that must stay eager is captured by force, through ``allow=``: it fails, is wrong, or is
+    refused, as for a number that a replay would not compute again. An operator that Thunder does not compile is
+    captured without Thunder. The results, with versions and date, are in ``tools/results/rules-*.json``, one file for
+    each machine, and a test compares all records with them. `Evidence` says for each record whether there is such a
+    measurement; ``tools/operators/coverage.py`` says why not. The ``tape`` backend runs kernels of the CPU, which
+    hardly ever wait for anything, so there are records that only a GPU can confirm.
 """
 
 from __future__ import annotations

@@ -124,10 +124,6 @@ def _runs_on_cpu(call: Arguments) -> bool:
     return bool(_tensors_on("cpu", call.positional))
 
 
-def _uses_cuda(call: Arguments) -> bool:
-    return bool(_tensors_on("cuda", call.positional, call.results))
-
-
 def _solves_batch_with_magma(call: Arguments) -> bool:
     return any(
         len(t.shape) > 2 and any(isinstance(n, int) and n > _MAX_ROWS_BY_CUBLAS for n in t.shape[-2:])
@@ -164,14 +160,12 @@ TENSOR_FILL_VALUE = Condition(
 OWN_GENERATOR = Condition(
     "draws_with_its_own_generator", "A seed or a generator is given.", _is_given("seed", "generator"),
     Cause(Reason.RANDOM_STATE, "it draws from a generator of its own, which a graph does not advance",
-          "draw with the default generator",
-          "CUDAGeneratorImpl cannot be made during a capture"))
+          "draw with the default generator", "CUDAGeneratorImpl cannot be made during a capture"))
 DROPOUT = Condition("has_dropout", "The dropout probability is not zero.", _is_set("dropout_p"), draws=True)
 RENORMALIZED_WEIGHT = Condition(
     "renormalizes_weight", "max_norm is given.", _is_given("max_norm"),
     Cause(Reason.SIDE_EFFECT, "max_norm rewrites rows of the weight in place, and the trace does not show this write",
-          "renormalize the weight outside of the compiled function",
-          "torch.nn.functional.embedding"), writes=ALL)
+          "renormalize the weight outside of the compiled function", "torch.nn.functional.embedding"), writes=ALL)
 SORTER = Condition(
     "uses_sorter", "A sorter is given.", _is_given("sorter"),
     Cause(Reason.HOST_SYNC, "PyTorch checks on the host whether the sorter is in range",
@@ -213,7 +207,8 @@ BATCH_BY_MAGMA = Condition(
           "take the matrices one by one",
           "captured on an H200: batches of 2 to 64 matrices of 20 to 600 rows fail, single ones do not"))
 CUFFT_PLAN = Condition(
-    "uses_cufft_plan", "An argument or a result is on a GPU.", _uses_cuda,
+    "uses_cufft_plan", "An argument or a result is on a GPU.",
+    lambda call: bool(_tensors_on("cuda", call.positional, call.results)),
     Cause(Reason.UNVERIFIED, "a graph reads the tables of a cuFFT plan, and PyTorch's cache of plans may free them",
           "name it in allow= if nothing clears that cache, and no more plans are made than its max_size",
           "torch.backends.cuda.cufft_plan_cache.clear() before a replay: a segmentation fault on an H200"))
