@@ -1,6 +1,6 @@
 """Read a Thunder trace once, into frozen records for the rest of the analysis.
 
-This is the only module of the analysis that knows Thunder. A Thunder release that changes traces changes this file.
+A Thunder release that changes traces changes this file.
 """
 
 from __future__ import annotations

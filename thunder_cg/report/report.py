@@ -1,7 +1,4 @@
-"""`explain(fn)`: the decisions of the analysis and the counts of the runtime, as frozen records.
-
-Everything here was decided or counted elsewhere; a report is a copy made at one moment, which later calls don't change.
-"""
+"""`explain(fn)`: the decisions of the analysis and the counts of the runtime, as frozen records."""
 
 from __future__ import annotations
 
