@@ -19,18 +19,7 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import (
-    AnyProxy,
-    CollectionProxy,
-    DictProxy,
-    FutureTensorProxy,
-    ListProxy,
-    NumberProxy,
-    Proxy,
-    ProxyTag,
-    TensorProxy,
-    TupleProxy,
-)
+from thunder.core.proxies import AnyProxy, CollectionProxy, FutureTensorProxy, NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_flatten_with_dataclass, tree_map
 from thunder.core.recipe import Plugin, PluginPolicy
 from thunder.core.symbol import BoundSymbol, Symbol
