@@ -105,11 +105,9 @@ class Accumulators:
         return self._handles == _registered()
 
     def deliver(self, gradients: Sequence[Any], others: Sequence[Any] | None) -> Sequence[Any]:
-        """Takes what may be accumulated in bulk out of a backward's results, and accumulates it.
+        """Accumulates what may be accumulated in bulk of a backward's ``gradients``; returns them without it.
 
-        Args:
-            gradients: the results.
-            others: what they may share memory with, besides each other; None if they share none.
+        ``others`` are what gradients may share memory with, besides each other; None if they share none.
         """
         if not (self._may_deliver and self.is_current and self._run_all()):
             return gradients
@@ -128,11 +126,9 @@ class Accumulators:
         return rest
 
     def _run_all(self) -> bool:
-        """Whether the backward under way accumulates all of them, and no parameter has a gradient or hooks.
-
-        One that has been frozen since the forward gets no gradient.
-        """
+        """Whether the backward under way accumulates all of them, and no parameter has a gradient or hooks."""
         for leaf in self._leaves:
+            # A leaf that has been frozen since the forward gets no gradient.
             if leaf.grad is not None or has_accumulate_hooks(leaf) or not leaf.requires_grad:
                 return False
         try:
@@ -142,11 +138,14 @@ class Accumulators:
 
 
 class Keeper:
-    """Makes a function's accumulators, for one stream, and makes them anew for another or after a hook."""
+    """Makes a function's accumulators, for one stream, and makes them anew for another or after a hook.
+
+    ``positions`` are those of parameters among the arguments.
+    """
 
     def __init__(self, device: torch.device, positions: Sequence[int]) -> None:
         self._index = device.index if device.type == "cuda" else None
-        self._positions = positions  # of parameters among the arguments
+        self._positions = positions
         self._stream = -1
         self._kept: Accumulators | None = None
         self._renewals = 0

@@ -1,8 +1,8 @@
-"""Which calls of a compiled module take a fast path: the module's forward as seen from outside."""
+"""Which calls of a compiled module take which fast path: the module's forward as seen from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 from weakref import ref
@@ -16,6 +16,7 @@ from thunder_cg.compat.thunder import (
     TraceCtx,
     compile_data,
     compile_stats,
+    connect_to_autograd,
     current_trace,
     dispatch_of,
     drop_self_references,
@@ -30,19 +31,48 @@ from thunder_cg.compat.torch import (
     is_traced,
 )
 from thunder_cg.fastpath.accumulate import nodes_of
-from thunder_cg.fastpath.compiled import Compiled
+from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
 from thunder_cg.fastpath.guard import PrologueGuard
 from thunder_cg.fastpath.inference import FastPath, inference_fast_path, note_last
 from thunder_cg.fastpath.outcomes import MISS, GuardMismatch, Unsupported
 from thunder_cg.fastpath.prologue import PrologueChecks
 from thunder_cg.fastpath.state import ParameterCache
-from thunder_cg.fastpath.traced import TracedFastPath
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Recording
 
 _OVERTAKEN = "Thunder asks another compiled version first, which may be for the same calls"
 _MAX_TRACED = 8  # per cache entry, for traces of several regions: one for each layout of inputs
+
+
+class TracedFastPath:
+    """The fast path for any trace: the prologue's guard, then the computation as Thunder would run it."""
+
+    def __init__(self, compiled: Compiled, guard: PrologueGuard, values: list[Any]) -> None:
+        self._entry = compiled.entry
+        self._options = compiled.options
+        self._pick_inputs, self._pick_passed_on = guard.picker(guard.inputs), guard.picker(guard.passed_on)
+        self._tensors = MetadataGuard(guard, list(guard.metadata), values)
+
+    def __call__(self, values: list[Any]) -> Any:
+        if not self._tensors.holds(values):
+            return MISS
+        entry = self._entry
+        result = entry.computation_fn(*self._pick_inputs(values))
+        if entry.backward_fn:
+            data, (saved_tensors, saved_other) = result
+            connect_to_autograd(
+                backward_fn=entry.backward_fn,
+                flat_args=data["flat_args"],
+                flat_output=data["flat_output"],
+                saved_tensors=saved_tensors,
+                saved_other=saved_other,
+                return_none_instead_of_grads=entry.return_none_instead_of_grads,
+                disable_split_autograd=self._options.get("thunderfx_disable_split_autograd", False),
+                is_differentiable_outputs=self._options.get("is_differentiable_outputs"),
+            )
+            result = data["output"]
+        return entry.epilogue_fn(*self._pick_passed_on(values), *result)
 
 
 class EntryFastPaths:
@@ -68,21 +98,29 @@ class EntryFastPaths:
         """What to call, in this order, until one does not miss."""
         found = [call for _, call in self._inference]
         if self._training or self._traced:
-            found.append(_try_in_turn(self._guard, [*(p for _, p in self._training), *self._traced], self._count()))
+            found.append(self._try_in_turn([*(path for _, path in self._training), *self._traced]))
         return found
 
-    def _count(self) -> Callable[[], None]:
-        """What counts a call as Thunder would have counted it."""
-        program, entry, statistics = self.compiled.forward, self.compiled.entry, self._statistics
+    def _try_in_turn(self, paths: list[TrainingFastPath | TracedFastPath]) -> FastPath:
+        """Tries the fast paths that start from the values which the prologue's guard looks up."""
+        guard, program, entry, statistics = self._guard, self.compiled.forward, self.compiled.entry, self._statistics
 
-        def count() -> None:
-            program.fast_path_calls += 1
-            statistics.calls += 1
-            statistics.cache_hits += 1
-            if statistics.last_prologue is not entry.prologue_fn:
-                note_last(statistics, entry)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            values = guard.values(args, kwargs)
+            if values is None:
+                return MISS
+            for path in paths:
+                result = path(values)
+                if result is not MISS:
+                    program.fast_path_calls += 1
+                    statistics.calls += 1
+                    statistics.cache_hits += 1
+                    if statistics.last_prologue is not entry.prologue_fn:
+                        note_last(statistics, entry)
+                    return result
+            return MISS
 
-        return count
+        return call
 
     def drop_caches(self) -> None:
         """No fast path was for a call: drops what is only kept to be fast."""
@@ -94,8 +132,8 @@ class EntryFastPaths:
         recordings = self.compiled.forward.recordings
         self._inference = [known for known in self._inference if not known[0].dropped]
         self._training = [known for known in self._training if not known[0].dropped]
-        known = [recording for recording, _ in (*self._inference, *self._training)]
-        new = [r for r in recordings if all(r is not recording for recording in known)]
+        known_ids = {id(recording) for recording, _ in (*self._inference, *self._training)}
+        new = [recording for recording in recordings if id(recording) not in known_ids]
         values = self._guard.values(args, kwargs)  # the first time takes long, so not only once there is a recording
         if not recordings or values is None:
             return
@@ -116,25 +154,6 @@ class EntryFastPaths:
             self._inference.insert(0, (recording, call))
         else:
             self._training.insert(0, (recording, TrainingFastPath(self.compiled, self._guard, recording, values)))
-
-
-def _try_in_turn(
-    guard: PrologueGuard, paths: list[TrainingFastPath | TracedFastPath], count: Callable[[], None]
-) -> FastPath:
-    """Tries the fast paths that start from the values which the prologue's guard looks up."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        values = guard.values(args, kwargs)
-        if values is None:
-            return MISS
-        for path in paths:
-            result = path(values)
-            if result is not MISS:
-                count()
-                return result
-        return MISS
-
-    return call
 
 
 class Dispatch:
@@ -217,9 +236,8 @@ class Dispatch:
         module = self._module()
         assert module is not None
         statistics = self._statistics
-        used = next(
-            (e for e in reversed(statistics.interpreter_cache) if e.prologue_fn is statistics.last_prologue), None
-        )
+        cache = reversed(statistics.interpreter_cache)
+        used = next((entry for entry in cache if entry.prologue_fn is statistics.last_prologue), None)
         if used is None:
             return
         drop_self_references(used)

@@ -36,20 +36,16 @@ _SCALARS = (*_LITERALS, torch.nn.Parameter)
 class PrologueGuard:
     """All checks of one prologue but those of tensors' metadata, and the look-up of what the prologue returns.
 
+    It does not own the module. `Unsupported` if the prologue cannot be guarded this way.
+
     Args:
-        module: whose calls it guards. The module is not owned.
-        checks: of its prologue.
         order: names of tensors, in the order that the caller would like best.
-        parameters_cache: the module's.
 
     Attributes:
         place: the position of each value in ``values()``, by name.
         keywords: None if arguments have to be looked into. Else ``values()`` begins with all positional arguments,
             and the keyword arguments of these names follow; a call that has no others passes all checks of arguments.
         parameters_key: in ``parameters_cache``, of what follows the arguments in ``values()``.
-
-    Raises:
-        Unsupported: the prologue cannot be guarded this way.
     """
 
     def __init__(
@@ -79,28 +75,26 @@ class PrologueGuard:
         self._arguments = sorted_checks.function(sorted_checks.others, arguments)
         shared = checks.cache_info.get("alias_tensor_indices")
         self.sharing_is_expected = partial(_shares, shared) if shared else _nothing_is_shared
-        self.positional, self.keywords = 0, None if others else self._keywords(sorted_checks.others, arguments)
-        if self.keywords is not None:
-            self.positional = len(arguments) - len(self.keywords)
+        self.keywords = None if others else self._keywords(sorted_checks.others, arguments)
+        self.positional = len(arguments) - len(self.keywords or ())
         self.global_state = GlobalStateGuard(checks.cache_info)
         self.attributes = sorted_checks.attribute_guard()
 
     def _argument_order(self, name: str) -> tuple[bool, Any]:
-        """Positional arguments come first, in their order."""
         lookup = self._checks.lookups.get(name)
         if lookup is None:
             raise Unsupported(f"the prologue does not make the value {name!r}")
         is_positional = lookup.prim is PrimIDs.UNPACK_GETITEM and lookup.owner == "args"
-        return not is_positional, lookup.key if is_positional else 0
+        return not is_positional, lookup.key if is_positional else 0  # positional arguments come first, in their order
 
     def _keywords(self, checks: Sequence[BoundSymbol], arguments: Sequence[str]) -> tuple[str, ...] | None:
         """See the attribute."""
         arity = {self._checks.arity_name(symbol): symbol.args[1] for symbol in checks}
         if arity.keys() != {"args", "kwargs"}:
             return None
-        lookups = [self._checks.lookups[name] for name in arguments]
         keys: dict[str | None, list[Any]] = {"args": [], "kwargs": []}
-        for lookup in lookups:
+        for name in arguments:
+            lookup = self._checks.lookups[name]
             if lookup.prim is not PrimIDs.UNPACK_GETITEM or lookup.owner not in keys:
                 return None
             keys[lookup.owner].append(lookup.key)
@@ -117,7 +111,7 @@ class PrologueGuard:
             return None
 
     def look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The same after the checks of state, attributes and sharing. Raises if another check fails."""
+        """`values` without the checks of state, attributes and sharing. Raises if another check fails."""
         cache = self.parameters_cache
         found = [
             *self._arguments(*args, **kwargs),
@@ -169,12 +163,7 @@ def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int,
 
 
 class _ModuleChecks:
-    """Sorts what a prologue checks by what has to change before a check can fail.
-
-    Attributes:
-        tensors: names of the module's parameters and buffers.
-        others: checks that have to be made at each call.
-    """
+    """Sorts what a prologue checks by what has to change before a check can fail."""
 
     def __init__(self, module: ThunderModule, checks: PrologueChecks) -> None:
         self._module = module
@@ -182,12 +171,14 @@ class _ModuleChecks:
         self._modules: dict[str, torch.nn.Module] = {}
         self._watched: dict[int, Any] = {}
         self._literals: set[str] = set()  # values that change only together with what is watched
-        self.tensors: set[str] = set()
+        self.tensors: set[str] = set()  # names of the module's parameters and buffers
         for name, lookup in checks.lookups.items():
             self._read(name, lookup)
-        fixed = [self._is_fixed(symbol) for symbol in checks.others]
-        self.others = [symbol for symbol, is_fixed in zip(checks.others, fixed) if not is_fixed]
-        self._attributes = [symbol for symbol, is_fixed in zip(checks.others, fixed) if is_fixed]
+        self.others: list[BoundSymbol] = []  # checks that have to be made at each call
+        self._attributes: list[BoundSymbol] = []  # checks that read only what is watched
+        for symbol in checks.others:
+            names = {proxy.name for proxy in symbol.flat_proxy_args}
+            (self._attributes if names and self._literals >= names else self.others).append(symbol)
 
     def home(self, name: str) -> Mapping[str, Any] | None:
         """The dictionary that the tensor is looked up in; None if the module has to search for it."""
@@ -210,11 +201,6 @@ class _ModuleChecks:
                 self._modules[name] = module
         elif owner is not None and self._is_literal(lookup):
             self._literals.add(name)
-
-    def _is_fixed(self, symbol: BoundSymbol) -> bool:
-        """Whether the check reads only what is watched."""
-        names = {proxy.name for proxy in symbol.flat_proxy_args}
-        return bool(names) and self._literals.issuperset(names)
 
     def _is_literal(self, lookup: Lookup) -> bool:
         """Whether the value can change only by a write to a dictionary, which is watched then."""

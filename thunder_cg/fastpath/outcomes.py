@@ -1,7 +1,5 @@
 """How an attempt to take the fast path, or to make one, may end."""
 
-from __future__ import annotations
-
 MISS = object()
 """What a fast path returns that is not for the call. It has done nothing that anybody can see."""
 

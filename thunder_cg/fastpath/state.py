@@ -25,13 +25,8 @@ from thunder_cg.fastpath.outcomes import GuardMismatch, Unsupported
 _MAX_CHANGES = 64  # of what is watched; past it, it is checked at every call
 _CPU = torch.device("cpu")
 _BOOKKEEPING = frozenset({"alias_tensor_indices", "no_grad_sync"})
-_AUTOCAST = (
-    "autocast_config_torch_enabled",
-    "autocast_config_torch_cpu_enabled",
-    "autocast_gpu_dtype",
-    "autocast_cpu_dtype",
-    "autocast_thunder_dtype",
-)
+_AUTOCAST_ENABLED = ("autocast_config_torch_enabled", "autocast_config_torch_cpu_enabled")
+_AUTOCAST = (*_AUTOCAST_ENABLED, "autocast_gpu_dtype", "autocast_cpu_dtype", "autocast_thunder_dtype")
 
 
 class GlobalStateGuard:
@@ -56,7 +51,6 @@ class GlobalStateGuard:
         self._autocast = _autocast()
 
     def holds(self) -> bool:
-        """Whether the state is as expected."""
         if torch.get_default_dtype() is not self._default_dtype or torch.is_grad_enabled() is not self._grad:
             return False
         if (any_autocast_enabled() or self._autocast is not None) and _autocast() != self._autocast:
@@ -98,19 +92,15 @@ class AttributeGuard:
     Args:
         check: makes the checks; raises if one fails.
         watched: the dictionaries and objects that the attributes are in.
-
-    Attributes:
-        unchanged: whether nothing has changed since the checks were made: one C++ call. Replaced after a change.
     """
 
     def __init__(self, check: Callable[[], Any], watched: Sequence[Any]) -> None:
         self._check = check
         self._watched = watched
-        self.unchanged: Callable[[], bool] = _changed
+        self.unchanged: Callable[[], bool] = _changed  # since the checks were made: one C++ call, new after a change
         self._changes = 0
 
     def holds(self) -> bool:
-        """Whether the attributes are as expected."""
         if self.unchanged():
             return True
         self._changes += 1
@@ -125,11 +115,10 @@ class AttributeGuard:
 
 
 class ParameterCache(dict[int, list[torch.Tensor]]):
-    """A compiled module's parameters and buffers, looked up again only when its dictionaries have changed.
+    """A compiled module's parameters and buffers by the key that `add` gave, in the order of the names.
 
-    By the key that `add` gave: the tensors of those names, in their order. Only if the cache is `unchanged`: after a
-    change it has to be `renewed` first. All guards of a module share one cache, so that none keeps tensors that the
-    module no longer has.
+    After a change of the module's dictionaries, when it is not `unchanged`, it has to be `renewed` first. All guards of
+    a module share one cache, so that none keeps tensors that the module no longer has.
     """
 
     def __init__(self, module: ThunderModule) -> None:

@@ -23,14 +23,7 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.accumulate import Accumulators, Keeper
-from thunder_cg.fastpath.compiled import (
-    CallResult,
-    Compiled,
-    MetadataGuard,
-    OnlyRegion,
-    names_of,
-    results_of_region,
-)
+from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion, names_of, results_of_region
 from thunder_cg.fastpath.guard import PrologueGuard
 from thunder_cg.fastpath.outcomes import MISS, Unsupported
 from thunder_cg.runtime.call import Call, SavedState
@@ -41,9 +34,8 @@ from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 class TrainingFastPath:
     """A call that autograd records. It takes the values that the guard looked up, and may return `MISS`.
 
-    Raises:
-        Unsupported: the trace is not one region, or does what a single node of autograd cannot show.
-        GuardMismatch: the recording is not for the call that ``values`` are of.
+    `Unsupported` if the trace is not one region, or does what a single node of autograd cannot show; `GuardMismatch` if
+    the recording is not for the call that ``values`` are of.
     """
 
     def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
@@ -75,7 +67,7 @@ class TrainingFastPath:
         arguments = names_of(data["flat_args"])
         self._updated = [(position, made[name]) for position, name in enumerate(arguments) if name in made]
         self._pick_arguments = guard.picker([inputs[0] if name in made else name for name in arguments])
-        self._saved = SavedTensors(names_of(saved), made, guard, region.graph, views)
+        self._saved = SavedTensors(names_of(saved), made, guard, region.graph)
         self._backward = BackwardReplay(compiled, recording, frozenset(self._saved.passed))
         is_split = not compiled.options.get("thunderfx_disable_split_autograd", False)
         self._apply: Callable[..., Any] = function_apply(ThunderOutputFunction if is_split else ThunderFunction)
@@ -123,22 +115,11 @@ class TrainingFastPath:
 
 
 class SavedTensors:
-    """The tensors that a forward saves: at their addresses in the arena, or passed through autograd.
+    """The tensors that a forward saves: at their addresses in the arena, or passed through autograd."""
 
-    Attributes:
-        passed: the positions of those that pass through autograd.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        made: dict[str, int],
-        guard: PrologueGuard,
-        graph: RegionGraph,
-        views: dict[int, int],
-    ) -> None:
+    def __init__(self, names: Sequence[str], made: dict[str, int], guard: PrologueGuard, graph: RegionGraph) -> None:
         self.template: list[Any] = []
-        self.passed: list[int] = []
+        self.passed: list[int] = []  # the positions of those that pass through autograd
         self._from_values: list[int] = []
         self._from_results: list[int] = []
         late: list[int] = []
@@ -157,7 +138,7 @@ class SavedTensors:
 
     def passing(self, values: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """What autograd is to save, in the order of ``passed``."""
-        return [*[values[i] for i in self._from_values], *[results[i] for i in self._from_results]]
+        return [values[i] for i in self._from_values] + [results[i] for i in self._from_results]
 
     def all(self, passed: Sequence[Any]) -> list[Any]:
         """All saved tensors, in the order of the trace."""
@@ -170,15 +151,8 @@ class SavedTensors:
 class BackwardGraph:
     """One backward of a recording, for one layout of its inputs, that a single replay makes.
 
-    Args:
-        passed: positions of the saved tensors that come from autograd.
-
-    Attributes:
-        are_apart: whether no gradients that a replay makes share memory.
-
-    Raises:
-        Unsupported: the backward is more than one region.
-        KeyError: a gradient is not made by the region.
+    ``passed`` are the positions of the saved tensors that come from autograd. `Unsupported` if the backward is more
+    than one region, KeyError if the region does not make all gradients.
     """
 
     def __init__(self, compiled: Compiled, recorded: TraceRecording, passed: frozenset[int]) -> None:
@@ -190,6 +164,7 @@ class BackwardGraph:
         gradients = trace.bound_symbols[-1].args[0]
         self._gradients = [None if gradient is None else made[gradient.name] for gradient in gradients]
         given = [i for i in self._gradients if i is not None]
+        # Whether no gradients that a replay makes share memory.
         self.are_apart = region.graph.outputs.is_plain and len(set(given)) == len(given)
         self._passed = passed
         self._varying: tuple[list[int], Guard] | None = None
@@ -288,9 +263,7 @@ class ThunderOutputFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int], *arguments: Any
-    ) -> Any:
+    def forward(ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int], *_: Any) -> Any:
         # As Thunder does it: a saved view of an output would keep itself alive.
         ctx.save_for_backward(*[t.detach() if t is not None and autograd_base(t) is not None else t for t in passed])
         ctx.node = node
