@@ -43,14 +43,11 @@ from thunder.torch import _torch_to_thunder_function_map
 
 # Traces
 
+# The trace that is being made on this thread, if any.
 current_trace: Callable[[], TraceCtx | None] = partial(_tracectx.get, None)
-"""The trace that is being made on this thread, if any."""
-
+# The sizes of a tensor proxy: ints, or number proxies where they are known only at run time. ``proxy.shape`` would add
+# a symbol to the trace that is being made.
 proxy_shape: Callable[[TensorProxy | FutureTensorProxy], tuple[Any, ...]] = attrgetter("_shape")
-"""The sizes of a tensor proxy: ints, or number proxies where they are known only at run time.
-
-``proxy.shape`` would add a symbol to the trace that is being made.
-"""
 
 
 def bound_functions(symbol: BoundSymbol) -> dict[str, Callable[..., Any]]:
@@ -67,26 +64,19 @@ def rebind(symbol: BoundSymbol, functions: dict[str, Callable[..., Any]]) -> Bou
 
 # Compiled modules
 
+# The module that was given to ``thunder.jit``.
 original_module: Callable[[ThunderModule], torch.nn.Module] = attrgetter("_model")
-"""The module that was given to ``thunder.jit``."""
-
+# The dictionaries in which a compiled module looks parameters and buffers up.
 module_parameters: Callable[[ThunderModule], dict[str, torch.nn.Parameter]] = attrgetter("_overrides_parameters")
-"""The dictionary in which a compiled module looks parameters up."""
-
 module_buffers: Callable[[ThunderModule], dict[str, torch.Tensor]] = attrgetter("_overrides_buffers")
-"""The dictionary in which a compiled module looks buffers up."""
-
+# The submodules that a compiled module has looked up, by name.
 module_cache: Callable[[ThunderModule], dict[str, torch.nn.Module]] = attrgetter("_module_cache")
-"""The submodules that a compiled module has looked up, by name."""
-
+# Counts and cache entries of a compiled module: ``calls``, ``cache_hits``, ``interpreter_cache``, ``last_*``.
 compile_stats: Callable[[ThunderModule], Any] = attrgetter("_lc_cs")
-"""Counts and cache entries of a compiled module: ``calls``, ``cache_hits``, ``interpreter_cache``, ``last_*``."""
-
+# The options that a module was compiled with: ``cache_option``, ``compile_options``.
 compile_data: Callable[[ThunderModule], Any] = attrgetter("_lc_cd")
-"""The options that a module was compiled with: ``cache_option``, ``compile_options``."""
-
+# The function that a compiled module calls in its forward: Thunder's dispatch, or what was put in its place.
 dispatch_of: Callable[[ThunderModule], Callable[..., Any]] = attrgetter("_forward_fn")
-"""The function that a compiled module calls in its forward: Thunder's dispatch, or what was put in its place."""
 
 
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
@@ -109,8 +99,8 @@ def drop_self_references(entry: CacheEntry) -> None:
 
 # Operators
 
+# Whether the torch executor has a symbol of that name. It has none for derivatives that Thunder writes out.
 torch_executor_has: Callable[[str], bool] = _torch_executor.opmap.__contains__
-"""Whether the torch executor has a symbol of that name. It has none for derivatives that Thunder writes out."""
 
 
 def symbols_of_functions() -> dict[Any, Any]:

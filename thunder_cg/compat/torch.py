@@ -32,23 +32,17 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_on
 
 # Tensors
 
+# Whether the tensor is zeros without memory, as the derivative of ``torch.sgn`` is.
 is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
-"""Whether the tensor is zeros without memory, as the derivative of ``torch.sgn`` is."""
-
+# A view that is negated only when it is read. Its inverse is itself.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._neg_view
-"""A view that is negated only when it is read. Its inverse is itself."""
-
+# Whether autograd knows the tensor for a view of another one, and that other one; None if there is none.
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
-"""Whether autograd knows the tensor for a view of another one."""
-
-has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
-"""Whether the tensor has one storage: sparse and MKL-DNN tensors have none."""
-
 autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
-"""The tensor that autograd knows this one for a view of; None if it is no view."""
-
+# Whether the tensor has one storage: sparse and MKL-DNN tensors have none.
+has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
+# How often the tensor's memory was written in place. RuntimeError for an inference tensor.
 version: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often the tensor's memory was written in place. RuntimeError for an inference tensor."""
 
 
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
@@ -73,9 +67,8 @@ def deterministic_fill() -> bool:
 
 # Guards in C++
 
+# ``addresses_equal(tensors, addresses, indices)``: whether the tensors at the indices have the addresses there.
 addresses_equal: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
-"""``addresses_equal(tensors, addresses, indices)``: whether the tensors at the indices have the addresses there."""
-
 _make_tensor_guards: Callable[..., TensorGuards] = TensorGuards  # its stub takes no lists
 
 
@@ -147,16 +140,11 @@ def attribute_writes_are_reported() -> bool:
 
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
-is_traced: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` is at work on this thread."""
-
+is_traced: Callable[[], bool] = torch._C._is_tracing  # by ``torch.jit.trace``, on this thread
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func, such as vmap or grad, is active."""
-
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # such as vmap or grad
+# The innermost saved-tensor hooks of this thread; None if there are none.
 saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
-"""The innermost saved-tensor hooks of this thread; None if there are none."""
-
 _excludes_key: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD_KEY = torch._C.DispatchKey.AutogradFunctionality
 
@@ -210,8 +198,8 @@ def kernel_settings() -> tuple[Any, ...]:
 
 # Autograd
 
+# Whether the backward under way runs this node. RuntimeError for a leaf among the inputs of `torch.autograd.grad`.
 engine_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the backward under way runs this node. RuntimeError for a leaf among the inputs of `torch.autograd.grad`."""
 
 
 def backward_keeps_graph() -> bool:
@@ -231,8 +219,8 @@ def has_accumulate_hooks(leaf: torch.Tensor) -> bool:
 
 # Dispatch
 
+# Whether an operator's schema says that it writes to an argument.
 is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
-"""Whether an operator's schema says that it writes to an argument."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Gradients of parameters, handed over in bulk where nothing could tell the difference.
 
-Autograd has one node per parameter that accumulates its gradient. To run these nodes costs more host time than all else
-in a step. So a backward that is one replay puts gradients where those nodes would, and gives the nodes nothing, if
+To run autograd's nodes that accumulate gradients, one per parameter, costs more host time than all else in a step. So a
+backward that is one replay puts gradients where those nodes would, and gives the nodes nothing, if
 
 - a plain ``backward()`` runs all of them, not one with ``inputs=``, nor ``torch.autograd.grad``;
 - the parameters have no gradient yet, so there is nothing to add to, in whatever order;
@@ -10,12 +10,11 @@ in a step. So a backward that is one replay puts gradients where those nodes wou
 - no other call of the function waits for its backward.
 
 Note [Nodes without hooks]
-    PyTorch does not say whether a node has hooks. A node lives as long as anybody holds it: a loss of an earlier step
-    that is still there does. A node that nobody holds when it is asked for is made, and has no hooks; that is noted in
-    the node, which Thunder's own calls and ours use from then on. As long as nobody has registered a hook of any kind
-    from Python, anywhere, the node still has none. Where somebody has, a hook of ours is registered and removed again,
-    which shows the others. A node that somebody held before its first call may have hooks from C++, as those of data
-    parallelism, and is left alone.
+    PyTorch does not say whether a node has hooks. A node that nobody holds (as a loss of an earlier step does) is made
+    when it is asked for, and has no hooks; that is noted in the node, which Thunder's calls and ours use from then on.
+    As long as nobody has registered a hook of any kind from Python, anywhere, the node still has none. Where somebody
+    has, a hook of ours is registered and removed again, which shows the others. A node that somebody held before its
+    first call may have hooks from C++, as those of data parallelism, and is left alone.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from thunder_cg.compat.thunder import CacheEntry, PrimIDs, Proxy, TraceCtx, no_a
 from thunder_cg.compat.torch import any_autocast_enabled
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.guard import PrologueGuard
-from thunder_cg.fastpath.outcomes import GuardMismatch, Unsupported
+from thunder_cg.fastpath.state import GuardMismatch, Unsupported
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import RegionGraph, TraceRecording

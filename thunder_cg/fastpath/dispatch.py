@@ -34,9 +34,8 @@ from thunder_cg.fastpath.accumulate import nodes_of
 from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
 from thunder_cg.fastpath.guard import PrologueGuard
 from thunder_cg.fastpath.inference import FastPath, inference_fast_path, note_last
-from thunder_cg.fastpath.outcomes import MISS, GuardMismatch, Unsupported
 from thunder_cg.fastpath.prologue import PrologueChecks
-from thunder_cg.fastpath.state import ParameterCache
+from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Recording
@@ -137,23 +136,20 @@ class EntryFastPaths:
         values = self._guard.values(args, kwargs)  # the first time takes long, so not only once there is a recording
         if not recordings or values is None:
             return
+        compiled, guard = self.compiled, self._guard
         try:
             for recording in new if self._is_one_region else ():
                 with suppress(GuardMismatch):
-                    self._add(recording, values)
+                    if compiled.backward is not None:
+                        self._training.insert(0, (recording, TrainingFastPath(compiled, guard, recording, values)))
+                        continue
+                    call = inference_fast_path(compiled, guard, recording, values, self._statistics)
+                    self._inference.insert(0, (recording, call))
         except Unsupported as error:
             self._is_one_region = False
-            self.compiled.forward.no_fast_path = str(error)
+            compiled.forward.no_fast_path = str(error)
         if not self._is_one_region:
-            path = TracedFastPath(self.compiled, self._guard, values)
-            self._traced = [path, *self._traced][:_MAX_TRACED]
-
-    def _add(self, recording: Recording, values: list[Any]) -> None:
-        if self.compiled.backward is None:
-            call = inference_fast_path(self.compiled, self._guard, recording, values, self._statistics)
-            self._inference.insert(0, (recording, call))
-        else:
-            self._training.insert(0, (recording, TrainingFastPath(self.compiled, self._guard, recording, values)))
+            self._traced = [TracedFastPath(compiled, guard, values), *self._traced][:_MAX_TRACED]
 
 
 class Dispatch:
@@ -249,7 +245,12 @@ class Dispatch:
             if entry is None:
                 if forward is None or not forward.regions:
                     return
-                compiled = _compiled(module, used, forward)
+                if compile_data(module).cache_option is not CACHE_OPTIONS.CONSTANT_VALUES:
+                    raise Unsupported("Thunder's cache is not the one for constant values")
+                backward = _program(used.backward_traces) if used.backward_fn else None
+                if used.backward_fn and backward is None:
+                    raise Unsupported("the backward was not partitioned")
+                compiled = Compiled(used, forward, backward, compile_data(module).compile_options)
                 entry = EntryFastPaths(module, self._checks_of(used), compiled, self._parameters_cache)
                 self._entries.append(entry)
             entry.build_fast_paths(args, kwargs)
@@ -264,15 +265,6 @@ class Dispatch:
 @torch.compiler.disable
 def _outside_of_dynamo(dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return dispatch(*args, **kwargs)
-
-
-def _compiled(module: ThunderModule, entry: CacheEntry, forward: Program) -> Compiled:
-    if compile_data(module).cache_option is not CACHE_OPTIONS.CONSTANT_VALUES:
-        raise Unsupported("Thunder's cache is not the one for constant values")
-    backward = _program(entry.backward_traces) if entry.backward_fn else None
-    if entry.backward_fn and backward is None:
-        raise Unsupported("the backward was not partitioned")
-    return Compiled(entry, forward, backward, compile_data(module).compile_options)
 
 
 def _program(traces: list[TraceCtx]) -> Program | None:

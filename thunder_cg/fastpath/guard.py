@@ -25,9 +25,8 @@ from thunder_cg.compat.thunder import (
 )
 from thunder_cg.compat.torch import attribute_dictionaries
 from thunder_cg.executor import executor
-from thunder_cg.fastpath.outcomes import Unsupported
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
-from thunder_cg.fastpath.state import AttributeGuard, GlobalStateGuard, ParameterCache, getter
+from thunder_cg.fastpath.state import AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
 
 _LITERALS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _SCALARS = (*_LITERALS, torch.nn.Parameter)

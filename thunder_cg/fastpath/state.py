@@ -1,10 +1,8 @@
 """State outside of a call's arguments that a prologue checks: of the thread, of modules, and their parameters.
 
-Note [Cheaper checks]
-    Thunder checks all of this at each call. Here
-    - parameters and buffers are looked up again only when the module's dictionaries have changed;
-    - attributes of modules are checked again only when a module, or its class, has changed;
-    - Thunder's cache info (grad mode, autocast, default dtype and device) is compared directly.
+Thunder checks all of this at each call. Here parameters and buffers are looked up again only when the module's
+dictionaries have changed; attributes of modules are checked again only when a module, or its class, has changed; and
+Thunder's cache info (grad mode, autocast, default dtype and device) is compared directly.
 
 Nothing here owns the compiled module, which owns all of this: the module is freed without the garbage collector.
 """
@@ -20,7 +18,6 @@ import torch
 
 from thunder_cg.compat.thunder import ThunderModule, dtypes, module_buffers, module_parameters
 from thunder_cg.compat.torch import any_autocast_enabled, default_device_is_set, dictionary_guard
-from thunder_cg.fastpath.outcomes import GuardMismatch, Unsupported
 
 _MAX_CHANGES = 64  # of what is watched; past it, it is checked at every call
 _CPU = torch.device("cpu")
@@ -29,12 +26,22 @@ _AUTOCAST_ENABLED = ("autocast_config_torch_enabled", "autocast_config_torch_cpu
 _AUTOCAST = (*_AUTOCAST_ENABLED, "autocast_gpu_dtype", "autocast_cpu_dtype", "autocast_thunder_dtype")
 
 
+# What a fast path returns that is not for the call. It has done nothing that anybody can see.
+MISS = object()
+
+
+class Unsupported(Exception):
+    """Calls of the cache entry keep to Thunder's dispatch, for the reason that the message gives."""
+
+
+class GuardMismatch(Exception):
+    """The call from which a fast path was to be made is not one that the cache entry, or the recording, is for."""
+
+
 class GlobalStateGuard:
     """What Thunder's cache info holds of the thread's state.
 
-    Raises:
-        Unsupported: the cache info holds something else, or gradients are synchronized.
-        GuardMismatch: the state is not as expected.
+    `Unsupported` if it holds something else, or gradients are synchronized; `GuardMismatch` if the state differs now.
     """
 
     def __init__(self, expected: Mapping[str, Any]) -> None:
@@ -129,7 +136,6 @@ class ParameterCache(dict[int, list[torch.Tensor]]):
         self._changes = 0
 
     def add(self, parameters: Sequence[str], buffers: Sequence[str]) -> int:
-        """The key of these."""
         self._getters.append((getter(parameters), getter(buffers)))
         return len(self._getters) - 1
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.accumulate import Accumulators, Keeper
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion, names_of, results_of_region
 from thunder_cg.fastpath.guard import PrologueGuard
-from thunder_cg.fastpath.outcomes import MISS, Unsupported
+from thunder_cg.fastpath.state import MISS, Unsupported
 from thunder_cg.runtime.call import Call, SavedState
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
@@ -74,6 +75,7 @@ class TrainingFastPath:
         static = {region.inputs[i] for i in region.guard.static}
         parameters = [position for position, name in enumerate(arguments) if name in static]
         self._keeper = Keeper(program.regions[0].device, parameters)
+        self.drop_caches = self._keeper.drop  # of the autograd nodes that are only kept to be fast
 
     def __call__(self, values: list[Any]) -> Any:
         region, program = self._region, self._program
@@ -108,10 +110,6 @@ class TrainingFastPath:
         for i, output in zip(self._outputs, outputs):
             results[i] = output
         return self._result.of(values, results)
-
-    def drop_caches(self) -> None:
-        """Drops the autograd nodes that are only kept to be fast."""
-        self._keeper.drop()
 
 
 class SavedTensors:
@@ -159,7 +157,7 @@ class BackwardGraph:
         assert compiled.backward is not None
         trace = compiled.entry.backward_traces[-1]
         self._region = region = OnlyRegion(compiled.backward, recorded)
-        self._sources = _backward_sources(trace, region.inputs)
+        self.sources = _backward_sources(trace, region.inputs)
         made = results_of_region(trace)
         gradients = trace.bound_symbols[-1].args[0]
         self._gradients = [None if gradient is None else made[gradient.name] for gradient in gradients]
@@ -169,11 +167,6 @@ class BackwardGraph:
         self._passed = passed
         self._varying: tuple[list[int], Guard] | None = None
 
-    def inputs(self, saved: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """The region's inputs, of what the forward saved and of the gradients of its outputs."""
-        collections = (saved, gradients)
-        return [collections[kind][i] for kind, i in self._sources]
-
     def holds(self, tensors: list[Any]) -> bool:
         """The region's guard. What the forward left in the arena is checked once: it is at the same place each time."""
         if self._varying is not None:
@@ -182,7 +175,7 @@ class BackwardGraph:
         whole = self._region.guard
         if not whole.holds(tensors):
             return False
-        fixed = {i for i, (kind, position) in enumerate(self._sources) if kind == 0 and position not in self._passed}
+        fixed = {i for i, (kind, position) in enumerate(self.sources) if kind == 0 and position not in self._passed}
         if whole.is_simple:
             positions = [i for i in range(len(tensors)) if i not in fixed]
             static = [n for n, i in enumerate(positions) if i in whole.static]
@@ -210,6 +203,8 @@ class BackwardReplay:
         self._may_replay = program.may_replay_backward_unverified if verifies else program.may_replay_backward
         self._recorded: list[TraceRecording] | None = None
         self._graphs: list[BackwardGraph] = []
+        # Whether no other call of the program is between its forward and the end of its backward.
+        self.is_alone = partial(program.is_alone, recording.arena)
 
     def _known_graphs(self) -> list[BackwardGraph]:
         recorded = self._recording.backwards
@@ -219,16 +214,12 @@ class BackwardReplay:
                 self._graphs = [BackwardGraph(self._compiled, each, self._passed) for each in recorded]
         return self._graphs
 
-    def is_alone(self) -> bool:
-        """Whether no other call of the program is between its forward and the end of its backward."""
-        return self._program.is_alone(self._recording.arena)
-
     def run(self, call: Call, saved: list[Any], gradients: list[Any]) -> tuple[Sequence[Any], bool]:
         """The gradients of all arguments, and whether they are known to share no memory."""
-        arena, discards = call.arena, self._entry.return_none_instead_of_grads
+        arena, discards, collections = call.arena, self._entry.return_none_instead_of_grads, (saved, gradients)
         if arena is not None and not discards and self._may_replay():
             for graph in self._known_graphs():
-                tensors = graph.inputs(saved, gradients)
+                tensors = [collections[kind][i] for kind, i in graph.sources]
                 if graph.holds(tensors):
                     arena.enter()
                     with suppress(ReplayRefused):
@@ -253,8 +244,8 @@ class ThunderOutputFunction(torch.autograd.Function):
     """A call's node in the autograd graph, under the name that the node of an output has in Thunder.
 
     Its first output is a tensor of no device, as that of Thunder's own nodes is: autograd runs both on the thread that
-    called ``backward``, one after the other. Of calls in flight, some take the fast path and some do not, and gradients
-    of one parameter are summed in the order in which nodes run.
+    called ``backward``, one after the other. So gradients of one parameter are summed in the same order, whichever of
+    the calls in flight took the fast path.
 
     Note [Second derivatives]
         Thunder's backward cannot be differentiated. With one node for a call (thunderfx), Thunder marks it as
