@@ -77,7 +77,12 @@ def _explain(argv: Sequence[str]) -> int:
     for name, report in reports.items():
         print(f"{name}:\n{report}\n")
     if arguments.html is not None:
-        arguments.html.write_text(_page(arguments.file.name, reports), encoding="utf-8")
+        from thunder_cg.report.html import render
+
+        head = f'<head><meta charset="utf-8"><title>{escape(arguments.file.name)}</title></head>'
+        body = "".join(f"<h2>{escape(name)}</h2>{render(report)}" for name, report in reports.items())
+        page = f"<!DOCTYPE html><html>{head}<body>{body}</body></html>\n"
+        arguments.html.write_text(page, encoding="utf-8")
     return 0
 
 
@@ -113,14 +118,6 @@ def _reports(variables: Mapping[str, Any]) -> dict[str, Any]:
             except NotCompiledError:
                 continue
     return dict(reports.values())
-
-
-def _page(title: str, reports: Mapping[str, Any]) -> str:
-    from thunder_cg.report.html import render
-
-    head = f'<head><meta charset="utf-8"><title>{escape(title)}</title></head>'
-    body = "".join(f"<h2>{escape(name)}</h2>{render(report)}" for name, report in reports.items())
-    return f"<!DOCTYPE html><html>{head}<body>{body}</body></html>\n"
 
 
 _COMMANDS: Mapping[str, Callable[[Sequence[str]], int]]

@@ -69,7 +69,6 @@ def deterministic_fill() -> bool:
 
 # ``addresses_equal(tensors, addresses, indices)``: whether the tensors at the indices have the addresses there.
 addresses_equal: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
-_make_tensor_guards: Callable[..., TensorGuards] = TensorGuards  # its stub takes no lists
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> TensorGuards:
@@ -77,11 +76,9 @@ def tensor_guards(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> T
 
     No tensor may occur twice.
     """
-    return _make_tensor_guards(
-        *tensors,
-        dynamic_dims_sizes=[list(t.size()) for t in tensors],
-        dynamic_dims_strides=[list(t.stride()) if strides else [None] * t.dim() for t in tensors],
-    )
+    shapes: list[Any] = [list(t.size()) for t in tensors]
+    dim_strides: list[Any] = [list(t.stride()) if strides else [None] * t.dim() for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=dim_strides)
 
 
 def dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:

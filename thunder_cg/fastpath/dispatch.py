@@ -9,20 +9,8 @@ from weakref import ref
 
 import torch
 
-from thunder_cg.compat.thunder import (
-    CACHE_OPTIONS,
-    CacheEntry,
-    ThunderModule,
-    TraceCtx,
-    compile_data,
-    compile_stats,
-    connect_to_autograd,
-    current_trace,
-    dispatch_of,
-    drop_self_references,
-    module_parameters,
-    set_dispatch,
-)
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.thunder import CacheEntry, ThunderModule, TraceCtx, connect_to_autograd, current_trace
 from thunder_cg.compat.torch import (
     autograd_is_active,
     dispatch_mode_count,
@@ -78,20 +66,15 @@ class EntryFastPaths:
     """One cache entry of Thunder's, and the fast paths that it has."""
 
     def __init__(
-        self, module: ThunderModule, checks: PrologueChecks, compiled: Compiled, parameters_cache: ParameterCache
+        self, module: ThunderModule, checks: PrologueChecks, compiled: Compiled, cache: ParameterCache
     ) -> None:
         self.compiled = compiled
-        self._statistics = compile_stats(module)
-        self._guard = PrologueGuard(module, checks, compiled.forward.inputs, parameters_cache)
+        self._statistics = compat.compile_stats(module)
+        self._guard = PrologueGuard(module, checks, compiled.forward.inputs, cache)
         self._inference: list[tuple[Recording, FastPath]] = []
         self._training: list[tuple[Recording, TrainingFastPath]] = []
         self._traced: list[TracedFastPath] = []
-        self._is_one_region = True
-
-    @property
-    def may_train(self) -> bool:
-        """Whether calls may get autograd nodes of ours."""
-        return self._is_one_region and self.compiled.backward is not None
+        self.is_one_region = True
 
     def calls(self) -> list[FastPath]:
         """What to call, in this order, until one does not miss."""
@@ -138,7 +121,7 @@ class EntryFastPaths:
             return
         compiled, guard = self.compiled, self._guard
         try:
-            for recording in new if self._is_one_region else ():
+            for recording in new if self.is_one_region else ():
                 with suppress(GuardMismatch):
                     if compiled.backward is not None:
                         self._training.insert(0, (recording, TrainingFastPath(compiled, guard, recording, values)))
@@ -146,9 +129,9 @@ class EntryFastPaths:
                     call = inference_fast_path(compiled, guard, recording, values, self._statistics)
                     self._inference.insert(0, (recording, call))
         except Unsupported as error:
-            self._is_one_region = False
+            self.is_one_region = False
             compiled.forward.no_fast_path = str(error)
-        if not self._is_one_region:
+        if not self.is_one_region:
             self._traced = [TracedFastPath(compiled, guard, values), *self._traced][:_MAX_TRACED]
 
 
@@ -160,12 +143,12 @@ class Dispatch:
 
     def __init__(self, module: ThunderModule) -> None:
         self._module = ref(module)
-        self._thunders = dispatch_of(module)
+        self._thunders = compat.dispatch_of(module)
         self._parameters_cache = ParameterCache(module)
         self._entries: list[EntryFastPaths] = []
         self._calls: list[FastPath] = []  # of all entries
         self._unsupported: list[CacheEntry] = []
-        self._statistics = compile_stats(module)
+        self._statistics = compat.compile_stats(module)
         self._known = 0  # how many cache entries there were
         # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
         self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
@@ -192,11 +175,14 @@ class Dispatch:
         """The parameters that Thunder's call may get a gradient for, if calls may get autograd nodes of ours."""
         module = self._module()
         is_watched = dispatch_mode_count() or function_mode_count() or functorch_is_active() or is_traced()
-        may_train = not self._entries or any(entry.may_train for entry in self._entries)
+        entries = self._entries
+        may_train = not entries or any(e.is_one_region and e.compiled.backward is not None for e in entries)
         if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
             return ()
         kinds = (torch.nn.Parameter, torch.Tensor)  # others may have nodes of their own kind
-        return [p for p in module_parameters(module).values() if type(p) in kinds and p.is_leaf and p.requires_grad]
+        return [
+            p for p in compat.module_parameters(module).values() if type(p) in kinds and p.is_leaf and p.requires_grad
+        ]
 
     def _certain(self) -> list[EntryFastPaths]:
         """The entries that no newer one could come before, newest first, as Thunder tries them."""
@@ -236,7 +222,7 @@ class Dispatch:
         used = next((entry for entry in cache if entry.prologue_fn is statistics.last_prologue), None)
         if used is None:
             return
-        drop_self_references(used)
+        compat.drop_self_references(used)
         if any(used is entry for entry in self._unsupported):
             return
         entry = next((e for e in self._entries if e.compiled.entry is used), None)
@@ -245,12 +231,12 @@ class Dispatch:
             if entry is None:
                 if forward is None or not forward.regions:
                     return
-                if compile_data(module).cache_option is not CACHE_OPTIONS.CONSTANT_VALUES:
+                if compat.compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
                     raise Unsupported("Thunder's cache is not the one for constant values")
                 backward = _program(used.backward_traces) if used.backward_fn else None
                 if used.backward_fn and backward is None:
                     raise Unsupported("the backward was not partitioned")
-                compiled = Compiled(used, forward, backward, compile_data(module).compile_options)
+                compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
                 entry = EntryFastPaths(module, self._checks_of(used), compiled, self._parameters_cache)
                 self._entries.append(entry)
             entry.build_fast_paths(args, kwargs)
@@ -275,5 +261,5 @@ def _program(traces: list[TraceCtx]) -> Program | None:
 
 def install(module: ThunderModule) -> None:
     """Gives a module that Thunder has compiled its fast paths, if it has none."""
-    if not isinstance(dispatch_of(module), Dispatch):
-        set_dispatch(module, Dispatch(module))
+    if not isinstance(compat.dispatch_of(module), Dispatch):
+        compat.set_dispatch(module, Dispatch(module))

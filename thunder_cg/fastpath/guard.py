@@ -10,19 +10,8 @@ from weakref import ref
 
 import torch
 
-from thunder_cg.compat.thunder import (
-    BoundSymbol,
-    PrimIDs,
-    ThunderModule,
-    from_trace,
-    module_buffers,
-    module_cache,
-    module_parameters,
-    original_module,
-    prims,
-    tracectx,
-    tree_flatten,
-)
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
 from thunder_cg.compat.torch import attribute_dictionaries
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
@@ -62,7 +51,7 @@ class PrologueGuard:
         wanted = dict.fromkeys([*order, *self.inputs, *self.passed_on, *self.metadata])
         tensors = [name for name in wanted if name in sorted_checks.tensors]
         arguments = sorted((name for name in wanted if name not in sorted_checks.tensors), key=self._argument_order)
-        dictionaries = module_parameters(module), module_buffers(module), None
+        dictionaries = compat.module_parameters(module), compat.module_buffers(module), None
         parameters, buffers, others = (
             [name for name in tensors if sorted_checks.home(name) is home] for home in dictionaries
         )
@@ -183,7 +172,9 @@ class _ModuleChecks:
         """The dictionary that the tensor is looked up in; None if the module has to search for it."""
         lookup = self._checks.lookups[name]
         is_buffer = lookup.prim is PrimIDs.UNPACK_BUFFER
-        home: Mapping[str, Any] = module_buffers(self._module) if is_buffer else module_parameters(self._module)
+        home: Mapping[str, Any] = (
+            compat.module_buffers(self._module) if is_buffer else compat.module_parameters(self._module)
+        )
         return home if lookup.key in home else None
 
     def _read(self, name: str, lookup: Lookup) -> None:
@@ -195,26 +186,24 @@ class _ModuleChecks:
         elif prim is PrimIDs.UNPACK_THUNDER_MODULE:
             self._modules[name] = self._module
         elif prim is PrimIDs.UNPACK_SUBMODULE and owner in self._modules:
-            module = module_cache(self._module).get(lookup.key)
+            module = compat.module_cache(self._module).get(lookup.key)
             if module is not None:  # otherwise it is looked up at each call, and may be another one then
                 self._modules[name] = module
-        elif owner is not None and self._is_literal(lookup):
-            self._literals.add(name)
+        elif prim is PrimIDs.UNPACK_ATTR and owner in self._modules:
+            if self._is_literal(self._modules[owner], lookup.key):
+                self._literals.add(name)
+        elif prim is PrimIDs.UNPACK_GETITEM and owner is not None:
+            inputs = {proxy.name for proxy in lookup.symbol.flat_proxy_args}
+            if inputs <= self._literals:
+                self._literals.add(name)
 
-    def _is_literal(self, lookup: Lookup) -> bool:
-        """Whether the value can change only by a write to a dictionary, which is watched then."""
-        if lookup.prim is PrimIDs.UNPACK_GETITEM:
-            return self._literals.issuperset(proxy.name for proxy in lookup.symbol.flat_proxy_args)
-        module = self._modules.get(lookup.owner or "") if lookup.prim is PrimIDs.UNPACK_ATTR else None
-        return module is not None and self._is_in_dictionary(module, lookup.key)
-
-    def _is_in_dictionary(self, module: Any, key: str) -> bool:
-        """Whether the attribute is a literal in one of the module's dictionaries."""
+    def _is_literal(self, module: Any, key: str) -> bool:
+        """Whether the attribute can change only by a write to one of the module's dictionaries, watched from now on."""
         if isinstance(module, ThunderModule):
             self._watch(module)
             if key in vars(module) or hasattr(ThunderModule, key):
                 return False
-            module = original_module(module)
+            module = compat.original_module(module)
         kind: Any = type(module)
         if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
             return False
@@ -235,7 +224,7 @@ class _ModuleChecks:
 
     def attribute_guard(self) -> AttributeGuard:
         """The checks of modules' attributes. The compiled module itself is always watched."""
-        model = original_module(self._module)
+        model = compat.original_module(self._module)
         self._watch(model)
         check = self.function(self._attributes, ())
 
