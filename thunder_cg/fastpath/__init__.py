@@ -5,7 +5,7 @@ Thunder's dispatch, prologue and autograd bridge cost several times what launchi
 takes Thunder's dispatch, and then fast paths are made for what it recorded. The guards are Thunder's and the
 recording's, cheaper but none fewer.
 
-- ``prologue``: reads Thunder's prologue once, into a frozen `PrologueChecks`.
+- ``prologue``: reads Thunder's prologue once, into `PrologueChecks`.
 - ``state``, ``guard``: the checks of a prologue, made cheaper, and the look-up of what the prologue returns.
 - ``compiled``: one cache entry of Thunder's, its only region, and the results of a call.
 - ``inference``: a call that is one replay. ``training``: the same with a node of autograd, and its backward.

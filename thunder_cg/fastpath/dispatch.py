@@ -180,9 +180,8 @@ class Dispatch:
         if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
             return ()
         kinds = (torch.nn.Parameter, torch.Tensor)  # others may have nodes of their own kind
-        return [
-            p for p in compat.module_parameters(module).values() if type(p) in kinds and p.is_leaf and p.requires_grad
-        ]
+        parameters = compat.module_parameters(module).values()
+        return [p for p in parameters if type(p) in kinds and p.is_leaf and p.requires_grad]
 
     def _certain(self) -> list[EntryFastPaths]:
         """The entries that no newer one could come before, newest first, as Thunder tries them."""
@@ -204,7 +203,7 @@ class Dispatch:
 
     def _checks_of(self, entry: CacheEntry) -> PrologueChecks:
         if id(entry) not in self._checks:
-            self._checks[id(entry)] = entry, PrologueChecks.read(entry.prologue_traces[-1]), {}
+            self._checks[id(entry)] = entry, PrologueChecks(entry.prologue_traces[-1]), {}
         return self._checks[id(entry)][1]
 
     def _are_exclusive(self, newer: CacheEntry, older: CacheEntry) -> bool:

@@ -13,15 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from thunder_cg.compat.thunder import (
-    BoundSymbol,
-    PrimIDs,
-    Proxy,
-    TraceCtx,
-    TraceProvenance,
-    bound_functions,
-    from_trace,
-)
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
 
@@ -66,44 +59,34 @@ class Lookup:
     path: Path | None  # None if another call may get another value in the same way
 
 
-@dataclass(frozen=True, slots=True)
 class PrologueChecks:
-    """What one prologue checks and looks up."""
+    """What one prologue checks and looks up. It is read once, and never changed."""
 
-    trace: TraceCtx
-    lookups: Mapping[str, Lookup]  # by the name of each value, in the prologue's order
-    tensor_checks: Mapping[str, BoundSymbol]  # by the name of a tensor, the symbol that checks its metadata
-    metadata: Mapping[str, Metadata]  # by the name of a tensor
-    cache_info: Mapping[str, Any]  # by the key in Thunder's cache info; "" for a check of anything but an item of it
-    others: tuple[BoundSymbol, ...]  # all other checks
-    expected: Mapping[tuple[Path, str], Any]  # by the path to a value and the kind of the check
-
-    @classmethod
-    def read(cls, trace: TraceCtx) -> PrologueChecks:
-        lookups: dict[str, Lookup] = {}
-        tensor_checks: dict[str, BoundSymbol] = {}
-        metadata: dict[str, Metadata] = {}
-        cache_info: dict[str, Any] = {}
-        expected: dict[tuple[Path, str], Any] = {}
-        others: list[BoundSymbol] = []
+    def __init__(self, trace: TraceCtx) -> None:
+        self.trace = trace
+        self.lookups: dict[str, Lookup] = {}  # by the name of each value, in the prologue's order
+        self.tensor_checks: dict[str, BoundSymbol] = {}  # by the name of a tensor, what checks its metadata
+        self.metadata: dict[str, Metadata] = {}  # by the name of a tensor, what is expected
+        self.cache_info: dict[str, Any] = {}  # by the key in Thunder's cache info; "" for a check of no such key
+        self.others: list[BoundSymbol] = []  # all other checks
+        self.expected: dict[tuple[Path, str], Any] = {}  # by the path to a value and the kind of the check
         for symbol in trace.bound_symbols[:-1]:
             if symbol.flat_proxy_outs:
-                lookups.update(_lookups(symbol, lookups))
+                self.lookups.update(_lookups(symbol, self.lookups))
                 continue
             names = [proxy.name for proxy in symbol.flat_proxy_args]
             for name, kind, value in _expectations(symbol, names):
-                if name in lookups and (path := lookups[name].path) is not None:
-                    expected[path, kind] = value
+                if name in self.lookups and (path := self.lookups[name].path) is not None:
+                    self.expected[path, kind] = value
                 if kind == "tensor":
-                    metadata[name] = value
-                    tensor_checks[name] = symbol
-            path = lookups[names[0]].path if names and names[0] in lookups else None
+                    self.metadata[name] = value
+                    self.tensor_checks[name] = symbol
+            path = self.lookups[names[0]].path if names and names[0] in self.lookups else None
             if path is not None and _is_of_cache_info(path):
                 is_item = path[0] is PrimIDs.UNPACK_GETITEM and path[1][0] is PrimIDs.UNPACK_CACHE_INFO
-                cache_info[str(path[2]) if is_item else ""] = symbol.args[1]
-            elif not names or tensor_checks.get(names[0]) is not symbol:
-                others.append(symbol)
-        return cls(trace, lookups, tensor_checks, metadata, cache_info, tuple(others), expected)
+                self.cache_info[str(path[2]) if is_item else ""] = symbol.args[1]
+            elif not names or self.tensor_checks.get(names[0]) is not symbol:
+                self.others.append(symbol)
 
     def arity_name(self, symbol: BoundSymbol) -> str | None:
         """``args`` or ``kwargs`` if ``symbol`` checks how many of these a call has; else None."""
@@ -148,7 +131,7 @@ def _lookups(symbol: BoundSymbol, lookups: Mapping[str, Lookup]) -> dict[str, Lo
 def _expectations(symbol: BoundSymbol, names: list[str]) -> Iterator[tuple[str, str, Any]]:
     """What a check expects: the name of the value, the kind of the check, and what is expected."""
     name = symbol.sym.name
-    check = bound_functions(symbol).get(name)
+    check = compat.bound_functions(symbol).get(name)
     if isinstance(check, ParameterCheck):
         yield from ((tensor, "tensor", metadata) for tensor, metadata in zip(names, check.expected))
     elif symbol.sym.id in _TENSOR_CHECKS:
@@ -190,7 +173,7 @@ class ParameterCheck:
 
 def with_one_check(prologue: TraceCtx, names: Set[str]) -> TraceCtx:
     """``prologue`` with one symbol in place of the metadata checks of the tensors called ``names``."""
-    checks = PrologueChecks.read(prologue)
+    checks = PrologueChecks(prologue)
     tensors = [name for name in checks.tensor_checks if name in names and checks.metadata[name].is_static]
     if len(tensors) < 2:
         return prologue

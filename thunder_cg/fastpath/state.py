@@ -24,10 +24,7 @@ _CPU = torch.device("cpu")
 _BOOKKEEPING = frozenset({"alias_tensor_indices", "no_grad_sync"})
 _AUTOCAST_ENABLED = ("autocast_config_torch_enabled", "autocast_config_torch_cpu_enabled")
 _AUTOCAST = (*_AUTOCAST_ENABLED, "autocast_gpu_dtype", "autocast_cpu_dtype", "autocast_thunder_dtype")
-
-
-# What a fast path returns that is not for the call. It has done nothing that anybody can see.
-MISS = object()
+MISS = object()  # what a fast path returns that is not for the call; it has done nothing that anybody can see
 
 
 class Unsupported(Exception):
@@ -96,9 +93,7 @@ def _changed() -> bool:
 class AttributeGuard:
     """The checks of modules' attributes, skipped while neither the modules nor their classes change.
 
-    Args:
-        check: makes the checks; raises if one fails.
-        watched: the dictionaries and objects that the attributes are in.
+    ``check`` makes them, and raises if one fails; ``watched`` are the dictionaries and objects with the attributes.
     """
 
     def __init__(self, check: Callable[[], Any], watched: Sequence[Any]) -> None:
