@@ -65,12 +65,10 @@ class TracedFastPath:
 class EntryFastPaths:
     """One cache entry of Thunder's, and the fast paths that it has."""
 
-    def __init__(
-        self, module: ThunderModule, checks: PrologueChecks, compiled: Compiled, cache: ParameterCache
-    ) -> None:
+    def __init__(self, compiled: Compiled, guard: PrologueGuard, statistics: Any) -> None:
         self.compiled = compiled
-        self._statistics = compat.compile_stats(module)
-        self._guard = PrologueGuard(module, checks, compiled.forward.inputs, cache)
+        self._guard = guard
+        self._statistics = statistics
         self._inference: list[tuple[Recording, FastPath]] = []
         self._training: list[tuple[Recording, TrainingFastPath]] = []
         self._traced: list[TracedFastPath] = []
@@ -236,7 +234,8 @@ class Dispatch:
                 if used.backward_fn and backward is None:
                     raise Unsupported("the backward was not partitioned")
                 compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
-                entry = EntryFastPaths(module, self._checks_of(used), compiled, self._parameters_cache)
+                guard = PrologueGuard(module, self._checks_of(used), forward.inputs, self._parameters_cache)
+                entry = EntryFastPaths(compiled, guard, statistics)
                 self._entries.append(entry)
             entry.build_fast_paths(args, kwargs)
         except GuardMismatch:

@@ -24,10 +24,8 @@ _SCALARS = (*_LITERALS, torch.nn.Parameter)
 class PrologueGuard:
     """All checks of one prologue but those of tensors' metadata, and the look-up of what the prologue returns.
 
-    It does not own the module. `Unsupported` if the prologue cannot be guarded this way.
-
-    Args:
-        order: names of tensors, in the order that the caller would like best.
+    It does not own the module. ``order`` has names of tensors in the order that the caller would like best.
+    `Unsupported` if the prologue cannot be guarded this way.
 
     Attributes:
         place: the position of each value in ``values()``, by name.
@@ -52,9 +50,7 @@ class PrologueGuard:
         tensors = [name for name in wanted if name in sorted_checks.tensors]
         arguments = sorted((name for name in wanted if name not in sorted_checks.tensors), key=self._argument_order)
         dictionaries = compat.module_parameters(module), compat.module_buffers(module), None
-        parameters, buffers, others = (
-            [name for name in tensors if sorted_checks.home(name) is home] for home in dictionaries
-        )
+        parameters, buffers, others = ([n for n in tensors if sorted_checks.home(n) is home] for home in dictionaries)
         self.place = {name: i for i, name in enumerate([*arguments, *parameters, *buffers, *others])}
         keys = [[checks.lookups[name].key for name in names] for names in (parameters, buffers, others)]
         self.parameters_cache = parameters_cache
@@ -101,10 +97,8 @@ class PrologueGuard:
     def look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """`values` without the checks of state, attributes and sharing. Raises if another check fails."""
         cache = self.parameters_cache
-        found = [
-            *self._arguments(*args, **kwargs),
-            *(cache if cache.unchanged() else cache.renewed())[self.parameters_key],
-        ]
+        found = [*self._arguments(*args, **kwargs)]
+        found += (cache if cache.unchanged() else cache.renewed())[self.parameters_key]
         module = self._module()
         assert module is not None
         for key, is_buffer in self._others:
@@ -172,9 +166,7 @@ class _ModuleChecks:
         """The dictionary that the tensor is looked up in; None if the module has to search for it."""
         lookup = self._checks.lookups[name]
         is_buffer = lookup.prim is PrimIDs.UNPACK_BUFFER
-        home: Mapping[str, Any] = (
-            compat.module_buffers(self._module) if is_buffer else compat.module_parameters(self._module)
-        )
+        home: Mapping[str, Any] = (compat.module_buffers if is_buffer else compat.module_parameters)(self._module)
         return home if lookup.key in home else None
 
     def _read(self, name: str, lookup: Lookup) -> None:
