@@ -144,6 +144,7 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 _excludes_key: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD_KEY = torch._C.DispatchKey.AutogradFunctionality
+_fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 
 def only_device_modes() -> bool:
@@ -176,9 +177,9 @@ def kernel_settings() -> tuple[Any, ...]:
         c._get_cudnn_enabled(),
         c._get_cudnn_benchmark(),
         c._get_cudnn_deterministic(),
-        c._get_fp32_precision_getter("cuda", "matmul"),
-        c._get_fp32_precision_getter("cuda", "conv"),
-        c._get_fp32_precision_getter("cuda", "rnn"),
+        _fp32_precision("cuda", "matmul"),
+        _fp32_precision("cuda", "conv"),
+        _fp32_precision("cuda", "rnn"),
         c._get_cublas_allow_fp16_reduced_precision_reduction(),
         c._get_cublas_allow_bf16_reduced_precision_reduction(),
         c._get_cublas_allow_fp16_accumulation(),

@@ -65,22 +65,19 @@ def _node(leaf: torch.Tensor) -> Any:
 
 def _has_no_hooks(node: Any) -> bool:
     """See Note [Nodes without hooks]."""
-    known = node.metadata.get(_NO_HOOKS)
-    if not isinstance(known, int) or (known != _registered() and _has_python_hooks(node)):
-        return False
-    node.metadata[_NO_HOOKS] = _registered()
-    return True
-
-
-def _has_python_hooks(node: Any) -> bool:
     global _probes
-    found = 0
-    for register in (node.register_prehook, node.register_hook):
+    known = node.metadata.get(_NO_HOOKS)
+    if not isinstance(known, int):
+        return False
+    for register in (node.register_prehook, node.register_hook) if known != _registered() else ():
         handle = register(lambda *gradients: None)
         _probes += 1
-        found += len(handle.hooks_dict_ref() or ()) - 1
+        hooks = len(handle.hooks_dict_ref() or ())
         handle.remove()
-    return found > 0
+        if hooks > 1:
+            return False
+    node.metadata[_NO_HOOKS] = _registered()
+    return True
 
 
 class Accumulators:
