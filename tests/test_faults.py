@@ -283,11 +283,11 @@ def test_an_op_fails_in_a_capture(pair, trace):
     twins = pair(Net())
     faulty, base = twins.faulty[trace], None
     program = programs(twins.graphed)[trace]
-    assert len(faulty.region.region.ops) >= 12
+    assert len(faulty.region.planned.ops) >= 12
     for _ in range(3):
         twins.call()
     without_faults = twins.arena_bytes()
-    for position, index in enumerate(faulty.region.region.ops):
+    for position, index in enumerate(faulty.region.planned.ops):
         op = program.ops.ops[index]
         line = program.ops.line(op)
         assert line is not None and "test_faults.py:" in line
@@ -320,7 +320,7 @@ def test_an_op_fails_in_a_warm_up(pair, trace):
     twins = pair(Net())
     faulty, ops = twins.faulty[trace], programs(twins.graphed)[trace].ops.ops
     (write,) = [i for i, op in enumerate(programs(twins.graphed)[0].ops.ops) if op.id == "copy_"]
-    for position, index in enumerate(faulty.region.region.ops):
+    for position, index in enumerate(faulty.region.planned.ops):
         twins.start()
         for kind, fault in ((Broken, exception), (torch.OutOfMemoryError, out_of_memory)):
             before = twins.graphed.get_buffer("total").clone()
@@ -342,7 +342,7 @@ def test_memory_runs_out_once_in_a_warm_up(pair):
     """The allocator's cache is at the disposal of whoever tries again: so do we, where nothing has been written."""
     twins = pair(Other())
     (faulty, _) = twins.faulty
-    for position in range(len(faulty.region.region.ops)):
+    for position in range(len(faulty.region.planned.ops)):
         twins.start()
         faulty.arm(position, out_of_memory)
         twins.call()
@@ -629,7 +629,7 @@ def test_strict(pair, backend, fail, trace):
     memory = fail(tape.TapePool if backend == "tape" else CudaPool, "memory")
     twins = pair(Net(), strict=True)
     faulty, program = twins.faulty[trace], programs(twins.graphed)[trace]
-    for position, index in list(enumerate(faulty.region.region.ops))[::3]:
+    for position, index in list(enumerate(faulty.region.planned.ops))[::3]:
         for fault, reason in (KINDS["exception"], KINDS["memory"], KINDS["sync"], KINDS["launch"]):
             twins.start()
             twins.call()
@@ -683,8 +683,8 @@ class Fused(nn.Module):
 def test_gradients_that_are_what_the_forward_saved(pair):
     """They leave, also where the backward runs eagerly though its forward did not."""
     twins = pair(Fused())
-    assert twins.faulty[1].region.in_arena
-    for position in range(len(twins.faulty[1].region.region.ops)):
+    assert twins.faulty[1].region.aliased_in_pool
+    for position in range(len(twins.faulty[1].region.planned.ops)):
         twins.start()
         twins.call()
         twins.faulty[1].arm(position, exception)

@@ -1198,7 +1198,7 @@ def test_interrupted_capture(twins, device, monkeypatch, kind):
 
     def interrupted(self, call, args):
         results = record(self, call, args)
-        if self.program.kind in pending:
+        if call.owner.kind in pending:
             pending.clear()
             raise KeyboardInterrupt
         return results
@@ -1535,14 +1535,14 @@ def test_memory_that_is_passed_on(twins, device):
 @pytest.mark.usefixtures("each_leaves_alone")
 def test_results_that_leave_early(twins, device, monkeypatch):
     went = []
-    settle = EarlyCopier.settle
+    settle = EarlyCopier.finish
 
     def settles(self, results):
         settled = settle(self, results)
         went.append([isinstance(result, CopiedEarly) for result in settled])
         return settled
 
-    monkeypatch.setattr(EarlyCopier, "settle", settles)
+    monkeypatch.setattr(EarlyCopier, "finish", settles)
 
     def fn(x, y):
         early, written, viewed, read, reshaped = (work(x + i) for i in range(5))

@@ -1,4 +1,11 @@
-"""CUDA graphs for Lightning Thunder: captured where that is safe, eager where it is not, and able to say why."""
+"""CUDA graphs for Lightning Thunder: captured where that is safe, eager where it is not, and able to say why.
+
+What comes in: a module or function, through ``thunder.jit(fn, transforms=[cudagraph_transform()])``, or through
+``thunderfx`` and ``thunder.compile``. What goes out: the same function, whose later calls replay CUDA graphs, and with
+`explain` a report of what was captured, what was not, and why. Who owns what: the compiled function owns all graphs and
+their memory, and both go with it. This module holds the public names and nothing else. ``ARCHITECTURE.md``, beside it,
+is the map for readers of the code.
+"""
 
 from thunder_cg.compat.versions import check_versions
 

@@ -89,6 +89,8 @@ class Emitter:
         self._taken = taken
         self._return = trace.bound_symbols[-1]
         self._proxies: dict[str, Proxy] = {name: value.proxy for name, value in ops.values.items()}
+        inside = {name for region in program.regions for op in region.ops for name in op.outputs}
+        self._hidden = inside.difference(each.name for region in program.regions for each in region.io.outputs)
         # What the caller gets of values that also stay in the pool.
         self._copies: dict[str, Proxy] = {}
 
@@ -153,6 +155,8 @@ class Emitter:
         args = list(self._return.args)
         if TraceTag.AUGMENTED_FORWARD not in self._old.tags:
             copies = self._copy_out_what_was_saved()
+            if args and isinstance(args[0], dict) and "flat_args" in args[0]:  # Thunder drops them later
+                args[0] = {**args[0], "flat_args": tree_map(self._if_known, args[0]["flat_args"])}
             args = [tree_map(self._copied, arg) for arg in args]
             end = self._bind("cudagraph_end_call", self._program.end_call, [call], None)
             return [*copies, end, self._return.from_bsym(args=args)]
@@ -177,6 +181,10 @@ class Emitter:
 
     def _copied(self, value: Any) -> Any:
         return self._copies.get(value.name, value) if isinstance(value, Proxy) else value
+
+    def _if_known(self, value: Any) -> Any:
+        """The value, or None for one that regions only use themselves."""
+        return None if isinstance(value, Proxy) and value.name in self._hidden else value
 
     def _add_copy(self, name: str) -> None:
         self._copies[name] = self._proxies[name].replace(name=self._name(f"{name}_out"))

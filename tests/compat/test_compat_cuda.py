@@ -102,6 +102,7 @@ def test_a_snapshot_leaves_ids_alone():
 
 @on_gpu
 def test_memory_goes_to_the_pool_and_comes_back():
+    torch.cuda.init()
     gc.collect()
     pool = cuda.new_pool(0)
     with cuda.use_pool(0, pool):

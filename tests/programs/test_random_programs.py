@@ -131,7 +131,8 @@ def test_reproduction_is_a_script(operators: Operators, tmp_path: Path) -> None:
     script = tmp_path / "reproduction.py"
     script.write_text(reproduction(shown, "cpu"), encoding="utf-8")
     tests = Path(__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests / "programs")))}
+    paths = [*map(str, (tests.parent, tests / "programs")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
     def runs() -> subprocess.CompletedProcess[str]:
         return subprocess.run(

@@ -88,18 +88,19 @@ def dependencies(ops: Ops, aliasing: Aliasing) -> list[list[int]]:
     A use stays after the definition. Reads and writes of memory that may be shared keep their order, except reads among
     themselves. Random draws, opaque operators, collectives and side effects keep one common order. An opaque operator
     may see arguments, parameters and buffers from outside, so it also keeps its order with writes to them. Bookkeeping
-    keeps its order, and the last op, the return, comes last.
+    keeps its order, and the last op, the return, comes last. An opaque operator without operands and results, such as
+    the begin of a profiler's range, is about the ops around it: these stay on their side of it.
     """
     reads, writes, outside = _memory_accesses(ops, aliasing)
     written = {name for names in writes for name in names}
     producer: dict[str, int] = {}
     writer: dict[str, int] = {}
     readers: defaultdict[str, list[int]] = defaultdict(list)
-    effect = bookkeeping = opaque = -1
+    effect = bookkeeping = opaque = barrier = -1
     outside_writers: list[int] = []
     found = []
     for index, op in enumerate(ops.ops):
-        before = {producer[name] for name in op.inputs if name in producer}
+        before = {barrier, *(producer[name] for name in op.inputs if name in producer)}
         touched, mine = reads[index], writes[index]
         before.update(writer[name] for name in touched if name in writer)
         for name in mine:
@@ -112,6 +113,9 @@ def dependencies(ops: Ops, aliasing: Aliasing) -> list[list[int]]:
             bookkeeping = index
         elif index in aliasing.opaque:
             before.update((effect, *outside_writers))
+            if not op.inputs and not op.outputs:
+                before.update(range(barrier + 1, index))
+                barrier = index
             effect = opaque = index
             outside_writers = []
         else:

@@ -1,4 +1,10 @@
-"""What was decided for a compiled function, and what came of it. Reads, never decides."""
+"""The report: what was decided for a compiled function, and what came of it. It reads and never decides.
+
+What comes in: a compiled function (:mod:`programs` finds its programs, on the provenance of Thunder's traces), or the
+name of an operator (:mod:`rules`). What goes out: a `Report` of frozen records (:mod:`report`), which is printed as
+text (:mod:`text`), shown as HTML in a notebook (:mod:`html`), or taken as data with `to_dict`. Who owns what: a report
+is a copy made at one moment. It keeps neither the function nor tensors, and later calls do not change it.
+"""
 
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain

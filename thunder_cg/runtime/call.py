@@ -69,8 +69,6 @@ class Owner(Protocol):
 class Call:
     """One call of a trace pair: the arena that it holds and how its regions run."""
 
-    __slots__ = ("__weakref__", "arena", "key", "mode", "owned", "owner", "recording", "trace", "verifies")
-
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
         self.mode = Mode.EAGER

@@ -11,15 +11,7 @@ import torch
 from thunder_cg.compat.cuda import current_device
 from thunder_cg.compat.torch import autograd_base, empty_strided, is_view, is_zero_tensor, neg_view
 from thunder_cg.runtime.early_outputs import CopiedEarly
-from thunder_cg.runtime.tensors import (
-    ALIGNMENT,
-    address,
-    is_sparse,
-    is_whole,
-    span,
-    tracked_view,
-    view_of_storage,
-)
+from thunder_cg.runtime.tensors import ALIGNMENT, address, is_sparse, is_whole, span, tracked_view, view_of_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +52,6 @@ class Outputs:
         device: the region's.
         alias: makes of a tensor one that does not own its memory.
     """
-
-    __slots__ = (
-        "_are_plain",
-        "_constants",
-        "_copies",
-        "_device",
-        "_makers",
-        "_owned",
-        "_same",
-        "_sources",
-        "fixed",
-        "layouts",
-        "nbytes",
-    )
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class Program:
         self.verify_after = 0 if self.samples else sys.maxsize  # so many calls; then the next replay is verified
         self._is_quarantined = False
         self._warm: set[Any] = set()
-        self._pair = forward if forward is not None else self  # the program that owns the pair's recordings
+        self._forward = forward
         self._arenas = arenas
         arenas.join(self._pair)
         # Of a pair, kept by the program that owns it:
@@ -112,6 +112,11 @@ class Program:
         writes = any(each.written for region in self.regions for each in region.io.inputs)
         captured = {op.index for region in self.regions for op in region.ops}
         self.is_invisible = not writes and aliasing.effects.isdisjoint(captured)
+
+    @property
+    def _pair(self) -> Program:
+        """The program that owns the recordings of forward and backward."""
+        return self if self._forward is None else self._forward  # an attribute would be a reference cycle
 
     # How a call begins
 

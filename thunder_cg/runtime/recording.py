@@ -25,21 +25,6 @@ class RegionGraph:
         written: arguments that the region may write: those that were copied in are copied back.
     """
 
-    __slots__ = (
-        "_copied",
-        "_copied_back",
-        "check",
-        "fixed",
-        "graph",
-        "guard",
-        "guarded",
-        "nbytes_in",
-        "outputs",
-        "scalars",
-        "targets",
-        "touched",
-    )
-
     graph: Graph
     outputs: Outputs
     fixed: list[Any]  # per result: the address that it stays at, or None
