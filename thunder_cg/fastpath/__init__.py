@@ -1,9 +1,10 @@
 """Fast paths from a call of a compiled module to its graphs, around Thunder's dispatch.
 
 Thunder's dispatch, prologue and autograd bridge cost several times what launching a graph does. So the transform puts a
-`Dispatch` in the place of the module's forward. A call whose guards hold goes straight to a recording. Every other call
-takes Thunder's dispatch, and then fast paths are made for what it recorded. The guards are Thunder's and the
-recording's, cheaper but none fewer.
+`Dispatch` in the place of the module's forward. What comes in are the arguments of a call; what goes out is what
+Thunder's dispatch would have returned. A call whose guards hold goes straight to a recording. Every other call takes
+Thunder's dispatch, and then fast paths are made for what it recorded. The guards are Thunder's and the recording's,
+cheaper but none fewer.
 
 - ``prologue``: reads Thunder's prologue once, into `PrologueChecks`.
 - ``state``, ``guard``: the checks of a prologue, made cheaper, and the look-up of what the prologue returns.
