@@ -79,7 +79,7 @@ class CudagraphTransform(Transform):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self.options = options
-        self._rules = UserRules(options.allow, options.deny)
+        self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
         self._backend = resolve(options.backend)
         self._arenas = Arenas(self._backend, options.max_arenas, options.debug or self._backend.poisons)
         self._numbers = count(1)
@@ -235,17 +235,7 @@ def cudagraph_transform(
         OptionError: a value that an option cannot have.
         BackendError: the backend does not work on this machine.
     """
-    options = Options.checked(
-        allow=allow,
-        deny=deny,
-        backend=backend,
-        strict=strict,
-        verify=verify,
-        debug=debug,
-        max_recordings=max_recordings,
-        max_arenas=max_arenas,
-    )
-    return CudagraphTransform(options)
+    return CudagraphTransform(Options(allow, deny, backend, strict, verify, debug, max_recordings, max_arenas))
 
 
 class CUDAGraphPlugin(Plugin):

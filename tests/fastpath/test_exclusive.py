@@ -28,7 +28,7 @@ X, MASK = torch.ones(2, 4), torch.ones(4)
 def version(*args, **kwargs):
     jmodel = thunder.jit(Masked())
     jmodel(*args, **kwargs)
-    return PrologueChecks.read(thunder.compile_stats(jmodel).interpreter_cache[-1].prologue_traces[-1])
+    return PrologueChecks(thunder.compile_stats(jmodel).interpreter_cache[-1].prologue_traces[-1])
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,7 @@ from thunder_cg.compat.torch import addresses_equal, empty_strided, kernel_setti
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion
 from thunder_cg.fastpath.guard import PrologueGuard
-from thunder_cg.fastpath.outcomes import MISS
-from thunder_cg.fastpath.state import getter
+from thunder_cg.fastpath.state import MISS, getter
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.recording import Recording, RegionGraph
 from thunder_cg.runtime.tensors import ALIGNMENT
