@@ -372,12 +372,7 @@ class RuntimeRegion:
         return results
 
     def _capture_graph(
-        self,
-        call: Call,
-        graph: RegionGraph,
-        args: Sequence[Any],
-        buffers: list[Any],
-        in_pool: frozenset[int],
+        self, call: Call, graph: RegionGraph, args: Sequence[Any], buffers: list[Any], in_pool: frozenset[int]
     ) -> list[Any]:
         """Records the ops into ``graph``; returns the results that have an address."""
         assert call.arena is not None
