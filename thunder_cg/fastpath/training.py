@@ -56,7 +56,7 @@ class TrainingFastPath:
         made = compiled.results
         self._result = CallResult(compiled, guard, data["output"])
         self._outputs = [made.get(name, -1) for name in names_of(data["flat_output"])]
-        views = region.graph.outputs.view_sources()
+        views = region.graph.outputs.view_sources
         if any(i < 0 or i in views for i in self._outputs):
             raise Unsupported("an input, or a view of one, is returned")
         end = next(s for s in trace.bound_symbols if s.flat_proxy_outs and s.output is saved_state)
@@ -121,7 +121,7 @@ class SavedTensors:
         self._from_values: list[int] = []
         self._from_results: list[int] = []
         late: list[int] = []
-        constant = graph.outputs.constants()
+        constant = graph.outputs.constants
         for position, name in enumerate(names):
             slot = made.get(name)
             fixed = graph.fixed[slot] if slot is not None else None

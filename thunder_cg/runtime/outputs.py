@@ -62,8 +62,8 @@ class Outputs:
         alias: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self.fixed: list[int] = []  # results that stay at their address in the pool
-        self._constants: dict[int, Any] = {}
-        self._sources: dict[int, int] = {}  # result that is a view of an input -> that input
+        self.constants: dict[int, Any] = {}  # results that no replay changes
+        self.view_sources: dict[int, int] = {}  # result that is a view of an input -> that input
         self._makers: list[tuple[int, MakeOutput]] = []
         self._same: list[tuple[int, int]] = []  # result that leaves, and an earlier one that is the same tensor
         self._device = device
@@ -98,14 +98,14 @@ class Outputs:
                 self._is_constant(i, tensor)
             elif leaves[i] and (same := first.setdefault(id(tensor), i)) != i:
                 self._same.append((i, same))
-                if same in self._sources:
-                    self._sources[i] = self._sources[same]
+                if same in self.view_sources:
+                    self.view_sources[i] = self.view_sources[same]
             elif (
                 source := by_identity.get(id(tensor))
                 or by_identity.get(id(autograd_base(tensor)))
                 or by_address.get(address(tensor))
             ) is not None:
-                self._sources[i] = source.arg
+                self.view_sources[i] = source.arg
                 self._makers.append((i, _view_of_input(tensor, source)))
             elif leaves[i]:
                 groups.setdefault(address(tensor) or -1 - i, []).append((i, tensor))
@@ -114,16 +114,8 @@ class Outputs:
         return [early[order] for order in sorted(early)], [*groups.values()]
 
     def _is_constant(self, i: int, value: Any) -> None:
-        self._constants[i] = value
+        self.constants[i] = value
         self._makers.append((i, lambda args: value))
-
-    def constants(self) -> dict[int, Any]:
-        """Results that no replay changes, and what they are."""
-        return self._constants
-
-    def view_sources(self) -> dict[int, int]:
-        """Results that are views of inputs, and of which."""
-        return self._sources
 
     def sources(self) -> list[torch.Tensor]:
         """The memory to copy out, one tensor for each storage; first what was copied early, in that order."""

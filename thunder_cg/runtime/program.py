@@ -79,7 +79,7 @@ class Program:
         self._arenas = arenas
         arenas.join(self._pair)
         # Of a pair, kept by the program that owns it:
-        self._recordings: list[Recording] = []  # newest first
+        self.recordings: list[Recording] = []  # what later calls may replay, newest first
         self._used: list[Arena] = []  # kept alive from the warm-up on
         self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is still to come
         self._moves: Counter[str] = Counter()  # how often a static input was at another address
@@ -126,7 +126,7 @@ class Program:
         inputs = list(tensors)
         if (reason := self.skip_reason()) is not None:
             return Call(self).run_eagerly(reason, strict=False)
-        for recording in self._recordings:
+        for recording in self.recordings:
             assert recording.forward is not None
             if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
                 call = Call.replaying(self, recording)
@@ -151,7 +151,7 @@ class Program:
             return self.begin(*tensors)
         self.calls += 1
         self._pair._waiting.discard(call)
-        call.owner = self
+        call.program = self
         if call.arena is None:
             return Call(self).run_eagerly(_FORWARD_WAS_EAGER, strict=False)
         call.arena.enter()
@@ -216,7 +216,7 @@ class Program:
         assert call.arena is not None
         if call.recording is None:
             call.recording = Recording(call.arena)
-            self._count_moves([r.forward for r in self._recordings if r.forward is not None], inputs)
+            self._count_moves([r.forward for r in self.recordings if r.forward is not None], inputs)
         else:
             self._count_moves(call.recording.backwards, inputs)
         recording = call.recording
@@ -250,11 +250,6 @@ class Program:
         """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
         pair = self._pair
         return not pair._waiting and not any(other is not arena and other.is_held() for other in pair._used)
-
-    @property
-    def recordings(self) -> list[Recording]:
-        """What later calls may replay, newest first."""
-        return self._recordings
 
     @cached_property
     def is_one_region(self) -> bool:
@@ -344,16 +339,16 @@ class Program:
 
     def admit(self, recording: Recording) -> None:
         """Keeps a recording for later calls; past the bound, the arena's oldest goes."""
-        same_arena = [r for r in self._recordings if r.arena is recording.arena]
+        same_arena = [r for r in self.recordings if r.arena is recording.arena]
         for old in same_arena[self.options.max_recordings - 1 :]:
             self.drop(old)
         recording.dropped = False
-        self._recordings = [recording, *self._recordings]
+        self.recordings = [recording, *self.recordings]
 
     def drop(self, recording: Recording) -> None:
         """No later call replays the recording."""
         recording.dropped = True
-        self._recordings = [r for r in self._recordings if r is not recording]
+        self.recordings = [r for r in self.recordings if r is not recording]
 
     # What the regions of a call ask
 
