@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import thunder
 import torch
@@ -64,4 +62,6 @@ def test_what_proves_nothing():
     assert not version(X).excludes(version(X))
     assert not version(X, None, 0.0).excludes(version(X, None, -0.0))
     assert not version(X, None, float("nan")).excludes(version(X, None, float("nan")))
-    assert not version(X).excludes(replace(version(X), expected={}))
+    without_expectations = version(X)
+    without_expectations.expected = {}
+    assert not version(X).excludes(without_expectations)
