@@ -16,18 +16,7 @@ import thunder
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules.record import Arguments, TensorArgument
-from thunder_cg.compat.thunder import (
-    BoundSymbol,
-    FutureTensorProxy,
-    NumberProxy,
-    Proxy,
-    ProxyTag,
-    Symbol,
-    TensorProxy,
-    TraceCtx,
-    proxy_shape,
-    tree_flatten_with_dataclass,
-)
+from thunder_cg.compat import thunder as compat
 
 __all__ = ["Op", "Ops", "Value", "computing", "read"]
 
@@ -104,7 +93,7 @@ class Ops:
         return op.line or (f"near {origin.line}" if origin is not None else None)
 
 
-def read(trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
+def read(trace: compat.TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
     """Reads ``trace`` in one pass; ``del``s and comments are dropped.
 
     Args:
@@ -115,8 +104,8 @@ def read(trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: O
             backward gets the gradients, so it knows their lines.
     """
     reader = _TraceReader(static_names)
-    leaves, _ = tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
-    arguments = reader.names(leaf for leaf in leaves if isinstance(leaf, Proxy))
+    leaves, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
+    arguments = reader.names(leaf for leaf in leaves if isinstance(leaf, compat.Proxy))
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.bookkeeping for name in op.outputs)
     return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward))
@@ -140,14 +129,14 @@ def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
     return near
 
 
-def _results(returned: BoundSymbol | None) -> list[str]:
+def _results(returned: compat.BoundSymbol | None) -> list[str]:
     """Names of the results that a forward trace ties to autograd, in the order of the gradients that come in."""
     data = returned.args[0] if returned is not None and returned.args else None
     flat = data.get("flat_output", ()) if isinstance(data, dict) else ()
-    return [result.name if isinstance(result, Proxy) else "" for result in flat]
+    return [result.name if isinstance(result, compat.Proxy) else "" for result in flat]
 
 
-def computing(trace: TraceCtx) -> Iterator[BoundSymbol]:
+def computing(trace: compat.TraceCtx) -> Iterator[compat.BoundSymbol]:
     """The symbols of ``trace`` without bookkeeping, ``del``s and comments."""
     for bound in trace.bound_symbols:
         executor, id_ = _key(bound.sym)
@@ -162,11 +151,11 @@ class _TraceReader:
         self.static_names = static_names
         self.values: dict[str, Value] = {}
 
-    def ops(self, bound_symbols: Iterable[BoundSymbol]) -> tuple[Op, ...]:
+    def ops(self, bound_symbols: Iterable[compat.BoundSymbol]) -> tuple[Op, ...]:
         kept = (b for b in bound_symbols if _key(b.sym)[1] not in _DROPPED)
         return tuple(self.op(index, bound) for index, bound in enumerate(kept))
 
-    def op(self, index: int, bound: BoundSymbol) -> Op:
+    def op(self, index: int, bound: compat.BoundSymbol) -> Op:
         executor, id_ = _key(bound.sym)
         return Op(
             index=index,
@@ -181,11 +170,11 @@ class _TraceReader:
             line=_line(bound),
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             conditions=_conditions(bound, executor, id_),
-            keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, Proxy)),
+            keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, compat.Proxy)),
             symbol=bound,
         )
 
-    def names(self, proxies: Iterable[Proxy]) -> tuple[str, ...]:
+    def names(self, proxies: Iterable[compat.Proxy]) -> tuple[str, ...]:
         """Their names, each once, in order; registers their values."""
         found: dict[str, None] = {}
         for proxy in proxies:
@@ -194,24 +183,24 @@ class _TraceReader:
                 self.values[proxy.name] = self.value(proxy)
         return tuple(found)
 
-    def value(self, proxy: Proxy) -> Value:
-        if not isinstance(proxy, (TensorProxy, FutureTensorProxy)):
-            return Value(proxy.name, "number" if isinstance(proxy, NumberProxy) else "other", proxy=proxy)
-        shape = proxy_shape(proxy)
-        symbolic = any(isinstance(size, NumberProxy) for size in shape)
+    def value(self, proxy: compat.Proxy) -> Value:
+        if not isinstance(proxy, (compat.TensorProxy, compat.FutureTensorProxy)):
+            return Value(proxy.name, "number" if isinstance(proxy, compat.NumberProxy) else "other", proxy=proxy)
+        shape = compat.proxy_shape(proxy)
+        symbolic = any(isinstance(size, compat.NumberProxy) for size in shape)
         return Value(
             name=proxy.name,
-            kind="future" if isinstance(proxy, FutureTensorProxy) else "tensor",
+            kind="future" if isinstance(proxy, compat.FutureTensorProxy) else "tensor",
             device=proxy.device.device_str(),
             nbytes=0 if symbolic else math.prod(map(int, shape)) * int(proxy.dtype.bytes),
             symbolic=symbolic,
-            static=proxy.name in self.static_names or ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
+            static=proxy.name in self.static_names or compat.ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
             dtype=_dtype(proxy),
             proxy=proxy,
         )
 
 
-def _key(symbol: Symbol) -> tuple[str | None, str | None]:
+def _key(symbol: compat.Symbol) -> tuple[str | None, str | None]:
     """The executor and the id, as in `Op`."""
     executor = None if symbol.executor is None else str(symbol.executor.name)
     if isinstance(symbol.id, enum.Enum):
@@ -227,20 +216,20 @@ def _is_bookkeeping(executor: str | None, id_: str | None) -> bool:
     return executor == "python" and (id_ in _PYTHON_BOOKKEEPING or id_.startswith("check_"))
 
 
-def _dtype(proxy: TensorProxy | FutureTensorProxy) -> str:
+def _dtype(proxy: compat.TensorProxy | compat.FutureTensorProxy) -> str:
     return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
 
 
 _THUNDER = os.path.dirname(thunder.__file__) + os.sep  # lines in Thunder's files are not the user's
 
 
-def _line(bound: BoundSymbol) -> str | None:
+def _line(bound: compat.BoundSymbol) -> str | None:
     if bound.source_filename is None or bound.source_positions is None or bound.source_filename.startswith(_THUNDER):
         return None
     return f"{os.path.basename(bound.source_filename)}:{bound.source_positions.lineno}"
 
 
-def _conditions(bound: BoundSymbol, executor: str | None, id_: str | None) -> frozenset[str]:
+def _conditions(bound: compat.BoundSymbol, executor: str | None, id_: str | None) -> frozenset[str]:
     """Names of the conditions that hold, of those that the symbol's rule names."""
     rule = rules.find(executor, id_)
     asked = rule.conditions if rule is not None else (rules.IN_PLACE,)  # it may still be told to write in place
@@ -250,7 +239,7 @@ def _conditions(bound: BoundSymbol, executor: str | None, id_: str | None) -> fr
     return frozenset(condition.name for condition in asked if condition.predicate(arguments))
 
 
-def _arguments(bound: BoundSymbol, name: str) -> Arguments:
+def _arguments(bound: compat.BoundSymbol, name: str) -> Arguments:
     """The arguments of a symbol of this name, as conditions see them."""
     operator = None
     if name.endswith(rules.VJP):
@@ -270,10 +259,10 @@ def _arguments(bound: BoundSymbol, name: str) -> Arguments:
 def _literal(value: Any) -> Any:
     """The value with records in the place of proxies."""
     match value:
-        case TensorProxy():
-            sizes = tuple(size if isinstance(size, int) else _RUNTIME_VALUE for size in proxy_shape(value))
+        case compat.TensorProxy():
+            sizes = tuple(size if isinstance(size, int) else _RUNTIME_VALUE for size in compat.proxy_shape(value))
             return TensorArgument(sizes, _dtype(value), value.device.device_str().split(":")[0])
-        case Proxy():
+        case compat.Proxy():
             return _RUNTIME_VALUE
         case dict():
             return {key: _literal(item) for key, item in value.items()}

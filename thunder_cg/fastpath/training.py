@@ -47,7 +47,7 @@ class TrainingFastPath:
         self._program = program
         self._recording = recording
         self._arena = recording.arena
-        self._skip_reason = program.fast_path_skip_reason if program.samples else program.skip_reason
+        self._skip_reason = program.fast_path_skip_reason
         self._pick = guard.picker(region.inputs)
         region.adapt_guard(list(self._pick(values)))
         self._others = MetadataGuard(guard, [n for n in guard.metadata if n not in region.inputs], values)
@@ -199,8 +199,7 @@ class BackwardReplay:
         self._program = program = compiled.backward
         self._recording = recording
         self._passed = passed
-        verifies = program.options.verify is not None
-        self._may_replay = program.may_replay_backward_unverified if verifies else program.may_replay_backward
+        self._may_replay = program.may_replay_backward
         self._recorded: list[TraceRecording] | None = None
         self._graphs: list[BackwardGraph] = []
         # Whether no other call of the program is between its forward and the end of its backward.

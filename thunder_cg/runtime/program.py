@@ -58,15 +58,9 @@ class Program:
         arenas: Arenas,
         forward: Program | None,
     ) -> None:
-        self.kind = kind
-        self.ops = ops
-        self.plan = plan
-        self.regions = list(regions)
-        self.options = options
-        self.backend = backend
-        self.verifier = verifier
-        self.calls = 0
-        self.eager_calls = 0
+        self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
+        self.options, self.backend, self.verifier = options, backend, verifier
+        self.calls = self.eager_calls = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
         self.no_fast_path: str | None = None  # why none can
         self.remark: str | None = None  # what the user should know besides
@@ -239,12 +233,9 @@ class Program:
         return "it is verified" if self.calls >= self.verify_after else self.skip_reason()
 
     def may_replay_backward(self) -> bool:
-        """Whether the backward under way may replay a graph: it does not keep what its forward saved."""
-        return not (backward_keeps_graph() or skip_reasons.is_watched())
-
-    def may_replay_backward_unverified(self) -> bool:
-        """The same for a program with `verify`, whose graphs may be quarantined, or due."""
-        return not self._is_quarantined and self.calls < self.verify_after and self.may_replay_backward()
+        """Whether the backward under way may replay a graph: none is verified, and nothing keeps what is saved."""
+        verifies = self._is_quarantined or self.calls >= self.verify_after
+        return not (verifies or backward_keeps_graph() or skip_reasons.is_watched())
 
     def is_alone(self, arena: Arena) -> bool:
         """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
