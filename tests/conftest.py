@@ -30,8 +30,8 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache_dir()}/{os.environ.get('PYTEST_
 _disassembled = functools.cache(lambda code, **options: (*_disassemble(code, **options),))
 _disassemble, dis.get_instructions = dis.get_instructions, lambda code, **options: iter(_disassembled(code, **options))
 
-# It also looks up each builtin that it meets, such as `len`, by interpreting two subscripts: half of the rest. A builtin
-# is a constant, and no guard comes of where it was found: test_module.py compares the traces with those without this.
+# It also looks up each builtin, such as `len`, by interpreting two subscripts: half of the rest. A builtin is constant,
+# and no guard comes of where it was found: test_module.py compares the traces with those without this.
 _BUILTINS = {name: value for name, value in vars(builtins).items() if callable(value)}
 
 
