@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import thunder
+import torch
 from thunder.core.transform_common import Transform
 
 from thunder_cg.analysis.aliasing import Aliasing
@@ -89,8 +90,12 @@ def trace() -> type[Trace]:
 
 
 @pytest.fixture
-def traces_of():
-    """``traces_of(fn, *args)``: the analysed traces of one call, and of its backward if there is one."""
+def traces_of(monkeypatch):
+    """``traces_of(fn, *args)``: the analysed traces of one call, and of its backward if there is one.
+
+    A trace shows what is in a fusion before `torch.compile` compiles it, which would take half a minute.
+    """
+    monkeypatch.setattr(torch, "compile", lambda fn, **options: fn)
 
     def traces(fn, *args, **jit_options) -> list[Ops]:
         reads = Reads()

@@ -249,8 +249,7 @@ def test_a_torch_compile_fusion_with_an_item_in_it(traces_of, on_cpu):
     def model(x):
         return torch.sin(x) * x.sum().item()
 
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # torch 2.9 does not compile it otherwise
-        (ops,) = traces_of(model, torch.randn(3), executors=[torch_compile_ex])
+    (ops,) = traces_of(model, torch.randn(3), executors=[torch_compile_ex])
     (index,) = (op.index for op in ops.ops if op.is_fusion)
     v = on_cpu(ops).verdicts[index]
     assert v.reason is Reason.DATA_DEPENDENT and "item" in v.detail

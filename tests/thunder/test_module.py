@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import re
 import weakref
 
 import pytest
 import thunder
 import torch
 from support import replays, same, same_state
+from thunder.core import interpreter
 from thunder.dynamo import thunderfx
 from torch import nn
 
@@ -108,3 +111,27 @@ def test_the_name_of_its_node_with_thunderfx(transform, device):
         result = graphed(torch.randn(4, 8, device=device))
         assert result.grad_fn.name() == "ThunderFunctionBackward"
         result.sum().backward()
+
+
+def test_how_these_tests_look_up_builtins_changes_no_trace(transform, device, monkeypatch):
+    """Guards included; conftest.py says why they do."""
+
+    class Builtins(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.factors, self.name = nn.Linear(4, 4), {"a": 2.0, "b": 3}, "1"
+
+        def forward(self, x, *more, scale=1):
+            for _, factor in enumerate(sorted(self.factors.values())):
+                x = x * max(factor, abs(scale), int(self.name)) if isinstance(factor, float) and len(more) else x + 1
+            return self.layer(x) if hasattr(self, "layer") and not getattr(self, "none", None) else x
+
+    def traces() -> str:
+        model = thunder.jit(Builtins().to(device), transforms=[transform()])
+        model(torch.ones(2, 4, device=device), 1, scale=3).sum().backward()
+        made = thunder.last_prologue_traces(model) + thunder.last_traces(model) + thunder.last_backward_traces(model)
+        return re.sub(r"took \d+ milliseconds|0x[0-9a-f]+", "", "\n".join(map(str, made)))
+
+    ours = traces()
+    monkeypatch.setattr(interpreter, "globals_lookup", inspect.unwrap(interpreter.globals_lookup))
+    assert ours == traces() and "check_literal_like" in ours
