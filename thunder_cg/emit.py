@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
@@ -187,8 +186,3 @@ class Emitter:
         name = unused(wish, self._taken)
         self._taken.add(name)
         return name
-
-
-def region_names(numbers: count[int], taken: Set[str]) -> str:
-    """The next name for a region, such as ``CUDAGraph1``."""
-    return next(name for number in numbers if (name := f"CUDAGraph{number}") not in taken)

@@ -20,7 +20,7 @@ from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
-from thunder_cg.emit import Emitter, region_names, returned_and_saved, taken_names
+from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError
 from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import with_one_check
@@ -80,11 +80,7 @@ class CudagraphTransform(compat.Transform):
         install(model)
 
     def transform_traces_pre_prologue(
-        self,
-        prologue_trace: TraceCtx,
-        computation_trace: TraceCtx,
-        epilogue_trace: TraceCtx | None,
-        **kwargs: Any,
+        self, prologue_trace: TraceCtx, computation_trace: TraceCtx, epilogue_trace: TraceCtx | None, **kwargs: Any
     ) -> tuple[TraceCtx, TraceCtx, TraceCtx | None]:
         """Notes which tensors are parameters and buffers: later passes lose the mark. Checks them all at once.
 
@@ -141,7 +137,7 @@ class CudagraphTransform(compat.Transform):
     def _region(
         self, planned: Region, io: RegionIO, ops: Ops, aliasing: Aliasing, verifier: ReplayVerifier, taken: set[str]
     ) -> RuntimeRegion:
-        name = region_names(self._numbers, taken)
+        name = next(name for number in self._numbers if (name := f"CUDAGraph{number}") not in taken)
         mine = [ops.ops[i] for i in planned.ops]
         inputs = [*(each.name for each in io.inputs), *io.scalars]
         results = [each.name for each in io.outputs]
@@ -177,16 +173,15 @@ def _takes_what_was_saved(trace: TraceCtx) -> bool:
 
 
 def _refuse_a_second_graph_transform(transforms: Sequence[Any]) -> None:
-    names = [type(t).__name__ for t in transforms]
-    graphs = [name for t, name in zip(transforms, names) if _captures_graphs(t)]
+    """Thunder's own graph transform is known by the name of its module: to import that needs a GPU."""
+    kinds = [type(each) for each in transforms]
+    graphs = [
+        kind.__name__
+        for kind in kinds
+        if getattr(kind, "owns_regions", False) or kind.__module__ == "thunder.transforms.cudagraph"
+    ]
     if len(graphs) > 1:
-        raise TransformConflictError(names, graphs)
-
-
-def _captures_graphs(transform: Any) -> bool:
-    """Whether it is one of ours, or Thunder's own, which is known by its name: to import it needs a GPU."""
-    kind = type(transform)
-    return getattr(transform, "owns_regions", False) or kind.__module__ == "thunder.transforms.cudagraph"
+        raise TransformConflictError([kind.__name__ for kind in kinds], graphs)
 
 
 def cudagraph_transform(

@@ -298,8 +298,8 @@ class RuntimeRegion:
     def _fail(self, call: Call, error: Exception) -> None:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
         op = self._failing_op(error)
-        place = f"{op.name} at {call.program.ops.line(op) or 'an unknown line'}: " if op is not None else ""
-        text = place + _sentence(error)
+        text = f"{op.name} at {call.program.ops.line(op) or 'an unknown line'}: " if op is not None else ""
+        text += _sentence(error)
         may_pass = _is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
         self.tries = self.tries - 1 if may_pass else 0
         again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
