@@ -67,13 +67,8 @@ class Emitter:
         forward: Program | None,
         taken: set[str],
     ) -> None:
-        self._old = trace
-        self._ops = ops
-        self._plan = plan
-        self._aliasing = aliasing
-        self._program = program
-        self._forward = forward
-        self._taken = taken
+        self._old, self._ops, self._plan, self._aliasing = trace, ops, plan, aliasing
+        self._program, self._forward, self._taken = program, forward, taken
         self._return = trace.bound_symbols[-1]
         self._proxies: dict[str, compat.Proxy] = {name: value.proxy for name, value in ops.values.items()}
         inside = {name for region in program.regions for op in region.ops for name in op.outputs}

@@ -59,18 +59,20 @@ class Lookup:
     path: Path | None  # None if another call may get another value in the same way
 
 
+@dataclass(frozen=True)
 class PrologueChecks:
-    """What one prologue checks and looks up. It is read once, and never changed."""
+    """What one prologue checks and looks up: read once, and then the same for all that ask."""
 
-    def __init__(self, trace: TraceCtx) -> None:
-        self.trace = trace
-        self.lookups: dict[str, Lookup] = {}  # by the name of each value, in the prologue's order
-        self.tensor_checks: dict[str, BoundSymbol] = {}  # by the name of a tensor, what checks its metadata
-        self.metadata: dict[str, Metadata] = {}  # by the name of a tensor, what is expected
-        self.cache_info: dict[str, Any] = {}  # by the key in Thunder's cache info; "" for a check of no such key
-        self.others: list[BoundSymbol] = []  # all other checks
-        self.expected: dict[tuple[Path, str], Any] = {}  # by the path to a value and the kind of the check
-        for symbol in trace.bound_symbols[:-1]:
+    trace: TraceCtx
+    lookups: dict[str, Lookup] = field(default_factory=dict, init=False)  # by value, in the prologue's order
+    tensor_checks: dict[str, BoundSymbol] = field(default_factory=dict, init=False)  # by tensor, of its metadata
+    metadata: dict[str, Metadata] = field(default_factory=dict, init=False)  # by tensor, what is expected
+    cache_info: dict[str, Any] = field(default_factory=dict, init=False)  # by key; "" for a check of no such key
+    others: list[BoundSymbol] = field(default_factory=list, init=False)  # all other checks
+    expected: dict[tuple[Path, str], Any] = field(default_factory=dict, init=False)  # by path and kind of the check
+
+    def __post_init__(self) -> None:
+        for symbol in self.trace.bound_symbols[:-1]:
             if symbol.flat_proxy_outs:
                 self.lookups.update(_lookups(symbol, self.lookups))
                 continue

@@ -64,15 +64,12 @@ class RuntimeRegion:
         function: Callable[..., Sequence[Any]],
         hash_function: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
-        self.name = name
-        self.planned = planned
-        self.ops = tuple(ops)
-        self.io = io
-        self.function = function
-        self.hash_function = hash_function
+        self.name, self.planned, self.ops, self.io = name, planned, tuple(ops), io
+        self.function, self.hash_function = function, hash_function
         self.device = torch.device(planned.device)
         self.input_names = tuple(each.name for each in io.inputs)
         self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
+        self._leaves = [each.copied_out for each in io.outputs]
         self.stays = frozenset(each.name for each in io.outputs if not each.copied_out)
         copied_out = {each.name for each in io.outputs if each.copied_out}
         # Results that stay in the pool, and of which the caller gets a copy besides.
@@ -90,10 +87,6 @@ class RuntimeRegion:
     def is_always_verified(self) -> bool:
         """Whether a recording counts only once it has been verified; see Note [Kernel scalars]."""
         return bool(self.io.scalars)
-
-    @property
-    def _leaves(self) -> list[bool]:
-        return [each.copied_out for each in self.io.outputs]
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
         """What the region does in a call, with its inputs: what stands behind its symbol in the trace."""
