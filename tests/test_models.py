@@ -153,10 +153,11 @@ FUSED = {"executors": [thunder.extend.get_executor("torchcompile"), *thunder.get
 
 
 def test_compiled_fusions(twins, device):
-    """By Inductor. On the CPU, each kernel takes its C++ compiler, and each check of vector instructions, seconds."""
+    """By Inductor, which would take half a minute to try a CPU's vector instructions, and to compile headers ahead."""
     pytest.importorskip("torch._inductor")
+    quick = {"cpp_cache_precompile_headers": False, "cpp.simdlen": 1, "cpp.vec_isa_ok": True}
     plain, graphed = twins(lambda x: torch.tanh(x * 2) + 1, jit=FUSED)
-    with torch._inductor.config.patch({"cpp_cache_precompile_headers": False, "cpp.simdlen": 1}):
+    with torch._inductor.config.patch(quick):
         for _ in range(STEPS):
             x = torch.randn(4, 16, device=device)
             same(plain(x), graphed(x))
