@@ -84,6 +84,7 @@ def run(script: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert "Exception ignored" not in done.stderr, done.stderr[-4000:]  # of a destructor while the process ends
 
 
 def test_memory_runs_out_while_capturing():

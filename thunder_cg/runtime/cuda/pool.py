@@ -37,7 +37,9 @@ _broken: list[torch.cuda.CUDAGraph] = []  # kept for good: see CudaPool._recover
 class PrivatePool:
     """A private pool of the caching allocator. It exists as long as an arena or a graph refers to it."""
 
-    _capture_lock: ClassVar[CaptureLock] = capture_lock  # for a destructor that runs while the interpreter ends
+    # For a destructor that runs when the interpreter has taken the modules apart.
+    _capture_lock: ClassVar[CaptureLock] = capture_lock
+    _release: ClassVar[Any] = staticmethod(cuda.release_pool)
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -54,8 +56,10 @@ class PrivatePool:
         if "keep_alive" in self.__dict__:
             self._capture_lock.destroy(self.keep_alive)
             for _ in range(self._users):
-                with suppress(RuntimeError):
-                    cuda.release_pool(self._index, self.id)
+                try:
+                    self._release(self._index, self.id)
+                except RuntimeError:
+                    pass
 
 
 class CudaPool:
