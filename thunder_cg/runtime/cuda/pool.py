@@ -56,7 +56,7 @@ class PrivatePool:
         if "keep_alive" in self.__dict__:
             self._capture_lock.destroy(self.keep_alive)
             for _ in range(self._users):
-                try:
+                try:  # noqa: SIM105  (as the process ends, `suppress` may be gone)
                     self._release(self._index, self.id)
                 except RuntimeError:
                     pass
