@@ -130,7 +130,7 @@ def forget(jfn: Any) -> None:
     """Has a compiled module begin anew, as if it had just been compiled."""
     jfn._forward_fn._entries, jfn._forward_fn._calls = [], []
     for program in programs(jfn):
-        program._recordings = []
+        program.recordings = []
         program._warm.clear()
         program._moves.clear()
         program.fallbacks.clear()

@@ -546,7 +546,7 @@ def test_a_launch_is_refused(pair, monkeypatch, fail, backend, model, trains):
     count = len(regions(twins.graphed))
     for trace in range(1 + trains):
         for skip in range(len(programs(twins.graphed)[trace].regions)):
-            for calls in (1, 2, 4):  # when it captures, when it takes Thunder's way, when it goes the short way
+            for calls in (1, 2, 4):  # when it captures, in Thunder's dispatch, on the fast path
                 twins.start()
                 for _ in range(calls):
                     twins.call()

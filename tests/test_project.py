@@ -163,10 +163,7 @@ def test_the_core_imports_no_tool() -> None:
 
 def test_wheel_has_what_users_run_and_no_more(project: dict[str, Any]) -> None:
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]
-    assert wheel == {
-        "packages": ["thunder_cg"],
-        "exclude": [f"thunder_cg/tools/{name}" for name in DEVELOPER_TOOLS],
-    }
+    assert wheel == {"packages": ["thunder_cg"], "exclude": [f"thunder_cg/tools/{name}" for name in DEVELOPER_TOOLS]}
     assert all((PACKAGE / "tools" / name).is_dir() for name in DEVELOPER_TOOLS)
     assert "thunder_cg" in project["tool"]["hatch"]["build"]["targets"]["sdist"]["include"]
 

@@ -5,21 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from html import escape
-from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Args:
-        argv: the words after `python -m thunder_cg`; those of this process if None.
-
-    Returns:
-        the exit status. Wrong arguments leave by `SystemExit(2)`.
-    """
+    """Runs the command that ``argv`` (else this process) names, and returns the exit status; 2 for wrong arguments."""
     words = sys.argv[1:] if argv is None else [*argv]
     parser = argparse.ArgumentParser(
         prog="python -m thunder_cg",
@@ -49,9 +38,8 @@ def _bench(argv: Sequence[str]) -> int:
 
 def _rules(argv: Sequence[str]) -> int:
     """print the rule of an operator: whether it is captured, on which conditions, and why"""
-    parser = argparse.ArgumentParser(
-        prog="python -m thunder_cg rules", description="Prints the rules of operators: verdict, conditions, evidence."
-    )
+    description = "Prints the rules of operators: verdict, conditions, evidence."
+    parser = argparse.ArgumentParser("python -m thunder_cg rules", description=description)
     parser.add_argument("names", nargs="+", metavar="NAME", help="an operator, such as torch.det")
     arguments = parser.parse_args(argv)
     from thunder_cg.report.rules import describe
@@ -65,85 +53,13 @@ def _rules(argv: Sequence[str]) -> int:
 
 def _explain(argv: Sequence[str]) -> int:
     """run a script, and say what was captured of its compiled functions, what was not, and why"""
-    parser = argparse.ArgumentParser(
-        prog="python -m thunder_cg explain",
-        description="Runs a Python script as `python FILE ARGS` does, and then prints explain(...) of each compiled "
-        "function or module among its global variables. Exits with 1 if there is none.",
-    )
-    parser.add_argument("--html", type=Path, metavar="HTML", help="write the reports there as HTML, too")
-    parser.add_argument("file", type=Path, metavar="FILE", help="the script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
-    arguments = parser.parse_args(argv)
-    if not arguments.file.is_file():
-        parser.error(f"{arguments.file}: there is no such file")
-    reports = _reports(_run_script(arguments.file, arguments.arguments))
-    if not reports:
-        print(
-            f"{arguments.file}: no global variable has a function or module that was compiled with "
-            "cudagraph_transform(); assign it to one, as in: "
-            "jmodel = thunder.jit(model, transforms=[cudagraph_transform()])",
-            file=sys.stderr,
-        )
-        return 1
-    for name, report in reports.items():
-        print(f"{name}:\n{report}\n")
-    if arguments.html is not None:
-        arguments.html.write_text(_page(arguments.file.name, reports), encoding="utf-8")
-    return 0
+    from thunder_cg.tools import explain
+
+    return explain.main(argv)
 
 
-def _run_script(file: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs a script as `__main__`, and returns its global variables, also if it ends with `sys.exit(0)`.
-
-    `runpy.run_path` would lose the variables of a script that calls `sys.exit`.
-
-    Raises:
-        SystemExit: the script ended with an error status.
-    """
-    module = ModuleType("__main__")
-    module.__file__ = str(file)
-    before = sys.argv, sys.path, sys.modules["__main__"]
-    sys.argv, sys.path = [str(file), *arguments], [str(file.resolve().parent), *sys.path]
-    sys.modules["__main__"] = module
-    try:
-        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
-    except SystemExit as end:
-        if end.code not in (None, 0):
-            raise
-    finally:
-        sys.argv, sys.path, sys.modules["__main__"] = before
-    return vars(module)
-
-
-def _reports(variables: Mapping[str, Any]) -> dict[str, Any]:
-    """The report of each variable that was compiled with the transform; under its first name, if it has several."""
-    from thunder_cg import NotCompiledError, explain
-
-    reports: dict[int, tuple[str, Any]] = {}
-    for name, value in variables.items():
-        if not name.startswith("__") and callable(value) and id(value) not in reports:
-            try:
-                reports[id(value)] = name, explain(value)
-            except NotCompiledError:
-                continue
-    return dict(reports.values())
-
-
-def _page(title: str, reports: Mapping[str, Any]) -> str:
-    from thunder_cg.report.html import render
-
-    head = f'<head><meta charset="utf-8"><title>{escape(title)}</title></head>'
-    body = "".join(f"<h2>{escape(name)}</h2>{render(report)}" for name, report in reports.items())
-    return f"<!DOCTYPE html><html>{head}<body>{body}</body></html>\n"
-
-
-_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {
-    "demo": _demo,
-    "bench": _bench,
-    "rules": _rules,
-    "explain": _explain,
-}
-
+_COMMANDS: Mapping[str, Callable[[Sequence[str]], int]]
+_COMMANDS = {"demo": _demo, "bench": _bench, "rules": _rules, "explain": _explain}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Ops
 from thunder_cg.analysis.partition import Plan, Region
-from thunder_cg.compat.thunder import (
-    AnyProxy,
-    BoundSymbol,
-    Proxy,
-    TraceCtx,
-    TraceTag,
-    bound_functions,
-    del_last_used,
-    from_trace,
-    tracectx,
-    tree_flatten_with_dataclass,
-    tree_map,
-)
+from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
 from thunder_cg.runtime.functions import unused
 from thunder_cg.runtime.program import Program
@@ -30,16 +17,16 @@ from thunder_cg.runtime.region import copy_out
 
 def names_in(tree: Any) -> set[str]:
     """Names of the proxies in a tree of arguments or results."""
-    return {leaf.name for leaf in tree_flatten_with_dataclass(tree)[0] if isinstance(leaf, Proxy)}
+    return {leaf.name for leaf in compat.tree_flatten_with_dataclass(tree)[0] if isinstance(leaf, compat.Proxy)}
 
 
-def taken_names(trace: TraceCtx) -> set[str]:
+def taken_names(trace: compat.TraceCtx) -> set[str]:
     """Names that a symbol of ours must not have: those of values, and of what the trace's symbols call."""
-    called = {name for s in trace.bound_symbols for name in (s.sym.name, *bound_functions(s))}
+    called = {name for s in trace.bound_symbols for name in (s.sym.name, *compat.bound_functions(s))}
     return {*trace.names, *called}
 
 
-def returned_and_saved(trace: TraceCtx) -> tuple[set[str], set[str]]:
+def returned_and_saved(trace: compat.TraceCtx) -> tuple[set[str], set[str]]:
     """Names that the trace returns to the caller, and names that it keeps for autograd.
 
     ``flat_args`` are the arguments, or what in-place updates made of them. Autograd ties the outputs to them, and
@@ -47,14 +34,14 @@ def returned_and_saved(trace: TraceCtx) -> tuple[set[str], set[str]]:
     """
     args = trace.bound_symbols[-1].args
     first = args[0] if args else None
-    if TraceTag.BACKWARD in trace.tags or not (isinstance(first, dict) and "output" in first):
+    if compat.TraceTag.BACKWARD in trace.tags or not (isinstance(first, dict) and "output" in first):
         return names_in(args), set()
     returned = names_in([v for k, v in first.items() if k != "flat_args"])
-    saves = TraceTag.AUGMENTED_FORWARD in trace.tags
+    saves = compat.TraceTag.AUGMENTED_FORWARD in trace.tags
     return returned, names_in([args[1:], first["flat_args"]]) if saves else set()
 
 
-class _Handle(AnyProxy):
+class _Handle(compat.AnyProxy):
     """Stands in a trace for an object of the run time, which the trace only hands on."""
 
     def type_string(self) -> str:
@@ -72,7 +59,7 @@ class Emitter:
 
     def __init__(
         self,
-        trace: TraceCtx,
+        trace: compat.TraceCtx,
         ops: Ops,
         plan: Plan,
         aliasing: Aliasing,
@@ -80,23 +67,18 @@ class Emitter:
         forward: Program | None,
         taken: set[str],
     ) -> None:
-        self._old = trace
-        self._ops = ops
-        self._plan = plan
-        self._aliasing = aliasing
-        self._program = program
-        self._forward = forward
-        self._taken = taken
+        self._old, self._ops, self._plan, self._aliasing = trace, ops, plan, aliasing
+        self._program, self._forward, self._taken = program, forward, taken
         self._return = trace.bound_symbols[-1]
-        self._proxies: dict[str, Proxy] = {name: value.proxy for name, value in ops.values.items()}
+        self._proxies: dict[str, compat.Proxy] = {name: value.proxy for name, value in ops.values.items()}
         inside = {name for region in program.regions for op in region.ops for name in op.outputs}
         self._hidden = inside.difference(each.name for region in program.regions for each in region.io.outputs)
         # What the caller gets of values that also stay in the pool.
-        self._copies: dict[str, Proxy] = {}
+        self._copies: dict[str, compat.Proxy] = {}
 
-    def emit(self) -> TraceCtx:
-        trace = from_trace(self._old)
-        with tracectx(trace):
+    def emit(self) -> compat.TraceCtx:
+        trace = compat.from_trace(self._old)
+        with compat.tracectx(trace):
             if self._program.regions or self._forward is not None:
                 for region in self._program.regions:
                     for output in region.io.outputs:
@@ -105,9 +87,9 @@ class Emitter:
                 trace.bound_symbols = self._symbols()
             else:
                 trace.bound_symbols = [op.symbol for op in self._ops.ops]
-            return del_last_used(trace)
+            return compat.del_last_used(trace)
 
-    def _symbols(self) -> list[BoundSymbol]:
+    def _symbols(self) -> list[compat.BoundSymbol]:
         outside = set(self._ops.args)
         unpacking = [
             op
@@ -134,7 +116,7 @@ class Emitter:
                 symbols.append(self._ops.ops[step.op].symbol)
         return symbols + self._ending(call)
 
-    def _region(self, index: int, call: Proxy) -> BoundSymbol:
+    def _region(self, index: int, call: compat.Proxy) -> compat.BoundSymbol:
         region = self._program.regions[index]
         inputs = [self._proxies[name] for name in (*region.input_names, *region.io.scalars)]
         outputs = [
@@ -144,29 +126,29 @@ class Emitter:
         subsymbols = [op.symbol for op in region.ops]
         return executor.bind(region.name, region.run, [call, *inputs], outputs, subsymbols=subsymbols)
 
-    def _saved_state(self) -> Proxy:
+    def _saved_state(self) -> compat.Proxy:
         """The collection of saved non-tensors, or of both collections where nothing took them apart."""
         for op in self._ops.ops:
             if op.id == "UNPACK_SEQUENCE" and op.inputs == ("saved_for_backward",):
                 return self._proxies[op.outputs[1]]
         return self._proxies["saved_for_backward"]
 
-    def _ending(self, call: Proxy) -> list[BoundSymbol]:
+    def _ending(self, call: compat.Proxy) -> list[compat.BoundSymbol]:
         args = list(self._return.args)
-        if TraceTag.AUGMENTED_FORWARD not in self._old.tags:
+        if compat.TraceTag.AUGMENTED_FORWARD not in self._old.tags:
             copies = self._copy_out_what_was_saved()
             if args and isinstance(args[0], dict) and "flat_args" in args[0]:  # Thunder drops them later
-                args[0] = {**args[0], "flat_args": tree_map(self._if_known, args[0]["flat_args"])}
-            args = [tree_map(self._copied, arg) for arg in args]
+                args[0] = {**args[0], "flat_args": compat.tree_map(self._if_known, args[0]["flat_args"])}
+            args = [compat.tree_map(self._copied, arg) for arg in args]
             end = self._bind("cudagraph_end_call", self._program.end_call, [call], None)
             return [*copies, end, self._return.from_bsym(args=args)]
-        outcome = tree_map(self._copied, args[0])
+        outcome = compat.tree_map(self._copied, args[0])
         tensors, others = args[1]
         saved = self._handle("saved state", "others0")
         end = self._bind("cudagraph_end_forward", self._program.end_forward, [call, *others], saved)
         return [end, self._return.from_bsym(args=(outcome, (tensors, saved)))]
 
-    def _copy_out_what_was_saved(self) -> list[BoundSymbol]:
+    def _copy_out_what_was_saved(self) -> list[compat.BoundSymbol]:
         """Copies gradients that are what the forward saved in the pool, or views of that, and that no region makes."""
         if self._forward is None:
             return []
@@ -180,27 +162,22 @@ class Emitter:
         return [self._bind("cudagraph_copy_out", copy_out, proxies, copies)] if names else []
 
     def _copied(self, value: Any) -> Any:
-        return self._copies.get(value.name, value) if isinstance(value, Proxy) else value
+        return self._copies.get(value.name, value) if isinstance(value, compat.Proxy) else value
 
     def _if_known(self, value: Any) -> Any:
         """The value, or None for one that regions only use themselves."""
-        return None if isinstance(value, Proxy) and value.name in self._hidden else value
+        return None if isinstance(value, compat.Proxy) and value.name in self._hidden else value
 
     def _add_copy(self, name: str) -> None:
         self._copies[name] = self._proxies[name].replace(name=self._name(f"{name}_out"))
 
-    def _handle(self, kind: str, wish: str) -> Proxy:
+    def _handle(self, kind: str, wish: str) -> compat.Proxy:
         return _Handle(kind, name=self._name(wish))
 
-    def _bind(self, name: str, fn: Any, args: Sequence[Any], output: Any) -> BoundSymbol:
+    def _bind(self, name: str, fn: Any, args: Sequence[Any], output: Any) -> compat.BoundSymbol:
         return executor.bind(self._name(name), fn, args, output)
 
     def _name(self, wish: str) -> str:
         name = unused(wish, self._taken)
         self._taken.add(name)
         return name
-
-
-def region_names(numbers: count[int], taken: Set[str]) -> str:
-    """The next name for a region, such as ``CUDAGraph1``."""
-    return next(name for number in numbers if (name := f"CUDAGraph{number}") not in taken)

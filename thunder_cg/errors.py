@@ -27,10 +27,8 @@ class VersionError(CudagraphError, ImportError):
     """An installed package is outside the range that the package was tested with."""
 
     def __init__(self, package: str, found: str, supported: str) -> None:
-        super().__init__(
-            f"thunder_cg needs {package} {supported}, but {package} {found} is installed; "
-            f"pip install '{package}{supported}'"
-        )
+        fix = f"pip install '{package}{supported}'"
+        super().__init__(f"thunder_cg needs {package} {supported}, but {package} {found} is installed; {fix}")
 
 
 class CaptureError(CudagraphError, RuntimeError):
@@ -68,7 +66,5 @@ class NotCompiledError(CudagraphError, TypeError):
     """:func:`thunder_cg.explain` was given something that this package did not transform."""
 
     def __init__(self, given: object, problem: str) -> None:
-        super().__init__(
-            f"explain({type(given).__name__}): {problem}; pass what "
-            "thunder.jit(fn, transforms=[cudagraph_transform()]) returned"
-        )
+        fix = "pass what thunder.jit(fn, transforms=[cudagraph_transform()]) returned"
+        super().__init__(f"explain({type(given).__name__}): {problem}; {fix}")

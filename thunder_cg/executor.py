@@ -6,29 +6,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from thunder_cg.compat.thunder import (
-    BoundSymbol,
-    FusionExecutor,
-    OpTags,
-    Symbol,
-    TraceCtx,
-    get_compile_data,
-    register_executor,
-)
+from thunder_cg.compat import thunder as compat
 
 
-class CudagraphExecutor(FusionExecutor):
+class CudagraphExecutor(compat.FusionExecutor):
     """Owns the symbols that the transform puts into a trace. It claims no operators of its own.
 
     Named in ``executors=`` it only makes its symbols known to Thunder; regions are made by the transform, after all
     other executors have had their turn.
     """
 
-    def can_fuse(self, bsym: BoundSymbol) -> bool:
+    def can_fuse(self, bsym: compat.BoundSymbol) -> bool:
         return False
 
-    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
-        data = get_compile_data()
+    def fusion_pass(self, trace: compat.TraceCtx) -> compat.TraceCtx:
+        data = compat.get_compile_data()
         transforms = getattr(data, "transforms", None) or ()
         if not any(getattr(transform, "owns_regions", False) for transform in transforms):
             warnings.warn(
@@ -44,17 +36,17 @@ class CudagraphExecutor(FusionExecutor):
         args: Sequence[Any],
         output: Any,
         *,
-        subsymbols: Sequence[BoundSymbol] = (),
+        subsymbols: Sequence[compat.BoundSymbol] = (),
         has_effect: bool = False,
-    ) -> BoundSymbol:
+    ) -> compat.BoundSymbol:
         """A bound symbol ``output = name(*args)`` that runs ``fn``; with ``has_effect`` it stays without an output.
 
         Its meta function returns ``output``: a symbol of this executor is bound once, for one place in one trace.
         """
-        tags = [OpTags.DONT_DCE] if has_effect else None
-        symbol = Symbol(name, meta=lambda *args: output, is_fusion=True, executor=self, tags=tags)
-        return BoundSymbol(symbol, tuple(args), {}, output, tuple(subsymbols), _call_ctx={name: fn})
+        tags = [compat.OpTags.DONT_DCE] if has_effect else None
+        symbol = compat.Symbol(name, meta=lambda *args: output, is_fusion=True, executor=self, tags=tags)
+        return compat.BoundSymbol(symbol, tuple(args), {}, output, tuple(subsymbols), _call_ctx={name: fn})
 
 
 executor = CudagraphExecutor("cudagraph")
-register_executor(executor)
+compat.register_executor(executor)

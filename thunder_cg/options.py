@@ -13,24 +13,14 @@ BACKENDS = ("auto", "cuda", "tape")
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Settings of one transform.
+    """Settings of one transform: :func:`thunder_cg.cudagraph_transform` says what each means.
 
-    Attributes:
-        allow: operators that may be captured although no rule knows them (``"my_op"``, ``"executor.my_op"``).
-        deny: operators that stay eager although the rules would capture them.
-        backend: ``"cuda"``, ``"tape"`` (a recorder for machines without a GPU), or ``"auto"``: ``cuda`` where there is
-            a GPU, else ``tape``.
-        strict: raise :class:`~thunder_cg.errors.CaptureError` where a call would otherwise run eagerly.
-        verify: compare replays with eager runs on the same inputs, bit for bit: ``"first"`` of each new recording, or a
-            number N: also of one call in N, for as long as the process runs. None: never. State that an operator keeps
-            by itself, outside of the trace, advances once more in a verified call.
-        debug: fill an arena with NaN when it is released, so that memory used too late shows. ``tape`` always does.
-        max_recordings: recordings kept per trace pair and arena; past it the oldest goes.
-        max_arenas: memory pools per trace pair; a call that finds all of them taken runs eagerly.
+    Raises:
+        OptionError: for the first value that cannot be meant.
     """
 
-    allow: frozenset[str] = frozenset()
-    deny: frozenset[str] = frozenset()
+    allow: Collection[str] = frozenset()
+    deny: Collection[str] = frozenset()
     backend: str = "auto"
     strict: bool = False
     verify: Literal["first"] | int | None = None
@@ -38,38 +28,30 @@ class Options:
     max_recordings: int = 8
     max_arenas: int = 16
 
-    @classmethod
-    def checked(
-        cls,
-        *,
-        allow: Collection[str],
-        deny: Collection[str],
-        backend: str,
-        strict: bool,
-        verify: Literal["first"] | int | None,
-        debug: bool,
-        max_recordings: int,
-        max_arenas: int,
-    ) -> Options:
-        """Builds the record, or raises :class:`OptionError` for the first value that cannot be meant."""
-        if backend not in BACKENDS:
-            raise OptionError("backend", backend, f"one of {', '.join(map(repr, BACKENDS))}", "choose one of these")
-        for name, flag in (("strict", strict), ("debug", debug)):
-            if not isinstance(flag, bool):
+    def __post_init__(self) -> None:
+        if self.backend not in BACKENDS:
+            raise OptionError(
+                "backend", self.backend, f"one of {', '.join(map(repr, BACKENDS))}", "choose one of these"
+            )
+        for name in ("strict", "debug"):
+            if not isinstance(flag := getattr(self, name), bool):
                 raise OptionError(name, flag, "True or False", "pass a bool")
+        verify = self.verify
         if not (verify is None or verify == "first" or (type(verify) is int and verify >= 1)):
             fix = 'pass "first" to compare each new recording once, or 100 to compare one call in 100 as well'
             raise OptionError("verify", verify, '"first", a whole number of at least 1, or None', fix)
-        for name, bound in (("max_recordings", max_recordings), ("max_arenas", max_arenas)):
+        for name in ("max_recordings", "max_arenas"):
+            bound = getattr(self, name)
             if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
                 raise OptionError(name, bound, "a whole number of at least 1", "raise it")
-        both = _names("allow", allow) & _names("deny", deny)
-        if both:
+        for name in ("allow", "deny"):
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Collection) or not all(_is_name(n) for n in value):
+                raise OptionError(name, value, "a collection of operator names", 'pass a list such as ["my_op"]')
+            object.__setattr__(self, name, frozenset(value))
+        if both := set(self.allow).intersection(self.deny):
             raise OptionError("allow", sorted(both), "names that deny= does not hold too", "name each operator once")
-        return cls(frozenset(allow), frozenset(deny), backend, strict, verify, debug, max_recordings, max_arenas)
 
 
-def _names(option: str, given: Collection[str]) -> frozenset[str]:
-    if isinstance(given, str) or not isinstance(given, Collection) or not all(isinstance(n, str) and n for n in given):
-        raise OptionError(option, given, "a collection of operator names", 'pass a list such as ["my_op"]')
-    return frozenset(given)
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value)

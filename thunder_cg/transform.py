@@ -18,19 +18,9 @@ from thunder_cg.analysis.classify import UserRules, classify
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
-from thunder_cg.compat.thunder import (
-    Plugin,
-    PluginPolicy,
-    PrimIDs,
-    ThunderModule,
-    TraceCtx,
-    TraceProvenance,
-    TraceTag,
-    Transform,
-    get_compile_data,
-    register_plugin,
-)
-from thunder_cg.emit import Emitter, region_names, returned_and_saved, taken_names
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.thunder import TraceCtx
+from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError
 from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import with_one_check
@@ -43,7 +33,7 @@ from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.verify import ReplayVerifier
 
 
-class PartitionProvenance(TraceProvenance):
+class PartitionProvenance(compat.TraceProvenance):
     """Says of a trace that it was partitioned, and into what."""
 
     def __init__(self, pss: str, program: Program) -> None:
@@ -51,7 +41,7 @@ class PartitionProvenance(TraceProvenance):
         self.program = program
 
 
-class CudagraphTransform(Transform):
+class CudagraphTransform(compat.Transform):
     """Puts the CUDA-graph-safe parts of a trace into regions. Made by :func:`cudagraph_transform`.
 
     Before::
@@ -79,13 +69,13 @@ class CudagraphTransform(Transform):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self.options = options
-        self._rules = UserRules(options.allow, options.deny)
+        self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
         self._backend = resolve(options.backend)
         self._arenas = Arenas(self._backend, options.max_arenas, options.debug or self._backend.poisons)
         self._numbers = count(1)
         self._compiling = _Compilation()
 
-    def transform_module(self, model: ThunderModule) -> None:
+    def transform_module(self, model: compat.ThunderModule) -> None:
         """Gives the compiled module its fast path to the graphs."""
         install(model)
 
@@ -97,9 +87,9 @@ class CudagraphTransform(Transform):
         Raises:
             TransformConflictError: another transform captures CUDA graphs, too.
         """
-        _refuse_a_second_graph_transform(get_compile_data().transforms)
+        _refuse_a_second_graph_transform(compat.get_compile_data().transforms)
         gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
-        unpacks = (PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_BUFFER)
+        unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
         self._compiling.forward = None
@@ -117,7 +107,7 @@ class CudagraphTransform(Transform):
         taken = taken_names(computation_trace)
         program = self._program(computation_trace, ops, plan, aliasing, forward, taken)
         trace = Emitter(computation_trace, ops, plan, aliasing, program, forward, taken).emit()
-        if TraceTag.BACKWARD not in computation_trace.tags:
+        if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
         took = (time.perf_counter_ns() - start) // 1_000_000
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
@@ -131,7 +121,7 @@ class CudagraphTransform(Transform):
         verifier = ReplayVerifier(ops, self._backend, aliasing)
         planned = [step for step in plan.steps if isinstance(step, Region)]
         return Program(
-            kind="backward" if TraceTag.BACKWARD in trace.tags else "forward",
+            kind="backward" if compat.TraceTag.BACKWARD in trace.tags else "forward",
             ops=ops,
             plan=plan,
             aliasing=aliasing,
@@ -147,7 +137,7 @@ class CudagraphTransform(Transform):
     def _region(
         self, planned: Region, io: RegionIO, ops: Ops, aliasing: Aliasing, verifier: ReplayVerifier, taken: set[str]
     ) -> RuntimeRegion:
-        name = region_names(self._numbers, taken)
+        name = next(name for number in self._numbers if (name := f"CUDAGraph{number}") not in taken)
         mine = [ops.ops[i] for i in planned.ops]
         inputs = [*(each.name for each in io.inputs), *io.scalars]
         results = [each.name for each in io.outputs]
@@ -161,7 +151,7 @@ class CudagraphTransform(Transform):
 
     def _forward_of(self, trace: TraceCtx) -> Program | None:
         """The program of the forward trace that this backward trace belongs to: they share one set of names."""
-        if TraceTag.BACKWARD not in trace.tags or self._compiling.forward is None:
+        if compat.TraceTag.BACKWARD not in trace.tags or self._compiling.forward is None:
             return None
         names, reference = self._compiling.forward
         program = reference()
@@ -183,16 +173,15 @@ def _takes_what_was_saved(trace: TraceCtx) -> bool:
 
 
 def _refuse_a_second_graph_transform(transforms: Sequence[Any]) -> None:
-    names = [type(t).__name__ for t in transforms]
-    graphs = [name for t, name in zip(transforms, names) if _captures_graphs(t)]
+    """Thunder's own graph transform is known by the name of its module: to import that needs a GPU."""
+    kinds = [type(each) for each in transforms]
+    graphs = [
+        kind.__name__
+        for kind in kinds
+        if getattr(kind, "owns_regions", False) or kind.__module__ == "thunder.transforms.cudagraph"
+    ]
     if len(graphs) > 1:
-        raise TransformConflictError(names, graphs)
-
-
-def _captures_graphs(transform: Any) -> bool:
-    """Whether it is one of ours, or Thunder's own, which is known by its name: to import it needs a GPU."""
-    kind = type(transform)
-    return getattr(transform, "owns_regions", False) or kind.__module__ == "thunder.transforms.cudagraph"
+        raise TransformConflictError([kind.__name__ for kind in kinds], graphs)
 
 
 def cudagraph_transform(
@@ -235,33 +224,23 @@ def cudagraph_transform(
         OptionError: a value that an option cannot have.
         BackendError: the backend does not work on this machine.
     """
-    options = Options.checked(
-        allow=allow,
-        deny=deny,
-        backend=backend,
-        strict=strict,
-        verify=verify,
-        debug=debug,
-        max_recordings=max_recordings,
-        max_arenas=max_arenas,
-    )
-    return CudagraphTransform(options)
+    return CudagraphTransform(Options(allow, deny, backend, strict, verify, debug, max_recordings, max_arenas))
 
 
-class CUDAGraphPlugin(Plugin):
+class CUDAGraphPlugin(compat.Plugin):
     """``thunder.compile(model, plugins=["cudagraph"])``, or ``plugins=[CUDAGraphPlugin(deny=["my_op"])]`` for options.
 
     Args:
         options: keyword arguments of :func:`cudagraph_transform`.
     """
 
-    policy = PluginPolicy.POST
+    policy = compat.PluginPolicy.POST
 
     def __init__(self, **options: Any) -> None:
         self._options = options
 
-    def setup_transforms(self) -> list[Transform]:
+    def setup_transforms(self) -> list[compat.Transform]:
         return [cudagraph_transform(**self._options)]
 
 
-register_plugin("cudagraph", CUDAGraphPlugin)
+compat.register_plugin("cudagraph", CUDAGraphPlugin)

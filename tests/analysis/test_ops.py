@@ -81,7 +81,7 @@ def test_a_backward_reads_its_collections(traces_of):
     frame = [op.id for op in ops.ops if op.bookkeeping]
     assert frame.count("clear_mutable_collection") == 4 and frame[-1] == "RETURN"
     kinds = {name: ops.values[name].kind for name in ops.args}
-    assert kinds["C0"] == "collection" and kinds["C1"] == "collection"
+    assert kinds["C0"] == "other" and kinds["C1"] == "other"
     assert "number" in kinds.values() and "tensor" in kinds.values()
     produced = {name for op in ops.ops for name in op.outputs}
     assert all(name in produced or name in ops.args for op in ops.ops for name in op.inputs)

@@ -59,7 +59,7 @@ _variants = st.builds(
 
 _layouts = _three(st.sampled_from(("dense", "dense", *LAYOUTS)))
 _variant = st.integers(0, 2)
-_plain = st.builds(Call, seed=st.integers(0, 3))  # most calls are alike, so that they replay, and go the short way
+_plain = st.builds(Call, seed=st.integers(0, 3))  # most calls are alike, so that they replay, and take the fast path
 _calls = st.builds(Call, _variant, _layouts, st.integers(0, 3), st.sampled_from((False,) * 9 + (True,)))
 _backwards = st.builds(
     Backward,

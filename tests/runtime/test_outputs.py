@@ -13,7 +13,7 @@ def test_outputs_are_copies_views_or_stay():
     outputs = Outputs(
         produced, [AliasedInput.of(0, x)], [True, True, True, False, True], torch.device("cpu"), torch.Tensor.detach
     )
-    assert outputs.fixed == [3] and outputs.view_sources() == {0: 0} and outputs.nbytes == 24
+    assert outputs.fixed == [3] and outputs.view_sources == {0: 0} and outputs.nbytes == 24
     other, results = torch.zeros(4), [None] * 5
     outputs.deliver_owned(results, [other])
     assert results[0].untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.ops import Op, Ops, Value
+from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import AliasedInputs, Reason
 
 __all__ = ["Aliasing"]
@@ -23,25 +23,27 @@ _CHANGES_STATE = frozenset({Reason.SIDE_EFFECT, Reason.RANDOM_STATE})
 class Aliasing:
     """The aliasing of one trace. It is computed once and passed on."""
 
+    # The alias set of each tensor (and future): the earliest name of those that may share its memory. Tensors from
+    # outside of the trace are told apart by name; see Note [Overlapping arguments] in partition.py.
     sets: Mapping[str, str]
-    """The alias set of each tensor (and future): the earliest name of those that may share its memory.
-
-    Tensors from outside of the trace are told apart by name; see Note [Overlapping arguments] in partition.py."""
+    # For each op, the alias sets that it touches: those of its inputs, and of its outputs, which may be views.
     reads: tuple[frozenset[str], ...]
-    """For each op, the alias sets that it touches: those of its inputs, and of its outputs, which may be views."""
+    # For each op, the alias sets that it may write, directly or in its subsymbols. New memory does not count.
     writes: tuple[frozenset[str], ...]
-    """For each op, the alias sets that it may write, directly or in its subsymbols. New memory does not count."""
+    # Indices of ops that no rule knows. They may write or return any tensor that they are given, and do anything.
     opaque: frozenset[int]
-    """Indices of ops that no rule knows. They may write or return any tensor that they are given, and do anything."""
+    # Indices of ops that belong to the one order of random draws, opaque ops, collectives and side effects.
     effects: frozenset[int]
-    """Indices of ops that belong to the one order of random draws, opaque ops, collectives and side effects."""
 
     @classmethod
     def of(cls, ops: Ops) -> Aliasing:
-        sets = _alias_sets(ops)
+        union = _UnionFind(name for name, value in ops.values.items() if value.kind in _HOLDS_MEMORY)
+        for op in ops.ops:
+            _unite_aliases(op, union)
+        sets = {name: union.find(name) for name in union.parent}
         return cls(
             sets=sets,
-            reads=tuple(frozenset(sets[name] for name in (*op.inputs, *op.outputs) if name in sets) for op in ops.ops),
+            reads=tuple(frozenset(sets[name] for name in op.names if name in sets) for op in ops.ops),
             writes=tuple(frozenset(_writes(op, sets)) for op in ops.ops),
             opaque=frozenset(op.index for op in ops.ops if is_opaque(op)),
             effects=frozenset(op.index for op in ops.ops if has_effect(op)),
@@ -58,19 +60,15 @@ def is_opaque(op: Op) -> bool:
         return False
     if op.is_fusion:
         return not rules.executor_rule(op.executor).fuses or any(is_opaque(sub) for sub in op.subs)
-    if rules.find(op.executor, op.id) is not None:
-        return False
-    if op.executor is not None or not op.subs:
-        return True
-    return any(is_opaque(sub) for sub in op.subs)
+    is_made_of_others = op.executor is None and bool(op.subs)
+    return op.rule is None and (not is_made_of_others or any(is_opaque(sub) for sub in op.subs))
 
 
 def has_effect(op: Op) -> bool:
     """Whether the op keeps its order among all ops that have effects; see `Aliasing.effects`."""
     if op.bookkeeping:
         return False
-    rule = rules.find(op.executor, op.id)
-    if rule is not None:
+    if (rule := op.rule) is not None:
         if rule.draws or rule.is_collective or rule.cause.reason in _CHANGES_STATE:
             return True
         if any(condition.draws for condition in rule.conditions):  # the inside of the op is not asked
@@ -97,44 +95,40 @@ class _UnionFind:
             self.parent[member] = members[0]
 
 
-def _alias_sets(ops: Ops) -> dict[str, str]:
-    sets = _UnionFind(name for name, value in ops.values.items() if value.kind in _HOLDS_MEMORY)
-    for op in ops.ops:
-        _unite_aliases(op, ops.values, sets)
-    return {name: sets.find(name) for name in sets.parent}
-
-
-def _unite_aliases(op: Op, values: Mapping[str, Value], sets: _UnionFind) -> None:
+def _unite_aliases(op: Op, sets: _UnionFind) -> None:
     for sub in op.subs:
-        _unite_aliases(sub, values, sets)
+        _unite_aliases(sub, sets)
+    which = op.rule.aliased(op.conditions) if op.rule is not None else _assumed(op)
+    inputs = [name for name in op.inputs if name in sets.parent]
+    outputs = [name for name in op.outputs if name in sets.parent]
+    if op.bookkeeping or not outputs:
+        return
+    if which is AliasedInputs.PAIRWISE and len(inputs) == len(outputs):
+        for pair in zip(inputs, outputs):
+            sets.unite(pair)
+    elif aliased := _chosen(which, inputs):
+        sets.unite((*aliased, *outputs))
+
+
+def _writes(op: Op, sets: Mapping[str, str]) -> Iterator[str]:
+    """The alias sets that the op may write."""
     if op.bookkeeping:
         return
-    inputs = [name for name in op.inputs if values[name].kind in _HOLDS_MEMORY]
-    outputs = [name for name in op.outputs if values[name].kind in _HOLDS_MEMORY]
-    if not inputs or not outputs:
-        return
-    match _aliased_inputs(op):
-        case AliasedInputs.PAIRWISE if len(inputs) == len(outputs):
-            for pair in zip(inputs, outputs):
-                sets.unite(pair)
+    for sub in op.subs:
+        yield from _writes(sub, sets)
+    which = op.rule.written(op.conditions) if op.rule is not None else _assumed(op)
+    yield from _chosen(which, [sets[name] for name in op.inputs if name in sets])
+
+
+def _chosen(which: AliasedInputs | None, inputs: list[str]) -> list[str]:
+    match which:
+        case None:
+            return []
         case AliasedInputs.FIRST:
-            sets.unite((inputs[0], *outputs))
+            return inputs[:1]
         case AliasedInputs.LAST:
-            sets.unite((inputs[-1], *outputs))
-        case AliasedInputs.ALL | AliasedInputs.PAIRWISE:
-            sets.unite((*inputs, *outputs))
-
-
-def _aliased_inputs(op: Op) -> AliasedInputs | None:
-    """The inputs that an output of the op may share memory with, not counting the ops that it is made of."""
-    rule = rules.find(op.executor, op.id)
-    return rule.aliased(op.conditions) if rule is not None else _assumed(op)
-
-
-def _written_inputs(op: Op) -> AliasedInputs | None:
-    """The inputs that the op may write, not counting the ops that it is made of."""
-    rule = rules.find(op.executor, op.id)
-    return rule.written(op.conditions) if rule is not None else _assumed(op)
+            return inputs[-1:]
+    return inputs
 
 
 def _assumed(op: Op) -> AliasedInputs | None:
@@ -145,28 +139,6 @@ def _assumed(op: Op) -> AliasedInputs | None:
     is_made_of_others = op.executor is None and bool(op.subs)
     if not is_made_of_others and not executor.is_pure:
         return AliasedInputs.ALL
-    return AliasedInputs.FIRST if _is_in_place(op) else None
-
-
-def _is_in_place(op: Op) -> bool:
-    """Whether it writes its result over its first tensor, as ``relu_(x)`` and ``relu(x, inplace=True)`` do."""
-    is_told = rules.IN_PLACE.name in op.conditions
-    return is_told or (op.id is not None and op.id.endswith("_") and not op.id.endswith("__"))
-
-
-def _writes(op: Op, sets: Mapping[str, str]) -> Iterator[str]:
-    """The alias sets that the op may write."""
-    if op.bookkeeping:
-        return
-    for sub in op.subs:
-        yield from _writes(sub, sets)
-    inputs = [name for name in op.inputs if name in sets]
-    if not inputs:
-        return
-    match _written_inputs(op):
-        case AliasedInputs.FIRST:
-            yield sets[inputs[0]]
-        case AliasedInputs.LAST:
-            yield sets[inputs[-1]]
-        case AliasedInputs.ALL | AliasedInputs.PAIRWISE:
-            yield from (sets[name] for name in inputs)
+    # In place: it writes its result over its first tensor, as relu_(x) and relu(x, inplace=True) do.
+    is_named = op.id is not None and op.id.endswith("_") and not op.id.endswith("__")
+    return AliasedInputs.FIRST if is_named or rules.IN_PLACE.name in op.conditions else None

@@ -9,14 +9,14 @@ whoever allowed the operator.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops, Value
 from thunder_cg.analysis.rules import Cause, Reason
-from thunder_cg.analysis.rules.conditions import reads_past_its_view
+from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.errors import OptionError
 
 __all__ = ["UserRules", "Verdict", "classify"]
@@ -31,12 +31,9 @@ class Verdict:
 
     capture: bool
     reason: Reason
-    detail: str
-    """The reason, for this op: which tensor, which number, which operator inside."""
-    fix: str
-    """What would change the verdict; empty only for captured ops and bookkeeping."""
-    device: str | None
-    """The device that the op's tensors are all on, such as ``"cuda:0"``; None if there is no such device."""
+    detail: str  # the reason, for this op: which tensor, which number, which operator inside
+    fix: str  # what would change the verdict; empty only for captured ops and bookkeeping
+    device: str | None  # that all of the op's tensors are on, such as "cuda:0"; None if there is no such device
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,19 +52,17 @@ class UserRules:
         for option, patterns in (("allow", self.allow), ("deny", self.deny)):
             for pattern in patterns:
                 if not isinstance(pattern, str) or not pattern or pattern != "".join(pattern.split()):
-                    raise OptionError(
-                        option, pattern, "names without spaces", 'write "id", "executor.id" or "torch.add"'
-                    )
-        both = self.allow & self.deny
-        if both:
+                    fix = 'write "id", "executor.id" or "torch.add"'
+                    raise OptionError(option, pattern, "names without spaces", fix)
+        if both := self.allow & self.deny:
             raise OptionError("allow", sorted(both), "names that deny= does not hold too", "name each operator once")
 
     def allows(self, op: Op) -> bool:
-        return bool(self.allow) and any(name in self.allow for name in _names(op))
+        return bool(self.allow) and any(name in self.allow for name in _patterns(op))
 
     def denies(self, op: Op) -> str | None:
         """The pattern that denies the op, if one does."""
-        return next((name for name in _names(op) if name in self.deny), None) if self.deny else None
+        return next((name for name in _patterns(op) if name in self.deny), None) if self.deny else None
 
 
 def classify(
@@ -76,9 +71,6 @@ def classify(
     """One verdict per op, in the same order.
 
     Args:
-        ops: A trace.
-        aliasing: Its aliasing.
-        user: The user's rules.
         device_type: ``"cuda"`` or ``"cpu"``: what the backend captures.
         supports_scalar_updates: whether the backend can give the kernels of a graph new numbers.
     """
@@ -88,13 +80,8 @@ def classify(
 
 def _read_past(ops: Ops, aliasing: Aliasing, user: UserRules) -> frozenset[str]:
     """Tensors that may share a storage with one of which an operator reads more of the storage than the tensor."""
-    read = [
-        name
-        for op in ops.ops
-        for inner in _walk(op)
-        if reads_past_its_view.__name__ in inner.conditions and not user.allows(inner)
-        for name in inner.inputs[:1]
-    ]
+    inside = (inner for op in ops.ops for inner in _walk(op) if READS_PAST_VIEW.name in inner.conditions)
+    read = [name for inner in inside if not user.allows(inner) for name in inner.inputs[:1]]
     storages = aliasing.sets_of(read)
     return frozenset(name for name, storage in aliasing.sets.items() if storage in storages)
 
@@ -122,9 +109,6 @@ class _Classifier:
         )
         if objection is not None:
             return Verdict(False, objection.reason, objection.detail, objection.fix or _allow_fix(op), device)
-        return self.capture(op, device)
-
-    def capture(self, op: Op, device: str | None) -> Verdict:
         if self.user.allows(op):
             return Verdict(True, Reason.USER_ALLOW, "named in allow=", "", device)
         if op.is_fusion:
@@ -132,14 +116,15 @@ class _Classifier:
             if numbers := self.kernel_scalars(op):
                 detail += f"; {_listed(sorted(numbers))} are set before each launch"
             return Verdict(True, Reason.FUSION, detail, "", device)
-        rule = rules.find(op.executor, op.id)
-        detail = rule.cause.detail if rule is not None else "all operators inside are allowed"
+        detail = op.rule.cause.detail if op.rule is not None else "all operators inside are allowed"
         return Verdict(True, Reason.ALLOWED, detail, "", device)
+
+    def numbers(self, names: Iterable[str]) -> list[str]:
+        return [name for name in names if self.values[name].kind == "number"]
 
     def user_denies(self, op: Op) -> Cause | None:
         for inner in _walk(op):
-            pattern = self.user.denies(inner)
-            if pattern is not None:
+            if (pattern := self.user.denies(inner)) is not None:
                 inside = "" if inner is op else f", which is inside {op.name}"
                 return Cause(Reason.USER_DENY, f"deny= names {pattern!r}{inside}", f"remove {pattern!r} from deny=")
         return None
@@ -151,13 +136,11 @@ class _Classifier:
             detail = f"{name!r} is on {device} and {other_name!r} on {other}"
             return Cause(Reason.MIXED_DEVICES, detail, "keep all its tensors on one device, 0-dim ones too")
         if not devices:
-            numbers = [n for n in (*op.inputs, *op.outputs) if self.values[n].kind == "number"]
-            if numbers:
+            if numbers := self.numbers(op.names):
                 detail = f"it computes with numbers on the host ({_listed(numbers)}), no tensors"
                 return Cause(Reason.RUNTIME_NUMBER, detail, "compute with 0-dim tensors on the device instead")
-            rule = rules.find(op.executor, op.id)
-            if rule is not None and not rule.captures:
-                return rule.cause
+            if op.rule is not None and not op.rule.captures:
+                return op.rule.cause
             return Cause(Reason.NOT_ON_DEVICE, "it has no tensors", "nothing to gain: it launches no kernels")
         ((device, name),) = devices.items()
         if device.split(":")[0] == self.device_type:
@@ -168,17 +151,14 @@ class _Classifier:
     def takes_known(self, op: Op) -> Cause | None:
         """Whether everything that a graph keeps is the same at every call."""
         settable = self.kernel_scalars(op)
-        numbers = [name for name in op.inputs if self.values[name].kind == "number" and name not in settable]
-        if numbers:
+        if numbers := [name for name in self.numbers(op.inputs) if name not in settable]:
             detail = f"it takes {_listed(numbers)}, which a graph would keep as it was when captured"
             return Cause(Reason.RUNTIME_NUMBER, detail, "pass a 0-dim tensor on the device instead of a Python number")
-        symbolic = [name for name in (*op.inputs, *op.outputs) if self.values[name].symbolic]
-        if symbolic:
+        if symbolic := [name for name in op.names if self.values[name].symbolic]:
             detail = f"a size of {_listed(symbolic)} is known only at run time"
             fix = 'compile with the default cache="constant values", which makes a trace per shape'
             return Cause(Reason.SYMBOLIC_SHAPE, detail, fix)
-        futures = [name for name in (*op.inputs, *op.outputs) if self.values[name].kind == "future"]
-        if futures:
+        if futures := [name for name in op.names if self.values[name].kind == "future"]:
             detail = f"{_listed(futures)} is still being filled by a collective"
             return Cause(Reason.COLLECTIVE, detail, "none needed: regions form on both sides of it")
         return None
@@ -187,12 +167,11 @@ class _Classifier:
         """Why the rules, or the lack of one, keep the op eager, or an op that it is made of."""
         if self.user.allows(op):
             return None
-        rule = rules.find(op.executor, op.id)
-        cause = rule.objection(op.conditions) if rule is not None else None
-        if cause is not None:
+        if (rule := op.rule) is not None and (cause := rule.objection(op.conditions)) is not None:
             return cause
         if op.is_fusion and not rules.executor_rule(op.executor).fuses:
-            return _unknown(op, f"{op.executor or 'an unknown executor'} is not a fusion executor that the rules know")
+            detail = f"{op.executor or 'an unknown executor'} is not a fusion executor that the rules know"
+            return Cause(Reason.UNKNOWN, detail, _allow_fix(op))
         for sub in op.subs:
             constant = self.is_constant(sub) or (op.is_fusion and self.is_given_numbers(op, sub))
             inner = None if constant else self.objection(sub)
@@ -200,28 +179,22 @@ class _Classifier:
             if inner is not None and not (rule is not None and inner.reason is Reason.UNKNOWN):
                 return Cause(inner.reason, f"inside is {sub.name}: {inner.detail}", inner.fix or _allow_fix(sub))
         if rule is None and not op.is_fusion and (op.executor is not None or not op.subs):
-            return _unknown(
-                op, "no rule knows this operator, so it may do anything: wait, draw, communicate, keep state"
-            )
+            detail = "no rule knows this operator, so it may do anything: wait, draw, communicate, keep state"
+            return Cause(Reason.UNKNOWN, detail, _allow_fix(op))
         return None
 
     def is_constant(self, op: Op) -> bool:
         """Whether it only computed numbers that were known when the trace was made, such as the shape of a tensor."""
-        rule = rules.find(op.executor, op.id)
-        return (
-            rule is not None
-            and rule.cause.reason is Reason.RUNTIME_NUMBER
-            and not any(self.values[name].kind == "tensor" for name in op.outputs)
-            and not any(
-                self.values[name].kind == "number" or self.values[name].symbolic for name in (*op.inputs, *op.outputs)
-            )
-        )
+        if op.rule is None or op.rule.cause.reason is not Reason.RUNTIME_NUMBER or self.numbers(op.names):
+            return False
+        returns_tensor = any(self.values[name].kind == "tensor" for name in op.outputs)
+        return not returns_tensor and not any(self.values[name].symbolic for name in op.names)
 
     def kernel_scalars(self, op: Op) -> set[str]:
         """Numbers that a fusion takes and only passes to its kernels; see `ExecutorRule.kernel_scalars`."""
         if not (self.supports_scalar_updates and op.is_fusion):
             return set()
-        numbers = {name for name in op.inputs if self.values[name].kind == "number"}
+        numbers = set(self.numbers(op.inputs))
         for sub in op.subs:
             numbers -= {*sub.inputs, *sub.outputs} - _passed_to_kernels(op, sub)
         return numbers
@@ -232,8 +205,7 @@ class _Classifier:
         return bool(given) and given <= self.kernel_scalars(fusion)
 
     def returns_known(self, op: Op) -> Cause | None:
-        numbers = [name for name in op.outputs if self.values[name].kind == "number"]
-        if numbers:
+        if numbers := self.numbers(op.outputs):
             detail = f"it returns {_listed(numbers)}, a Python number, which a replay would not compute again"
             return Cause(Reason.RUNTIME_NUMBER, detail, "return a 0-dim tensor instead")
         return None
@@ -243,9 +215,8 @@ class _Classifier:
         read = [name for name in op.outputs if name in self.read_past]
         if not read or self.user.allows(op):
             return None
-        detail = (
-            f"as_strided may read the whole storage of {_listed(read)}, and an output of a graph has its own storage"
-        )
+        said = f"as_strided may read the whole storage of {_listed(read)}"
+        detail = f"{said}, and an output of a graph has its own storage"
         return Cause(Reason.UNVERIFIED, detail, "take slices instead of as_strided with an offset")
 
 
@@ -255,20 +226,11 @@ def _passed_to_kernels(fusion: Op, sub: Op) -> set[str]:
     return {name for key, name in sub.keywords if key in keys}
 
 
-def _unknown(op: Op, detail: str) -> Cause:
-    return Cause(Reason.UNKNOWN, detail, _allow_fix(op))
-
-
 def _allow_fix(op: Op) -> str:
-    return f"if it only launches kernels on the current stream, cudagraph_transform(allow=[{_pattern(op)!r}])"
-
-
-def _pattern(op: Op) -> str:
-    """The most precise name that ``allow=`` takes and that is the same in the next process."""
-    if op.id is None:
-        return op.name
+    """Has the most precise name that ``allow=`` takes and that is the same in the next process."""
     executor, id_ = _stable(op)
-    return f"{executor}.{id_}" if executor else id_
+    name = op.name if op.id is None else f"{executor}.{id_}" if executor else id_
+    return f"if it only launches kernels on the current stream, cudagraph_transform(allow=[{name!r}])"
 
 
 def _stable(op: Op) -> tuple[str | None, str]:
@@ -277,7 +239,7 @@ def _stable(op: Op) -> tuple[str | None, str]:
     return op.executor, op.id or ""
 
 
-def _names(op: Op) -> Iterator[str]:
+def _patterns(op: Op) -> Iterator[str]:
     """All names by which a pattern of the user may match the op."""
     yield op.name
     if op.id is not None:
@@ -291,25 +253,19 @@ def _names(op: Op) -> Iterator[str]:
 def _walk(op: Op) -> Iterator[Op]:
     """The op and, for a fusion, everything inside of it. The inside of another op only documents the op."""
     yield op
-    if op.is_fusion:
-        for sub in op.subs:
-            yield from _walk_all(sub)
-
-
-def _walk_all(op: Op) -> Iterator[Op]:
-    yield op
-    for sub in op.subs:
-        yield from _walk_all(sub)
+    inside = [*reversed(op.subs)] if op.is_fusion else []
+    while inside:
+        sub = inside.pop()
+        yield sub
+        inside.extend(reversed(sub.subs))
 
 
 def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:
     """Each device that a tensor of the op is on, with the name of one such tensor."""
     found: dict[str, str] = {}
-    for inner in _walk(op):
-        for name in (*inner.inputs, *inner.outputs):
-            device = values[name].device
-            if device is not None:
-                found.setdefault(device, name)
+    for name in (name for inner in _walk(op) for name in inner.names):
+        if (device := values[name].device) is not None:
+            found.setdefault(device, name)
     return found
 
 

@@ -1,11 +1,12 @@
 """Read a Thunder trace once, into frozen records for the rest of the analysis.
 
-This is the only module of the analysis that knows Thunder. A Thunder release that changes traces changes this file.
+A Thunder release that changes traces changes this file.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,42 +15,16 @@ from typing import Any
 import thunder
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.rules import Arguments, TensorArgument
-from thunder_cg.compat.thunder import (
-    BoundSymbol,
-    CollectionProxy,
-    DictProxy,
-    FutureTensorProxy,
-    ListProxy,
-    NumberProxy,
-    Proxy,
-    ProxyTag,
-    Symbol,
-    TensorProxy,
-    TraceCtx,
-    TupleProxy,
-    proxy_shape,
-    tree_flatten_with_dataclass,
-)
+from thunder_cg.analysis.rules.record import Arguments, TensorArgument
+from thunder_cg.compat import thunder as compat
 
 __all__ = ["Op", "Ops", "Value", "computing", "read"]
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # the transform computes dels again; comments do nothing
-
-_BOOKKEEPING = frozenset(
-    {
-        "RETURN",
-        "CONSTRUCT_TUPLE",
-        "DATACLASS_NEW",
-        "PACK_ATTR",
-        "PACK_BUFFER",
-        "PACK_LIST",
-        "PACK_SETITEM",
-        "PYTHON_VARS",
-        "ASSERT_COMPARE",
-        "ASSERT_TENSOR_METADATA",
-    }
-)
+_BOOKKEEPING = frozenset({
+    "RETURN", "CONSTRUCT_TUPLE", "DATACLASS_NEW", "PACK_ATTR", "PACK_BUFFER", "PACK_LIST", "PACK_SETITEM",
+    "PYTHON_VARS", "ASSERT_COMPARE", "ASSERT_TENSOR_METADATA",
+})  # fmt: skip
 _BOOKKEEPING_PREFIXES = ("UNPACK_", "CHECK_")
 _PYTHON_BOOKKEEPING = frozenset({"clear_mutable_collection", "construct_tuple", "unpack_list", "unpack_tuple"})
 
@@ -59,51 +34,42 @@ class Value:
     """A proxy of the trace."""
 
     name: str
-    kind: str
-    """``"tensor"``, ``"number"``, ``"future"`` (a tensor that a collective is still filling), ``"collection"`` or
-    ``"other"``."""
-    device: str | None = None
-    """``"cpu"``, ``"cuda:0"``, ``"meta"``; None unless tensor or future."""
-    nbytes: int = 0
-    """Elements times bytes per element; 0 if unknown."""
-    symbolic: bool = False
-    """A dimension is a number known only at run time."""
-    static: bool = False
-    """A parameter or buffer of the module: its address outlives the call."""
-    dtype: str | None = None
-    """Thunder's name of the element type, such as ``"float32"`` or ``"bool8"``; None unless tensor or future."""
-    proxy: Any = field(default=None, compare=False, repr=False)
-    """The proxy itself, for the transform."""
+    kind: str  # "tensor", "number", "future" (a tensor that a collective is still filling) or "other"
+    device: str | None = None  # "cpu", "cuda:0", "meta"; None unless tensor or future
+    nbytes: int = 0  # elements times bytes per element; 0 if unknown
+    symbolic: bool = False  # a dimension is a number known only at run time
+    static: bool = False  # a parameter or buffer of the module: its address outlives the call
+    dtype: str | None = None  # Thunder's name, such as "float32" or "bool8"; None unless tensor or future
+    proxy: Any = field(default=None, compare=False, repr=False)  # for the transform
 
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """A bound symbol of the trace."""
 
-    index: int
-    """Position among its siblings, dropped symbols not counted."""
-    name: str
-    """As the trace prints it: ``"torch.add"``, ``"Tensor.item"``, ``"TorchCompile0"``."""
-    executor: str | None
-    """None for prims and Thunder's own torch symbols."""
-    id: str | None
-    """A prim's is its enum name, such as ``"RETURN"``; None for fusions."""
+    index: int  # position among its siblings, dropped symbols not counted
+    name: str  # as the trace prints it: "torch.add", "Tensor.item", "TorchCompile0"
+    executor: str | None  # None for prims and Thunder's own torch symbols
+    id: str | None  # a prim's is its enum name, such as "RETURN"; None for fusions
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
-    bookkeeping: bool = False
-    """Whether it only unpacks arguments, builds or clears collections, checks, or returns."""
+    bookkeeping: bool = False  # it only unpacks arguments, builds or clears collections, checks, or returns
     is_fusion: bool = False
     subs: tuple[Op, ...] = ()
-    line: str | None = None
-    """``"model.py:12"``, where the user's code called it; None if Thunder does not know."""
+    line: str | None = None  # "model.py:12", where the user's code called it; None if Thunder does not know
+    # Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence.
     tags: frozenset[str] = frozenset()
-    """Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence."""
-    conditions: frozenset[str] = frozenset()
-    """Names of the conditions of its rule that hold for its arguments."""
-    keywords: tuple[tuple[str, str], ...] = ()
-    """Keyword arguments that are proxies, and the names of those."""
-    symbol: Any = field(default=None, compare=False, repr=False)
-    """The bound symbol itself, for the transform."""
+    conditions: frozenset[str] = frozenset()  # names of the conditions of its rule that hold for its arguments
+    keywords: tuple[tuple[str, str], ...] = ()  # keyword arguments that are proxies, and the names of those
+    symbol: Any = field(default=None, compare=False, repr=False)  # the bound symbol, for the transform
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.inputs, *self.outputs)
+
+    @property
+    def rule(self) -> rules.Rule | None:
+        return rules.find(self.executor, self.id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,16 +77,14 @@ class Ops:
     """One trace, read once."""
 
     ops: tuple[Op, ...]
-    values: Mapping[str, Value]
-    """Every proxy by name, those inside of subsymbols too."""
-    args: tuple[str, ...]
-    """Names that come from outside: the trace's arguments and the values unpacked from them."""
+    values: Mapping[str, Value]  # every proxy by name, those inside of subsymbols too
+    args: tuple[str, ...]  # names that come from outside: the trace's arguments and the values unpacked from them
+    # For each value, an op with a known line: the op that made it, or one close to that op, or one that uses it.
     near: Mapping[str, Op] = field(default_factory=dict)
-    """For each value, an op with a known line: the op that made it, or one close to that op, or one that uses it."""
 
     def origin(self, op: Op) -> Op | None:
         """The op whose line is reported for this one: itself, or a close one where Thunder has lost the line."""
-        values = op.inputs if op.bookkeeping else (*op.inputs, *op.outputs)
+        values = op.inputs if op.bookkeeping else op.names
         return op if op.line else next((self.near[name] for name in values if name in self.near), None)
 
     def line(self, op: Op) -> str | None:
@@ -129,7 +93,7 @@ class Ops:
         return op.line or (f"near {origin.line}" if origin is not None else None)
 
 
-def read(trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
+def read(trace: compat.TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
     """Reads ``trace`` in one pass; ``del``s and comments are dropped.
 
     Args:
@@ -139,16 +103,15 @@ def read(trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: O
         forward: Of a backward trace, its forward. The forward made the saved values and the results of which the
             backward gets the gradients, so it knows their lines.
     """
-    reader = TraceReader(static_names)
-    arguments = reader.names(_proxies((trace.args or (), trace.kwargs or {})))
+    reader = _TraceReader(static_names)
+    leaves, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
+    arguments = reader.names(leaf for leaf in leaves if isinstance(leaf, compat.Proxy))
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.bookkeeping for name in op.outputs)
-    args = tuple(dict.fromkeys((*arguments, *unpacked)))
-    return Ops(ops=ops, values=reader.values, args=args, near=_near(ops, forward))
+    return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward))
 
 
 def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
-    """See `Ops.near`."""
     near: dict[str, Op] = {}
     if forward is not None:
         near.update(forward.near)
@@ -166,36 +129,34 @@ def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
     return near
 
 
-def _results(returned: BoundSymbol | None) -> list[str]:
+def _results(returned: compat.BoundSymbol | None) -> list[str]:
     """Names of the results that a forward trace ties to autograd, in the order of the gradients that come in."""
     data = returned.args[0] if returned is not None and returned.args else None
     flat = data.get("flat_output", ()) if isinstance(data, dict) else ()
-    return [result.name if isinstance(result, Proxy) else "" for result in flat]
+    return [result.name if isinstance(result, compat.Proxy) else "" for result in flat]
 
 
-def computing(trace: TraceCtx) -> Iterator[BoundSymbol]:
+def computing(trace: compat.TraceCtx) -> Iterator[compat.BoundSymbol]:
     """The symbols of ``trace`` without bookkeeping, ``del``s and comments."""
     for bound in trace.bound_symbols:
-        executor = None if bound.sym.executor is None else str(bound.sym.executor.name)
-        if _id(bound.sym) not in _DROPPED and not _is_bookkeeping(executor, _id(bound.sym)):
+        executor, id_ = _key(bound.sym)
+        if id_ not in _DROPPED and not _is_bookkeeping(executor, id_):
             yield bound
 
 
-class TraceReader:
+class _TraceReader:
     """Collects values by name while it turns bound symbols into ops."""
 
     def __init__(self, static_names: frozenset[str]) -> None:
         self.static_names = static_names
         self.values: dict[str, Value] = {}
 
-    def ops(self, bound_symbols: Iterable[BoundSymbol]) -> tuple[Op, ...]:
-        kept = (b for b in bound_symbols if _id(b.sym) not in _DROPPED)
+    def ops(self, bound_symbols: Iterable[compat.BoundSymbol]) -> tuple[Op, ...]:
+        kept = (b for b in bound_symbols if _key(b.sym)[1] not in _DROPPED)
         return tuple(self.op(index, bound) for index, bound in enumerate(kept))
 
-    def op(self, index: int, bound: BoundSymbol) -> Op:
-        symbol = bound.sym
-        executor = None if symbol.executor is None else str(symbol.executor.name)
-        id_ = _id(symbol)
+    def op(self, index: int, bound: compat.BoundSymbol) -> Op:
+        executor, id_ = _key(bound.sym)
         return Op(
             index=index,
             name=bound.name_with_module(),
@@ -204,16 +165,16 @@ class TraceReader:
             inputs=self.names(bound.flat_proxy_args),
             outputs=self.names(bound.flat_proxy_outs),
             bookkeeping=_is_bookkeeping(executor, id_),
-            is_fusion=bool(symbol.is_fusion),
+            is_fusion=bool(bound.sym.is_fusion),
             subs=self.ops(bound.subsymbols),
             line=_line(bound),
-            tags=frozenset(tag.name for tag in symbol.tags or ()),
+            tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             conditions=_conditions(bound, executor, id_),
-            keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, Proxy)),
+            keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, compat.Proxy)),
             symbol=bound,
         )
 
-    def names(self, proxies: Iterable[Proxy]) -> tuple[str, ...]:
+    def names(self, proxies: Iterable[compat.Proxy]) -> tuple[str, ...]:
         """Their names, each once, in order; registers their values."""
         found: dict[str, None] = {}
         for proxy in proxies:
@@ -222,31 +183,29 @@ class TraceReader:
                 self.values[proxy.name] = self.value(proxy)
         return tuple(found)
 
-    def value(self, proxy: Proxy) -> Value:
-        if not isinstance(proxy, (TensorProxy, FutureTensorProxy)):
-            return Value(name=proxy.name, kind=_kind(proxy), proxy=proxy)
-        symbolic = any(isinstance(size, NumberProxy) for size in proxy_shape(proxy))
+    def value(self, proxy: compat.Proxy) -> Value:
+        if not isinstance(proxy, (compat.TensorProxy, compat.FutureTensorProxy)):
+            return Value(proxy.name, "number" if isinstance(proxy, compat.NumberProxy) else "other", proxy=proxy)
+        shape = compat.proxy_shape(proxy)
+        symbolic = any(isinstance(size, compat.NumberProxy) for size in shape)
         return Value(
             name=proxy.name,
-            kind=_kind(proxy),
+            kind="future" if isinstance(proxy, compat.FutureTensorProxy) else "tensor",
             device=proxy.device.device_str(),
-            nbytes=0 if symbolic else _nbytes(proxy),
+            nbytes=0 if symbolic else math.prod(map(int, shape)) * int(proxy.dtype.bytes),
             symbolic=symbolic,
-            static=proxy.name in self.static_names or ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
+            static=proxy.name in self.static_names or compat.ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
             dtype=_dtype(proxy),
             proxy=proxy,
         )
 
 
-def _proxies(tree: Any) -> Iterator[Proxy]:
-    leaves, _ = tree_flatten_with_dataclass(tree)
-    return (leaf for leaf in leaves if isinstance(leaf, Proxy))
-
-
-def _id(symbol: Symbol) -> str | None:
+def _key(symbol: compat.Symbol) -> tuple[str | None, str | None]:
+    """The executor and the id, as in `Op`."""
+    executor = None if symbol.executor is None else str(symbol.executor.name)
     if isinstance(symbol.id, enum.Enum):
-        return symbol.id.name
-    return None if symbol.id is None else str(symbol.id)
+        return executor, symbol.id.name
+    return executor, None if symbol.id is None else str(symbol.id)
 
 
 def _is_bookkeeping(executor: str | None, id_: str | None) -> bool:
@@ -257,69 +216,37 @@ def _is_bookkeeping(executor: str | None, id_: str | None) -> bool:
     return executor == "python" and (id_ in _PYTHON_BOOKKEEPING or id_.startswith("check_"))
 
 
-def _kind(proxy: Proxy) -> str:
-    match proxy:
-        case FutureTensorProxy():
-            return "future"
-        case TensorProxy():
-            return "tensor"
-        case NumberProxy():
-            return "number"
-        case CollectionProxy() | ListProxy() | TupleProxy() | DictProxy():
-            return "collection"
-        case _:
-            return "other"
-
-
-def _nbytes(proxy: TensorProxy | FutureTensorProxy) -> int:
-    count = 1
-    for size in proxy_shape(proxy):
-        count *= int(size)
-    return count * int(proxy.dtype.bytes)
-
-
-def _dtype(proxy: TensorProxy | FutureTensorProxy) -> str:
+def _dtype(proxy: compat.TensorProxy | compat.FutureTensorProxy) -> str:
     return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
 
 
 _THUNDER = os.path.dirname(thunder.__file__) + os.sep  # lines in Thunder's files are not the user's
 
 
-def _line(bound: BoundSymbol) -> str | None:
+def _line(bound: compat.BoundSymbol) -> str | None:
     if bound.source_filename is None or bound.source_positions is None or bound.source_filename.startswith(_THUNDER):
         return None
     return f"{os.path.basename(bound.source_filename)}:{bound.source_positions.lineno}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Conditions
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-def _conditions(bound: BoundSymbol, executor: str | None, id_: str | None) -> frozenset[str]:
-    """Names of the conditions that hold, of those that the symbol's rule names.
-
-    An op without a rule may still be told to write in place.
-    """
-    if id_ is None:
-        return frozenset()
+def _conditions(bound: compat.BoundSymbol, executor: str | None, id_: str | None) -> frozenset[str]:
+    """Names of the conditions that hold, of those that the symbol's rule names."""
     rule = rules.find(executor, id_)
-    asked = rule.conditions if rule is not None else (rules.IN_PLACE,)
-    if not asked:
+    asked = rule.conditions if rule is not None else (rules.IN_PLACE,)  # it may still be told to write in place
+    if id_ is None or not asked:
         return frozenset()
     arguments = _arguments(bound, id_.rsplit(".", 1)[-1])
     return frozenset(condition.name for condition in asked if condition.predicate(arguments))
 
 
-def _arguments(bound: BoundSymbol, name: str) -> Arguments:
-    """The arguments of a symbol of this name, as predicates see them."""
+def _arguments(bound: compat.BoundSymbol, name: str) -> Arguments:
+    """The arguments of a symbol of this name, as conditions see them."""
     operator = None
-    match bound.args:
-        case [([*args], dict() as kwargs), *_] if name.endswith(
-            rules.VJP
-        ):  # a derivative saves its operator's arguments
-            name = name.removesuffix(rules.VJP)
-            operator = Arguments(_literal(tuple(args)), _literal(kwargs))
+    if name.endswith(rules.VJP):
+        match bound.args:
+            case [([*args], dict() as kwargs), *_]:  # a derivative saves its operator's arguments
+                name = name.removesuffix(rules.VJP)
+                operator = Arguments(_literal(tuple(args)), _literal(kwargs))
     return Arguments(
         positional=_literal(tuple(bound.args)),
         keywords=_literal(bound.kwargs),
@@ -332,10 +259,10 @@ def _arguments(bound: BoundSymbol, name: str) -> Arguments:
 def _literal(value: Any) -> Any:
     """The value with records in the place of proxies."""
     match value:
-        case TensorProxy():
-            sizes = tuple(size if isinstance(size, int) else _RUNTIME_VALUE for size in proxy_shape(value))
+        case compat.TensorProxy():
+            sizes = tuple(size if isinstance(size, int) else _RUNTIME_VALUE for size in compat.proxy_shape(value))
             return TensorArgument(sizes, _dtype(value), value.device.device_str().split(":")[0])
-        case Proxy():
+        case compat.Proxy():
             return _RUNTIME_VALUE
         case dict():
             return {key: _literal(item) for key, item in value.items()}

@@ -1,16 +1,12 @@
-"""Order a trace's ops into the fewest regions that its dependencies allow.
-
-Everything is linear in ops and dependencies, up to sorting.
-"""
+"""Order a trace's ops into the fewest regions that its dependencies allow, in linear time up to sorting."""
 
 from __future__ import annotations
 
 import bisect
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import Verdict
 from thunder_cg.analysis.ops import Op, Ops
@@ -18,25 +14,21 @@ from thunder_cg.analysis.rules import Reason
 
 __all__ = ["Eager", "Plan", "Region", "dependencies", "partition"]
 
+# Regrouping may raise the estimated peak memory by this factor over trace order, no further. An increase of at most as
+# many bytes as the slack never matters: torch's allocator asks the device for no smaller segment.
 _PEAK_GROWTH = 1.10
-"""Regrouping may raise the estimated peak memory by this factor over trace order, no further."""
-
 _PEAK_SLACK = 2 << 20
-"""An increase of at most as many bytes never matters: torch's allocator asks the device for no smaller segment."""
 
-_FEWEST_KERNELS = 2
-"""A graph of one kernel launches no faster than the kernel."""
+_FEWEST_KERNELS = 2  # a graph of one kernel launches no faster than the kernel
 
 
 @dataclass(frozen=True, slots=True)
 class Region:
     """Ops that are captured together."""
 
-    ops: tuple[int, ...]
-    """Indices into the trace's ops, in trace order."""
+    ops: tuple[int, ...]  # indices into the trace's ops, in trace order
     device: str
-    split: str
-    """Why it ended where it did; empty if no eager op follows."""
+    split: str  # why it ended where it did; empty if no eager op follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +37,17 @@ class Eager:
 
     op: int
 
+    @property
+    def ops(self) -> tuple[int, ...]:
+        return (self.op,)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What runs, in this order. Every op of the trace is in exactly one step."""
 
     steps: tuple[Region | Eager, ...]
-    verdicts: tuple[Verdict, ...]
-    """One per op; those of regions that turned out too small say so."""
+    verdicts: tuple[Verdict, ...]  # one per op; those of regions that turned out too small say so
 
 
 def partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan:
@@ -72,10 +67,6 @@ def partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan
     note = f"kept in trace order: regrouping would raise the estimated peak memory from {before:,} to {after:,} bytes"
     return _plan(ops, verdicts, graph, in_order, note if len(in_order) > len(runs) else "")
 
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Dependencies
-# ----------------------------------------------------------------------------------------------------------------------
 
 # Note [Overlapping arguments]
 # Thunder compares only the first addresses of arguments, and no addresses of parameters and buffers, so two of them may
@@ -145,10 +136,6 @@ def _memory_accesses(
     return merged(aliasing.reads), merged(aliasing.writes), {one}
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Schedule
-# ----------------------------------------------------------------------------------------------------------------------
-
 # Note [Time]
 # A schedule is a sequence of groups, each on one device, with a slot for eager ops before, between and after them.
 # Group g (from 1) has time 2g, the slot after it 2g + 1, the first slot 1. An op's time is at least that of each op
@@ -161,8 +148,7 @@ class DependencyGraph:
 
     before: list[list[int]]
     after: list[list[int]]
-    colors: list[str | None]
-    """The device of an op to capture; None for eager ones."""
+    colors: list[str | None]  # the device of an op to capture; None for eager ones
 
     @classmethod
     def of(cls, ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> DependencyGraph:
@@ -179,22 +165,17 @@ class DependencyGraph:
         at: defaultdict[str, list[int]] = defaultdict(list)
         for position, device in enumerate(groups, start=1):
             at[device].append(2 * position)
-        earliest = self._earliest(at)
+        earliest: list[int] = []
+        for op, color in enumerate(self.colors):
+            earliest.append(_not_before(max((earliest[other] for other in self.before[op]), default=1), color, at))
         latest = self._latest(at, end=2 * len(groups) + 1)
         now = 0
         times = []
         for op, color in enumerate(self.colors):
             # An op does not run before ops that come earlier in the trace, unless a region would wait for it. An op
             # that depends on another has no smaller latest time, so it never comes before the other.
-            time = _not_before(max(earliest[op], min(now, latest[op])), color, at)
-            now = max(now, time)
-            times.append(time)
-        return times
-
-    def _earliest(self, at: Mapping[str, list[int]]) -> list[int]:
-        times: list[int] = []
-        for op, color in enumerate(self.colors):
-            times.append(_not_before(max((times[other] for other in self.before[op]), default=1), color, at))
+            times.append(_not_before(max(earliest[op], min(now, latest[op])), color, at))
+            now = max(now, times[-1])
         return times
 
     def _latest(self, at: Mapping[str, list[int]], end: int) -> list[int]:
@@ -228,7 +209,7 @@ def _groups(graph: DependencyGraph) -> list[str]:
     for op, count in enumerate(waiting):
         if not count:
             ready[graph.colors[op]].append(op)
-    fronts = [_Progress.of(graph, device) for device in dict.fromkeys(c for c in graph.colors if c is not None)]
+    fronts = [_Progress(graph, device) for device in dict.fromkeys(c for c in graph.colors if c is not None)]
 
     def run(color: str | None) -> None:
         stack = ready[color]
@@ -255,21 +236,17 @@ def _groups(graph: DependencyGraph) -> list[str]:
 class _Progress:
     """How far the schedule of one device is. The level of an op is the number of groups of the device up to the op."""
 
-    def __init__(self, graph: DependencyGraph, device: str, levels: list[int]) -> None:
-        self.graph, self.device, self.levels = graph, device, levels
-        mine = [op for op, color in enumerate(graph.colors) if color == device]
-        self.left = Counter(levels[op] for op in mine)
-        self.foreign = Counter(levels[op] for op in mine for other in graph.before[op] if graph.colors[other] != device)
-        self.level, self.deepest = 1, max(self.left)
-
-    @classmethod
-    def of(cls, graph: DependencyGraph, device: str) -> _Progress:
+    def __init__(self, graph: DependencyGraph, device: str) -> None:
         levels: list[int] = []
         for op, color in enumerate(graph.colors):
             own = color == device
             needed = (levels[other] + (own and graph.colors[other] != device) for other in graph.before[op])
             levels.append(max((int(own), *needed)))
-        return cls(graph, device, levels)
+        self.graph, self.device, self.levels = graph, device, levels
+        mine = [op for op, color in enumerate(graph.colors) if color == device]
+        self.left = Counter(levels[op] for op in mine)
+        self.foreign = Counter(levels[op] for op in mine for other in graph.before[op] if graph.colors[other] != device)
+        self.level, self.deepest = 1, max(self.left)
 
     def ran(self, op: int) -> None:
         if self.graph.colors[op] == self.device:
@@ -297,43 +274,32 @@ def _runs(times: Sequence[int], colors: Sequence[str | None]) -> list[tuple[str 
     return [(color, sorted(members)) for color, members in runs]
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Memory
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PeakMemory:
     """An estimate of the memory that a schedule needs on the captured devices."""
 
-    allocates: list[dict[str, int]]
-    """For each op, bytes by alias set."""
-    touches: Sequence[frozenset[str]]
-    """For each op, the alias sets that it reads or writes."""
-    start: dict[str, int]
-    """Bytes by alias set of tensors from outside that the call can free: not of parameters and buffers."""
-    returned: set[str]
-    """Alias sets that stay alive to the end, because they are returned or saved."""
+    allocates: list[dict[str, int]]  # for each op, bytes by alias set
+    start: dict[str, int]  # likewise, of tensors from outside that the call can free: not of parameters and buffers
+    touches: Sequence[frozenset[str]]  # for each op, the alias sets that it reads or writes
+    returned: set[str]  # alias sets that stay alive to the end, because they are returned or saved
 
     @classmethod
     def of(cls, ops: Ops, graph: DependencyGraph, aliasing: Aliasing) -> PeakMemory:
-        sets, captured = aliasing.sets, set(graph.colors)
-        size = {name: v.nbytes if v.device in captured else 0 for name, v in ops.values.items()}
-        start: dict[str, int] = {}
-        for name in ops.args:
-            if name in sets and not ops.values[name].static:
-                start[sets[name]] = max(start.get(sets[name], 0), size[name])
-        outside = aliasing.sets_of(ops.args)
-        allocates = []
-        for op in ops.ops:
-            new: dict[str, int] = {}
-            known = aliasing.sets_of(op.inputs) | outside
-            for name in op.outputs:
-                if name in sets and sets[name] not in known:
-                    new[sets[name]] = max(new.get(sets[name], 0), size[name])
-            allocates.append(new)
+        sets, captured, outside = aliasing.sets, set(graph.colors), aliasing.sets_of(ops.args)
+
+        def largest(names: Iterable[str], not_in: Set[str] = frozenset()) -> dict[str, int]:
+            """For each alias set of the names, the bytes of the largest."""
+            found: dict[str, int] = {}
+            for name in names:
+                if name in sets and sets[name] not in not_in:
+                    nbytes = ops.values[name].nbytes if ops.values[name].device in captured else 0
+                    found[sets[name]] = max(found.get(sets[name], 0), nbytes)
+            return found
+
+        allocates = [largest(op.outputs, not_in=aliasing.sets_of(op.inputs) | outside) for op in ops.ops]
+        start = largest(name for name in ops.args if not ops.values[name].static)
         returned = (name for op in ops.ops if op.id == "RETURN" for name in op.inputs)
-        return cls(allocates, aliasing.reads, start, aliasing.sets_of(returned))
+        return cls(allocates, start, aliasing.reads, aliasing.sets_of(returned))
 
     def peak(self, runs: Iterable[tuple[str | None, list[int]]]) -> int:
         """Bytes alive at once, at most, if ops run in this order and memory is freed after its last use."""
@@ -352,17 +318,8 @@ class PeakMemory:
         return peak
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Plan
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 def _plan(
-    ops: Ops,
-    verdicts: Sequence[Verdict],
-    graph: DependencyGraph,
-    runs: list[tuple[str | None, list[int]]],
-    note: str,
+    ops: Ops, verdicts: Sequence[Verdict], graph: DependencyGraph, runs: list[tuple[str | None, list[int]]], note: str
 ) -> Plan:
     final = list(verdicts)
     steps: list[Region | Eager] = []
@@ -375,10 +332,8 @@ def _plan(
                 final[op] = _too_small(final[op], kernels)
         else:
             steps.append(Region(tuple(members), color, ""))
-    splits = _splits(ops, final, graph, steps, note)
-    return Plan(
-        tuple(replace(s, split=splits[i]) if isinstance(s, Region) else s for i, s in enumerate(steps)), tuple(final)
-    )
+    _say_why_regions_end(ops, final, graph, steps, note)
+    return Plan(tuple(steps), tuple(final))
 
 
 def _kernels(op: Op, verdict: Verdict) -> int:
@@ -390,8 +345,7 @@ def _kernels(op: Op, verdict: Verdict) -> int:
         return _FEWEST_KERNELS
     if op.is_fusion:
         return max(1, sum(_kernels(sub, verdict) for sub in op.subs))
-    rule = rules.find(op.executor, op.id)
-    return int(rule is None or rule.launches_kernels)
+    return int(op.rule is None or op.rule.launches_kernels)
 
 
 def _too_small(verdict: Verdict, kernels: int) -> Verdict:
@@ -401,26 +355,27 @@ def _too_small(verdict: Verdict, kernels: int) -> Verdict:
     return replace(verdict, capture=False, reason=Reason.TOO_SMALL, detail=detail, fix=fix)
 
 
-def _splits(
-    ops: Ops, verdicts: Sequence[Verdict], graph: DependencyGraph, steps: Sequence[Region | Eager], note: str
-) -> dict[int, str]:
-    """For each region's step, why it ended there."""
-    following: dict[str, int] = {}
-    splits: dict[int, str] = {}
+def _say_why_regions_end(
+    ops: Ops, verdicts: Sequence[Verdict], graph: DependencyGraph, steps: list[Region | Eager], note: str
+) -> None:
+    def named(op: Op, verdict: Verdict) -> str:
+        where = f" at {op.line}" if op.line else ""
+        return f"{op.name}{where}: {verdict.reason.value} ({verdict.detail})"
+
+    following: dict[str, int] = {}  # by device, the next region
     for at in reversed(range(len(steps))):
         step = steps[at]
         if not isinstance(step, Region):
             continue
         end = following.get(step.device, len(steps))
         blocking = _blocking(ops, graph, steps, at, end)
-        text = "; ".join(_named(ops.ops[op], verdicts[op]) for op in blocking[:3])
+        text = "; ".join(named(ops.ops[op], verdicts[op]) for op in blocking[:3])
         if len(blocking) > 3:
             text += f"; and {len(blocking) - 3} more"
         if note and end < len(steps):
             text = f"{text} ({note})"
-        splits[at] = text
+        steps[at] = replace(step, split=text)
         following[step.device] = at
-    return splits
 
 
 def _blocking(ops: Ops, graph: DependencyGraph, steps: Sequence[Region | Eager], at: int, end: int) -> list[int]:
@@ -428,26 +383,17 @@ def _blocking(ops: Ops, graph: DependencyGraph, steps: Sequence[Region | Eager],
 
     If there are none, those on which the second depends; if there are none of these, all eager ops in between.
     """
-    between = [op for step in steps[at + 1 : end] for op in _members(step)]
+    between = [op for step in steps[at + 1 : end] for op in step.ops]
     eager = [s.op for s in steps[at + 1 : end] if isinstance(s, Eager) and not ops.ops[s.op].bookkeeping]
-    needing = set(_members(steps[at]))
+    needing = set(steps[at].ops)
     for op in between:
         if not needing.isdisjoint(graph.before[op]):
             needing.add(op)
     if end == len(steps):
         return [op for op in eager if op in needing] or eager
-    needed = {other for op in _members(steps[end]) for other in graph.before[op]}
+    needed = {other for op in steps[end].ops for other in graph.before[op]}
     for op in reversed(between):
         if op in needed:
             needed.update(graph.before[op])
     both = [op for op in eager if op in needing and op in needed]
     return both or [op for op in eager if op in needed] or eager
-
-
-def _members(step: Region | Eager) -> Iterator[int]:
-    yield from step.ops if isinstance(step, Region) else (step.op,)
-
-
-def _named(op: Op, verdict: Verdict) -> str:
-    where = f" at {op.line}" if op.line else ""
-    return f"{op.name}{where}: {verdict.reason.value} ({verdict.detail})"

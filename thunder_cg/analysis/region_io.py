@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region
@@ -23,10 +22,8 @@ class RegionInput:
     """A tensor that a region reads or writes and does not make."""
 
     name: str
-    written: bool
-    """The region may write its memory."""
-    aliased: bool
-    """An output of the region may be a view of it."""
+    written: bool  # the region may write its memory
+    aliased: bool  # an output of the region may be a view of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +31,26 @@ class RegionOutput:
     """A tensor that a region makes for other steps of the plan, for the backward or for the caller."""
 
     name: str
-    copied_out: bool
-    """It leaves the pool: the caller gets a copy. Otherwise it stays in the pool, at a fixed address."""
+    copied_out: bool  # it leaves the pool: the caller gets a copy; otherwise it stays in the pool, at a fixed address
+    # The position, among the region's ops, of the op after which it may be copied out early. None: only at the end.
     last_use: int | None = None
-    """The position, among the region's ops, of the op after which it may be copied out early. None: only at the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class RegionIO:
     """What one region gets and gives."""
 
-    inputs: tuple[RegionInput, ...]
-    """Tensors, in order of first use."""
-    scalars: tuple[str, ...]
-    """Numbers that its kernels are given before each launch; see `rules.ExecutorRule.kernel_scalars`."""
+    inputs: tuple[RegionInput, ...]  # tensors, in order of first use
+    scalars: tuple[str, ...]  # numbers that its kernels are given before each launch; see `ExecutorRule.kernel_scalars`
+    # In order of making. A value that both stays in the pool and leaves has two outputs, the one that stays first.
     outputs: tuple[RegionOutput, ...]
-    """In order of making. A value that both stays in the pool and leaves has two outputs, the one that stays first."""
-    alive: frozenset[str]
-    """Of all values, those whose memory is still needed when the region has run."""
+    alive: frozenset[str]  # of all values, those whose memory is still needed when the region has run
 
 
 def region_io(ops: Ops, plan: Plan, aliasing: Aliasing, returned: Set[str], saved: Set[str]) -> tuple[RegionIO, ...]:
     """One record for each region of ``plan``, in order.
 
     Args:
-        ops: the trace.
-        plan: its partition.
-        aliasing: its aliasing.
         returned: names that the trace returns to the caller.
         saved: names that it keeps for its backward. They stay in the pool, as the call holds its arena until then.
     """
@@ -84,13 +74,14 @@ def region_io(ops: Ops, plan: Plan, aliasing: Aliasing, returned: Set[str], save
                 leaves = aliasing.sets[name] in copied_out
                 kinds[name] = (used and not leaves, name in returned or leaves)
         written = {name for op in mine for name in aliasing.writes[op.index]}
+        given, entered = aliasing.sets_of(kinds), aliasing.sets_of(tensors)
         alive = [name for name in candidates if last[aliasing.sets[name]] > at]
         result.append(
             RegionIO(
-                inputs=_inputs(tensors, aliasing, written, aliasing.sets_of(kinds)),
-                scalars=tuple(name for name in inputs if ops.values[name].kind == "number"),
-                outputs=_outputs(kinds, mine, aliasing, aliasing.sets_of(tensors)),
-                alive=frozenset(alive),
+                tuple(RegionInput(n, aliasing.sets[n] in written, aliasing.sets[n] in given) for n in tensors),
+                tuple(name for name in inputs if ops.values[name].kind == "number"),
+                _outputs(kinds, mine, aliasing, entered),
+                frozenset(alive),
             )
         )
         candidates = [*alive, *kinds]
@@ -107,9 +98,7 @@ class _Steps:
 
     @classmethod
     def of(cls, ops: Ops, plan: Plan, aliasing: Aliasing) -> _Steps:
-        step_of = {
-            i: s for s, step in enumerate(plan.steps) for i in (step.ops if isinstance(step, Region) else (step.op,))
-        }
+        step_of = {op: at for at, step in enumerate(plan.steps) for op in step.ops}
         made: dict[str, int] = {}
         used: defaultdict[str, set[int]] = defaultdict(set)
         written: defaultdict[str, set[int]] = defaultdict(set)
@@ -123,12 +112,6 @@ class _Steps:
             for name in aliasing.writes[op.index]:
                 written[name].add(at)
         return cls(made, used, written)
-
-
-def _inputs(tensors: Iterable[str], aliasing: Aliasing, written: Set[str], given: Set[str]) -> tuple[RegionInput, ...]:
-    """The inputs of a region that writes and gives these alias sets."""
-    sets = aliasing.sets
-    return tuple(RegionInput(n, written=sets[n] in written, aliased=sets[n] in given) for n in tensors)
 
 
 def _outputs(
@@ -168,13 +151,8 @@ def _must_be_copied_out(ops: Ops, plan: Plan, aliasing: Aliasing, steps: _Steps,
     values of several steps, and sets that an opaque operator sees. All of these values leave, and their users get the
     copies.
     """
-    kept = {
-        name
-        for op in ops.ops
-        if not op.bookkeeping and not plan.verdicts[op.index].capture
-        if _may_keep_inputs(op, plan.verdicts[op.index].reason, aliasing)
-        for name in op.inputs
-    }
+    eager = ((op, verdict) for op, verdict in zip(ops.ops, plan.verdicts) if not (op.bookkeeping or verdict.capture))
+    kept = {name for op, verdict in eager if _may_keep_inputs(op, verdict.reason, aliasing) for name in op.inputs}
     touched: defaultdict[str, set[int]] = defaultdict(set)
     for name, at in steps.made.items():
         if name in aliasing.sets:
@@ -200,9 +178,5 @@ def _aliased_by_eager_ops(ops: Ops, plan: Plan, aliasing: Aliasing, steps: _Step
 
 def _may_keep_inputs(op: Op, reason: Reason, aliasing: Aliasing) -> bool:
     """Whether the eager op may keep its inputs. Its verdict has only the first reason found, so the op counts, too."""
-    rule = rules.find(op.executor, op.id)
-    return (
-        reason in _MAY_KEEP_INPUTS
-        or op.index in aliasing.opaque
-        or (rule is not None and rule.cause.reason in _MAY_KEEP_INPUTS)
-    )
+    reasons = {reason} if op.rule is None else {reason, op.rule.cause.reason}
+    return op.index in aliasing.opaque or not reasons.isdisjoint(_MAY_KEEP_INPUTS)

@@ -1,8 +1,7 @@
 """What the package uses of PyTorch's CUDA support and of the CUDA driver that is private or differs between versions.
 
-No other module imports ``cuda.bindings`` or names something private of ``torch.cuda``. Checked with torch 2.9 to 2.11,
-and with cuda-bindings 13.5 where it is installed. Importing this module compiles nothing and does not initialize CUDA.
-It can be imported where PyTorch is built without CUDA.
+Checked with torch 2.9 to 2.11, and with cuda-bindings 13.5 where it is installed. Importing this module compiles
+nothing and does not initialize CUDA. It can be imported where PyTorch is built without CUDA.
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ PoolId = Any  # two numbers; PyTorch's type for them is private
 # They need CUDA to be initialized, which a graph implies. Builds without CUDA lack them.
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
-is_current_stream_capturing: Callable[[], bool] = getattr(
-    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
-)
+is_current_stream_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
 
-
-# The driver
+# A private pool of the caching allocator counts its users: the first counts one more, the last one less. Without users,
+# its memory is freed.
+_begin_allocate: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
+end_allocate_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
+release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
 
 
 def check(result: Sequence[Any]) -> Any:
@@ -44,11 +44,7 @@ def check(result: Sequence[Any]) -> Any:
 
 
 def compile_kernels(index: int, source: str, macros: Sequence[str], names: Sequence[str]) -> list[Any]:
-    """The driver's functions for kernels written in CUDA C++, compiled for device ``index``.
-
-    Raises:
-        RuntimeError, OSError: NVRTC is not installed or does not know the device.
-    """
+    """The driver's functions for kernels in CUDA C++. RuntimeError or OSError if NVRTC is missing or too old."""
     if driver is None:
         raise RuntimeError("cuda-bindings is not installed")
     major, minor = torch.cuda.get_device_capability(index)
@@ -62,32 +58,15 @@ def compile_kernels(index: int, source: str, macros: Sequence[str], names: Seque
     return [check(driver.cuModuleGetFunction(module, name.encode())) for name in names]
 
 
-def current_context() -> Any:
-    """The driver's context of the current device."""
-    return check(driver.cuCtxGetCurrent())
-
-
-def set_context(context: Any) -> None:
-    """Makes ``context`` this thread's. The driver crashes the process if it is called on a thread without a context."""
-    check(driver.cuCtxSetCurrent(context))
-
-
 def new_stream(index: int) -> torch.cuda.Stream:
-    """A stream that PyTorch hands to nobody else. Its own are 32 that it hands out in turn.
-
-    Without the driver's API it is one of these.
-    """
+    """A stream that PyTorch hands to nobody else; without the driver, one of the 32 that it hands out in turn."""
     with torch.cuda.device(index):
-        if driver is None:
-            return torch.cuda.Stream()
-        torch.cuda.init()
-        error, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-        if error != driver.CUresult.CUDA_SUCCESS:
-            return torch.cuda.Stream()
-        return torch.cuda.ExternalStream(int(stream))
-
-
-# Graphs
+        if driver is not None:
+            torch.cuda.init()
+            error, stream = driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            if not error:
+                return torch.cuda.ExternalStream(int(stream))
+        return torch.cuda.Stream()
 
 
 def captured_graph(graph: torch.cuda.CUDAGraph) -> Any:
@@ -111,56 +90,41 @@ def kernel_node_updater(executable: Any, node: Any, parameters: Any) -> Callable
 
 
 def last_captured_node(stream: int) -> Any:
-    """The node that the capture under way on the stream has added last.
-
-    What `cuStreamGetCaptureInfo` returns besides the list of nodes depends on the version of cuda-bindings.
-    """
+    """The node that the capture under way on the stream has added last."""
+    # What else is returned depends on the version of cuda-bindings.
     lists = [part for part in check(driver.cuStreamGetCaptureInfo(stream)) if isinstance(part, list)]
     (node,) = next(part for part in lists if part and isinstance(part[0], driver.CUgraphNode))
     return node
 
 
-# The caching allocator
-
-
 def new_pool(index: int) -> PoolId:
     """The id of a new private pool. The pool exists until `release_pool` was called once."""
     pool: PoolId = torch.cuda.graph_pool_handle()
-    torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
-    torch._C._cuda_endAllocateToPool(index, pool)
+    _begin_allocate(index, pool)
+    end_allocate_to_pool(index, pool)
     return pool
 
 
 @contextmanager
 def use_pool(index: int, pool: PoolId) -> Iterator[None]:
     """Inside, this thread allocates from the pool."""
-    torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
+    _begin_allocate(index, pool)
     try:
         yield
     finally:
-        torch._C._cuda_endAllocateToPool(index, pool)
-        torch._C._cuda_releasePool(index, pool)
+        end_allocate_to_pool(index, pool)
+        release_pool(index, pool)
 
 
 @contextmanager
 def leave_pool(index: int, pool: PoolId) -> Iterator[None]:
     """Inside `use_pool`: this thread does not allocate from the pool here."""
-    torch._C._cuda_endAllocateToPool(index, pool)
+    end_allocate_to_pool(index, pool)
     try:
         yield
     finally:
-        torch._C._cuda_beginAllocateCurrentThreadToPool(index, pool)
-        torch._C._cuda_releasePool(index, pool)  # the line before counts one more user of the pool
-
-
-def end_allocate_to_pool(index: int, pool: PoolId) -> None:
-    """Ends what a broken capture began. RuntimeError if the capture has ended it."""
-    torch._C._cuda_endAllocateToPool(index, pool)
-
-
-def release_pool(index: int, pool: PoolId) -> None:
-    """Counts one user of the pool less. Its memory is freed when there is none."""
-    torch._C._cuda_releasePool(index, pool)
+        _begin_allocate(index, pool)
+        release_pool(index, pool)
 
 
 def pool_segments(pools: Sequence[PoolId]) -> list[dict[str, Any]]:
@@ -173,9 +137,6 @@ def pool_segments(pools: Sequence[PoolId]) -> list[dict[str, Any]]:
     return [segment for segment in everything if segment["segment_pool_id"] in pools]
 
 
-# Tensors
-
-
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
     """A storage of memory that it does not own."""
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
@@ -184,13 +145,8 @@ def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
 def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as ``tensor``, in a tensor that does not keep the memory allocated."""
     whole = tensor.untyped_storage()
-    metadata = {
-        "size": tensor.size(),
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-        "storage_offset": tensor.storage_offset(),
-    }
+    metadata = {"dtype": tensor.dtype, "device": tensor.device}
+    metadata |= {"size": tensor.size(), "stride": tensor.stride(), "storage_offset": tensor.storage_offset()}
     storage = storage_at(whole.data_ptr(), tensor.device, whole.nbytes())
     alias = torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
     # The metadata do not hold the bits of lazy conjugation and negation.

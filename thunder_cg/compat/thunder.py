@@ -1,13 +1,11 @@
-"""Names of Thunder's internals. Checked with lightning-thunder 0.2.6.
-
-The rest of the package imports Thunder's types and passes from here. What Thunder keeps in underscored attributes is
-read by the functions below.
-"""
+"""Names of Thunder's internals, and what it keeps in underscored attributes. Checked with lightning-thunder 0.2.6."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -19,18 +17,7 @@ from thunder.core.compile_data import get_compile_data
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import (
-    AnyProxy,
-    CollectionProxy,
-    DictProxy,
-    FutureTensorProxy,
-    ListProxy,
-    NumberProxy,
-    Proxy,
-    ProxyTag,
-    TensorProxy,
-    TupleProxy,
-)
+from thunder.core.proxies import AnyProxy, CollectionProxy, FutureTensorProxy, NumberProxy, Proxy, ProxyTag, TensorProxy
 from thunder.core.pytree import tree_flatten, tree_flatten_with_dataclass, tree_map
 from thunder.core.recipe import Plugin, PluginPolicy
 from thunder.core.symbol import BoundSymbol, Symbol
@@ -43,29 +30,18 @@ from thunder.extend import FusionExecutor, get_default_executors, get_executor, 
 from thunder.plugins import register_plugin
 from thunder.torch import _torch_to_thunder_function_map
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Traces
-# ----------------------------------------------------------------------------------------------------------------------
 
-
-def current_trace() -> TraceCtx | None:
-    """The trace that is being made on this thread, if any."""
-    return _tracectx.get(None)
-
-
-def proxy_shape(proxy: TensorProxy | FutureTensorProxy) -> tuple[Any, ...]:
-    """The sizes of a tensor proxy: ints, or number proxies where they are known only at run time.
-
-    ``proxy.shape`` would add a symbol to the trace that is being made.
-    """
-    shape: tuple[Any, ...] = proxy._shape
-    return shape
+# The trace that is being made on this thread, if any.
+current_trace: Callable[[], TraceCtx | None] = partial(_tracectx.get, None)
+# The sizes of a tensor proxy: ints, or number proxies where they are known only at run time. ``proxy.shape`` would add
+# a symbol to the trace that is being made.
+proxy_shape: Callable[[TensorProxy | FutureTensorProxy], tuple[Any, ...]] = attrgetter("_shape")
 
 
 def bound_functions(symbol: BoundSymbol) -> dict[str, Callable[..., Any]]:
     """The functions that a bound symbol calls, by the names under which the trace's source has them."""
-    functions: dict[str, Callable[..., Any]] = symbol._call_ctx or {}
-    return functions
+    return symbol._call_ctx or {}
 
 
 def rebind(symbol: BoundSymbol, functions: dict[str, Callable[..., Any]]) -> BoundSymbol:
@@ -75,49 +51,21 @@ def rebind(symbol: BoundSymbol, functions: dict[str, Callable[..., Any]]) -> Bou
     return copy
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Compiled modules
-# ----------------------------------------------------------------------------------------------------------------------
 
-
-def original_module(module: ThunderModule) -> torch.nn.Module:
-    """The module that was given to ``thunder.jit``."""
-    model: torch.nn.Module = module._model
-    return model
-
-
-def module_parameters(module: ThunderModule) -> MutableMapping[str, torch.nn.Parameter]:
-    """The dictionary in which a compiled module looks parameters up."""
-    found: MutableMapping[str, torch.nn.Parameter] = module._overrides_parameters
-    return found
-
-
-def module_buffers(module: ThunderModule) -> MutableMapping[str, torch.Tensor]:
-    """The dictionary in which a compiled module looks buffers up."""
-    found: MutableMapping[str, torch.Tensor] = module._overrides_buffers
-    return found
-
-
-def module_cache(module: ThunderModule) -> MutableMapping[str, torch.nn.Module]:
-    """The submodules that a compiled module has looked up, by name."""
-    found: MutableMapping[str, torch.nn.Module] = module._module_cache
-    return found
-
-
-def compile_stats(module: ThunderModule) -> Any:
-    """Counts and cache entries of a compiled module: ``calls``, ``cache_hits``, ``interpreter_cache``, ``last_*``."""
-    return module._lc_cs
-
-
-def compile_data(module: ThunderModule) -> Any:
-    """The options that a module was compiled with: ``cache_option``, ``compile_options``."""
-    return module._lc_cd
-
-
-def dispatch_of(module: ThunderModule) -> Callable[..., Any]:
-    """The function that a compiled module calls in its forward: Thunder's dispatch, or what was put in its place."""
-    forward: Callable[..., Any] = module._forward_fn
-    return forward
+# The module that was given to ``thunder.jit``.
+original_module: Callable[[ThunderModule], torch.nn.Module] = attrgetter("_model")
+# The dictionaries in which a compiled module looks parameters and buffers up.
+module_parameters: Callable[[ThunderModule], dict[str, torch.nn.Parameter]] = attrgetter("_overrides_parameters")
+module_buffers: Callable[[ThunderModule], dict[str, torch.Tensor]] = attrgetter("_overrides_buffers")
+# The submodules that a compiled module has looked up, by name.
+module_cache: Callable[[ThunderModule], dict[str, torch.nn.Module]] = attrgetter("_module_cache")
+# Counts and cache entries of a compiled module: ``calls``, ``cache_hits``, ``interpreter_cache``, ``last_*``.
+compile_stats: Callable[[ThunderModule], Any] = attrgetter("_lc_cs")
+# The options that a module was compiled with: ``cache_option``, ``compile_options``.
+compile_data: Callable[[ThunderModule], Any] = attrgetter("_lc_cd")
+# The function that a compiled module calls in its forward: Thunder's dispatch, or what was put in its place.
+dispatch_of: Callable[[ThunderModule], Callable[..., Any]] = attrgetter("_forward_fn")
 
 
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
@@ -138,16 +86,12 @@ def drop_self_references(entry: CacheEntry) -> None:
             drop_self_reference(function)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Operators
-# ----------------------------------------------------------------------------------------------------------------------
+
+# Whether the torch executor has a symbol of that name. It has none for derivatives that Thunder writes out.
+torch_executor_has: Callable[[str], bool] = _torch_executor.opmap.__contains__
 
 
 def symbols_of_functions() -> dict[Any, Any]:
     """Thunder's symbol for each function of PyTorch that it knows."""
     return _torch_to_thunder_function_map
-
-
-def torch_executor_has(name: str) -> bool:
-    """Whether the torch executor has a symbol of that name. It has none for derivatives that Thunder writes out."""
-    return name in _torch_executor.opmap

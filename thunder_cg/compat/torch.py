@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 from weakref import ref
@@ -29,32 +30,19 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as disable_dispatch_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Tensors
-# ----------------------------------------------------------------------------------------------------------------------
 
+# Whether the tensor is zeros without memory, as the derivative of ``torch.sgn`` is.
 is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
-"""Whether the tensor is zeros without memory, as the derivative of ``torch.sgn`` is."""
-
+# A view that is negated only when it is read. Its inverse is itself.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._neg_view
-"""A view that is negated only when it is read. Its inverse is itself."""
-
+# Whether autograd knows the tensor for a view of another one, and that other one; None if there is none.
 is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
-"""Whether autograd knows the tensor for a view of another one."""
-
+autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
+# Whether the tensor has one storage: sparse and MKL-DNN tensors have none.
 has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
-"""Whether the tensor has one storage: sparse and MKL-DNN tensors have none."""
-
-
-def autograd_base(tensor: Any) -> torch.Tensor | None:
-    """The tensor that autograd knows this one for a view of; None if it is no view."""
-    base: torch.Tensor | None = tensor._base
-    return base
-
-
-def version(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was written in place. RuntimeError for an inference tensor."""
-    return tensor._version
+# How often the tensor's memory was written in place. RuntimeError for an inference tensor.
+version: Callable[[torch.Tensor], int] = attrgetter("_version")
 
 
 def may_overlap_itself(tensor: torch.Tensor) -> bool:
@@ -64,8 +52,7 @@ def may_overlap_itself(tensor: torch.Tensor) -> bool:
 
 def empty_strided(device_type: str) -> Callable[..., torch.Tensor]:
     """`torch.empty_strided` on the current device of that type, without the dispatch that takes half of its time."""
-    empty: Callable[..., torch.Tensor] = getattr(_guards, f"_empty_strided_{device_type}")
-    return empty
+    return getattr(_guards, f"_empty_strided_{device_type}")
 
 
 def copy_all_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
@@ -75,18 +62,13 @@ def copy_all_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 
 def deterministic_fill() -> bool:
     """Whether PyTorch fills new memory, because algorithms are to be deterministic."""
-    enabled = torch._C._get_deterministic_algorithms()
-    return bool(enabled and torch._C._get_deterministic_fill_uninitialized_memory())
+    return torch._C._get_deterministic_algorithms() and torch._C._get_deterministic_fill_uninitialized_memory()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Guards in C++
-# ----------------------------------------------------------------------------------------------------------------------
 
+# ``addresses_equal(tensors, addresses, indices)``: whether the tensors at the indices have the addresses there.
 addresses_equal: Callable[..., bool] = torch._C._tensors_data_ptrs_at_indices_equal
-"""``addresses_equal(tensors, addresses, indices)``: whether the tensors at the indices have the addresses there."""
-
-_make_tensor_guards: Callable[..., TensorGuards] = TensorGuards  # its stub takes no lists
 
 
 def tensor_guards(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> TensorGuards:
@@ -94,19 +76,16 @@ def tensor_guards(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> T
 
     No tensor may occur twice.
     """
-    return _make_tensor_guards(
-        *tensors,
-        dynamic_dims_sizes=[list(t.size()) for t in tensors],
-        dynamic_dims_strides=[list(t.stride()) if strides else [None] * t.dim() for t in tensors],
-    )
+    shapes: list[Any] = [list(t.size()) for t in tensors]
+    dim_strides: list[Any] = [list(t.stride()) if strides else [None] * t.dim() for t in tensors]
+    return TensorGuards(*tensors, dynamic_dims_sizes=shapes, dynamic_dims_strides=dim_strides)
 
 
 def dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
     """A check that objects have their types and their dictionaries, and that nothing was written to a dictionary.
 
-    The check owns what it watches, except for objects that ``watched`` has weak references to.
-
-    Where CPython does not report writes to attributes, the check is always False unless only dictionaries are watched.
+    The check owns what it watches, except for objects that ``watched`` has weak references to. Where CPython does not
+    report writes to attributes, the check is always False unless only dictionaries are watched.
     """
     if attribute_writes_are_reported() or all(isinstance(item, dict) for item in watched):
         return _dictionary_guard(watched)
@@ -141,35 +120,31 @@ def attribute_dictionaries(module: torch.nn.Module) -> tuple[Mapping[str, Any], 
     return vars(module), module._parameters, module._buffers
 
 
-class _Probe:
-    attribute: int
-
-
 @cache
 def attribute_writes_are_reported() -> bool:
     """Whether a write to an attribute shows as a write to the object's dictionary. CPython 3.13.0 has a bug there."""
-    probe = _Probe()
+
+    class Probe:
+        attribute: int
+
+    probe = Probe()
     unchanged = _dictionary_guard([probe])
     probe.attribute = 0
     return not unchanged()
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # State of the thread and of the process
-# ----------------------------------------------------------------------------------------------------------------------
 
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
-is_traced: Callable[[], bool] = torch._C._is_tracing
-"""Whether ``torch.jit.trace`` is at work on this thread."""
-
+is_traced: Callable[[], bool] = torch._C._is_tracing  # by ``torch.jit.trace``, on this thread
 any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
-"""Whether a transform of torch.func, such as vmap or grad, is active."""
-
-_top_saved_tensors_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active  # such as vmap or grad
+# The innermost saved-tensor hooks of this thread; None if there are none.
+saved_tensors_hooks: Callable[[], Any] = partial(torch._C._autograd._top_saved_tensors_default_hooks, False)
 _excludes_key: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _AUTOGRAD_KEY = torch._C.DispatchKey.AutogradFunctionality
+_fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 
 def only_device_modes() -> bool:
@@ -177,14 +152,8 @@ def only_device_modes() -> bool:
     return all(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
 
-def saved_tensors_hooks() -> Any:
-    """The innermost saved-tensor hooks of this thread; None if there are none."""
-    return _top_saved_tensors_hooks(False)
-
-
-def forward_ad_level() -> int:
-    """The level of forward-mode AD on this thread; -1 if it is not active."""
-    return forward_ad._current_level
+forward_ad_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
+"""The level of forward-mode AD on this thread; -1 if it is not active. (A Python function would cost more to call.)"""
 
 
 def autograd_is_active() -> bool:
@@ -195,9 +164,6 @@ def autograd_is_active() -> bool:
 def default_device_is_set() -> bool:
     """Whether ``torch.set_default_device`` or ``with torch.device(...)`` is in force on this thread."""
     return bool(function_mode_count()) or "device_context" in torch._GLOBAL_DEVICE_CONTEXT.__dict__
-
-
-_fp32_precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 
 
 def kernel_settings() -> tuple[Any, ...]:
@@ -222,17 +188,15 @@ def kernel_settings() -> tuple[Any, ...]:
         c._get_cudnn_sdp_enabled(),
         c._get_math_sdp_allow_fp16_bf16_reduction(),
         (*c._get_sdp_priority_order(),),
-        c._get_blas_preferred_backend().value,
-        c._get_linalg_preferred_backend().value,
+        int(c._get_blas_preferred_backend()),
+        int(c._get_linalg_preferred_backend()),
     )
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Autograd
-# ----------------------------------------------------------------------------------------------------------------------
 
+# Whether the backward under way runs this node. RuntimeError for a leaf among the inputs of `torch.autograd.grad`.
 engine_will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
-"""Whether the backward under way runs this node. RuntimeError for a leaf among the inputs of `torch.autograd.grad`."""
 
 
 def backward_keeps_graph() -> bool:
@@ -242,8 +206,7 @@ def backward_keeps_graph() -> bool:
 
 def function_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """What ``function.apply`` calls where no transform of torch.func is active, without the check whether one is."""
-    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
-    return apply
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def has_accumulate_hooks(leaf: torch.Tensor) -> bool:
@@ -251,14 +214,10 @@ def has_accumulate_hooks(leaf: torch.Tensor) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # Dispatch
-# ----------------------------------------------------------------------------------------------------------------------
 
-
-def is_mutable(func: Any) -> bool:
-    """Whether an operator's schema says that it writes to an argument."""
-    return bool(func._schema.is_mutable)
+# Whether an operator's schema says that it writes to an argument.
+is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 
 
 @contextmanager
@@ -269,15 +228,12 @@ def composite_sees_views() -> Iterator[None]:
         yield
 
 
-# ----------------------------------------------------------------------------------------------------------------------
 # For the tools: Dynamo, cuBLAS, the allocator, PyTorch's table of operators
-# ----------------------------------------------------------------------------------------------------------------------
 
 
 def dynamo_recompile_limit(limit: int) -> AbstractContextManager[None]:
     """Inside, Dynamo compiles a code object so many times. Compiled copies of a model share its code objects."""
-    limited: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=limit)
-    return limited
+    return torch._dynamo.config.patch(recompile_limit=limit)
 
 
 def forget_dynamic_sizes() -> None:
@@ -291,8 +247,7 @@ def dynamo_counters() -> list[Counter[str]]:
 
 
 def keep_cublas_workspaces() -> AbstractContextManager[Any]:
-    """Inside, Inductor frees no cuBLAS workspaces. It frees all of them when it records a graph, although other graphs
-    write to them."""
+    """Inside, Inductor frees no cuBLAS workspaces. Else it frees all when it records a graph, also those in use."""
     return patch.object(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, create=True)
 
 
@@ -310,21 +265,16 @@ def storage_id(tensor: torch.Tensor) -> int:
 def operator_table() -> tuple[Any, ...]:
     """``op_db``, the table of operators with sample inputs that PyTorch's tests use.
 
-    The package of PyTorch's tests imports `expecttest`, which the table does not need, and forbids the process to set
-    any flag of ``torch.backends``: a stand-in replaces the first, and the second is ignored.
+    PyTorch's tests import `expecttest`, which the table does not need: a stand-in replaces it. They also forbid the
+    process to set any flag of ``torch.backends``, which is ignored.
     """
     if "expecttest" not in sys.modules and find_spec("expecttest") is None:
-        stand_in = types.ModuleType("expecttest")
-        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-        sys.modules["expecttest"] = stand_in
+        sys.modules["expecttest"] = types.ModuleType("expecttest")
+        sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
     with patch.object(torch.backends, "disable_global_flags", lambda: None), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that it imports where they are installed
         from torch.testing._internal import common_methods_invocations as source
 
-    source.wrapper_set_seed = _call_without_seed  # type: ignore[attr-defined]
+    # The table's function seeds before each call, which Thunder cannot trace.
+    source.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # type: ignore[attr-defined]
     return tuple(source.op_db)
-
-
-def _call_without_seed(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Replaces the table's function that seeds before each call, which Thunder cannot trace."""
-    return op(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Refuses to start on torch or Thunder releases whose internals differ from those the package was tested with."""
+"""Refuses to start on releases of torch or Thunder whose internals may differ from those that were tested."""
 
 from __future__ import annotations
 

@@ -2,17 +2,16 @@
 
 Thunder's dispatch, prologue and autograd bridge cost several times what launching a graph does. So the transform puts a
 `Dispatch` in the place of the module's forward. What comes in are the arguments of a call; what goes out is what
-Thunder's dispatch would have returned. A call whose guards hold goes straight to a recording, every other call takes
-Thunder's dispatch, and after each such call fast paths are made for what it recorded. The guards are Thunder's and the
-recording's, cheaper but none fewer.
+Thunder's dispatch would have returned. A call whose guards hold goes straight to a recording. Every other call takes
+Thunder's dispatch, and then fast paths are made for what it recorded. The guards are Thunder's and the recording's,
+cheaper but none fewer.
 
-- ``prologue``: reads Thunder's prologue once, into a frozen `PrologueChecks`.
+- ``prologue``: reads Thunder's prologue once, into `PrologueChecks`.
 - ``state``, ``guard``: the checks of a prologue, made cheaper, and the look-up of what the prologue returns.
 - ``compiled``: one cache entry of Thunder's, its only region, and the results of a call.
 - ``inference``: a call that is one replay. ``training``: the same with a node of autograd, and its backward.
 - ``accumulate``: gradients of parameters, handed over in bulk.
-- ``traced``: the computation as Thunder runs it, for traces that are not one region.
-- ``dispatch``: which of these a call takes.
+- ``dispatch``: which of these a call takes, and the computation as Thunder runs it, for traces of several regions.
 
 Who owns what: the module owns its `Dispatch`, which owns the fast paths of each cache entry, which own recordings. None
 of them owns the module, nor its parameters past the next change of the module.

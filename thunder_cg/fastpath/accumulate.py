@@ -1,7 +1,7 @@
 """Gradients of parameters, handed over in bulk where nothing could tell the difference.
 
-Autograd has one node per parameter that accumulates its gradient. To run these nodes costs more host time than all else
-in a step. So a backward that is one replay puts gradients where those nodes would, and gives the nodes nothing, if
+To run autograd's nodes that accumulate gradients, one per parameter, costs more host time than all else in a step. So a
+backward that is one replay puts gradients where those nodes would, and gives the nodes nothing, if
 
 - a plain ``backward()`` runs all of them, not one with ``inputs=``, nor ``torch.autograd.grad``;
 - the parameters have no gradient yet, so there is nothing to add to, in whatever order;
@@ -10,12 +10,11 @@ in a step. So a backward that is one replay puts gradients where those nodes wou
 - no other call of the function waits for its backward.
 
 Note [Nodes without hooks]
-    PyTorch does not say whether a node has hooks. A node lives as long as anybody holds it: a loss of an earlier step
-    that is still there does. A node that nobody holds when it is asked for is made, and has no hooks; that is noted in
-    the node, which Thunder's own calls and ours use from then on. As long as nobody has registered a hook of any kind
-    from Python, anywhere, the node still has none. Where somebody has, a hook of ours is registered and removed again,
-    which shows the others. A node that somebody held before its first call may have hooks from C++, as those of data
-    parallelism, and is left alone.
+    PyTorch does not say whether a node has hooks. A node that nobody holds (as a loss of an earlier step does) is made
+    when it is asked for, and has no hooks; that is noted in the node, which Thunder's calls and ours use from then on.
+    As long as nobody has registered a hook of any kind from Python, anywhere, the node still has none. Where somebody
+    has, a hook of ours is registered and removed again, which shows the others. A node that somebody held before its
+    first call may have hooks from C++, as those of data parallelism, and is left alone.
 """
 
 from __future__ import annotations
@@ -66,22 +65,19 @@ def _node(leaf: torch.Tensor) -> Any:
 
 def _has_no_hooks(node: Any) -> bool:
     """See Note [Nodes without hooks]."""
-    known = node.metadata.get(_NO_HOOKS)
-    if not isinstance(known, int) or (known != _registered() and _has_python_hooks(node)):
-        return False
-    node.metadata[_NO_HOOKS] = _registered()
-    return True
-
-
-def _has_python_hooks(node: Any) -> bool:
     global _probes
-    found = 0
-    for register in (node.register_prehook, node.register_hook):
+    known = node.metadata.get(_NO_HOOKS)
+    if not isinstance(known, int):
+        return False
+    for register in (node.register_prehook, node.register_hook) if known != _registered() else ():
         handle = register(lambda *gradients: None)
         _probes += 1
-        found += len(handle.hooks_dict_ref() or ()) - 1
+        hooks = len(handle.hooks_dict_ref() or ())
         handle.remove()
-    return found > 0
+        if hooks > 1:
+            return False
+    node.metadata[_NO_HOOKS] = _registered()
+    return True
 
 
 class Accumulators:
@@ -105,11 +101,9 @@ class Accumulators:
         return self._handles == _registered()
 
     def deliver(self, gradients: Sequence[Any], others: Sequence[Any] | None) -> Sequence[Any]:
-        """Takes what may be accumulated in bulk out of a backward's results, and accumulates it.
+        """Accumulates what may be accumulated in bulk of a backward's ``gradients``; returns them without it.
 
-        Args:
-            gradients: the results.
-            others: what they may share memory with, besides each other; None if they share none.
+        ``others`` are what gradients may share memory with, besides each other; None if they share none.
         """
         if not (self._may_deliver and self.is_current and self._run_all()):
             return gradients
@@ -128,11 +122,9 @@ class Accumulators:
         return rest
 
     def _run_all(self) -> bool:
-        """Whether the backward under way accumulates all of them, and no parameter has a gradient or hooks.
-
-        One that has been frozen since the forward gets no gradient.
-        """
+        """Whether the backward under way accumulates all of them, and no parameter has a gradient or hooks."""
         for leaf in self._leaves:
+            # A leaf that has been frozen since the forward gets no gradient.
             if leaf.grad is not None or has_accumulate_hooks(leaf) or not leaf.requires_grad:
                 return False
         try:
@@ -142,11 +134,14 @@ class Accumulators:
 
 
 class Keeper:
-    """Makes a function's accumulators, for one stream, and makes them anew for another or after a hook."""
+    """Makes a function's accumulators, for one stream, and makes them anew for another or after a hook.
+
+    ``positions`` are those of parameters among the arguments.
+    """
 
     def __init__(self, device: torch.device, positions: Sequence[int]) -> None:
         self._index = device.index if device.type == "cuda" else None
-        self._positions = positions  # of parameters among the arguments
+        self._positions = positions
         self._stream = -1
         self._kept: Accumulators | None = None
         self._renewals = 0

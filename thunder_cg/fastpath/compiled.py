@@ -6,30 +6,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from thunder_cg.analysis.ops import computing
-from thunder_cg.compat.thunder import BoundSymbol, CacheEntry, PrimIDs, Proxy, TraceCtx, no_autocast, tree_flatten
+from thunder_cg.compat.thunder import CacheEntry, PrimIDs, Proxy, TraceCtx, no_autocast, tree_flatten
 from thunder_cg.compat.torch import any_autocast_enabled
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.guard import PrologueGuard
-from thunder_cg.fastpath.outcomes import GuardMismatch, Unsupported
+from thunder_cg.fastpath.state import GuardMismatch, Unsupported
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import RegionGraph, TraceRecording
 
 
 class Compiled:
-    """What Thunder made of one cache entry, and what the transform made of that.
-
-    Args:
-        options: thunder.jit's.
-    """
+    """What Thunder made of one cache entry with ``options`` of thunder.jit, and what the transform made of that."""
 
     def __init__(self, entry: CacheEntry, forward: Program, backward: Program | None, options: dict[str, Any]) -> None:
         self.entry, self.forward, self.backward, self.options = entry, forward, backward, options
         trace = entry.epilogue_traces[-1]
         self.has_plain_epilogue = all(s.sym.id in (PrimIDs.UNPACK_TRIVIAL, PrimIDs.RETURN) for s in trace.bound_symbols)
-        self.epilogue = (
-            trace.python_callable(include_decorators=False) if self.has_plain_epilogue else entry.epilogue_fn
-        )
+        self.epilogue = entry.epilogue_fn
+        if self.has_plain_epilogue:
+            self.epilogue = trace.python_callable(include_decorators=False)
         self._results: dict[str, int] | str
         try:  # in the first call already, and not in each that captures
             self._results = results_of_region(entry.computation_traces[-1])
@@ -38,22 +34,14 @@ class Compiled:
 
     @property
     def results(self) -> dict[str, int]:
-        """The results of the forward's only region, and their positions.
-
-        Raises:
-            Unsupported: the region is not all of the trace.
-        """
+        """The results of the forward's only region, and their positions. `Unsupported` if the trace holds more."""
         if isinstance(self._results, str):
             raise Unsupported(self._results)
         return self._results
 
 
 class OnlyRegion:
-    """The region of a program that is one region, in one recording.
-
-    Raises:
-        Unsupported: the program is not one region.
-    """
+    """The region of a program that is one region, in one recording. `Unsupported` if the program is not."""
 
     def __init__(self, program: Program, recorded: TraceRecording | None) -> None:
         graph = recorded.graphs[0] if recorded is not None and program.is_one_region else None
@@ -68,13 +56,9 @@ class OnlyRegion:
         self.stats = program.regions[0].stats
 
     def adapt_guard(self, tensors: list[Any]) -> None:
-        """Has the guard hold for calls like the present one, with these tensors.
+        """Has the guard hold for calls like the present one, with these tensors. `GuardMismatch` if it is for others.
 
-        Thunder turns autocast off before it comes to where the guard was made, and the C++ check of tensors depends on
-        that.
-
-        Raises:
-            GuardMismatch: the recording is not for this call.
+        The C++ check of tensors depends on autocast, and Thunder turns autocast off before the guard is made.
         """
         guard = self.guard
         if not (no_autocast(guard.holds)(tensors) if any_autocast_enabled() else guard.holds(tensors)):
@@ -84,11 +68,7 @@ class OnlyRegion:
 
 
 class MetadataGuard:
-    """The check of tensors that the prologue looks at and the region does not get.
-
-    Raises:
-        GuardMismatch: one is not what the prologue expects.
-    """
+    """The check of some tensors that the prologue looks at. `GuardMismatch` if one is not what it expects."""
 
     def __init__(self, guard: PrologueGuard, names: Sequence[str], values: list[Any]) -> None:
         names = [name for name in names if name in guard.place]
@@ -107,13 +87,9 @@ class MetadataGuard:
 
 
 class CallResult:
-    """How the results of a region become what the caller gets.
+    """How the results of a region become what the caller gets. `Unsupported` if the region does not make all of it.
 
-    Attributes:
-        only: the position of the region's result that is all that the caller gets, if there is one.
-
-    Raises:
-        Unsupported: the region does not make all of it.
+    ``only`` is the position of the region's result that is all that the caller gets, if there is one.
     """
 
     def __init__(self, compiled: Compiled, guard: PrologueGuard, output: Sequence[Any]) -> None:
@@ -139,14 +115,10 @@ def results_of_region(trace: TraceCtx) -> dict[str, int]:
     """The results of a trace's only region, and their positions. Another transform may have put something beside it."""
     if others := [s.name_with_module() for s in computing(trace) if s.sym.executor is not executor]:
         raise Unsupported(f"the trace holds {', '.join(others[:3])} beside the region")
-    regions = [s for s in trace.bound_symbols if _is_region(s)]
+    regions = [s for s in trace.bound_symbols if s.sym.executor is executor and s.subsymbols]
     if len(regions) != 1:
         raise Unsupported("the trace is not one region")
     return {proxy.name: i for i, proxy in enumerate(regions[0].flat_proxy_outs)}
-
-
-def _is_region(symbol: BoundSymbol) -> bool:
-    return symbol.sym.executor is executor and bool(symbol.subsymbols)
 
 
 def names_of(tree: Any) -> list[str]:

@@ -1,27 +1,16 @@
-"""Which calls of a compiled module take a fast path: the module's forward as seen from outside."""
+"""Which calls of a compiled module take which fast path: the module's forward as seen from outside."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 from weakref import ref
 
 import torch
 
-from thunder_cg.compat.thunder import (
-    CACHE_OPTIONS,
-    CacheEntry,
-    ThunderModule,
-    TraceCtx,
-    compile_data,
-    compile_stats,
-    current_trace,
-    dispatch_of,
-    drop_self_references,
-    module_parameters,
-    set_dispatch,
-)
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.thunder import CacheEntry, ThunderModule, TraceCtx, connect_to_autograd, current_trace
 from thunder_cg.compat.torch import (
     autograd_is_active,
     dispatch_mode_count,
@@ -30,13 +19,11 @@ from thunder_cg.compat.torch import (
     is_traced,
 )
 from thunder_cg.fastpath.accumulate import nodes_of
-from thunder_cg.fastpath.compiled import Compiled
+from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
 from thunder_cg.fastpath.guard import PrologueGuard
 from thunder_cg.fastpath.inference import FastPath, inference_fast_path, note_last
-from thunder_cg.fastpath.outcomes import MISS, GuardMismatch, Unsupported
 from thunder_cg.fastpath.prologue import PrologueChecks
-from thunder_cg.fastpath.state import ParameterCache
-from thunder_cg.fastpath.traced import TracedFastPath
+from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Recording
@@ -45,44 +32,75 @@ _OVERTAKEN = "Thunder asks another compiled version first, which may be for the 
 _MAX_TRACED = 8  # per cache entry, for traces of several regions: one for each layout of inputs
 
 
+class TracedFastPath:
+    """The fast path for any trace: the prologue's guard, then the computation as Thunder would run it."""
+
+    def __init__(self, compiled: Compiled, guard: PrologueGuard, values: list[Any]) -> None:
+        self._entry = compiled.entry
+        self._options = compiled.options
+        self._pick_inputs, self._pick_passed_on = guard.picker(guard.inputs), guard.picker(guard.passed_on)
+        self._tensors = MetadataGuard(guard, list(guard.metadata), values)
+
+    def __call__(self, values: list[Any]) -> Any:
+        if not self._tensors.holds(values):
+            return MISS
+        entry = self._entry
+        result = entry.computation_fn(*self._pick_inputs(values))
+        if entry.backward_fn:
+            data, (saved_tensors, saved_other) = result
+            connect_to_autograd(
+                backward_fn=entry.backward_fn,
+                flat_args=data["flat_args"],
+                flat_output=data["flat_output"],
+                saved_tensors=saved_tensors,
+                saved_other=saved_other,
+                return_none_instead_of_grads=entry.return_none_instead_of_grads,
+                disable_split_autograd=self._options.get("thunderfx_disable_split_autograd", False),
+                is_differentiable_outputs=self._options.get("is_differentiable_outputs"),
+            )
+            result = data["output"]
+        return entry.epilogue_fn(*self._pick_passed_on(values), *result)
+
+
 class EntryFastPaths:
     """One cache entry of Thunder's, and the fast paths that it has."""
 
-    def __init__(
-        self, module: ThunderModule, checks: PrologueChecks, compiled: Compiled, parameters_cache: ParameterCache
-    ) -> None:
+    def __init__(self, compiled: Compiled, guard: PrologueGuard, statistics: Any) -> None:
         self.compiled = compiled
-        self._statistics = compile_stats(module)
-        self._guard = PrologueGuard(module, checks, compiled.forward.inputs, parameters_cache)
+        self._guard = guard
+        self._statistics = statistics
         self._inference: list[tuple[Recording, FastPath]] = []
         self._training: list[tuple[Recording, TrainingFastPath]] = []
         self._traced: list[TracedFastPath] = []
-        self._is_one_region = True
-
-    @property
-    def may_train(self) -> bool:
-        """Whether calls may get autograd nodes of ours."""
-        return self._is_one_region and self.compiled.backward is not None
+        self.is_one_region = True
 
     def calls(self) -> list[FastPath]:
         """What to call, in this order, until one does not miss."""
         found = [call for _, call in self._inference]
         if self._training or self._traced:
-            found.append(_try_in_turn(self._guard, [*(p for _, p in self._training), *self._traced], self._count()))
+            found.append(self._try_in_turn([*(path for _, path in self._training), *self._traced]))
         return found
 
-    def _count(self) -> Callable[[], None]:
-        """What counts a call as Thunder would have counted it."""
-        program, entry, statistics = self.compiled.forward, self.compiled.entry, self._statistics
+    def _try_in_turn(self, paths: list[TrainingFastPath | TracedFastPath]) -> FastPath:
+        """Tries the fast paths that start from the values which the prologue's guard looks up."""
+        guard, program, entry, statistics = self._guard, self.compiled.forward, self.compiled.entry, self._statistics
 
-        def count() -> None:
-            program.fast_path_calls += 1
-            statistics.calls += 1
-            statistics.cache_hits += 1
-            if statistics.last_prologue is not entry.prologue_fn:
-                note_last(statistics, entry)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            values = guard.values(args, kwargs)
+            if values is None:
+                return MISS
+            for path in paths:
+                result = path(values)
+                if result is not MISS:
+                    program.fast_path_calls += 1
+                    statistics.calls += 1
+                    statistics.cache_hits += 1
+                    if statistics.last_prologue is not entry.prologue_fn:
+                        note_last(statistics, entry)
+                    return result
+            return MISS
 
-        return count
+        return call
 
     def drop_caches(self) -> None:
         """No fast path was for a call: drops what is only kept to be fast."""
@@ -94,47 +112,25 @@ class EntryFastPaths:
         recordings = self.compiled.forward.recordings
         self._inference = [known for known in self._inference if not known[0].dropped]
         self._training = [known for known in self._training if not known[0].dropped]
-        known = [recording for recording, _ in (*self._inference, *self._training)]
-        new = [r for r in recordings if all(r is not recording for recording in known)]
+        known_ids = {id(recording) for recording, _ in (*self._inference, *self._training)}
+        new = [recording for recording in recordings if id(recording) not in known_ids]
         values = self._guard.values(args, kwargs)  # the first time takes long, so not only once there is a recording
         if not recordings or values is None:
             return
+        compiled, guard = self.compiled, self._guard
         try:
-            for recording in new if self._is_one_region else ():
+            for recording in new if self.is_one_region else ():
                 with suppress(GuardMismatch):
-                    self._add(recording, values)
+                    if compiled.backward is not None:
+                        self._training.insert(0, (recording, TrainingFastPath(compiled, guard, recording, values)))
+                        continue
+                    call = inference_fast_path(compiled, guard, recording, values, self._statistics)
+                    self._inference.insert(0, (recording, call))
         except Unsupported as error:
-            self._is_one_region = False
-            self.compiled.forward.no_fast_path = str(error)
-        if not self._is_one_region:
-            path = TracedFastPath(self.compiled, self._guard, values)
-            self._traced = [path, *self._traced][:_MAX_TRACED]
-
-    def _add(self, recording: Recording, values: list[Any]) -> None:
-        if self.compiled.backward is None:
-            call = inference_fast_path(self.compiled, self._guard, recording, values, self._statistics)
-            self._inference.insert(0, (recording, call))
-        else:
-            self._training.insert(0, (recording, TrainingFastPath(self.compiled, self._guard, recording, values)))
-
-
-def _try_in_turn(
-    guard: PrologueGuard, paths: list[TrainingFastPath | TracedFastPath], count: Callable[[], None]
-) -> FastPath:
-    """Tries the fast paths that start from the values which the prologue's guard looks up."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        values = guard.values(args, kwargs)
-        if values is None:
-            return MISS
-        for path in paths:
-            result = path(values)
-            if result is not MISS:
-                count()
-                return result
-        return MISS
-
-    return call
+            self.is_one_region = False
+            compiled.forward.no_fast_path = str(error)
+        if not self.is_one_region:
+            self._traced = [TracedFastPath(compiled, guard, values), *self._traced][:_MAX_TRACED]
 
 
 class Dispatch:
@@ -145,12 +141,12 @@ class Dispatch:
 
     def __init__(self, module: ThunderModule) -> None:
         self._module = ref(module)
-        self._thunders = dispatch_of(module)
+        self._thunders = compat.dispatch_of(module)
         self._parameters_cache = ParameterCache(module)
         self._entries: list[EntryFastPaths] = []
         self._calls: list[FastPath] = []  # of all entries
         self._unsupported: list[CacheEntry] = []
-        self._statistics = compile_stats(module)
+        self._statistics = compat.compile_stats(module)
         self._known = 0  # how many cache entries there were
         # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
         self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
@@ -177,11 +173,13 @@ class Dispatch:
         """The parameters that Thunder's call may get a gradient for, if calls may get autograd nodes of ours."""
         module = self._module()
         is_watched = dispatch_mode_count() or function_mode_count() or functorch_is_active() or is_traced()
-        may_train = not self._entries or any(entry.may_train for entry in self._entries)
+        entries = self._entries
+        may_train = not entries or any(e.is_one_region and e.compiled.backward is not None for e in entries)
         if module is None or not may_train or is_watched or not torch.is_grad_enabled() or not autograd_is_active():
             return ()
         kinds = (torch.nn.Parameter, torch.Tensor)  # others may have nodes of their own kind
-        return [p for p in module_parameters(module).values() if type(p) in kinds and p.is_leaf and p.requires_grad]
+        parameters = compat.module_parameters(module).values()
+        return [p for p in parameters if type(p) in kinds and p.is_leaf and p.requires_grad]
 
     def _certain(self) -> list[EntryFastPaths]:
         """The entries that no newer one could come before, newest first, as Thunder tries them."""
@@ -203,7 +201,7 @@ class Dispatch:
 
     def _checks_of(self, entry: CacheEntry) -> PrologueChecks:
         if id(entry) not in self._checks:
-            self._checks[id(entry)] = entry, PrologueChecks.read(entry.prologue_traces[-1]), {}
+            self._checks[id(entry)] = entry, PrologueChecks(entry.prologue_traces[-1]), {}
         return self._checks[id(entry)][1]
 
     def _are_exclusive(self, newer: CacheEntry, older: CacheEntry) -> bool:
@@ -217,12 +215,11 @@ class Dispatch:
         module = self._module()
         assert module is not None
         statistics = self._statistics
-        used = next(
-            (e for e in reversed(statistics.interpreter_cache) if e.prologue_fn is statistics.last_prologue), None
-        )
+        cache = reversed(statistics.interpreter_cache)
+        used = next((entry for entry in cache if entry.prologue_fn is statistics.last_prologue), None)
         if used is None:
             return
-        drop_self_references(used)
+        compat.drop_self_references(used)
         if any(used is entry for entry in self._unsupported):
             return
         entry = next((e for e in self._entries if e.compiled.entry is used), None)
@@ -231,8 +228,14 @@ class Dispatch:
             if entry is None:
                 if forward is None or not forward.regions:
                     return
-                compiled = _compiled(module, used, forward)
-                entry = EntryFastPaths(module, self._checks_of(used), compiled, self._parameters_cache)
+                if compat.compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
+                    raise Unsupported("Thunder's cache is not the one for constant values")
+                backward = _program(used.backward_traces) if used.backward_fn else None
+                if used.backward_fn and backward is None:
+                    raise Unsupported("the backward was not partitioned")
+                compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
+                guard = PrologueGuard(module, self._checks_of(used), forward.inputs, self._parameters_cache)
+                entry = EntryFastPaths(compiled, guard, statistics)
                 self._entries.append(entry)
             entry.build_fast_paths(args, kwargs)
         except GuardMismatch:
@@ -248,15 +251,6 @@ def _outside_of_dynamo(dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[s
     return dispatch(*args, **kwargs)
 
 
-def _compiled(module: ThunderModule, entry: CacheEntry, forward: Program) -> Compiled:
-    if compile_data(module).cache_option is not CACHE_OPTIONS.CONSTANT_VALUES:
-        raise Unsupported("Thunder's cache is not the one for constant values")
-    backward = _program(entry.backward_traces) if entry.backward_fn else None
-    if entry.backward_fn and backward is None:
-        raise Unsupported("the backward was not partitioned")
-    return Compiled(entry, forward, backward, compile_data(module).compile_options)
-
-
 def _program(traces: list[TraceCtx]) -> Program | None:
     """The program of the last partition: computation traces end with one, or with what Thunder made of it."""
     found = (getattr(trace.get_provenance(), "program", None) for trace in reversed(traces))
@@ -265,5 +259,5 @@ def _program(traces: list[TraceCtx]) -> Program | None:
 
 def install(module: ThunderModule) -> None:
     """Gives a module that Thunder has compiled its fast paths, if it has none."""
-    if not isinstance(dispatch_of(module), Dispatch):
-        set_dispatch(module, Dispatch(module))
+    if not isinstance(compat.dispatch_of(module), Dispatch):
+        compat.set_dispatch(module, Dispatch(module))

@@ -10,24 +10,12 @@ from weakref import ref
 
 import torch
 
-from thunder_cg.compat.thunder import (
-    BoundSymbol,
-    PrimIDs,
-    ThunderModule,
-    from_trace,
-    module_buffers,
-    module_cache,
-    module_parameters,
-    original_module,
-    prims,
-    tracectx,
-    tree_flatten,
-)
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
 from thunder_cg.compat.torch import attribute_dictionaries
 from thunder_cg.executor import executor
-from thunder_cg.fastpath.outcomes import Unsupported
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
-from thunder_cg.fastpath.state import AttributeGuard, GlobalStateGuard, ParameterCache, getter
+from thunder_cg.fastpath.state import AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
 
 _LITERALS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _SCALARS = (*_LITERALS, torch.nn.Parameter)
@@ -36,20 +24,14 @@ _SCALARS = (*_LITERALS, torch.nn.Parameter)
 class PrologueGuard:
     """All checks of one prologue but those of tensors' metadata, and the look-up of what the prologue returns.
 
-    Args:
-        module: whose calls it guards. The module is not owned.
-        checks: of its prologue.
-        order: names of tensors, in the order that the caller would like best.
-        parameters_cache: the module's.
+    It does not own the module. ``order`` has names of tensors in the order that the caller would like best.
+    `Unsupported` if the prologue cannot be guarded this way.
 
     Attributes:
         place: the position of each value in ``values()``, by name.
         keywords: None if arguments have to be looked into. Else ``values()`` begins with all positional arguments,
             and the keyword arguments of these names follow; a call that has no others passes all checks of arguments.
         parameters_key: in ``parameters_cache``, of what follows the arguments in ``values()``.
-
-    Raises:
-        Unsupported: the prologue cannot be guarded this way.
     """
 
     def __init__(
@@ -67,10 +49,8 @@ class PrologueGuard:
         wanted = dict.fromkeys([*order, *self.inputs, *self.passed_on, *self.metadata])
         tensors = [name for name in wanted if name in sorted_checks.tensors]
         arguments = sorted((name for name in wanted if name not in sorted_checks.tensors), key=self._argument_order)
-        dictionaries = module_parameters(module), module_buffers(module), None
-        parameters, buffers, others = (
-            [name for name in tensors if sorted_checks.home(name) is home] for home in dictionaries
-        )
+        dictionaries = compat.module_parameters(module), compat.module_buffers(module), None
+        parameters, buffers, others = ([n for n in tensors if sorted_checks.home(n) is home] for home in dictionaries)
         self.place = {name: i for i, name in enumerate([*arguments, *parameters, *buffers, *others])}
         keys = [[checks.lookups[name].key for name in names] for names in (parameters, buffers, others)]
         self.parameters_cache = parameters_cache
@@ -79,28 +59,26 @@ class PrologueGuard:
         self._arguments = sorted_checks.function(sorted_checks.others, arguments)
         shared = checks.cache_info.get("alias_tensor_indices")
         self.sharing_is_expected = partial(_shares, shared) if shared else _nothing_is_shared
-        self.positional, self.keywords = 0, None if others else self._keywords(sorted_checks.others, arguments)
-        if self.keywords is not None:
-            self.positional = len(arguments) - len(self.keywords)
+        self.keywords = None if others else self._keywords(sorted_checks.others, arguments)
+        self.positional = len(arguments) - len(self.keywords or ())
         self.global_state = GlobalStateGuard(checks.cache_info)
         self.attributes = sorted_checks.attribute_guard()
 
     def _argument_order(self, name: str) -> tuple[bool, Any]:
-        """Positional arguments come first, in their order."""
         lookup = self._checks.lookups.get(name)
         if lookup is None:
             raise Unsupported(f"the prologue does not make the value {name!r}")
         is_positional = lookup.prim is PrimIDs.UNPACK_GETITEM and lookup.owner == "args"
-        return not is_positional, lookup.key if is_positional else 0
+        return not is_positional, lookup.key if is_positional else 0  # positional arguments come first, in their order
 
     def _keywords(self, checks: Sequence[BoundSymbol], arguments: Sequence[str]) -> tuple[str, ...] | None:
         """See the attribute."""
         arity = {self._checks.arity_name(symbol): symbol.args[1] for symbol in checks}
         if arity.keys() != {"args", "kwargs"}:
             return None
-        lookups = [self._checks.lookups[name] for name in arguments]
         keys: dict[str | None, list[Any]] = {"args": [], "kwargs": []}
-        for lookup in lookups:
+        for name in arguments:
+            lookup = self._checks.lookups[name]
             if lookup.prim is not PrimIDs.UNPACK_GETITEM or lookup.owner not in keys:
                 return None
             keys[lookup.owner].append(lookup.key)
@@ -117,12 +95,10 @@ class PrologueGuard:
             return None
 
     def look_up(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The same after the checks of state, attributes and sharing. Raises if another check fails."""
+        """`values` without the checks of state, attributes and sharing. Raises if another check fails."""
         cache = self.parameters_cache
-        found = [
-            *self._arguments(*args, **kwargs),
-            *(cache if cache.unchanged() else cache.renewed())[self.parameters_key],
-        ]
+        found = [*self._arguments(*args, **kwargs)]
+        found += (cache if cache.unchanged() else cache.renewed())[self.parameters_key]
         module = self._module()
         assert module is not None
         for key, is_buffer in self._others:
@@ -169,12 +145,7 @@ def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int,
 
 
 class _ModuleChecks:
-    """Sorts what a prologue checks by what has to change before a check can fail.
-
-    Attributes:
-        tensors: names of the module's parameters and buffers.
-        others: checks that have to be made at each call.
-    """
+    """Sorts what a prologue checks by what has to change before a check can fail."""
 
     def __init__(self, module: ThunderModule, checks: PrologueChecks) -> None:
         self._module = module
@@ -182,18 +153,20 @@ class _ModuleChecks:
         self._modules: dict[str, torch.nn.Module] = {}
         self._watched: dict[int, Any] = {}
         self._literals: set[str] = set()  # values that change only together with what is watched
-        self.tensors: set[str] = set()
+        self.tensors: set[str] = set()  # names of the module's parameters and buffers
         for name, lookup in checks.lookups.items():
             self._read(name, lookup)
-        fixed = [self._is_fixed(symbol) for symbol in checks.others]
-        self.others = [symbol for symbol, is_fixed in zip(checks.others, fixed) if not is_fixed]
-        self._attributes = [symbol for symbol, is_fixed in zip(checks.others, fixed) if is_fixed]
+        self.others: list[BoundSymbol] = []  # checks that have to be made at each call
+        self._attributes: list[BoundSymbol] = []  # checks that read only what is watched
+        for symbol in checks.others:
+            names = {proxy.name for proxy in symbol.flat_proxy_args}
+            (self._attributes if names and self._literals >= names else self.others).append(symbol)
 
     def home(self, name: str) -> Mapping[str, Any] | None:
         """The dictionary that the tensor is looked up in; None if the module has to search for it."""
         lookup = self._checks.lookups[name]
         is_buffer = lookup.prim is PrimIDs.UNPACK_BUFFER
-        home: Mapping[str, Any] = module_buffers(self._module) if is_buffer else module_parameters(self._module)
+        home: Mapping[str, Any] = (compat.module_buffers if is_buffer else compat.module_parameters)(self._module)
         return home if lookup.key in home else None
 
     def _read(self, name: str, lookup: Lookup) -> None:
@@ -205,31 +178,24 @@ class _ModuleChecks:
         elif prim is PrimIDs.UNPACK_THUNDER_MODULE:
             self._modules[name] = self._module
         elif prim is PrimIDs.UNPACK_SUBMODULE and owner in self._modules:
-            module = module_cache(self._module).get(lookup.key)
+            module = compat.module_cache(self._module).get(lookup.key)
             if module is not None:  # otherwise it is looked up at each call, and may be another one then
                 self._modules[name] = module
-        elif owner is not None and self._is_literal(lookup):
-            self._literals.add(name)
+        elif prim is PrimIDs.UNPACK_ATTR and owner in self._modules:
+            if self._is_literal(self._modules[owner], lookup.key):
+                self._literals.add(name)
+        elif prim is PrimIDs.UNPACK_GETITEM and owner is not None:
+            inputs = {proxy.name for proxy in lookup.symbol.flat_proxy_args}
+            if inputs <= self._literals:
+                self._literals.add(name)
 
-    def _is_fixed(self, symbol: BoundSymbol) -> bool:
-        """Whether the check reads only what is watched."""
-        names = {proxy.name for proxy in symbol.flat_proxy_args}
-        return bool(names) and self._literals.issuperset(names)
-
-    def _is_literal(self, lookup: Lookup) -> bool:
-        """Whether the value can change only by a write to a dictionary, which is watched then."""
-        if lookup.prim is PrimIDs.UNPACK_GETITEM:
-            return self._literals.issuperset(proxy.name for proxy in lookup.symbol.flat_proxy_args)
-        module = self._modules.get(lookup.owner or "") if lookup.prim is PrimIDs.UNPACK_ATTR else None
-        return module is not None and self._is_in_dictionary(module, lookup.key)
-
-    def _is_in_dictionary(self, module: Any, key: str) -> bool:
-        """Whether the attribute is a literal in one of the module's dictionaries."""
+    def _is_literal(self, module: Any, key: str) -> bool:
+        """Whether the attribute can change only by a write to one of the module's dictionaries, watched from now on."""
         if isinstance(module, ThunderModule):
             self._watch(module)
             if key in vars(module) or hasattr(ThunderModule, key):
                 return False
-            module = original_module(module)
+            module = compat.original_module(module)
         kind: Any = type(module)
         if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
             return False
@@ -250,7 +216,7 @@ class _ModuleChecks:
 
     def attribute_guard(self) -> AttributeGuard:
         """The checks of modules' attributes. The compiled module itself is always watched."""
-        model = original_module(self._module)
+        model = compat.original_module(self._module)
         self._watch(model)
         check = self.function(self._attributes, ())
 

@@ -23,8 +23,7 @@ from thunder_cg.compat.torch import addresses_equal, empty_strided, kernel_setti
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion
 from thunder_cg.fastpath.guard import PrologueGuard
-from thunder_cg.fastpath.outcomes import MISS
-from thunder_cg.fastpath.state import getter
+from thunder_cg.fastpath.state import MISS, getter
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.recording import Recording, RegionGraph
 from thunder_cg.runtime.tensors import ALIGNMENT
@@ -74,7 +73,7 @@ def inference_fast_path(
     only_copy = places.index(result.only) if result.only in places else None
     fixed = graph.fixed
     index = device.index if device.type == "cuda" else None
-    try_hold, enter, release = arena.try_hold, arena.enter, arena.release
+    try_hold, enter, release = arena.try_hold, arena.pool(device).enter, arena.release  # of what the graph uses
 
     def state_holds(tensors: list[Any]) -> bool:
         """What may be checked after the launch."""

@@ -1,45 +1,28 @@
 """What a prologue of Thunder's checks and looks up, read once.
 
 Thunder's prologue checks a call's arguments, the module's attributes and parameters, and the state of the thread, and
-returns the inputs of the computation. Three parts of this package use the same record of it: the one check of all
-parameters, the guard of the fast path, and the question whether two cache entries can be for the same call.
+returns the inputs of the computation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 
-from thunder_cg.compat.thunder import (
-    BoundSymbol,
-    PrimIDs,
-    Proxy,
-    TraceCtx,
-    TraceProvenance,
-    bound_functions,
-    from_trace,
-)
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
 
 _TENSOR_CHECKS = (PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA, "check_tensor_metadata")  # before and after execution
 _VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_value"})
-_LOOKUPS = frozenset(
-    {
-        PrimIDs.UNPACK_ATTR,
-        PrimIDs.UNPACK_BUFFER,
-        PrimIDs.UNPACK_CACHE_INFO,
-        PrimIDs.UNPACK_FUNCTION_OBJ,
-        PrimIDs.UNPACK_GETITEM,
-        PrimIDs.UNPACK_PARAMETER,
-        PrimIDs.UNPACK_SUBMODULE,
-        PrimIDs.UNPACK_THUNDER_MODULE,
-    }
-)
+_VALUES = {PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_CACHE_INFO, PrimIDs.UNPACK_FUNCTION_OBJ, PrimIDs.UNPACK_GETITEM}
+_MODULES = {PrimIDs.UNPACK_BUFFER, PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_SUBMODULE, PrimIDs.UNPACK_THUNDER_MODULE}
+_LOOKUPS = _VALUES | _MODULES
 
 Path = tuple[Any, ...]
 """The look-ups that lead to a value. In one call, the same look-ups lead to the same value."""
@@ -67,72 +50,45 @@ class Metadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """How a prologue gets one value.
-
-    Attributes:
-        owner: the name of the value that it is looked up in; None if it is looked up in nothing.
-        key: the item, attribute, parameter or submodule there.
-        path: None if another call may get another value in the same way.
-    """
+    """How a prologue gets one value."""
 
     symbol: BoundSymbol
-    owner: str | None
-    key: Any
-    path: Path | None
-
-    @property
-    def prim(self) -> Any:
-        """The primitive that looks it up."""
-        return self.symbol.sym.id
+    prim: Any  # the symbol's id
+    owner: str | None  # the name of the value that it is looked up in; None if it is looked up in nothing
+    key: Any  # the item, attribute, parameter or submodule there
+    path: Path | None  # None if another call may get another value in the same way
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PrologueChecks:
-    """What one prologue checks and looks up.
-
-    Attributes:
-        lookups: by the name of each value, in the prologue's order.
-        tensor_checks: by the name of a tensor, the symbol that checks its metadata.
-        metadata: by the name of a tensor, what is expected.
-        cache_info: by the key in Thunder's cache info, what is expected; empty for what is no item of the cache info.
-        others: all other checks.
-        expected: by the path to a value and the kind of the check, what is expected there.
-    """
+    """What one prologue checks and looks up: read once, and then the same for all that ask."""
 
     trace: TraceCtx
-    lookups: Mapping[str, Lookup]
-    tensor_checks: Mapping[str, BoundSymbol]
-    metadata: Mapping[str, Metadata]
-    cache_info: Mapping[str, Any]
-    others: tuple[BoundSymbol, ...]
-    expected: Mapping[tuple[Path, str], Any]
+    lookups: dict[str, Lookup] = field(default_factory=dict, init=False)  # by value, in the prologue's order
+    tensor_checks: dict[str, BoundSymbol] = field(default_factory=dict, init=False)  # by tensor, of its metadata
+    metadata: dict[str, Metadata] = field(default_factory=dict, init=False)  # by tensor, what is expected
+    cache_info: dict[str, Any] = field(default_factory=dict, init=False)  # by key; "" for a check of no such key
+    others: list[BoundSymbol] = field(default_factory=list, init=False)  # all other checks
+    expected: dict[tuple[Path, str], Any] = field(default_factory=dict, init=False)  # by path and kind of the check
 
-    @classmethod
-    def read(cls, trace: TraceCtx) -> PrologueChecks:
-        lookups: dict[str, Lookup] = {}
-        tensor_checks: dict[str, BoundSymbol] = {}
-        metadata: dict[str, Metadata] = {}
-        cache_info: dict[str, Any] = {}
-        expected: dict[tuple[Path, str], Any] = {}
-        others: list[BoundSymbol] = []
-        for symbol in trace.bound_symbols[:-1]:
+    def __post_init__(self) -> None:
+        for symbol in self.trace.bound_symbols[:-1]:
             if symbol.flat_proxy_outs:
-                lookups.update(_lookups(symbol, lookups))
+                self.lookups.update(_lookups(symbol, self.lookups))
                 continue
             names = [proxy.name for proxy in symbol.flat_proxy_args]
             for name, kind, value in _expectations(symbol, names):
-                if name in lookups and (path := lookups[name].path) is not None:
-                    expected[path, kind] = value
+                if name in self.lookups and (path := self.lookups[name].path) is not None:
+                    self.expected[path, kind] = value
                 if kind == "tensor":
-                    metadata[name] = value
-                    tensor_checks[name] = symbol
-            path = lookups[names[0]].path if names and names[0] in lookups else None
+                    self.metadata[name] = value
+                    self.tensor_checks[name] = symbol
+            path = self.lookups[names[0]].path if names and names[0] in self.lookups else None
             if path is not None and _is_of_cache_info(path):
                 is_item = path[0] is PrimIDs.UNPACK_GETITEM and path[1][0] is PrimIDs.UNPACK_CACHE_INFO
-                cache_info[str(path[2]) if is_item else ""] = symbol.args[1]
-            elif not names or tensor_checks.get(names[0]) is not symbol:
-                others.append(symbol)
-        return cls(trace, lookups, tensor_checks, metadata, cache_info, tuple(others), expected)
+                self.cache_info[str(path[2]) if is_item else ""] = symbol.args[1]
+            elif not names or self.tensor_checks.get(names[0]) is not symbol:
+                self.others.append(symbol)
 
     def arity_name(self, symbol: BoundSymbol) -> str | None:
         """``args`` or ``kwargs`` if ``symbol`` checks how many of these a call has; else None."""
@@ -140,10 +96,10 @@ class PrologueChecks:
         return symbol.args[0].name if lookup is not None and lookup.prim is PrimIDs.UNPACK_TRIVIAL else None
 
     @property
-    def returned(self) -> tuple[list[str], list[str]]:
+    def returned(self) -> list[list[str]]:
         """The names of what the computation gets, and of what the epilogue gets."""
-        inputs, passed_on = self.trace.bound_symbols[-1].args[0]
-        return _names(inputs), _names(passed_on)
+        inputs_and_passed_on = self.trace.bound_symbols[-1].args[0]
+        return [[x.name if isinstance(x, Proxy) else "" for x in values] for values in inputs_and_passed_on]
 
     def excludes(self, other: PrologueChecks) -> bool:
         """Whether no call can pass the checks of both.
@@ -151,9 +107,8 @@ class PrologueChecks:
         Thunder asks the newest entry first, and a prologue checks only what was read when it was made. So an older
         entry may hold, too, where a newer one does, unless both check one value and expect different things of it.
         """
-        return any(
-            key in other.expected and _differ(value, other.expected[key]) for key, value in self.expected.items()
-        )
+        shared = self.expected.keys() & other.expected.keys()
+        return any(_differ(self.expected[key], other.expected[key]) for key in shared)
 
 
 def _is_of_cache_info(path: Any) -> bool:
@@ -161,28 +116,24 @@ def _is_of_cache_info(path: Any) -> bool:
     return is_path and (path[0] is PrimIDs.UNPACK_CACHE_INFO or any(map(_is_of_cache_info, path)))
 
 
-def _names(tree: Any) -> list[str]:
-    return [leaf.name if isinstance(leaf, Proxy) else "" for leaf in tree]
-
-
 def _lookups(symbol: BoundSymbol, lookups: Mapping[str, Lookup]) -> dict[str, Lookup]:
     """The look-ups of the values that ``symbol`` makes, given those before it."""
-    inputs = [proxy.name for proxy in symbol.flat_proxy_args]
+    prim = symbol.sym.id
     key = symbol.args[1] if len(symbol.args) > 1 else None
     path: Path | None = None
-    if symbol.sym.id in _LOOKUPS:
+    if prim in _LOOKUPS:
         steps = [lookups[a.name].path if isinstance(a, Proxy) and a.name in lookups else a for a in symbol.args]
         if all(step is not None and not isinstance(step, Proxy) for step in steps):
-            path = (symbol.sym.id, *steps)
-    owner = inputs[0] if inputs else None
-    trivial = symbol.sym.id is PrimIDs.UNPACK_TRIVIAL
-    return {p.name: Lookup(symbol, owner, key, (p.name,) if trivial else path) for p in symbol.flat_proxy_outs}
+            path = (prim, *steps)
+    owner = next((proxy.name for proxy in symbol.flat_proxy_args), None)
+    names = [proxy.name for proxy in symbol.flat_proxy_outs]
+    return {n: Lookup(symbol, prim, owner, key, (n,) if prim is PrimIDs.UNPACK_TRIVIAL else path) for n in names}
 
 
 def _expectations(symbol: BoundSymbol, names: list[str]) -> Iterator[tuple[str, str, Any]]:
     """What a check expects: the name of the value, the kind of the check, and what is expected."""
     name = symbol.sym.name
-    check = bound_functions(symbol).get(name)
+    check = compat.bound_functions(symbol).get(name)
     if isinstance(check, ParameterCheck):
         yield from ((tensor, "tensor", metadata) for tensor, metadata in zip(names, check.expected))
     elif symbol.sym.id in _TENSOR_CHECKS:
@@ -201,10 +152,9 @@ def _differ(one: Any, other: Any) -> bool:
 
 
 class ParameterCheck:
-    """One C++ check of all parameters and buffers in the prologue, in place of a Python check for each.
+    """One C++ check of all parameters and buffers, in place of Python checks, which are much of a call's host time.
 
-    Once the kernels are graphs, Thunder's prologue is most of a call's host time, and these checks are much of the
-    prologue. Where the C++ check does not hold, the checks are made one by one.
+    Where the C++ check does not hold, the checks are made one by one.
     """
 
     def __init__(self, expected: tuple[Metadata, ...]) -> None:
@@ -225,30 +175,24 @@ class ParameterCheck:
 
 def with_one_check(prologue: TraceCtx, names: Set[str]) -> TraceCtx:
     """``prologue`` with one symbol in place of the metadata checks of the tensors called ``names``."""
-    checks = PrologueChecks.read(prologue)
+    checks = PrologueChecks(prologue)
     tensors = [name for name in checks.tensor_checks if name in names and checks.metadata[name].is_static]
     if len(tensors) < 2:
         return prologue
     replaced = {id(checks.tensor_checks[name]) for name in tensors}
     last = id(checks.tensor_checks[tensors[-1]])
     trace = from_trace(prologue)
-    name = unused_name("cudagraph_check_parameters", prologue)
     check = ParameterCheck(tuple(checks.metadata[name] for name in tensors))
     proxies = [checks.tensor_checks[name].args[0] for name in tensors]
+    name = unused_name("cudagraph_check_parameters", prologue)
     combined = executor.bind(name, check, proxies, None, has_effect=True)
-    trace.bound_symbols = [
-        combined if id(symbol) == last else symbol
-        for symbol in prologue.bound_symbols
-        if id(symbol) not in replaced or id(symbol) == last
-    ]
+    kept = (s for s in prologue.bound_symbols if id(s) not in replaced or id(s) == last)
+    trace.bound_symbols = [combined if id(symbol) == last else symbol for symbol in kept]
     trace.set_provenance(TraceProvenance("One check of all parameters and buffers"))
     return trace
 
 
 def unused_name(wish: str, trace: TraceCtx) -> str:
     """A name like ``wish`` for a function, which no value of the trace has: these have the names of the user's."""
-    taken = {
-        proxy.name for symbol in trace.bound_symbols for proxy in (*symbol.flat_proxy_args, *symbol.flat_proxy_outs)
-    }
-    taken |= trace.names
+    taken = {p.name for s in trace.bound_symbols for p in (*s.flat_proxy_args, *s.flat_proxy_outs)} | trace.names
     return next(name for i in count() if (name := wish if i == 0 else f"{wish}_{i}") not in taken)

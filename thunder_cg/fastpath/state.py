@@ -1,10 +1,8 @@
 """State outside of a call's arguments that a prologue checks: of the thread, of modules, and their parameters.
 
-Note [Cheaper checks]
-    Thunder checks all of this at each call. Here
-    - parameters and buffers are looked up again only when the module's dictionaries have changed;
-    - attributes of modules are checked again only when a module, or its class, has changed;
-    - Thunder's cache info (grad mode, autocast, default dtype and device) is compared directly.
+Thunder checks all of this at each call. Here parameters and buffers are looked up again only when the module's
+dictionaries have changed; attributes of modules are checked again only when a module, or its class, has changed; and
+Thunder's cache info (grad mode, autocast, default dtype and device) is compared directly.
 
 Nothing here owns the compiled module, which owns all of this: the module is freed without the garbage collector.
 """
@@ -20,26 +18,27 @@ import torch
 
 from thunder_cg.compat.thunder import ThunderModule, dtypes, module_buffers, module_parameters
 from thunder_cg.compat.torch import any_autocast_enabled, default_device_is_set, dictionary_guard
-from thunder_cg.fastpath.outcomes import GuardMismatch, Unsupported
 
 _MAX_CHANGES = 64  # of what is watched; past it, it is checked at every call
 _CPU = torch.device("cpu")
 _BOOKKEEPING = frozenset({"alias_tensor_indices", "no_grad_sync"})
-_AUTOCAST = (
-    "autocast_config_torch_enabled",
-    "autocast_config_torch_cpu_enabled",
-    "autocast_gpu_dtype",
-    "autocast_cpu_dtype",
-    "autocast_thunder_dtype",
-)
+_AUTOCAST_ENABLED = ("autocast_config_torch_enabled", "autocast_config_torch_cpu_enabled")
+_AUTOCAST = (*_AUTOCAST_ENABLED, "autocast_gpu_dtype", "autocast_cpu_dtype", "autocast_thunder_dtype")
+MISS = object()  # what a fast path returns that is not for the call; it has done nothing that anybody can see
+
+
+class Unsupported(Exception):
+    """Calls of the cache entry keep to Thunder's dispatch, for the reason that the message gives."""
+
+
+class GuardMismatch(Exception):
+    """The call from which a fast path was to be made is not one that the cache entry, or the recording, is for."""
 
 
 class GlobalStateGuard:
     """What Thunder's cache info holds of the thread's state.
 
-    Raises:
-        Unsupported: the cache info holds something else, or gradients are synchronized.
-        GuardMismatch: the state is not as expected.
+    `Unsupported` if it holds something else, or gradients are synchronized; `GuardMismatch` if the state differs now.
     """
 
     def __init__(self, expected: Mapping[str, Any]) -> None:
@@ -56,7 +55,6 @@ class GlobalStateGuard:
         self._autocast = _autocast()
 
     def holds(self) -> bool:
-        """Whether the state is as expected."""
         if torch.get_default_dtype() is not self._default_dtype or torch.is_grad_enabled() is not self._grad:
             return False
         if (any_autocast_enabled() or self._autocast is not None) and _autocast() != self._autocast:
@@ -95,22 +93,16 @@ def _changed() -> bool:
 class AttributeGuard:
     """The checks of modules' attributes, skipped while neither the modules nor their classes change.
 
-    Args:
-        check: makes the checks; raises if one fails.
-        watched: the dictionaries and objects that the attributes are in.
-
-    Attributes:
-        unchanged: whether nothing has changed since the checks were made: one C++ call. Replaced after a change.
+    ``check`` makes them, and raises if one fails; ``watched`` are the dictionaries and objects with the attributes.
     """
 
     def __init__(self, check: Callable[[], Any], watched: Sequence[Any]) -> None:
         self._check = check
         self._watched = watched
-        self.unchanged: Callable[[], bool] = _changed
+        self.unchanged: Callable[[], bool] = _changed  # since the checks were made: one C++ call, new after a change
         self._changes = 0
 
     def holds(self) -> bool:
-        """Whether the attributes are as expected."""
         if self.unchanged():
             return True
         self._changes += 1
@@ -125,11 +117,10 @@ class AttributeGuard:
 
 
 class ParameterCache(dict[int, list[torch.Tensor]]):
-    """A compiled module's parameters and buffers, looked up again only when its dictionaries have changed.
+    """A compiled module's parameters and buffers by the key that `add` gave, in the order of the names.
 
-    By the key that `add` gave: the tensors of those names, in their order. Only if the cache is `unchanged`: after a
-    change it has to be `renewed` first. All guards of a module share one cache, so that none keeps tensors that the
-    module no longer has.
+    After a change of the module's dictionaries, when it is not `unchanged`, it has to be `renewed` first. All guards of
+    a module share one cache, so that none keeps tensors that the module no longer has.
     """
 
     def __init__(self, module: ThunderModule) -> None:
@@ -140,7 +131,6 @@ class ParameterCache(dict[int, list[torch.Tensor]]):
         self._changes = 0
 
     def add(self, parameters: Sequence[str], buffers: Sequence[str]) -> int:
-        """The key of these."""
         self._getters.append((getter(parameters), getter(buffers)))
         return len(self._getters) - 1
 

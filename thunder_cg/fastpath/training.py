@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,16 +24,9 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.accumulate import Accumulators, Keeper
-from thunder_cg.fastpath.compiled import (
-    CallResult,
-    Compiled,
-    MetadataGuard,
-    OnlyRegion,
-    names_of,
-    results_of_region,
-)
+from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion, names_of, results_of_region
 from thunder_cg.fastpath.guard import PrologueGuard
-from thunder_cg.fastpath.outcomes import MISS, Unsupported
+from thunder_cg.fastpath.state import MISS, Unsupported
 from thunder_cg.runtime.call import Call, SavedState
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
@@ -41,9 +35,8 @@ from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 class TrainingFastPath:
     """A call that autograd records. It takes the values that the guard looked up, and may return `MISS`.
 
-    Raises:
-        Unsupported: the trace is not one region, or does what a single node of autograd cannot show.
-        GuardMismatch: the recording is not for the call that ``values`` are of.
+    `Unsupported` if the trace is not one region, or does what a single node of autograd cannot show; `GuardMismatch` if
+    the recording is not for the call that ``values`` are of.
     """
 
     def __init__(self, compiled: Compiled, guard: PrologueGuard, recording: Recording, values: list[Any]) -> None:
@@ -54,7 +47,7 @@ class TrainingFastPath:
         self._program = program
         self._recording = recording
         self._arena = recording.arena
-        self._skip_reason = program.fast_path_skip_reason if program.samples else program.skip_reason
+        self._skip_reason = program.fast_path_skip_reason
         self._pick = guard.picker(region.inputs)
         region.adapt_guard(list(self._pick(values)))
         self._others = MetadataGuard(guard, [n for n in guard.metadata if n not in region.inputs], values)
@@ -63,7 +56,7 @@ class TrainingFastPath:
         made = compiled.results
         self._result = CallResult(compiled, guard, data["output"])
         self._outputs = [made.get(name, -1) for name in names_of(data["flat_output"])]
-        views = region.graph.outputs.view_sources()
+        views = region.graph.outputs.view_sources
         if any(i < 0 or i in views for i in self._outputs):
             raise Unsupported("an input, or a view of one, is returned")
         end = next(s for s in trace.bound_symbols if s.flat_proxy_outs and s.output is saved_state)
@@ -75,13 +68,14 @@ class TrainingFastPath:
         arguments = names_of(data["flat_args"])
         self._updated = [(position, made[name]) for position, name in enumerate(arguments) if name in made]
         self._pick_arguments = guard.picker([inputs[0] if name in made else name for name in arguments])
-        self._saved = SavedTensors(names_of(saved), made, guard, region.graph, views)
+        self._saved = SavedTensors(names_of(saved), made, guard, region.graph)
         self._backward = BackwardReplay(compiled, recording, frozenset(self._saved.passed))
         is_split = not compiled.options.get("thunderfx_disable_split_autograd", False)
         self._apply: Callable[..., Any] = function_apply(ThunderOutputFunction if is_split else ThunderFunction)
         static = {region.inputs[i] for i in region.guard.static}
         parameters = [position for position, name in enumerate(arguments) if name in static]
         self._keeper = Keeper(program.regions[0].device, parameters)
+        self.drop_caches = self._keeper.drop  # of the autograd nodes that are only kept to be fast
 
     def __call__(self, values: list[Any]) -> Any:
         region, program = self._region, self._program
@@ -117,32 +111,17 @@ class TrainingFastPath:
             results[i] = output
         return self._result.of(values, results)
 
-    def drop_caches(self) -> None:
-        """Drops the autograd nodes that are only kept to be fast."""
-        self._keeper.drop()
-
 
 class SavedTensors:
-    """The tensors that a forward saves: at their addresses in the arena, or passed through autograd.
+    """The tensors that a forward saves: at their addresses in the arena, or passed through autograd."""
 
-    Attributes:
-        passed: the positions of those that pass through autograd.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        made: dict[str, int],
-        guard: PrologueGuard,
-        graph: RegionGraph,
-        views: dict[int, int],
-    ) -> None:
+    def __init__(self, names: Sequence[str], made: dict[str, int], guard: PrologueGuard, graph: RegionGraph) -> None:
         self.template: list[Any] = []
-        self.passed: list[int] = []
+        self.passed: list[int] = []  # the positions of those that pass through autograd
         self._from_values: list[int] = []
         self._from_results: list[int] = []
         late: list[int] = []
-        constant = graph.outputs.constants()
+        constant = graph.outputs.constants
         for position, name in enumerate(names):
             slot = made.get(name)
             fixed = graph.fixed[slot] if slot is not None else None
@@ -157,7 +136,7 @@ class SavedTensors:
 
     def passing(self, values: Sequence[Any], results: Sequence[Any]) -> list[Any]:
         """What autograd is to save, in the order of ``passed``."""
-        return [*[values[i] for i in self._from_values], *[results[i] for i in self._from_results]]
+        return [values[i] for i in self._from_values] + [results[i] for i in self._from_results]
 
     def all(self, passed: Sequence[Any]) -> list[Any]:
         """All saved tensors, in the order of the trace."""
@@ -170,34 +149,23 @@ class SavedTensors:
 class BackwardGraph:
     """One backward of a recording, for one layout of its inputs, that a single replay makes.
 
-    Args:
-        passed: positions of the saved tensors that come from autograd.
-
-    Attributes:
-        are_apart: whether no gradients that a replay makes share memory.
-
-    Raises:
-        Unsupported: the backward is more than one region.
-        KeyError: a gradient is not made by the region.
+    ``passed`` are the positions of the saved tensors that come from autograd. `Unsupported` if the backward is more
+    than one region, KeyError if the region does not make all gradients.
     """
 
     def __init__(self, compiled: Compiled, recorded: TraceRecording, passed: frozenset[int]) -> None:
         assert compiled.backward is not None
         trace = compiled.entry.backward_traces[-1]
         self._region = region = OnlyRegion(compiled.backward, recorded)
-        self._sources = _backward_sources(trace, region.inputs)
+        self.sources = _backward_sources(trace, region.inputs)
         made = results_of_region(trace)
         gradients = trace.bound_symbols[-1].args[0]
         self._gradients = [None if gradient is None else made[gradient.name] for gradient in gradients]
         given = [i for i in self._gradients if i is not None]
+        # Whether no gradients that a replay makes share memory.
         self.are_apart = region.graph.outputs.is_plain and len(set(given)) == len(given)
         self._passed = passed
         self._varying: tuple[list[int], Guard] | None = None
-
-    def inputs(self, saved: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """The region's inputs, of what the forward saved and of the gradients of its outputs."""
-        collections = (saved, gradients)
-        return [collections[kind][i] for kind, i in self._sources]
 
     def holds(self, tensors: list[Any]) -> bool:
         """The region's guard. What the forward left in the arena is checked once: it is at the same place each time."""
@@ -207,7 +175,7 @@ class BackwardGraph:
         whole = self._region.guard
         if not whole.holds(tensors):
             return False
-        fixed = {i for i, (kind, position) in enumerate(self._sources) if kind == 0 and position not in self._passed}
+        fixed = {i for i, (kind, position) in enumerate(self.sources) if kind == 0 and position not in self._passed}
         if whole.is_simple:
             positions = [i for i in range(len(tensors)) if i not in fixed]
             static = [n for n, i in enumerate(positions) if i in whole.static]
@@ -231,10 +199,11 @@ class BackwardReplay:
         self._program = program = compiled.backward
         self._recording = recording
         self._passed = passed
-        verifies = program.options.verify is not None
-        self._may_replay = program.may_replay_backward_unverified if verifies else program.may_replay_backward
+        self._may_replay = program.may_replay_backward
         self._recorded: list[TraceRecording] | None = None
         self._graphs: list[BackwardGraph] = []
+        # Whether no other call of the program is between its forward and the end of its backward.
+        self.is_alone = partial(program.is_alone, recording.arena)
 
     def _known_graphs(self) -> list[BackwardGraph]:
         recorded = self._recording.backwards
@@ -244,16 +213,12 @@ class BackwardReplay:
                 self._graphs = [BackwardGraph(self._compiled, each, self._passed) for each in recorded]
         return self._graphs
 
-    def is_alone(self) -> bool:
-        """Whether no other call of the program is between its forward and the end of its backward."""
-        return self._program.is_alone(self._recording.arena)
-
     def run(self, call: Call, saved: list[Any], gradients: list[Any]) -> tuple[Sequence[Any], bool]:
         """The gradients of all arguments, and whether they are known to share no memory."""
-        arena, discards = call.arena, self._entry.return_none_instead_of_grads
+        arena, discards, collections = call.arena, self._entry.return_none_instead_of_grads, (saved, gradients)
         if arena is not None and not discards and self._may_replay():
             for graph in self._known_graphs():
-                tensors = graph.inputs(saved, gradients)
+                tensors = [collections[kind][i] for kind, i in graph.sources]
                 if graph.holds(tensors):
                     arena.enter()
                     with suppress(ReplayRefused):
@@ -278,8 +243,8 @@ class ThunderOutputFunction(torch.autograd.Function):
     """A call's node in the autograd graph, under the name that the node of an output has in Thunder.
 
     Its first output is a tensor of no device, as that of Thunder's own nodes is: autograd runs both on the thread that
-    called ``backward``, one after the other. Of calls in flight, some take the fast path and some do not, and gradients
-    of one parameter are summed in the order in which nodes run.
+    called ``backward``, one after the other. So gradients of one parameter are summed in the same order, whichever of
+    the calls in flight took the fast path.
 
     Note [Second derivatives]
         Thunder's backward cannot be differentiated. With one node for a call (thunderfx), Thunder marks it as
@@ -288,9 +253,7 @@ class ThunderOutputFunction(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int], *arguments: Any
-    ) -> Any:
+    def forward(ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int], *_: Any) -> Any:
         # As Thunder does it: a saved view of an output would keep itself alive.
         ctx.save_for_backward(*[t.detach() if t is not None and autograd_base(t) is not None else t for t in passed])
         ctx.node = node

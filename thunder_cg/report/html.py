@@ -54,9 +54,10 @@ def _trace(trace: TraceReport) -> str:
 def _groups(trace: TraceReport) -> Iterator[str]:
     """A `tbody` for every region and every run of ops between two; the trace's frame is one row wherever it appears."""
     regions = {region.name: region for region in trace.regions}
-    for (name, verdict), ops in groupby(trace.ops, key=lambda op: (op.region, op.verdict)):
+    for (name, verdict), group in groupby(trace.ops, key=lambda op: (op.region, op.verdict)):
         heading = "" if name is None else _region(regions[name])
-        rows = (_frame if verdict == "bookkeeping" else _rows)(ops)
+        ops = list(group)
+        rows = _frame(ops) if verdict == "bookkeeping" else "".join(map(_row, ops))
         yield f"<tbody>{heading}{rows}</tbody>"
 
 
@@ -71,10 +72,6 @@ def _frame(ops: Iterable[OpReport]) -> str:
     names = Counter(op.name for op in ops)
     said = ", ".join(f"{name} x{times}" if times > 1 else name for name, times in names.items())
     return _line("bookkeeping", (f"<code>{escape(said)}</code>", "bookkeeping", "", "", "", ""))
-
-
-def _rows(ops: Iterable[OpReport]) -> str:
-    return "".join(map(_row, ops))
 
 
 def _row(op: OpReport) -> str:

@@ -56,18 +56,13 @@ def locate(fn: Any) -> Found:
         NotCompiledError: `fn` is something else, or was compiled without `cudagraph_transform()`.
     """
     if thunder.compile_stats(fn) is not None:
-        return _of_jitted(fn)
-    backend = _dynamo_backend(fn)
-    if backend is not None:
-        return _of_dynamo(fn, backend)
-    raise NotCompiledError(fn, "Thunder did not compile this")
-
-
-def _of_jitted(fn: Any) -> Found:
-    programs = tuple(_in_caches(_name(fn), fn))
-    if not programs and not _has_transform(thunder.list_transforms(fn)):
-        raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
-    return Found(programs)
+        programs = tuple(_in_caches(_name(fn), fn))
+        if not programs and not _has_transform(thunder.list_transforms(fn)):
+            raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
+        return Found(programs)
+    if (backend := _dynamo_backend(fn)) is None:
+        raise NotCompiledError(fn, "Thunder did not compile this")
+    return _of_dynamo(fn, backend)
 
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
@@ -93,9 +88,11 @@ def _reason(split: Any) -> str:
 
 
 def _in_caches(label: str, jitted: Any) -> Iterator[Located]:
+    """The program of each trace: the one on the newest version that has one, as passes of Thunder's may follow."""
     for number, traces in enumerate(_trace_lists(thunder.compile_stats(jitted))):
-        for program in map(_program, traces):
-            if program is not None:
+        for versions in traces:
+            left = (getattr(t.get_provenance(), "program", None) for t in reversed(list(versions)) if t is not None)
+            if (program := next((p for p in left if isinstance(p, Program)), None)) is not None:
                 yield Located(label, number, program)
 
 
@@ -107,43 +104,26 @@ def _trace_lists(stats: Any) -> Iterator[tuple[Iterable[Any], Iterable[Any]]]:
         yield stats.last_traces, stats.last_backward_traces or ()
 
 
-def _program(traces: Iterable[Any]) -> Program | None:
-    """The program on the newest trace that has one; passes of Thunder's may follow the transform."""
-    for trace in reversed(list(traces)):
-        program = getattr(trace.get_provenance(), "program", None) if trace is not None else None
-        if isinstance(program, Program):
-            return program
-    return None
-
-
 def _dynamo_backend(fn: Any) -> Any | None:
     """The ThunderCompiler behind a Dynamo-compiled callable, None where there is none."""
-    backend = getattr(fn, "_backend", fn)
-    if not _is_thunder_compiler(backend):
-        backend = _innermost_backend(_dynamo_callback(fn))
-    return backend if _is_thunder_compiler(backend) else None
-
-
-def _is_thunder_compiler(obj: Any) -> bool:
     compiler = sys.modules.get("thunder.dynamo.compiler")  # where nobody imported it, nobody has a ThunderCompiler
-    return compiler is not None and isinstance(obj, compiler.ThunderCompiler)
+    if compiler is None:
+        return None
+    backend = getattr(fn, "_backend", fn)
+    if not isinstance(backend, compiler.ThunderCompiler):
+        backend = _dynamo_callback(fn)
+        # Dynamo's chain of wrappers and torch.compile's own wrapper lead to the backend that the user named.
+        links = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")
+        while (inner := next((getattr(backend, link) for link in links if hasattr(backend, link)), None)) is not None:
+            backend = inner
+    return backend if isinstance(backend, compiler.ThunderCompiler) else None
 
 
 def _dynamo_callback(fn: Any) -> Any | None:
     """What Dynamo calls for a new frame: a compiled module keeps it in an attribute, a function in its closure."""
     if isinstance(fn, torch.nn.Module):
         return getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
-    if not inspect.isfunction(fn):
-        return None
-    return inspect.getclosurevars(fn).nonlocals.get("callback")
-
-
-def _innermost_backend(callback: Any) -> Any | None:
-    """Follows Dynamo's chain of wrappers, and torch.compile's own wrapper, to the backend that the user named."""
-    links = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")
-    while (inner := next((getattr(callback, link) for link in links if hasattr(callback, link)), None)) is not None:
-        callback = inner
-    return callback
+    return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
 
 
 def _has_transform(transforms: Iterable[Any]) -> bool:
@@ -161,7 +141,6 @@ def _name(fn: Any) -> str:
 
 def source(op: Op) -> str | None:
     """The text of the line that called the op: it says more than the file name that a notebook gives a cell."""
-    bound = op.symbol
-    if op.line is None or bound is None:
+    if op.line is None or (bound := op.symbol) is None:
         return None
     return linecache.getline(bound.source_filename, bound.source_positions.lineno).strip() or None

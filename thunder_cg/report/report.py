@@ -1,7 +1,4 @@
-"""`explain(fn)`: the decisions of the analysis and the counts of the runtime, as frozen records.
-
-Everything here was decided or counted elsewhere; a report is a copy made at one moment, which later calls don't change.
-"""
+"""`explain(fn)`: the decisions of the analysis and the counts of the runtime, as frozen records."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from thunder_cg.analysis.partition import Eager, Plan
 from thunder_cg.report import html, text
 from thunder_cg.report.programs import Located, Outside, locate, source
 from thunder_cg.runtime.program import Program
@@ -19,85 +15,62 @@ from thunder_cg.runtime.region import RuntimeRegion
 
 @dataclass(frozen=True, slots=True)
 class OpReport:
-    """One op of a trace and its verdict.
+    """One op of a trace and its verdict."""
 
-    Attributes:
-        index: its position in the trace as Thunder handed it over; the rows of a trace are in the plan's order.
-        verdict: "capture", "eager", or "bookkeeping" (unpacking, returning), which is no work.
-        reason: a word for the verdict; detail: what made it so; fix: what would change it, "" if nothing has to.
-        line, source: "file.py:12" in the user's source and the text there. Thunder's grad transform loses some: then
-            "near file.py:11", the line that made an input of the op, or None where that is not known either.
-        region: the name of the region that it is in, None if it is eager.
-        fused: names of the ops inside a fusion.
-    """
-
-    index: int
+    index: int  # position in the trace as Thunder handed it over; the rows of a trace are in the plan's order
     name: str
     executor: str | None
-    verdict: Literal["capture", "eager", "bookkeeping"]
-    reason: str
-    detail: str
-    fix: str
+    verdict: Literal["capture", "eager", "bookkeeping"]  # bookkeeping, such as unpacking and returning, is no work
+    reason: str  # a word for the verdict
+    detail: str  # what made it so
+    fix: str  # what would change it, "" if nothing has to
+    # "file.py:12" in the user's source and the text there. Thunder's grad transform loses some: then "near file.py:11",
+    # the line that made an input of the op, or None where that is not known either.
     line: str | None
     source: str | None
-    region: str | None
-    fused: tuple[str, ...]
+    region: str | None  # the name of the region that it is in, None if it is eager
+    fused: tuple[str, ...]  # names of the ops inside a fusion
 
 
 @dataclass(frozen=True, slots=True)
 class RegionReport:
-    """One region: what it is, and what it did so far.
-
-    Attributes:
-        split: why it ended where it did, "" if nothing follows it.
-        bytes_in, bytes_out: bytes copied for one replay, into the graph's memory and out of it (of the last capture).
-        failure: why it runs eagerly: it could not be captured or, if it is `quarantined`, its graph did not do what its
-            ops do; None if it is captured.
-        verified: how many replays were compared with an eager run, which is `verify=`.
-        remark: what that found besides: ops that are not deterministic, or why a replay could not be compared.
-    """
+    """One region: what it is, and what it did so far."""
 
     name: str
     device: str
     ops: int
-    split: str
+    split: str  # why it ended where it did, "" if nothing follows it
     captures: int
     replays: int
     eager_runs: int
-    bytes_in: int
-    bytes_out: int
+    bytes_in: int  # bytes copied for one replay into the graph's memory (of the last capture)
+    bytes_out: int  # and out of it
+    # Why it runs eagerly: it could not be captured or, if it is quarantined, its graph did not do what its ops do. None
+    # if it is captured.
     failure: str | None
     quarantined: bool = False
-    verified: int = 0
-    remark: str | None = None
+    verified: int = 0  # how many replays were compared with an eager run, which is `verify=`
+    remark: str | None = None  # what that found besides: ops that are not deterministic, why a replay was not compared
 
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """One trace of one cache entry.
+    """One trace of one cache entry."""
 
-    Attributes:
-        function: what it was traced from; entry: the number of the cache entry, from 0; kind: "forward" or "backward".
-        ops: in the order in which the plan runs them.
-        calls: how often it ran, `eager_calls` of them without graphs: warm-ups, and fallbacks with their reasons.
-        fast_path_calls: calls that went around Thunder's dispatch; `no_fast_path` says why others did not.
-        remark: what the user should know besides.
-        arena_bytes: size of the arenas with its recordings. A backward shares its forward's, and several programs may
-            share one, so they don't add up.
-    """
-
-    function: str
-    entry: int
-    kind: str
-    ops: tuple[OpReport, ...]
+    function: str  # what it was traced from
+    entry: int  # the number of the cache entry, from 0
+    kind: str  # "forward" or "backward"
+    ops: tuple[OpReport, ...]  # in the order in which the plan runs them
     regions: tuple[RegionReport, ...]
-    calls: int
-    eager_calls: int
-    fallbacks: Mapping[str, int]
+    calls: int  # how often it ran
+    eager_calls: int  # how often without graphs: warm-ups, and fallbacks
+    fallbacks: Mapping[str, int]  # by their reasons
+    # Size of the arenas with its recordings. A backward shares its forward's, and several programs may share one, so
+    # they don't add up.
     arena_bytes: int
-    fast_path_calls: int = 0
-    no_fast_path: str | None = None
-    remark: str | None = None
+    fast_path_calls: int = 0  # calls that went around Thunder's dispatch
+    no_fast_path: str | None = None  # why others did not
+    remark: str | None = None  # what the user should know besides
 
     @property
     def counts(self) -> Counter[str]:
@@ -107,20 +80,14 @@ class TraceReport:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What became of a compiled function. `print` it, leave it as a notebook cell's last line, or take `to_dict()`.
+    """What became of a compiled function. `print` it, leave it as a notebook cell's last line, or take `to_dict()`."""
 
-    Attributes:
-        traces: one for every forward and every backward that Thunder compiled with the transform.
-        outside: what Thunder does not support in the graphs of Dynamo, so that Inductor runs it (thunderfx only).
-    """
-
-    traces: tuple[TraceReport, ...]
-    outside: tuple[Outside, ...] = ()
+    traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
+    outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
-        plain: dict[str, Any] = _plain(asdict(self))
-        return plain
+        return dict(_plain(asdict(self)))
 
     def __str__(self) -> str:
         return text.render(self)
@@ -166,13 +133,9 @@ def _trace(located: Located) -> TraceReport:
 
 
 def _ops(program: Program) -> tuple[OpReport, ...]:
+    """All ops, in the order in which the plan runs them."""
     regions = {index: region.name for region in program.regions for index in region.planned.ops}
-    return tuple(_op(program, index, regions.get(index)) for index in _order(program.plan))
-
-
-def _order(plan: Plan) -> list[int]:
-    """Positions of all ops, in the order in which the plan runs them."""
-    return [index for step in plan.steps for index in ((step.op,) if isinstance(step, Eager) else step.ops)]
+    return tuple(_op(program, index, regions.get(index)) for step in program.plan.steps for index in step.ops)
 
 
 def _op(program: Program, index: int, region: str | None) -> OpReport:
@@ -194,21 +157,15 @@ def _op(program: Program, index: int, region: str | None) -> OpReport:
 
 
 def _region(region: RuntimeRegion) -> RegionReport:
-    stats = region.stats
     return RegionReport(
         name=region.name,
         device=region.planned.device,
         ops=len(region.planned.ops),
         split=region.planned.split,
-        captures=stats.captures,
-        replays=stats.replays,
-        eager_runs=stats.eager_runs,
-        bytes_in=stats.bytes_in,
-        bytes_out=stats.bytes_out,
         failure=region.failure,
         quarantined=region.disagreement is not None,
-        verified=stats.verified,
         remark=region.remark,
+        **asdict(region.stats),
     )
 
 

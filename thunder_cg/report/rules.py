@@ -10,11 +10,8 @@ from typing import Any
 
 from thunder_cg.analysis.rules import RULES, VJP, AliasedInputs, Condition, Evidence, Key, Rule, find
 
-__all__ = ["describe"]
-
 RESULTS = Path(__file__).parents[1] / "tools" / "results"  # in the repository only; a wheel has none
 _TESTS = "tests/analysis/test_rules.py, tests/analysis/test_classify.py, tests/tools/operators/test_check.py"
-_WIDTH = 12
 
 
 def describe(name: str) -> str:
@@ -27,19 +24,13 @@ def describe(name: str) -> str:
     Raises:
         LookupError: no record has this name. The message has the names that come close.
     """
-    rule = _find(name)
-    if rule is None:
+    if (rule := _find(name)) is None:
         raise LookupError(_unknown(name))
     lines = [_label(rule.key), *_record(rule)]
-    executor, id_ = rule.key
-    derivative = RULES.get((executor, f"{id_}{VJP}"))
-    if derivative is not None:
-        lines += [
-            "",
-            f"{_label(derivative.key)}, its derivative, where Thunder runs it through torch.autograd",
-            *_record(derivative),
-        ]
-    return "\n".join([*lines, "", *_entry("tests", _TESTS)])
+    if (derivative := RULES.get((rule.key[0], f"{rule.key[1]}{VJP}"))) is not None:
+        title = f"{_label(derivative.key)}, its derivative, where Thunder runs it through torch.autograd"
+        lines += ["", title, *_record(derivative)]
+    return "\n".join([*lines, "", _entry("tests", _TESTS)])
 
 
 def _find(name: str) -> Rule | None:
@@ -66,35 +57,34 @@ def _label(key: Key) -> str:
 
 def _record(rule: Rule) -> Iterator[str]:
     verdict = "captured" if rule.captures else f"eager, {rule.cause.reason.value}"
-    yield from _entry("verdict", f"{verdict}: {rule.cause.detail}")
+    yield _entry("verdict", f"{verdict}: {rule.cause.detail}")
     if rule.cause.fix:
-        yield from _entry("fix", rule.cause.fix)
+        yield _entry("fix", rule.cause.fix)
     for condition in rule.conditions:
         yield from _condition(condition)
-    yield from _entry("memory", _memory(rule.aliases, rule.writes) or "its results are new; it writes no input")
-    yield from _entry("kernels", "launches kernels" if rule.launches_kernels else "launches none, or hardly ever")
+    yield _entry("memory", _memory(rule.aliases, rule.writes) or "its results are new; it writes no input")
+    yield _entry("kernels", "launches kernels" if rule.launches_kernels else "launches none, or hardly ever")
     if rule.draws:
-        yield from _entry("draws", "it draws from a generator, in the order of the trace")
+        yield _entry("draws", "it draws from a generator, in the order of the trace")
     if rule.is_collective:
-        yield from _entry("collective", "it keeps its order among all collectives")
+        yield _entry("collective", "it keeps its order among all collectives")
     evidence, measured = _evidence(rule.evidence, rule.cause.source), [*_measured(rule.key)]
     if rule.evidence is Evidence.MEASURED and not measured and any(_files()):
         evidence = "none: the versions of Thunder that were measured have no such symbol"
-    yield from _entry("evidence", evidence)
-    for text in measured:
-        yield from _entry("", text)
+    yield _entry("evidence", evidence)
+    yield from (_entry("", text) for text in measured)
 
 
 def _condition(condition: Condition) -> Iterator[str]:
-    yield from _entry("condition", f"{condition.name}: {condition.when}")
+    yield _entry("condition", f"{condition.name}: {condition.when}")
     if condition.cause is not None:
-        yield from _entry("", f"then eager, {condition.cause.reason.value}: {condition.cause.detail}")
-        yield from _entry("", f"fix: {condition.cause.fix}")
-        yield from _entry("", f"evidence: {_evidence(condition.evidence, condition.cause.source)}")
+        yield _entry("", f"then eager, {condition.cause.reason.value}: {condition.cause.detail}")
+        yield _entry("", f"fix: {condition.cause.fix}")
+        yield _entry("", f"evidence: {_evidence(condition.evidence, condition.cause.source)}")
     if memory := _memory(condition.aliases, condition.writes):
-        yield from _entry("", f"then {memory}")
+        yield _entry("", f"then {memory}")
     if condition.draws:
-        yield from _entry("", "then it draws from a generator")
+        yield _entry("", "then it draws from a generator")
 
 
 def _memory(aliases: AliasedInputs | None, writes: AliasedInputs | None) -> str:
@@ -126,5 +116,5 @@ def _files() -> list[Path]:
     return sorted(RESULTS.glob("rules-*.json"))
 
 
-def _entry(title: str, text: str) -> list[str]:
-    return [f"  {title:<{_WIDTH}}{text}"]
+def _entry(title: str, text: str) -> str:
+    return f"  {title:<12}{text}"

@@ -85,9 +85,9 @@ def size(nbytes: int) -> str:
 
 def _summary(report: Report) -> Iterator[str]:
     yield f"CUDA graphs: {headline(report.traces)}"
-    if any(op.verdict == "eager" for trace in report.traces for op in trace.ops):
+    if eager := [op for trace in report.traces for op in trace.ops if op.verdict == "eager"]:
         yield "Eager, and why:"
-        yield from _indent(_eager(op for trace in report.traces for op in trace.ops))
+        yield from _indent(_eager(eager))
     if report.outside:
         yield OUTSIDE
         yield from _indent(f"{outside.function}: {outside.reason}" for outside in report.outside)
@@ -97,10 +97,11 @@ def _eager(ops: Iterable[OpReport]) -> Iterator[str]:
     """One entry for all ops that are alike, as one line in twelve layers is; the detail is the first one's."""
     alike: dict[tuple[str | None, ...], list[OpReport]] = {}
     for op in ops:
-        if op.verdict == "eager":
-            alike.setdefault((op.name, op.line, op.source, op.reason, op.fix), []).append(op)
+        alike.setdefault((op.name, op.line, op.source, op.reason, op.fix), []).append(op)
     for first, *others in alike.values():
-        yield f"{first.name}{f' x{len(others) + 1}' if others else ''} {_where(first.line)}: {first.reason}"
+        line = first.line or "a line unknown to Thunder"
+        where = line if line.startswith("near ") else f"at {line}"
+        yield f"{first.name}{f' x{len(others) + 1}' if others else ''} {where}: {first.reason}"
         if first.source:
             yield f"    in: {first.source}"
         yield f"    why: {first.detail}"
@@ -108,22 +109,12 @@ def _eager(ops: Iterable[OpReport]) -> Iterator[str]:
             yield f"    to change it: {first.fix}"
 
 
-def _where(line: str | None) -> str:
-    if line is None:
-        return "at a line unknown to Thunder"
-    return line if line.startswith("near ") else f"at {line}"
-
-
 def _trace(trace: TraceReport) -> Iterator[str]:
     yield f"{title(trace)}: {headline([trace])}"
     yield f"  {calls(trace)}"
     for region in trace.regions:
-        yield from _indent(_region(region))
-
-
-def _region(region: RegionReport) -> Iterator[str]:
-    yield f"{region.name} on {region.device}, {count(region.ops, 'op')}: {region_counts(region)}"
-    yield from (f"    {note}" for note in notes(region))
+        yield f"  {region.name} on {region.device}, {count(region.ops, 'op')}: {region_counts(region)}"
+        yield from _indent(f"    {note}" for note in notes(region))
 
 
 def _indent(lines: Iterable[str]) -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""Arenas: memory pools that one call holds at a time. Invariant 2 of the design is these few lines."""
+"""Arenas: memory pools that one call holds at a time."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 
@@ -14,33 +15,23 @@ from thunder_cg.runtime.backend import Backend, Pool
 class Arena:
     """One pool per device, and the lock that says who may use them.
 
-    Holding and releasing are single atomic steps without a queue, because a release may come from a destructor:
-    on any thread, at any point, even while this thread looks for an arena.
+    A release may come from a destructor: on any thread, at any point, even while this thread looks for an arena. So
+    holding and releasing are single atomic steps without a queue.
     """
 
-    __slots__ = ("__weakref__", "_backend", "_held", "_poison", "_pools")
-
     def __init__(self, backend: Backend, poison: bool) -> None:
-        self._backend = backend
-        self._poison = poison
+        self._backend, self._poison = backend, poison
         self._held = threading.Lock()
         self._pools: dict[torch.device, Pool] = {}
-
-    def try_hold(self) -> bool:
-        """Takes the arena for the caller if nobody has it."""
-        return self._held.acquire(blocking=False)
+        # Takes the arena for the caller if nobody has it, and ends the life of everything in its memory. Each steady
+        # call does both, so they are the lock's own functions.
+        self.try_hold: Callable[[], bool] = partial(self._held.acquire, False)
+        self.release: Callable[[], None] = self._held.release
+        if poison:
+            self.release = partial(_poison_and_release, self._pools, self._held)
 
     def is_held(self) -> bool:
         return self._held.locked()
-
-    def release(self) -> None:
-        """Ends the life of everything in the arena's memory."""
-        try:
-            if self._poison:
-                for pool in self._pools.values():
-                    pool.poison()
-        finally:
-            self._held.release()
 
     def forget(self, values: Iterable[torch.Tensor], kept: Iterable[torch.Tensor]) -> None:
         """While a call runs: nobody owns the memory of ``values`` any more, but what is ``kept``: it may be reused."""
@@ -52,11 +43,10 @@ class Arena:
 
     def pool(self, device: torch.device) -> Pool:
         """The arena's memory on ``device``. Only for the holder."""
-        pool = self._pools.get(device)
-        if pool is None:
-            pool = self._pools[device] = self._backend.pool(device)
-            pool.enter()
-        return pool
+        if device not in self._pools:
+            self._pools[device] = self._backend.pool(device)
+            self._pools[device].enter()
+        return self._pools[device]
 
     def enter(self) -> None:
         """Orders the caller's streams after what used the arena before. Only for the holder."""
@@ -76,6 +66,14 @@ class Arena:
             pool.close()
 
 
+def _poison_and_release(pools: Mapping[torch.device, Pool], held: threading.Lock) -> None:
+    try:
+        for pool in pools.values():
+            pool.poison()
+    finally:
+        held.release()
+
+
 class Arenas:
     """The arenas of one transform, up to a limit for each trace pair: what was split has many calls in flight at once.
 
@@ -83,9 +81,7 @@ class Arenas:
     """
 
     def __init__(self, backend: Backend, limit: int, poison: bool) -> None:
-        self._backend = backend
-        self._limit = limit
-        self._poison = poison
+        self._backend, self._limit, self._poison = backend, limit, poison
         self._lock = threading.Lock()
         self._arenas: list[weakref.ref[Arena]] = []
         self._pairs: weakref.WeakSet[object] = weakref.WeakSet()

@@ -1,32 +1,38 @@
-"""What a backend has to offer: pools that warm up, capture and poison, and graphs that can be replayed."""
+"""What a backend has to offer: pools that warm up, capture and poison, and graphs that can be replayed.
+
+Note [Scalars of a graph]
+    A graph bakes in the numbers that its kernels get. Numbers that differ from call to call still fit a graph if its
+    kernels get them unchanged, such as the seed and the offset of nvFuser's draws. The capture gets a sentinel for each
+    of them, a random number that occurs nowhere else. Each launch puts the call's number where the sentinel was among
+    the arguments of the kernels. A sentinel that is not found fails the capture. A number that is also used in another
+    way, for example doubled on the host, shows when the first replay is compared with an eager run.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import secrets
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
+from thunder_cg.errors import CaptureRefused
+
+Tensors = Sequence[torch.Tensor]
 Function = Callable[..., Sequence[Any]]
-CopiedOut = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
+CopiedOut = Callable[[Sequence[Any]], Tensors]
 
 
 class Graph(Protocol):
     """A recorded sequence of work."""
 
-    def replay(
-        self,
-        sources: Sequence[torch.Tensor] = (),
-        targets: Sequence[torch.Tensor] = (),
-        scalars: Sequence[int] = (),
-    ) -> None:
+    def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
         """Runs the work again, on the caller's current stream, reading and writing the recorded addresses.
 
         Args:
-            sources: are copied to the capture's ``buffers`` first.
-            targets: get copies of what the capture's ``copied_out`` returned. Sources and targets have the layouts of
-                the captured ones.
+            sources: are copied to the capture's ``buffers`` first. Their layouts are those of the buffers.
+            targets: get copies of what the capture's ``copied_out`` returned, with the same layouts.
             scalars: take the place of the capture's ``sentinels``.
 
         Raises:
@@ -46,16 +52,15 @@ class Pool(Protocol):
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         """Runs ``fn`` for real, with its memory in the pool, so that a capture after it can have the same memory.
 
-        ``fn`` gets an `EarlyCopier` as its last argument. The copies that it makes are outside of the pool.
-
-        If memory runs out, the generators are set back, so that ``fn`` can be tried again.
+        ``fn`` gets an `EarlyCopier` as its last argument, whose copies are outside of the pool. If memory runs out, the
+        generators are set back, so that ``fn`` can be tried again.
         """
 
     def capture(
         self,
         fn: Function,
         args: Sequence[Any],
-        buffers: Sequence[torch.Tensor] = (),
+        buffers: Tensors = (),
         copied_out: CopiedOut | None = None,
         sentinels: Sequence[int] = (),
     ) -> tuple[Graph, Sequence[Any]]:
@@ -110,3 +115,14 @@ class Backend(Protocol):
 
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, a compiled fusion, as a region has to call it."""
+
+
+def sentinels(count: int) -> list[int]:
+    """New sentinels. See Note [Scalars of a graph]."""
+    return [secrets.randbits(61) | 1 << 61 for _ in range(count)]
+
+
+def check_sentinels(sentinels: Sequence[int], found: Set[int]) -> None:
+    """Raises `CaptureRefused` if one of ``sentinels`` was not ``found`` among the arguments of what was captured."""
+    if missing := set(sentinels) - found:
+        raise CaptureRefused(f"{len(missing)} of {len(sentinels)} numbers of the call reach no kernel as they are")

@@ -1,7 +1,5 @@
 """The choice of a backend by its name."""
 
-from __future__ import annotations
-
 import torch
 
 from thunder_cg.runtime.backend import Backend
@@ -10,11 +8,7 @@ from thunder_cg.runtime.tape import TapeBackend
 
 
 def resolve(name: str) -> Backend:
-    """The backend called ``name``; ``"auto"`` is ``cuda`` where there is a CUDA device and ``tape`` elsewhere.
-
-    Raises:
-        BackendError: ``cuda`` was asked for and there is no usable CUDA device.
-    """
+    """``"auto"`` is ``cuda`` where there is a CUDA device, else ``tape``. BackendError if ``cuda`` cannot run."""
     if name == "tape" or (name == "auto" and not torch.cuda.is_available()):
         return TapeBackend()
     return CudaBackend()

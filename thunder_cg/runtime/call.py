@@ -18,17 +18,15 @@ Note [Who owns a recording's memory]
 from __future__ import annotations
 
 import enum
-from collections import Counter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from thunder_cg.analysis.ops import Ops
-from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arena
-from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.recording import Recording, TraceRecording
-from thunder_cg.runtime.verifier import Verifier
+
+if TYPE_CHECKING:
+    from thunder_cg.runtime.program import Program
 
 
 class Mode(enum.Enum):
@@ -40,39 +38,11 @@ class Mode(enum.Enum):
     EAGER = "eager"
 
 
-class Owner(Protocol):
-    """The program of a call, as far as the call's regions need it."""
-
-    ops: Ops
-    options: Options
-    backend: Backend
-    verifier: Verifier
-    fallbacks: Counter[str]
-    eager_calls: int
-
-    def is_static(self, name: str, recording: Recording) -> bool:
-        """Whether the recording has the address of an input baked in."""
-
-    def is_input(self, name: str) -> bool:
-        """Whether the value is there when a call begins."""
-
-    def retire(self, recording: Recording) -> bool:
-        """Drops a recording that did not fit to the end of a call; returns whether it did."""
-
-    def quarantine(self, call: Call, region: int) -> None:
-        """Drops each recording that holds a graph of the region."""
-
-    def raise_if_strict(self, reason: str) -> None:
-        """Raises `CaptureError` with ``strict=True``."""
-
-
 class Call:
-    """One call of a trace pair: the arena that it holds and how its regions run."""
+    """One call of a trace pair: the arena that it holds and how its regions run. Regions know it, not the program."""
 
-    __slots__ = ("__weakref__", "arena", "key", "mode", "owned", "owner", "recording", "trace", "verifies")
-
-    def __init__(self, owner: Owner) -> None:
-        self.owner = owner
+    def __init__(self, program: Program) -> None:
+        self.program = program
         self.mode = Mode.EAGER
         self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
@@ -82,9 +52,9 @@ class Call:
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
 
     @classmethod
-    def replaying(cls, owner: Owner, recording: Recording) -> Call:
+    def replaying(cls, program: Program, recording: Recording) -> Call:
         """A call that replays the forward of ``recording``, whose arena the caller has taken."""
-        call = cls(owner)
+        call = cls(program)
         call.arena, call.recording, call.trace = recording.arena, recording, recording.forward
         return call.enter(Mode.REPLAY)
 
@@ -97,11 +67,11 @@ class Call:
         """
         self.mode = mode
         if mode is Mode.WARMUP or (mode is Mode.EAGER and reason):
-            self.owner.eager_calls += 1
+            self.program.eager_calls += 1
         if reason:
-            self.owner.fallbacks[reason] += 1
+            self.program.fallbacks[reason] += 1
             if strict:
-                self.owner.raise_if_strict(reason)
+                self.program.raise_if_strict(reason)
         return self
 
     def run_eagerly(self, reason: str, *, strict: bool = True) -> Call:

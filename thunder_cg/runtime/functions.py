@@ -12,16 +12,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op
-from thunder_cg.compat.thunder import (
-    TensorProxy,
-    TraceCtx,
-    bound_functions,
-    build_callable,
-    drop_self_reference,
-    module_shortname,
-    rebind,
-    tracectx,
-)
+from thunder_cg.compat import thunder as compat
 from thunder_cg.runtime.backend import Backend
 
 _MODULES = {"torch": torch, "thunder": thunder}  # that Thunder's functions can name
@@ -78,7 +69,7 @@ def hash_function(
     prefix = next(f"hash{'_' * n}" for n in count() if not any(each.startswith(f"hash{'_' * n}") for each in taken))
     body, hashes = [], []
     for i, (op, line) in enumerate(zip(ops, lines)):
-        values = [proxy.name for proxy in op.symbol.flat_proxy_outs if isinstance(proxy, TensorProxy)]
+        values = [proxy.name for proxy in op.symbol.flat_proxy_outs if isinstance(proxy, compat.TensorProxy)]
         written = aliasing.writes[op.index]
         values += [name for name in op.inputs if aliasing.sets.get(name) in written]
         hashes.append(f"{prefix}{i}")
@@ -104,14 +95,14 @@ class _Lines:
 def _lines_of(ops: Sequence[Op], backend: Backend) -> list[_Lines]:
     """The ops, calling their compiled fusions the way the backend needs."""
     found = []
-    with tracectx(TraceCtx()):  # one for all, as it names the objects that cannot be written
+    with compat.tracectx(compat.TraceCtx()):  # one for all, as it names the objects that cannot be written
         for op in ops:
             symbol = op.symbol
-            if symbol.sym.is_fusion and (functions := bound_functions(symbol)):
-                symbol = rebind(symbol, {name: backend.fusion(fn) for name, fn in functions.items()})
+            if symbol.sym.is_fusion and (functions := compat.bound_functions(symbol)):
+                symbol = compat.rebind(symbol, {name: backend.fusion(fn) for name, fn in functions.items()})
             lines = symbol.python(indent=1)
             modules, called, objects = symbol.gather_ctxs()
-            context = {module_shortname(path): module for path, module in modules.items()} | called | objects
+            context = {compat.module_shortname(path): module for path, module in modules.items()} | called | objects
             found.append(_Lines(lines, (*op.outputs, *op.inputs), context))
     return found
 
@@ -133,8 +124,8 @@ def _build(
         if spent:
             source.append(f"  del {', '.join(spent)}")
     source.append(f"  return ({''.join(f'{result}, ' for result in results)})")
-    function = build_callable(name, python_str="\n".join(source), file_name=f"thunder.{name}", ctx=context)
-    drop_self_reference(function)
+    function = compat.build_callable(name, python_str="\n".join(source), file_name=f"thunder.{name}", ctx=context)
+    compat.drop_self_reference(function)
     return function
 
 

@@ -22,19 +22,6 @@ class Guard:
             if both are static, so no other sharing is admitted.
     """
 
-    __slots__ = (
-        "_absent",
-        "_leaves",
-        "_overlap",
-        "_same",
-        "_unique",
-        "addresses",
-        "aligned",
-        "metadata",
-        "settings",
-        "static",
-    )
-
     def __init__(self, tensors: Sequence[torch.Tensor | None], static: Sequence[int], written: frozenset[int]) -> None:
         present = [(i, t) for i, t in enumerate(tensors) if t is not None]
         self._absent = [i for i, t in enumerate(tensors) if t is None]

@@ -16,17 +16,11 @@ from thunder_cg.runtime.tensors import ALIGNMENT, flat, overlaps_itself, span, v
 
 @dataclass(frozen=True, slots=True)
 class CopiedInput:
-    """An input that is copied to where its graph reads it.
+    """An input that is copied to where its graph reads it."""
 
-    Attributes:
-        arg: its position among the region's arguments.
-        buffer: the memory that the graph reads.
-        is_flat: it overlaps itself, so the memory below it is copied.
-    """
-
-    arg: int
-    buffer: torch.Tensor
-    is_flat: bool
+    arg: int  # its position among the region's arguments
+    buffer: torch.Tensor  # the memory that the graph reads
+    is_flat: bool  # it overlaps itself, so the memory below it is copied
 
     def source(self, args: Sequence[Any]) -> torch.Tensor:
         return flat(args[self.arg]) if self.is_flat else args[self.arg]

@@ -11,15 +11,7 @@ import torch
 from thunder_cg.compat.cuda import current_device
 from thunder_cg.compat.torch import autograd_base, empty_strided, is_view, is_zero_tensor, neg_view
 from thunder_cg.runtime.early_outputs import CopiedEarly
-from thunder_cg.runtime.tensors import (
-    ALIGNMENT,
-    address,
-    is_sparse,
-    is_whole,
-    span,
-    tracked_view,
-    view_of_storage,
-)
+from thunder_cg.runtime.tensors import ALIGNMENT, address, is_sparse, is_whole, span, tracked_view, view_of_storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,20 +53,6 @@ class Outputs:
         alias: makes of a tensor one that does not own its memory.
     """
 
-    __slots__ = (
-        "_are_plain",
-        "_constants",
-        "_copies",
-        "_device",
-        "_makers",
-        "_owned",
-        "_same",
-        "_sources",
-        "fixed",
-        "layouts",
-        "nbytes",
-    )
-
     def __init__(
         self,
         produced: list[Any],
@@ -84,8 +62,8 @@ class Outputs:
         alias: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self.fixed: list[int] = []  # results that stay at their address in the pool
-        self._constants: dict[int, Any] = {}
-        self._sources: dict[int, int] = {}  # result that is a view of an input -> that input
+        self.constants: dict[int, Any] = {}  # results that no replay changes
+        self.view_sources: dict[int, int] = {}  # result that is a view of an input -> that input
         self._makers: list[tuple[int, MakeOutput]] = []
         self._same: list[tuple[int, int]] = []  # result that leaves, and an earlier one that is the same tensor
         self._device = device
@@ -120,14 +98,14 @@ class Outputs:
                 self._is_constant(i, tensor)
             elif leaves[i] and (same := first.setdefault(id(tensor), i)) != i:
                 self._same.append((i, same))
-                if same in self._sources:
-                    self._sources[i] = self._sources[same]
+                if same in self.view_sources:
+                    self.view_sources[i] = self.view_sources[same]
             elif (
                 source := by_identity.get(id(tensor))
                 or by_identity.get(id(autograd_base(tensor)))
                 or by_address.get(address(tensor))
             ) is not None:
-                self._sources[i] = source.arg
+                self.view_sources[i] = source.arg
                 self._makers.append((i, _view_of_input(tensor, source)))
             elif leaves[i]:
                 groups.setdefault(address(tensor) or -1 - i, []).append((i, tensor))
@@ -136,16 +114,8 @@ class Outputs:
         return [early[order] for order in sorted(early)], [*groups.values()]
 
     def _is_constant(self, i: int, value: Any) -> None:
-        self._constants[i] = value
+        self.constants[i] = value
         self._makers.append((i, lambda args: value))
-
-    def constants(self) -> dict[int, Any]:
-        """Results that no replay changes, and what they are."""
-        return self._constants
-
-    def view_sources(self) -> dict[int, int]:
-        """Results that are views of inputs, and of which."""
-        return self._sources
 
     def sources(self) -> list[torch.Tensor]:
         """The memory to copy out, one tensor for each storage; first what was copied early, in that order."""

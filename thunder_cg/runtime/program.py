@@ -58,15 +58,9 @@ class Program:
         arenas: Arenas,
         forward: Program | None,
     ) -> None:
-        self.kind = kind
-        self.ops = ops
-        self.plan = plan
-        self.regions = list(regions)
-        self.options = options
-        self.backend = backend
-        self.verifier = verifier
-        self.calls = 0
-        self.eager_calls = 0
+        self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
+        self.options, self.backend, self.verifier = options, backend, verifier
+        self.calls = self.eager_calls = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
         self.no_fast_path: str | None = None  # why none can
         self.remark: str | None = None  # what the user should know besides
@@ -79,7 +73,7 @@ class Program:
         self._arenas = arenas
         arenas.join(self._pair)
         # Of a pair, kept by the program that owns it:
-        self._recordings: list[Recording] = []  # newest first
+        self.recordings: list[Recording] = []  # what later calls may replay, newest first
         self._used: list[Arena] = []  # kept alive from the warm-up on
         self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is still to come
         self._moves: Counter[str] = Counter()  # how often a static input was at another address
@@ -126,7 +120,7 @@ class Program:
         inputs = list(tensors)
         if (reason := self.skip_reason()) is not None:
             return Call(self).run_eagerly(reason, strict=False)
-        for recording in self._recordings:
+        for recording in self.recordings:
             assert recording.forward is not None
             if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
                 call = Call.replaying(self, recording)
@@ -151,7 +145,7 @@ class Program:
             return self.begin(*tensors)
         self.calls += 1
         self._pair._waiting.discard(call)
-        call.owner = self
+        call.program = self
         if call.arena is None:
             return Call(self).run_eagerly(_FORWARD_WAS_EAGER, strict=False)
         call.arena.enter()
@@ -216,7 +210,7 @@ class Program:
         assert call.arena is not None
         if call.recording is None:
             call.recording = Recording(call.arena)
-            self._count_moves([r.forward for r in self._recordings if r.forward is not None], inputs)
+            self._count_moves([r.forward for r in self.recordings if r.forward is not None], inputs)
         else:
             self._count_moves(call.recording.backwards, inputs)
         recording = call.recording
@@ -239,22 +233,14 @@ class Program:
         return "it is verified" if self.calls >= self.verify_after else self.skip_reason()
 
     def may_replay_backward(self) -> bool:
-        """Whether the backward under way may replay a graph: it does not keep what its forward saved."""
-        return not (backward_keeps_graph() or skip_reasons.is_watched())
-
-    def may_replay_backward_unverified(self) -> bool:
-        """The same for a program with `verify`, whose graphs may be quarantined, or due."""
-        return not self._is_quarantined and self.calls < self.verify_after and self.may_replay_backward()
+        """Whether the backward under way may replay a graph: none is verified, and nothing keeps what is saved."""
+        verifies = self._is_quarantined or self.calls >= self.verify_after
+        return not (verifies or backward_keeps_graph() or skip_reasons.is_watched())
 
     def is_alone(self, arena: Arena) -> bool:
         """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
         pair = self._pair
         return not pair._waiting and not any(other is not arena and other.is_held() for other in pair._used)
-
-    @property
-    def recordings(self) -> list[Recording]:
-        """What later calls may replay, newest first."""
-        return self._recordings
 
     @cached_property
     def is_one_region(self) -> bool:
@@ -344,16 +330,16 @@ class Program:
 
     def admit(self, recording: Recording) -> None:
         """Keeps a recording for later calls; past the bound, the arena's oldest goes."""
-        same_arena = [r for r in self._recordings if r.arena is recording.arena]
+        same_arena = [r for r in self.recordings if r.arena is recording.arena]
         for old in same_arena[self.options.max_recordings - 1 :]:
             self.drop(old)
         recording.dropped = False
-        self._recordings = [recording, *self._recordings]
+        self.recordings = [recording, *self.recordings]
 
     def drop(self, recording: Recording) -> None:
         """No later call replays the recording."""
         recording.dropped = True
-        self._recordings = [r for r in self._recordings if r is not recording]
+        self.recordings = [r for r in self.recordings if r is not recording]
 
     # What the regions of a call ask
 

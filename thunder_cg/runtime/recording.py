@@ -25,21 +25,6 @@ class RegionGraph:
         written: arguments that the region may write: those that were copied in are copied back.
     """
 
-    __slots__ = (
-        "_copied",
-        "_copied_back",
-        "check",
-        "fixed",
-        "graph",
-        "guard",
-        "guarded",
-        "nbytes_in",
-        "outputs",
-        "scalars",
-        "targets",
-        "touched",
-    )
-
     graph: Graph
     outputs: Outputs
     fixed: list[Any]  # per result: the address that it stays at, or None
@@ -121,25 +106,14 @@ class TraceRecording:
 
 @dataclass(slots=True, eq=False)
 class Recording:
-    """All graphs of one trace pair for one guard of the forward, in one arena.
-
-    Attributes:
-        forward: of the forward trace, or of a backward trace whose forward has no region.
-        backwards: of the backward trace, newest first: losses differ in the layouts of the gradients that they give.
-        static: values that are views of static inputs.
-        owned: what the forward saved in the pool, for a backward that is not captured yet.
-        keeps_saved: whether ``owned`` is kept after that, so that more backwards can be captured.
-        dropped: whether no later call may replay it.
-        incomplete: whether the next call is to record all of it anew, since a region failed.
-        may_launch_early: whether a call without effects may launch before all its checks are made.
-    """
+    """All graphs of one trace pair for one guard of the forward, in one arena."""
 
     arena: Arena
-    forward: TraceRecording | None = None
-    backwards: list[TraceRecording] = field(default_factory=list)
-    static: set[str] = field(default_factory=set)
-    owned: dict[str, torch.Tensor] = field(default_factory=dict)
-    keeps_saved: bool = False
-    dropped: bool = True
-    incomplete: bool = False
-    may_launch_early: bool = True
+    forward: TraceRecording | None = None  # or of a backward trace whose forward has no region
+    backwards: list[TraceRecording] = field(default_factory=list)  # newest first, one for each layout of gradients
+    static: set[str] = field(default_factory=set)  # values that are views of static inputs
+    owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved in the pool for a backward to be captured
+    keeps_saved: bool = False  # whether ``owned`` is kept after that, so that more backwards can be captured
+    dropped: bool = True  # whether no later call may replay it
+    incomplete: bool = False  # whether the next call is to record all of it anew, since a region failed
+    may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made

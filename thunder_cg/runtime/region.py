@@ -19,13 +19,13 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.compat.torch import version
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, ReplayRefused
+from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.inputs import detached, place, with_buffers
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
-from thunder_cg.runtime.sentinels import sentinels
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
 from thunder_cg.runtime.verifier import Disagreement
 
@@ -53,15 +53,6 @@ class RuntimeRegion:
         ops: its ops.
         function: runs the ops on a list of inputs, which it empties, and an `EarlyCopier`.
         hash_function: for verification: runs the ops too, but returns the hashes of their values, in order.
-
-    Attributes:
-        index: its number in the program.
-        refuses_leaves: whether PyTorch refuses its writes to leaves that require grad.
-        aliased_in_pool: inputs in the pool that results may be views of.
-        failure: why its last capture failed.
-        tries: how many captures may still fail; with none left, it runs eagerly.
-        disagreement: of its graph with its ops. The region is quarantined then.
-        remark: what verification found besides.
     """
 
     def __init__(
@@ -73,36 +64,29 @@ class RuntimeRegion:
         function: Callable[..., Sequence[Any]],
         hash_function: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
-        self.name = name
-        self.planned = planned
-        self.ops = tuple(ops)
-        self.io = io
-        self.function = function
-        self.hash_function = hash_function
+        self.name, self.planned, self.ops, self.io = name, planned, tuple(ops), io
+        self.function, self.hash_function = function, hash_function
         self.device = torch.device(planned.device)
         self.input_names = tuple(each.name for each in io.inputs)
         self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
+        self._leaves = [each.copied_out for each in io.outputs]
         self.stays = frozenset(each.name for each in io.outputs if not each.copied_out)
         copied_out = {each.name for each in io.outputs if each.copied_out}
         # Results that stay in the pool, and of which the caller gets a copy besides.
         self._twice = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
-        self.index = 0
-        self.refuses_leaves = False
-        self.aliased_in_pool: list[int] = []
+        self.index = 0  # in the program
+        self.refuses_leaves = False  # whether PyTorch refuses its writes to leaves that require grad
+        self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
         self.stats = Stats()
-        self.failure: str | None = None
-        self.tries = _MAX_TRIES
-        self.disagreement: Disagreement | None = None
-        self.remark: str | None = None
+        self.failure: str | None = None  # why its last capture failed
+        self.tries = _MAX_TRIES  # how many captures may still fail; with none left, it runs eagerly
+        self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
+        self.remark: str | None = None  # what verification found besides
 
     @property
     def is_always_verified(self) -> bool:
         """Whether a recording counts only once it has been verified; see Note [Kernel scalars]."""
         return bool(self.io.scalars)
-
-    @property
-    def _leaves(self) -> list[bool]:
-        return [each.copied_out for each in self.io.outputs]
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
         """What the region does in a call, with its inputs: what stands behind its symbol in the trace."""
@@ -120,7 +104,9 @@ class RuntimeRegion:
                     except ReplayRefused as error:
                         call.run_eagerly(f"{self.name} could not be replayed: {_sentence(error)}")
                 else:
-                    self._miss(call)
+                    assert call.recording is not None
+                    reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
+                    call.run_eagerly(reason, strict=not call.program.retire(call.recording))
         elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
             call.run_eagerly(LEAF, strict=False)  # which raises, where a detached leaf would be written
         elif call.mode is Mode.CAPTURE:
@@ -133,16 +119,16 @@ class RuntimeRegion:
 
     def _verify(self, call: Call, graph: RegionGraph, args: Sequence[Any]) -> Sequence[Any]:
         """A replay that is compared with an eager run, which wins."""
-        outcome = call.owner.verifier.replay(self, graph, args)
+        outcome = call.program.verifier.replay(self, graph, args)
         self.stats.verified += outcome.compared
         self.remark = outcome.remark or self.remark
-        if not isinstance(call.owner.options.verify, int):
+        if not isinstance(call.program.options.verify, int):
             graph.check = None
         results = outcome.results
         if outcome.disagreement is not None:
             self.disagreement, self.tries = outcome.disagreement, 0
             self.failure = f"{outcome.disagreement.problem}; {outcome.disagreement.fix}"
-            call.owner.quarantine(call, self.index)
+            call.program.quarantine(call, self.index)
         if results is None:
             results = self._run_eagerly(call, args)
         if (found := outcome.disagreement) is not None:  # last, since a filter may make an error of the warning
@@ -151,17 +137,11 @@ class RuntimeRegion:
             warnings.warn(message, DisagreementWarning, stacklevel=2)
         return results
 
-    def _miss(self, call: Call) -> None:
-        assert call.recording is not None
-        retired = call.owner.retire(call.recording)
-        reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
-        call.run_eagerly(reason, strict=not retired)
-
     def _raise_if_strict(self, call: Call) -> None:
         """Raises with ``strict=True``, because the region could not be captured, or was and is quarantined."""
-        if call.owner.options.strict and self.disagreement is not None:
+        if call.program.options.strict and self.disagreement is not None:
             raise CaptureError(self.name, self.disagreement.problem, self.disagreement.fix)
-        if call.owner.options.strict:
+        if call.program.options.strict:
             raise CaptureError(self.name, str(self.failure), "deny the operator with deny=[...]")
 
     # Eager runs and warm-ups
@@ -194,9 +174,9 @@ class RuntimeRegion:
         try:
             return self._run_in_arena(call, args)
         except _NotRun as failed:
-            self._fail(call, failed.error)
+            self._fail(call, *failed.args)
         self._raise_if_strict(call)
-        call.owner.fallbacks[f"{self.name} could not be warmed up: {self.failure}"] += 1
+        call.program.fallbacks[f"{self.name} could not be warmed up: {self.failure}"] += 1
         call.enter(Mode.EAGER)  # counted as eager when the warm-up began
         return self._run_eagerly(call, args)
 
@@ -296,7 +276,7 @@ class RuntimeRegion:
         except Exception as error:
             self._fail(call, error)
         self._raise_if_strict(call)
-        call.owner.fallbacks[f"{self.name} could not be captured: {self.failure}"] += 1
+        call.program.fallbacks[f"{self.name} could not be captured: {self.failure}"] += 1
         recording.incomplete = True
         try:
             # In the arena the memory of the warm-up is at hand, unless the capture has given up what the ops read.
@@ -311,8 +291,8 @@ class RuntimeRegion:
     def _fail(self, call: Call, error: Exception) -> None:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
         op = self._failing_op(error)
-        place = f"{op.name} at {call.owner.ops.line(op) or 'an unknown line'}: " if op is not None else ""
-        text = place + _sentence(error)
+        text = f"{op.name} at {call.program.ops.line(op) or 'an unknown line'}: " if op is not None else ""
+        text += _sentence(error)
         may_pass = _is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
         self.tries = self.tries - 1 if may_pass else 0
         again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
@@ -341,17 +321,17 @@ class RuntimeRegion:
         static = in_pool | frozenset(
             i
             for i, name in enumerate(self.input_names)
-            if tensors[i] is not None and call.owner.is_static(name, recording)
+            if tensors[i] is not None and call.program.is_static(name, recording)
         )
         self._check_inputs(tensors, static)
         placing = partial(place, pool, tensors, static, self._same(call, tensors, static, in_pool))
         verifies = call.verifies or self.is_always_verified
-        check = call.owner.verifier.record(self, pool, tensors, placing, in_pool) if verifies else None
+        check = call.program.verifier.record(self, pool, tensors, placing, in_pool) if verifies else None
         copied, buffers = placing()
         graph = RegionGraph(copied, self.written)
         graph.scalars = slice(len(self.input_names), None)
         graph.check = check
-        if call.owner.backend.runs_captures:
+        if call.program.backend.runs_captures:
             graph.copy_in(tensors)
         produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
         graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
@@ -364,20 +344,19 @@ class RuntimeRegion:
             raise _Executed from error
         for i in graph.outputs.fixed:
             call.owned[self.io.outputs[i].name] = produced[i]
-        for i, source in graph.outputs.view_sources().items():
+        for i, source in graph.outputs.view_sources.items():
             if source in static:
                 recording.static.add(self.io.outputs[i].name)
-        self._count_capture(graph)
+        if self.disagreement is None:
+            self.failure = None
+        self.stats.captures += 1
+        self.stats.replays += 1
+        self.stats.bytes_in, self.stats.bytes_out = graph.nbytes_in, graph.outputs.nbytes
         call.trace.graphs[self.index] = graph
         return results
 
     def _capture_graph(
-        self,
-        call: Call,
-        graph: RegionGraph,
-        args: Sequence[Any],
-        buffers: list[Any],
-        in_pool: frozenset[int],
+        self, call: Call, graph: RegionGraph, args: Sequence[Any], buffers: list[Any], in_pool: frozenset[int]
     ) -> list[Any]:
         """Records the ops into ``graph``; returns the results that have an address."""
         assert call.arena is not None
@@ -409,13 +388,6 @@ class RuntimeRegion:
         graph.touched = frozenset(i for i, before in versions.items() if version(written[i]) != before)
         return produced
 
-    def _count_capture(self, graph: RegionGraph) -> None:
-        if self.disagreement is None:
-            self.failure = None
-        self.stats.captures += 1
-        self.stats.replays += 1
-        self.stats.bytes_in, self.stats.bytes_out = graph.nbytes_in, graph.outputs.nbytes
-
     def _same(self, call: Call, args: Sequence[Any], static: frozenset[int], in_pool: frozenset[int]) -> dict[int, int]:
         """Arguments that are the same tensor as another one, and that one, where a guard checks that they stay so."""
         first: dict[tuple[int, bool], int] = {}
@@ -423,7 +395,7 @@ class RuntimeRegion:
         apart = in_pool | self.written
         read = [i for i, arg in enumerate(args) if arg is not None and i not in apart]
         for i in sorted(read, key=lambda i: i not in static):  # what is static comes first
-            key = id(args[i]), call.owner.is_input(self.input_names[i])  # which guard
+            key = id(args[i]), call.program.is_input(self.input_names[i])  # which guard
             if (other := first.setdefault(key, i)) != i and i not in static:
                 found[i] = other
         return found
@@ -432,7 +404,7 @@ class RuntimeRegion:
         self, call: Call, args: Sequence[Any], in_pool: frozenset[int], static: frozenset[int]
     ) -> tuple[tuple[int, ...], Guard | None]:
         """The check of what did not exist when the call began, because an eager operator makes it."""
-        late = [i for i, n in enumerate(self.input_names) if not call.owner.is_input(n) and i not in in_pool]
+        late = [i for i, n in enumerate(self.input_names) if not call.program.is_input(n) and i not in in_pool]
         if late and self.written:
             late = [i for i in range(len(args)) if i not in in_pool]
         if not late:
@@ -469,11 +441,7 @@ class _Executed(Exception):
 
 
 class _NotRun(Exception):
-    """A warm-up failed before the first op."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
+    """A warm-up failed before the first op, for the reason that is its argument."""
 
 
 def copy_out(*tensors: Any) -> list[Any]:

@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from thunder_cg.compat.torch import (
-    dispatch_mode_count,
-    forward_ad_level,
-    function_mode_count,
-    is_traced,
-    only_device_modes,
-    saved_tensors_hooks,
-)
+from thunder_cg.compat import torch as compat
 from thunder_cg.runtime.backend import Backend
 
-_HOOKED = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
-_TRACED = "torch.jit.trace records each operator, and a replay shows it none"
-_DUAL = "forward-mode AD is active, and a graph computes no tangents"
 WATCHED = "a torch dispatch or function mode is active, which has to see each operator, and a replay shows it none"
 RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
 
@@ -23,17 +13,17 @@ def skip_reason(backend: Backend, *, saves: bool) -> str | None:
     """Why a call that ``saves`` tensors for a backward, or not, can replay no graph now."""
     if backend.busy():
         return "inside another capture"
-    if dispatch_mode_count() or (function_mode_count() and not only_device_modes()):
+    if (compat.dispatch_mode_count() or compat.function_mode_count()) and is_watched():
         return WATCHED
-    if saves and saved_tensors_hooks() is not None:  # they may keep what is saved for longer than the graph lives
-        return _HOOKED
-    if forward_ad_level() >= 0:
-        return _DUAL
-    if is_traced():
-        return _TRACED
+    if saves and compat.saved_tensors_hooks() is not None:  # they may keep it for longer than the graph lives
+        return "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
+    if compat.forward_ad_level() >= 0:
+        return "forward-mode AD is active, and a graph computes no tangents"
+    if compat.is_traced():
+        return "torch.jit.trace records each operator, and a replay shows it none"
     return None
 
 
 def is_watched() -> bool:
     """Whether a mode of the user's, such as a counter of operations, is active. A default device is none of them."""
-    return bool(dispatch_mode_count() or (function_mode_count() and not only_device_modes()))
+    return bool(compat.dispatch_mode_count() or (compat.function_mode_count() and not compat.only_device_modes()))

@@ -1,8 +1,7 @@
 """The ``tape`` backend: it behaves as CUDA graphs do, on a machine without a GPU.
 
-It records the ATen calls of a region and replays them into the same addresses. It refuses what CUDA refuses, and a
-replay runs no Python code of the region, as on CUDA. It fills an arena with NaN when the arena is released, so that a
-use after the release fails a test on a CPU. It is slower than the region's ops: it is for tests, teaching and planning.
+It records the ATen calls of a region, replays them into the same addresses, and refuses what CUDA refuses. It fills an
+arena with NaN at its release, so that a later use fails a test. It is slower than the region's ops.
 """
 
 from __future__ import annotations
@@ -16,32 +15,17 @@ from typing import Any, cast
 
 import torch
 
-from thunder_cg.compat.torch import (
-    TorchDispatchMode,
-    composite_sees_views,
-    disable_dispatch_modes,
-    is_mutable,
-    is_zero_tensor,
-    tree_leaves,
-    tree_map_only,
-)
+from thunder_cg.compat import torch as compat
 from thunder_cg.errors import CaptureRefused, ReplayRefused
-from thunder_cg.runtime.backend import CopiedOut, Function
+from thunder_cg.runtime.backend import CopiedOut, Function, Tensors, check_sentinels
 from thunder_cg.runtime.early_outputs import EarlyCopier
-from thunder_cg.runtime.sentinels import check_sentinels
-from thunder_cg.runtime.tensors import copy_all
+from thunder_cg.runtime.tensors import address, copy_all
 
 _aten = torch.ops.aten
 
 # Operators that copy a result to the host inside their CUDA kernels' launch code, or read host memory at capture.
 # Measured under torch.cuda.set_sync_debug_mode("error") on an H200, torch 2.11.
-_HOST_SYNC = {
-    _aten._linalg_svd,
-    _aten._linalg_eigh,
-    _aten.histc,
-    _aten.repeat_interleave,
-    _aten.lift_fresh,
-}
+_HOST_SYNC = {_aten._linalg_svd, _aten._linalg_eigh, _aten.histc, _aten.repeat_interleave, _aten.lift_fresh}
 _MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put}
 
 # They change a tensor's shape or strides and no memory. Each recorded call has the tensor as it was at that call.
@@ -54,8 +38,6 @@ _active = threading.local()
 
 
 class TapeBackend:
-    """Records and replays ATen calls on the CPU."""
-
     name = "tape"
     device_type = "cpu"
     supports_scalar_updates = True
@@ -86,18 +68,10 @@ class _RecordedCall:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    results: tuple[tuple[int, torch.Tensor], ...]  # leaf of the output, the tensor with its memory
+    results: list[tuple[int, torch.Tensor]]  # leaf of the output, the tensor with its memory
 
 
-@dataclass(frozen=True, slots=True)
-class _EarlyCopy:
-    """A copy of results before the end. On a GPU, their memory may have another use after it."""
-
-    tensors: tuple[torch.Tensor, ...]
-
-    def run(self, targets: Sequence[torch.Tensor]) -> None:
-        copy_all(targets, self.tensors)
-        _poison(tensor.untyped_storage() for tensor in self.tensors)
+_Step = _RecordedCall | list[torch.Tensor]  # a list: these are copied out before the end
 
 
 def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
@@ -105,41 +79,45 @@ def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
         cast(Any, storage).fill_(0xFF)  # torch's stub of a storage lacks fill_
 
 
-class _Mode(TorchDispatchMode):
-    """Sees each operator that runs, and no composite operator."""
+class _Reuse(compat.TorchDispatchMode):
+    """Poisons free memory after each operator, because on a GPU any operator may get that memory."""
+
+    def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
+        super().__init__()
+        self._free = free
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled() and (output := self._composite(func, args, kwargs)) is not NotImplemented:
-            return output
+        if torch.is_inference_mode_enabled():  # in other modes, PyTorch decomposes composite operators itself
+            with compat.composite_sees_views(), self:
+                output = func.decompose(*args, **kwargs)
+            if output is not NotImplemented:
+                return output
         return self._run(func, args, kwargs)
 
-    def _composite(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Decomposes a composite operator, which PyTorch does before a mode sees it, but not in inference mode."""
-        with composite_sees_views(), self:
-            return func.decompose(*args, **kwargs)
-
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        raise NotImplementedError
+        """Runs an operator that is not composite."""
+        output = func(*args, **kwargs)
+        _poison(self._free)
+        return output
 
 
-class _Tape(_Mode):
+class _Tape(_Reuse):
     """Records calls while they run. Afterwards, `undo` restores the memory that was there before."""
 
     def __init__(self, device: torch.device, free: Sequence[torch.UntypedStorage]) -> None:
-        super().__init__()
+        super().__init__(free)
         self._device = device
-        self._free = free
         self._own: set[int] = set()  # addresses of the storages that the recorded calls allocated
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-        self.steps: list[_RecordedCall | _EarlyCopy] = []
+        self.steps: list[_Step] = []
         self.may_draw = False  # whether a recorded call may have drawn random numbers
 
-    def copy_early(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def copy_early(self, tensors: Tensors) -> list[torch.Tensor]:
         """Records an early copy of the tensors. Returns tensors that hold their memory."""
-        with disable_dispatch_modes():
+        with compat.disable_dispatch_modes():
             kept = [tensor.detach() for tensor in tensors]
-        self.steps.append(_EarlyCopy(tuple(kept)))
+        self.steps.append(kept)
         return kept
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -147,35 +125,35 @@ class _Tape(_Mode):
         if func.overloadpacket in _RESHAPES:
             return func(*args, **kwargs)
         self.may_draw |= func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
-        mutable = is_mutable(func) or func.overloadpacket in _WRITERS
-        return self._record(func, args, kwargs, writes=mutable, may_skip=not mutable)
+        return self._record(func, args, kwargs, writes=compat.is_mutable(func) or func.overloadpacket in _WRITERS)
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.may_draw = True
-        with disable_dispatch_modes():
-            return self._record(fn, args, kwargs, writes=True, may_skip=False)
+        with compat.disable_dispatch_modes():
+            return self._record(fn, args, kwargs, writes=True)
 
-    def _record(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool, may_skip: bool
-    ) -> Any:
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    def _record(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool) -> Any:
+        inputs = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if writes:
-            self._keep_images(inputs)
+            for tensor in inputs:
+                at = address(tensor)
+                if at and at not in self._own and at not in self._before:
+                    self._before[at] = (tensor.untyped_storage(), tensor.untyped_storage().clone())
         # Attention has other kernels if query and key are one object, and compiled fusions guard on requires_grad.
         recorded = {id(t): t.detach().requires_grad_(t.requires_grad) for t in inputs}
-        recorded_args, recorded_kwargs = tree_map_only(torch.Tensor, lambda t: recorded[id(t)], (args, kwargs))
+        recorded_args, recorded_kwargs = compat.tree_map_only(torch.Tensor, lambda t: recorded[id(t)], (args, kwargs))
         output = fn(*args, **kwargs)
         _poison(self._free)
-        addresses = {_address(t) for t in inputs}
+        addresses = {address(t) for t in inputs}
         results = []
-        for leaf, tensor in enumerate(tree_leaves(output)):
+        for leaf, tensor in enumerate(compat.tree_leaves(output)):
             if isinstance(tensor, torch.Tensor):
                 self._check(tensor)
-                if not is_zero_tensor(tensor) and _address(tensor) not in addresses:
-                    self._own.add(_address(tensor))
+                if not compat.is_zero_tensor(tensor) and address(tensor) not in addresses:
+                    self._own.add(address(tensor))
                     results.append((leaf, tensor.detach()))
-        if results or not may_skip:  # a call without writes and new results made a view, which stays valid
-            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, tuple(results)))
+        if results or writes:  # a call without writes and new results made a view, which stays valid
+            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results))
         return output
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -190,7 +168,7 @@ class _Tape(_Mode):
             bad = bad and not (packet is _aten.lift_fresh and args[0].dim() == 0)
         if bad:
             raise CaptureRefused(f"{func} makes the host wait for data, which a graph cannot hold")
-        for leaf in tree_leaves((args, kwargs)):
+        for leaf in compat.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 self._check(leaf)
             elif isinstance(leaf, torch.Generator):
@@ -202,13 +180,6 @@ class _Tape(_Mode):
         if tensor.layout is not torch.strided:
             raise CaptureRefused(f"a tensor with the layout {tensor.layout}, which has no address, in a graph")
 
-    def _keep_images(self, tensors: Sequence[torch.Tensor]) -> None:
-        for tensor in tensors:
-            at = _address(tensor)
-            if at and at not in self._own and at not in self._before:
-                storage = tensor.untyped_storage()
-                self._before[at] = (storage, storage.clone())
-
     def undo(self) -> None:
         """A capture executes nothing: restores the memory that recorded calls wrote and did not allocate."""
         for storage, image in self._before.values():
@@ -216,88 +187,52 @@ class _Tape(_Mode):
         self._before.clear()
 
 
-def _address(tensor: torch.Tensor) -> int:
-    """Of its storage; 0 for zeros without memory, such as the derivative of ``torch.sgn``."""
-    return 0 if is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
-
-
-def _copied(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _copied(tensors: Tensors) -> list[torch.Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     copy_all(copies, tensors)
     return copies
 
 
-class _Reuse(_Mode):
-    """Poisons free memory after each operator, because on a GPU any operator may get that memory."""
-
-    def __init__(self, free: Sequence[torch.UntypedStorage]) -> None:
-        super().__init__()
-        self._free = free
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        output = func(*args, **kwargs)
-        _poison(self._free)
-        return output
-
-
+@dataclass(eq=False)
 class TapeGraph:
-    """The recorded calls.
+    """The recorded calls."""
 
-    Args:
-        free: memory of the arena that nobody owns while they run: any of them may get it.
-    """
+    steps: Sequence[_Step]
+    free: Sequence[torch.UntypedStorage]  # memory of the arena that nobody owns while they run: any of them may get it
+    buffers: Tensors
+    copied_out: Tensors
+    sentinels: Sequence[int]
 
-    def __init__(
-        self,
-        steps: Sequence[_RecordedCall | _EarlyCopy],
-        free: Sequence[torch.UntypedStorage],
-        buffers: Sequence[torch.Tensor],
-        copied_out: Sequence[torch.Tensor],
-        sentinels: Sequence[int],
-    ) -> None:
-        self._steps = steps
-        self._free = free
-        self._buffers = buffers
-        self._copied_out = copied_out
-        self._sentinels = sentinels
-        integers = [
-            {leaf for leaf in tree_leaves((step.args, step.kwargs)) if type(leaf) is int}
-            if isinstance(step, _RecordedCall)
-            else set()
-            for step in steps
-        ]
-        self._has_sentinel = [not found.isdisjoint(sentinels) for found in integers]
-        check_sentinels(sentinels, set().union(*integers))
+    def __post_init__(self) -> None:
+        leaves = [compat.tree_leaves((s.args, s.kwargs)) if isinstance(s, _RecordedCall) else [] for s in self.steps]
+        integers = [{leaf for leaf in each if type(leaf) is int} for each in leaves]
+        self._has_sentinel = [not found.isdisjoint(self.sentinels) for found in integers]
+        check_sentinels(self.sentinels, set().union(*integers))
 
-    def replay(
-        self,
-        sources: Sequence[torch.Tensor] = (),
-        targets: Sequence[torch.Tensor] = (),
-        scalars: Sequence[int] = (),
-    ) -> None:
-        """See :class:`thunder_cg.runtime.backend.Graph`."""
-        by_sentinel = dict(zip(self._sentinels, scalars))
-        with torch.no_grad(), disable_dispatch_modes():
+    def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
+        by_sentinel = dict(zip(self.sentinels, scalars))
+        with torch.no_grad(), compat.disable_dispatch_modes():
             try:
-                copy_all(self._buffers, sources)
+                copy_all(self.buffers, sources)
             except Exception as error:
                 raise ReplayRefused(error) from error
             copied = 0
-            for step, has_sentinel in zip(self._steps, self._has_sentinel):
-                if isinstance(step, _EarlyCopy):
-                    first, copied = copied, copied + len(step.tensors)
-                    step.run(targets[first:copied])
+            for step, has_sentinel in zip(self.steps, self._has_sentinel):
+                if isinstance(step, list):
+                    first, copied = copied, copied + len(step)
+                    copy_all(targets[first:copied], step)
+                    _poison(tensor.untyped_storage() for tensor in step)  # on a GPU, it may have another use from here
                     continue
                 args, kwargs = step.args, step.kwargs
                 if has_sentinel:
-                    args, kwargs = tree_map_only(int, lambda number: by_sentinel.get(number, number), (args, kwargs))
+                    args, kwargs = compat.tree_map_only(int, lambda i: by_sentinel.get(i, i), (args, kwargs))
                 output = step.fn(*args, **kwargs)
                 if step.results:
-                    leaves = tree_leaves(output)
+                    leaves = compat.tree_leaves(output)
                     for leaf, tensor in step.results:
                         tensor.copy_(leaves[leaf])
-                _poison(self._free)
-            copy_all(targets[copied:], self._copied_out[copied:])
+                _poison(self.free)
+            copy_all(targets[copied:], self.copied_out[copied:])
 
 
 class TapePool:
@@ -328,7 +263,7 @@ class TapePool:
         self,
         fn: Function,
         args: Sequence[Any],
-        buffers: Sequence[torch.Tensor] = (),
+        buffers: Tensors = (),
         copied_out: CopiedOut | None = None,
         sentinels: Sequence[int] = (),
     ) -> tuple[TapeGraph, Sequence[Any]]:
@@ -336,19 +271,16 @@ class TapePool:
         generator = torch.get_rng_state()
         _active.tape = tape
         try:
+            copier = EarlyCopier(self._device, tape.copy_early, 0)
             with tape:
-                if copied_out is None:
-                    outputs = fn(*args)
-                else:
-                    copier = EarlyCopier(self._device, tape.copy_early, 0)
-                    outputs = copier.finish(fn(*args, copier))
+                outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
         finally:
             _active.tape = None
             tape.undo()
             if tape.may_draw:  # other threads draw from it, too
                 torch.set_rng_state(generator)
         calls = [step for step in tape.steps if isinstance(step, _RecordedCall)]
-        self._tensors.extend(weakref.ref(tensor) for call in calls for _, tensor in call.results)
+        self._tensors += [weakref.ref(tensor) for call in calls for _, tensor in call.results]
         targets = copied_out(outputs) if copied_out is not None else ()
         return TapeGraph(tape.steps, free, buffers, targets, sentinels), outputs
 
@@ -359,9 +291,9 @@ class TapePool:
         return alias
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
-        self._tensors = [ref for ref in self._tensors if ref() is not None]
-        alive = (ref() for ref in self._tensors)
-        return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in alive if t is not None}
+        alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
+        self._tensors = [weakref.ref(tensor) for tensor in alive]
+        return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in alive}
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         self._free.append(storage)

@@ -41,16 +41,8 @@ def layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     """What kernels can see of a tensor besides its address and its values."""
     if tensor is None:
         return ()
-    return (
-        tuple(tensor.size()),
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.data_ptr() % ALIGNMENT,
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor.is_inference(),
-    )
+    kind = tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT
+    return (*kind, tensor.is_conj(), tensor.is_neg(), tensor.is_inference())
 
 
 def span(tensor: torch.Tensor) -> int:

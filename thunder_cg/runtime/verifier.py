@@ -1,12 +1,11 @@
 """The hooks of verification: a replay is compared with an eager run of the same ops on the same inputs.
 
-The run time knows this protocol only. :mod:`thunder_cg.verify` implements it, and the transform passes the
-implementation to each program. The first hook is called while a region is recorded, the second one instead of a replay.
+The run time knows this protocol only. :mod:`thunder_cg.verify` implements it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,22 +25,16 @@ Place = Callable[[], tuple[Sequence[CopiedInput], list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """A graph that does not do what its ops do.
+    """A graph that does not do what its ops do."""
 
-    Attributes:
-        op: the first op whose value differs, if it is known.
-        difference: what differs.
-        where: the op's line in the user's source.
-    """
-
-    op: Op | None
+    op: Op | None  # the first one whose value differs, if it is known
     difference: str
-    where: str = ""
+    where: str = ""  # the op's line in the user's source
 
     @property
     def problem(self) -> str:
-        problem = f"its graph disagrees with its ops: {self.difference}"
-        return f"{problem}; the first value that differs is made by {self.op.name} {self.where}" if self.op else problem
+        first = f"; the first value that differs is made by {self.op.name} {self.where}" if self.op else ""
+        return f"its graph disagrees with its ops: {self.difference}{first}"
 
     @property
     def fix(self) -> str:
@@ -54,35 +47,25 @@ class Disagreement:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of a replay that was to be compared.
+    """The outcome of a replay that was to be compared."""
 
-    Attributes:
-        results: what the call gets. None: the region's ops have to run, and may raise.
-        disagreement: the region is to be quarantined for it.
-        remark: why a difference was tolerated, or why nothing could be compared.
-        compared: whether a comparison took place.
-    """
-
-    results: Sequence[Any] | None
-    disagreement: Disagreement | None = None
-    remark: str | None = None
+    results: Sequence[Any] | None  # what the call gets; None: the region's ops have to run, and may raise
+    disagreement: Disagreement | None = None  # for which the region is quarantined
+    remark: str | None = None  # why a difference was tolerated, or why nothing could be compared
     compared: bool = True
 
 
 class Verifier(Protocol):
     """Compares replays with eager runs, for one program."""
 
-    def record(
-        self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
-    ) -> Any:
+    def record(self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: Set[int]) -> Any:
         """While the region is recorded: what a comparison needs later, to be kept as the graph's ``check``.
 
-        Args:
-            in_pool: positions of the arguments in the arena, which a replay may overwrite.
+        ``in_pool`` are the positions of the arguments in the arena, which a replay may overwrite.
         """
 
     def replay(self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any]) -> Outcome:
-        """Replays the graph and compares. Results, written inputs and generators are as one eager run leaves them."""
+        """Called instead of a replay. Results, written inputs and generators are as one eager run leaves them."""
 
     def hash_values(self, device: torch.device, *values: Any) -> torch.Tensor:
         """Hashes of the values that one op made, on the device. The region's ``hash_function`` calls it."""

@@ -3,13 +3,12 @@
 Note [Tolerated differences]
     Kernels that are not deterministic (atomic additions, some attention and convolution backwards) differ from run to
     run. So after a difference both sides run a few times more. A result may differ if the eager runs differ among
-    themselves *and the replays differ among themselves*: a kernel that is not deterministic is so in a graph, too, but
-    an operator that reads a Python variable is frozen in a graph. The graph may then be off by four times the spread of
-    the eager runs, and by no more than sqrt(eps) of the result's dtype times the largest value: 3e-4 of it in float32,
-    3 % in float16, 9 % in bfloat16. A larger difference is not rounding. Integers and booleans have no tolerance. A
-    difference that is the same in every run, such as that of a library which chose another algorithm for the graph,
-    has none either. Memory that a kernel never writes, such as the seed of an attention without dropout, is ignored.
-    It is found by filling memory before a run.
+    themselves *and the replays do, too*: an operator that reads a Python variable is frozen in a graph. The graph may
+    then be off by four times the spread of the eager runs, and by no more than sqrt(eps) of the result's dtype times
+    the largest value (3e-4 of it in float32, 3 % in float16, 9 % in bfloat16): more is not rounding. Integers and
+    booleans have no tolerance. A difference that is the same in every run, such as that of a library which chose
+    another algorithm for the graph, has none either. Memory that a kernel never writes, such as the seed of an
+    attention without dropout, is ignored. It is found by filling memory before a run.
 """
 
 from __future__ import annotations
@@ -26,10 +25,13 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's bits as integers: -0.0 is not 0.0, and a NaN is itself."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
+    tensor = _as_real(tensor)
     return tensor.view(_AS_INTEGERS[tensor.element_size()])
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def ones(tensor: torch.Tensor) -> int:
@@ -57,13 +59,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def is_tolerable(eagers: Sequence[Any], graphs: Sequence[Any], ignored: torch.Tensor | None) -> bool:
-    """See Note [Tolerated differences].
-
-    Args:
-        eagers: the value in each eager run.
-        graphs: the value in each replay.
-        ignored: elements that nobody wrote.
-    """
+    """Whether eager runs and replays agree, but for ``ignored`` elements. See Note [Tolerated differences]."""
     eager, graph = eagers[0], graphs[0]
     if not all(isinstance(value, torch.Tensor) and same_layout(value, eager) for value in (*eagers, *graphs)):
         return False
@@ -76,30 +72,18 @@ def is_tolerable(eagers: Sequence[Any], graphs: Sequence[Any], ignored: torch.Te
         return False
     if all(same(value, eager) for value in eagers) or all(same(value, graph) for value in graphs):
         return False
-    return _is_within_spread([_as_float64(value) for value in eagers], _as_float64(graph), unlike, eager.dtype)
-
-
-def _is_within_spread(
-    eagers: Sequence[torch.Tensor], graph: torch.Tensor, unlike: torch.Tensor, dtype: torch.dtype
-) -> bool:
-    """Whether ``graph``, which differs at ``unlike``, is about as near to the eager values as these to each other."""
-    unlike = unlike.reshape(graph.shape)
-    finite = eagers[0].isfinite()
-    if not all(torch.equal(value.isfinite() | ~unlike, finite | ~unlike) for value in (*eagers, graph)):
+    doubles, graph = [_as_real(value).double() for value in eagers], _as_real(graph).double()
+    finite, unlike = doubles[0].isfinite(), unlike.reshape(graph.shape)
+    if not all(torch.equal(value.isfinite() | ~unlike, finite | ~unlike) for value in (*doubles, graph)):
         return False
     unlike = unlike & finite
     if not unlike.any():
         return True
-    stacked = torch.stack(list(eagers))[:, finite]
+    stacked = torch.stack(doubles)[:, finite]
     spread = float((stacked.amax(0) - stacked.amin(0)).nan_to_num().max())
-    scale = float(eagers[0][finite].abs().max())
-    distance = float((graph - eagers[0])[unlike].abs().max())
-    return distance <= min(_SPREADS * spread, math.sqrt(torch.finfo(dtype).eps) * scale)
-
-
-def _as_float64(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).to(torch.float64)
+    scale = float(doubles[0][finite].abs().max())
+    distance = float((graph - doubles[0])[unlike].abs().max())
+    return distance <= min(_SPREADS * spread, math.sqrt(torch.finfo(eager.dtype).eps) * scale)
 
 
 def describe_difference(eager: Any, graph: Any) -> str:
@@ -111,7 +95,7 @@ def describe_difference(eager: Any, graph: Any) -> str:
         return f"{layouts[0]} in the graph, {layouts[1]} eagerly"
     unlike = (bits(eager) != bits(graph)).reshape(*eager.shape, -1).any(-1)
     first = tuple(unlike.nonzero()[0].tolist())
-    distance = float((_as_float64(graph) - _as_float64(eager)).abs().max())
+    distance = float((_as_real(graph).double() - _as_real(eager).double()).abs().max())
     values = f"{graph[first].item()!r} in the graph, {eager[first].item()!r} eagerly"
     count = f"{int(unlike.sum())} of {eager.numel()} elements differ"
     return f"{count}, by up to {distance:.3g}, first at {first}: {values}"

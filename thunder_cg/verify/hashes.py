@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from thunder_cg.runtime.backend import Backend, Graph, Pool
+from thunder_cg.runtime.backend import Backend, Graph, Pool, sentinels
 from thunder_cg.runtime.inputs import detached, with_buffers
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.sentinels import sentinels
 from thunder_cg.runtime.tensors import copy_all
 from thunder_cg.runtime.verifier import Place
 from thunder_cg.verify.compare import bits, effective_layout
@@ -58,14 +57,9 @@ def hash_values(device: torch.device, *values: Any) -> torch.Tensor:
 
 
 def hashes_differ(one: OpHashes, other: OpHashes, filled: OpHashes | None = None) -> bool:
-    """Whether the values of an op differ.
-
-    Args:
-        filled: the hashes of ``one`` on memory that was filled before. A lenient hash counts if it is the same there.
-    """
-    strict = zip(one[0], other[0])
+    """Whether the values of an op differ. Lenient hashes count if they are the same on memory that was ``filled``."""
     lenient = zip(one[1], other[1], filled[1]) if filled is not None else ()
-    pairs = [*strict, *((a, b) for a, b, on_filled in lenient if a == on_filled)]
+    pairs = [*zip(one[0], other[0]), *((a, b) for a, b, on_filled in lenient if a == on_filled)]
     return any(a != b for a, b in pairs if NO_HASH not in (a, b))
 
 
@@ -73,8 +67,7 @@ def hashes_differ(one: OpHashes, other: OpHashes, filled: OpHashes | None = None
 class HashGraph:
     """A second graph of a region, which computes the value hashes of each op.
 
-    It is recorded together with the first graph. What an operator wrongly freezes, such as a Python variable, may have
-    changed by the time of a disagreement.
+    It is recorded with the first one: what an operator wrongly freezes may have changed by the time of a disagreement.
     """
 
     graph: Graph
@@ -87,12 +80,10 @@ class HashGraph:
     ) -> HashGraph:
         assert region.hash_function is not None
         copies, buffers = place()
-        inputs = with_buffers(detached(args, region.written), buffers)
-        targets = [each.target for each in copies]
+        targets, scalars = [each.target for each in copies], sentinels(len(region.io.scalars))
+        inputs = [*with_buffers(detached(args, region.written), buffers), *scalars]
         if backend.runs_captures:
             copy_all(targets, [each.source(args) for each in copies])
-        scalars = sentinels(len(region.io.scalars))
-        inputs += scalars
         graph, hashes = pool.capture(region.hash_function, [inputs], targets, sentinels=scalars)
         return cls(graph, tuple(copies), tuple(map(pool.alias, hashes)))
 

@@ -3,21 +3,20 @@
 Note [What is compared]
     The ops run first, on copies of what they write, then the graph. Compared are all results, the inputs that the
     region writes, and the device's generator if the region may draw. Where they differ, the call gets what the ops
-    made: the results, the inputs and the generator are as one eager run leaves them. Results are copied before the next
-    run, because an operator may return memory of its own, which it writes again.
+    made. Results are copied before the next run, because an operator may return memory of its own, which it writes
+    again.
 
 Note [Generators of the process]
     All threads draw from the same generators, and to compare draws the device's generator is set back. A region that
-    draws nothing leaves the generators alone, and trials that draw on one device exclude each other. Draws of another
-    thread still show: a run does not find the generator as the last run left it, or equal runs leave it in different
-    states. Then nothing has been compared. The graph draws from the generator's present state, so that no more draws
-    are repeated.
+    draws nothing leaves the generators alone, and trials that draw on one device exclude each other. If another thread
+    draws, a run does not find the generator as the last run left it, or equal runs leave it in different states. Then
+    nothing has been compared, and the graph draws from the present state, so that no more draws are repeated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence, Set
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,68 +27,51 @@ from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.tensors import address, address_if_any, overlaps_itself, span
+from thunder_cg.runtime.tensors import address, address_if_any, flat, overlaps_itself
 from thunder_cg.verify.compare import bits, ones, same, same_layout
 from thunder_cg.verify.hashes import HashGraph, OpHashes, hash_tensor
 
 _aten = torch.ops.aten
-_EMPTY = {
-    _aten.empty,
-    _aten.empty_like,
-    _aten.empty_permuted,
-    _aten.empty_strided,
-    _aten.new_empty,
-    _aten.new_empty_strided,
-}
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_permuted, _aten.empty_strided}
+_EMPTY |= {_aten.new_empty, _aten.new_empty_strided}
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is kept of a recorded region for later comparisons.
+    """What is kept of a recorded region for later comparisons."""
 
-    Attributes:
-        in_pool: the arguments in the arena; a replay may reuse their memory.
-        hashes: the graph that computes value hashes, None if it could not be captured.
-    """
-
-    in_pool: frozenset[int]
-    hashes: HashGraph | None
+    in_pool: Set[int]  # the arguments in the arena; a replay may reuse their memory
+    hashes: HashGraph | None  # None: it could not be captured
 
 
 class Disturbed(Exception):
-    """Another thread has drawn while a trial ran, so the trial compares nothing."""
-
-    def __init__(self, generator: str) -> None:
-        super().__init__(f"another thread changed {generator} meanwhile")
+    """Another thread has changed what the message names while a trial ran, so the trial compares nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """What is compared: a "result", an "input" that is written, or a "generator", by its position."""
+    """What is compared, by its position and its name in the trace."""
 
-    kind: str
+    kind: str  # "result", "written input" or "generator"
     index: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"the state of the {self.name}" if self.kind == "generator" else f"{self.kind} {self.name!r}"
 
 
 @dataclass(slots=True)
 class Run:
-    """What a run of the region made.
-
-    Attributes:
-        written: the inputs that it may write, by argument.
-        generators: their states at its end.
-        sources: of each result, the input that it shares memory with.
-        memory: copies of memory that it wrote, by the address of the original.
-    """
+    """What a run of the region made."""
 
     results: list[Any]
-    written: dict[int, torch.Tensor]
-    generators: Sequence[torch.Tensor]
-    sources: Sequence[str | None] = ()
-    memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    written: dict[int, torch.Tensor]  # the inputs that it may write, by argument
+    generators: Sequence[torch.Tensor]  # their states at its end
+    sources: Sequence[str | None]  # of each result, the input that it shares memory with
+    memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)  # copies of what it wrote, by its address
 
     def value(self, of: Compared) -> Any:
-        values: dict[str, Any] = {"result": self.results, "input": self.written, "generator": self.generators}
+        values: dict[str, Any] = {"result": self.results, "written input": self.written, "generator": self.generators}
         return values[of.kind][of.index]
 
     def source(self, of: Compared) -> str | None:
@@ -97,28 +79,16 @@ class Run:
 
 
 class Trial:
-    """Runs of one region's ops and of its graph, for the arguments of one call. See Note [What is compared].
-
-    Args:
-        generators: the generators that the region may draw from.
-
-    Attributes:
-        generators: their states, which are compared.
-    """
+    """Runs of one region's ops and of its graph, for the arguments of one call. See Note [What is compared]."""
 
     def __init__(
-        self,
-        region: RuntimeRegion,
-        graph: RegionGraph,
-        args: Sequence[Any],
-        backend: Backend,
-        generators: Sequence[torch.Generator],
+        self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any], backend: Backend, *, may_draw: bool
     ) -> None:
         check: Check = graph.check
-        self.region = region
-        self._graph, self._check, self._args, self._backend = graph, check, args, backend
+        self.region, self._graph, self._check, self._args, self._backend = region, graph, check, args, backend
         self._inputs = [each.name for each in region.io.inputs]
         self._written = [i for i in sorted(region.written) if args[i] is not None]
+        self._versioned = tuple(t for i in self._written if not (t := args[i]).is_inference())
         written = {address(args[i]) for i in self._written}
         reused = {address(args[i]) for i in check.in_pool if self._inputs[i] not in region.io.alive}
         storages = {address(t): t.untyped_storage() for t in args if isinstance(t, torch.Tensor)}
@@ -128,12 +98,11 @@ class Trial:
         self._has_replayed = False
         self._others = {i: t for i, t in enumerate(args) if isinstance(t, torch.Tensor) and address(t) not in written}
         self._hashes_before = self._hash_others()
-        self._generators = generators
-        self.generators = [Compared("generator", i) for i in range(len(generators))]
+        of_device = torch.cuda.default_generators if region.device.type == "cuda" else [torch.default_generator]
+        self._generators = [of_device[region.device.index or 0]] if may_draw else []  # states of these are compared
+        self.generators = [Compared("generator", 0, f"{g.device} generator") for g in self._generators]
         self._before = self._states()
         self._left: list[torch.Tensor] | None = self._before  # by the last run; None: it did not come to its end
-
-    # Runs
 
     def run(self, fn: Callable[[list[Any]], Sequence[Any]] | None = None) -> Run:
         """Runs the ops, or ``fn``, on copies of what they write."""
@@ -152,11 +121,10 @@ class Trial:
 
     def replay(self, *, rewinds: bool = True) -> Run:
         """Replays the graph, on the real inputs. Their versions advance only the first time."""
-        with self._versions_preserved() if self._has_replayed else nullcontext():
+        with preserve_version_counter(self._versioned) if self._has_replayed else nullcontext():
             if rewinds:
-                self.rewind()
-            else:
-                self._restore()
+                self._set_states(self._before)
+            self._restore()
             self._has_replayed = True
             self._left = None
             results = list(self._graph.replay(self._args))
@@ -172,10 +140,15 @@ class Trial:
     def run_on_filled_memory(self, fn: Callable[..., Sequence[Any]]) -> Run | None:
         """Runs ``fn`` on memory that was filled with ones; None if it does not run so."""
         pool = self._backend.pool(self.region.device)
+
+        def keeping_all(inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:  # no result is copied early
+            with _Keep():
+                return fn(inputs)
+
         try:
-            self.run(lambda inputs: pool.warm_up(_keeping_all(fn), [inputs]))
+            self.run(lambda inputs: pool.warm_up(keeping_all, [inputs]))
             pool.poison()
-            return self.run(lambda inputs: pool.warm_up(_keeping_all(fn), [inputs]))
+            return self.run(lambda inputs: pool.warm_up(keeping_all, [inputs]))
         except Disturbed:
             raise
         except Exception:  # a compiled fusion may not run under a mode
@@ -183,25 +156,23 @@ class Trial:
         finally:
             pool.close()
 
-    def op_hashes(self) -> Iterator[tuple[OpHashes, OpHashes]]:
+    def op_hashes(self) -> list[tuple[OpHashes, OpHashes]]:
         """The value hashes of each op, in an eager run and in the graph; nothing if there are none."""
         hash_function, graph = self.region.hash_function, self._check.hashes
         if graph is None or hash_function is None:
-            return
+            return []
         eager = [hashes.tolist() for hashes in self.run(hash_function).results]
         self.rewind()
         self._left = None
         replayed = graph.replay(self._args, self._args[self._graph.scalars])
         self._left = self._states()
-        yield from zip(eager, replayed)
+        return list(zip(eager, replayed))
 
     def op_hashes_on_filled_memory(self) -> Sequence[OpHashes | None]:
         """Those of an eager run on memory that was filled before, where there can be one."""
         hash_function = self.region.hash_function
         run = self.run_on_filled_memory(hash_function) if hash_function is not None else None
         return [None] * len(self.region.ops) if run is None else [hashes.tolist() for hashes in run.results]
-
-    # State
 
     def rewind(self) -> None:
         """Restores the state that the call began with."""
@@ -221,17 +192,11 @@ class Trial:
         now = self._states()
         for of, state, left in zip(self.generators, now, self._left or ()):
             if not torch.equal(state, left):
-                raise Disturbed(self.describe(of))
+                raise Disturbed(of)
         for generator, old, new in zip(self._generators, now, states):
             if not torch.equal(old, new):
                 generator.set_state(new)
         self._left = list(states)
-
-    @contextmanager
-    def _versions_preserved(self) -> Iterator[None]:
-        tensors = tuple(t for i in self._written if not (t := self._args[i]).is_inference())
-        with preserve_version_counter(tensors):
-            yield
 
     def _sources(self, results: Sequence[Any], args: Sequence[Any]) -> list[str | None]:
         """The inputs that results share memory with, but for inputs in the arena, whose memory may be reused."""
@@ -253,8 +218,6 @@ class Trial:
     def _is_here(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.device == self.region.device
 
-    # Comparisons
-
     def written_without_saying(self) -> str | None:
         """The name of an input that the ops have changed although it is not among those they write."""
         changed = [i for i, old, new in zip(self._others, self._hashes_before, self._hash_others()) if old != new]
@@ -267,11 +230,8 @@ class Trial:
 
     def differing(self, eager: Run, replayed: Run) -> list[Compared]:
         """Where two runs differ."""
-        compared = [
-            *(Compared("result", i) for i in range(len(eager.results))),
-            *(Compared("input", i) for i in self._written),
-            *self.generators,
-        ]
+        compared = [Compared("result", i, output.name) for i, output in enumerate(self.region.io.outputs)]
+        compared += [*(Compared("written input", i, self._inputs[i]) for i in self._written), *self.generators]
         return [of for of in compared if not self._agree(of, eager, replayed)]
 
     def _agree(self, of: Compared, eager: Run, replayed: Run) -> bool:
@@ -290,10 +250,8 @@ class Trial:
     def adopt(self, eager: Run, replayed: Run, *, has_run: bool, wholly: bool) -> None:
         """Makes the results of a replay, and the call's state, what the eager run made.
 
-        Args:
-            has_run: whether a graph ran, so that versions have advanced.
-            wholly: whether an eager result takes the place of a replay's result that it cannot be copied into, because
-                their layouts differ or they share other memory. No graph may follow in this call then.
+        If a graph ``has_run``, versions have advanced. With ``wholly``, an eager result takes the place of a replay's
+        result that it cannot be copied into. No graph may follow in this call then.
         """
         with torch.no_grad():
             for at, memory in eager.memory.items():
@@ -303,27 +261,14 @@ class Trial:
                 here = self._is_here(value) and self._is_here(result)
                 if here and same_layout(value, result) and eager.sources[i] == replayed.sources[i]:
                     if not same(value, result):
-                        _writable(result).copy_(_writable(value))
+                        one, other = (flat(t) if overlaps_itself(t) else t for t in (result, value))
+                        one.copy_(other)
                 elif wholly:
                     replayed.results[i] = _moved(value, originals) if address_if_any(value) in originals else value
         with suppress(Disturbed):  # then the generators stay where they are
             self._set_states(eager.generators)
         if not has_run:
-            tensors = [t for i in self._written if not (t := self._args[i]).is_inference()]
-            torch.autograd.graph.increment_version(tensors)
-
-    def name(self, of: Compared) -> str:
-        """The name of a result or input in the trace; none for a generator."""
-        if of.kind == "generator":
-            return ""
-        name: str = self.region.io.outputs[of.index].name if of.kind == "result" else self._inputs[of.index]
-        return name
-
-    def describe(self, of: Compared) -> str:
-        """What a message calls it."""
-        if of.kind == "generator":
-            return f"the state of the {self._generators[of.index].device} generator"
-        return f"{'result' if of.kind == 'result' else 'written input'} {self.name(of)!r}"
+            torch.autograd.graph.increment_version(self._versioned)
 
 
 def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
@@ -339,11 +284,6 @@ def _moved(arg: Any, memory: dict[int, torch.UntypedStorage]) -> Any:
     return neg_view(moved) if arg.is_neg() else moved
 
 
-def _writable(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or the stretch of memory below one that overlaps itself."""
-    return tensor.as_strided((span(tensor),), (1,)) if overlaps_itself(tensor) else tensor
-
-
 class _Keep(TorchDispatchMode):
     """Keeps all that operators make, so that no memory is used twice, and fills what is empty with ones."""
 
@@ -357,11 +297,3 @@ class _Keep(TorchDispatchMode):
         if func.overloadpacket in _EMPTY:
             bits(output).fill_(ones(output))
         return output
-
-
-def _keeping_all(fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-    def run(inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
-        with _Keep():
-            return fn(inputs)  # no result is copied early
-
-    return run

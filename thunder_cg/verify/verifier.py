@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,30 +19,21 @@ from thunder_cg.verify.compare import describe_difference, is_tolerable, same
 from thunder_cg.verify.hashes import HashGraph, hash_values, hashes_differ
 from thunder_cg.verify.trial import Check, Compared, Disturbed, Run, Trial
 
+Judgement = tuple[Disagreement | None, str | None]  # and why other differences are none
+
 _MORE_RUNS = 4  # of both sides, once they differ
 _locks: dict[torch.device, threading.RLock] = {}  # for trials that draw: see Note [Generators of the process]
 
 
 class ReplayVerifier:
-    """See :class:`thunder_cg.runtime.verifier.Verifier`.
-
-    Args:
-        ops: the trace.
-        backend: runs the comparisons.
-        aliasing: the aliasing of the trace.
-    """
+    """See :class:`thunder_cg.runtime.verifier.Verifier`."""
 
     hash_values = staticmethod(hash_values)
 
     def __init__(self, ops: Ops, backend: Backend, aliasing: Aliasing) -> None:
-        self._ops = ops
-        self._backend = backend
-        self._aliasing = aliasing
+        self._ops, self._backend, self._aliasing = ops, backend, aliasing
 
-    def record(
-        self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: frozenset[int]
-    ) -> Check:
-        """Records the graph of value hashes, while the region's arguments still own their memory."""
+    def record(self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: Set[int]) -> Check:
         try:
             return Check(in_pool, HashGraph.record(region, self._backend, pool, args, place))
         except Exception:  # the capture of the region will say why
@@ -51,30 +42,25 @@ class ReplayVerifier:
     def replay(self, region: RuntimeRegion, graph: RegionGraph, args: Sequence[Any]) -> Outcome:
         """Replays ``graph`` for ``args`` and compares. See Note [What is compared]."""
         may_draw = any(op.index in self._aliasing.effects for op in region.ops)
-        generators = [_generator(region.device)] if may_draw else []
-        with _locks.setdefault(region.device, threading.RLock()) if generators else nullcontext():
+        with _locks.setdefault(region.device, threading.RLock()) if may_draw else nullcontext():
             try:
-                trial = Trial(region, graph, args, self._backend, generators)
+                trial = Trial(region, graph, args, self._backend, may_draw=may_draw)
             except Exception as error:  # mostly out of memory, which must not cost the call
                 return Outcome(graph.replay(args), remark=f"not verified: {_first_line(error)}", compared=False)
             try:
                 return self._compare(trial)
             except Disturbed as error:
-                return Outcome(trial.replay(rewinds=False).results, remark=f"not verified: {error}", compared=False)
+                remark = f"not verified: another thread changed {error} meanwhile"
+                return Outcome(trial.replay(rewinds=False).results, remark=remark, compared=False)
 
     def _compare(self, trial: Trial) -> Outcome:
-        """The outcome of a trial.
-
-        Raises:
-            Disturbed: nothing has been compared, and the graph has still to be replayed.
-        """
+        """The outcome of a trial. If it raises `Disturbed`, the graph has still to be replayed."""
         try:
             eager = trial.run()
         except Disturbed:
             raise
         except torch.OutOfMemoryError as error:
-            results = trial.replay().results
-            return Outcome(results, remark=f"not verified: {_first_line(error)}", compared=False)
+            return Outcome(trial.replay().results, remark=f"not verified: {_first_line(error)}", compared=False)
         except Exception as error:
             trial.rewind()
             return Outcome(None, Disagreement(None, f"its ops raise {_first_line(error)}, which a graph does not"))
@@ -92,12 +78,10 @@ class ReplayVerifier:
         trial.adopt(eager, replayed, has_run=True, wholly=disagreement is not None)
         return Outcome(replayed.results, disagreement, remark)
 
-    def _explain(
-        self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]
-    ) -> tuple[Disagreement | None, str | None]:
+    def _explain(self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]) -> Judgement:
         """`_judge`, which may fail."""
-        has_opaque_ops = any(op.index in self._aliasing.opaque for op in trial.region.ops)
-        may_draw_on_host = trial.region.device.type != "cpu" and has_opaque_ops
+        is_opaque = any(op.index in self._aliasing.opaque for op in trial.region.ops)
+        may_draw_on_host = is_opaque and trial.region.device.type != "cpu"
         try:
             # An unknown operator that draws on the host has done so in the first run, and must not in the others.
             with torch.random.fork_rng(devices=[], enabled=may_draw_on_host):
@@ -105,23 +89,22 @@ class ReplayVerifier:
         except Disturbed:
             raise
         except Exception as error:
-            failed = f"{trial.describe(differing[0])} differs, and to find out how failed: {_first_line(error)}"
+            failed = f"{differing[0]} differs, and to find out how failed: {_first_line(error)}"
             return Disagreement(None, failed), None
 
-    def _judge(
-        self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]
-    ) -> tuple[Disagreement | None, str | None]:
-        """The disagreement, if there is one, and why other differences are none. The state is that of the last run."""
+    def _judge(self, trial: Trial, eager: Run, replayed: Run, differing: list[Compared]) -> Judgement:
+        """The state is that of the last run."""
 
         def values(run: Run) -> dict[Compared, Any]:
-            return {of: _copied(run.value(of)) for of in (*differing, *trial.generators)}
+            found = {of: run.value(of) for of in (*differing, *trial.generators)}
+            return {of: v.detach().clone() if isinstance(v, torch.Tensor) else v for of, v in found.items()}
 
         eagers, graphs = [values(eager)], [values(replayed)]
         eagers += [values(trial.run()) for _ in range(_MORE_RUNS)]
         graphs += [values(trial.replay()) for _ in range(_MORE_RUNS)]
         for of in trial.generators:
             if not all(same(run[of], runs[0][of]) for runs in (eagers, graphs) for run in runs):
-                raise Disturbed(trial.describe(of))
+                raise Disturbed(of)
         unwritten = trial.never_written([of for of in differing if of.kind == "result"])
         wrong, remarks = [], []
         for of in differing:
@@ -130,31 +113,26 @@ class ReplayVerifier:
             if eager.source(of) != replayed.source(of) or not tolerable:
                 wrong.append(of)
             elif not (of in unwritten and is_tolerable([eagers[0][of]], [graphs[0][of]], ignored)):
-                remarks.append(
-                    f"{trial.describe(of)} is not deterministic: {describe_difference(eagers[0][of], graphs[0][of])}"
-                )
+                remarks.append(f"{of} is not deterministic: {describe_difference(eagers[0][of], graphs[0][of])}")
         if not wrong:
             return None, "; ".join(remarks) or None
         op = self._first_op(trial, wrong)
-        of = next((of for of in wrong if op is not None and trial.name(of) in op.outputs), wrong[0])
+        of = next((of for of in wrong if op is not None and of.name in op.outputs), wrong[0])
         if eager.source(of) == replayed.source(of):
             difference = describe_difference(eagers[0][of], graphs[0][of])
         else:
             difference = f"{_memory_of(replayed.source(of))} in the graph, {_memory_of(eager.source(of))} eagerly"
-        return Disagreement(op, f"{trial.describe(of)}: {difference}", self._where(op)), None
+        return Disagreement(op, f"{of}: {difference}", self._where(op)), None
 
     def _first_op(self, trial: Trial, wrong: Sequence[Compared]) -> Op | None:
         """The first op whose value differs, of those that the wrong results depend on."""
         ops = trial.region.ops
-        results = {trial.name(of) for of in wrong} if all(of.kind == "result" for of in wrong) else None
+        results = {of.name for of in wrong} if all(of.kind == "result" for of in wrong) else None
         relevant = self._ancestors(ops, results) if results else {op.index for op in ops}
-        once, again = list(trial.op_hashes()), list(trial.op_hashes())
+        once, again = trial.op_hashes(), trial.op_hashes()
         filled = trial.op_hashes_on_filled_memory()
-        unlike = [
-            k
-            for k, (eager, graph) in enumerate(once)
-            if ops[k].index in relevant and hashes_differ(eager, graph, filled[k])
-        ]
+        compared = [k for k in range(len(once)) if ops[k].index in relevant]
+        unlike = [k for k in compared if hashes_differ(*once[k], filled[k])]
         # Kernels that are not deterministic differ from replay to replay. An op that does not is more likely to blame.
         frozen = [k for k in unlike if not hashes_differ(once[k][1], again[k][1])]
         if unlike:
@@ -163,8 +141,7 @@ class ReplayVerifier:
 
     def _ancestors(self, ops: Sequence[Op], names: set[str]) -> set[int]:
         """The ops that these values depend on, also through memory that values share."""
-        aliasing = self._aliasing
-        ancestors = set()
+        aliasing, ancestors = self._aliasing, set()
         needed = aliasing.sets_of(names)
         for op in reversed(ops):
             if not needed.isdisjoint(aliasing.sets_of(op.outputs) | aliasing.writes[op.index]):
@@ -175,16 +152,6 @@ class ReplayVerifier:
     def _where(self, op: Op | None) -> str:
         line = (op and self._ops.line(op)) or "at a line unknown to Thunder"
         return line if line.startswith(("near ", "at ")) else f"at {line}"
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.cuda.default_generators[device.index if device.index is not None else 0]
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _memory_of(source: str | None) -> str:

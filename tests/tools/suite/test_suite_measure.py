@@ -14,17 +14,7 @@ from suite_models import MODELS, Small, entry, measured
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.tools.suite import measure, models
-from thunder_cg.tools.suite.row import (
-    BREAK,
-    EAGER,
-    FORWARD,
-    FX,
-    INDUCTOR,
-    JIT,
-    NOT_REPLAYED,
-    TRAINING,
-    SuiteRow,
-)
+from thunder_cg.tools.suite.row import BREAK, EAGER, FORWARD, FX, INDUCTOR, JIT, NOT_REPLAYED, TRAINING, SuiteRow
 
 CPU = torch.device("cpu")
 

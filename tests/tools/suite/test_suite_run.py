@@ -82,10 +82,7 @@ def test_command_rewrites_a_table(tmp_path: Path) -> None:
         (["--only", "nothing"], "--only nothing: no model has that in its name; --list shows all"),
         (["--table", "README.md"], "--table needs --json FILE, the rows of the table"),
         (["--table", "README.md", "--json", "none.json"], "--json none.json: there is no such file"),
-        (
-            ["--table", "pyproject.toml", "--json", RESULTS],
-            f"pyproject.toml: it has no lines {BEGIN} and {END}",
-        ),
+        (["--table", "pyproject.toml", "--json", RESULTS], f"pyproject.toml: it has no lines {BEGIN} and {END}"),
         (["--jobs", "0"], "argument --jobs: 0: give 1 or more"),
     ],
 )

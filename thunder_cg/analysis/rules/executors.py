@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from thunder_cg.analysis.rules.conditions import DROPOUT
+from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import CAPTURED, Cause, Evidence, ExecutorRule, Reason, Rule, rows
 
 EXECUTORS: Mapping[str, ExecutorRule] = {
-    rule.name: rule
-    for rule in (
-        ExecutorRule(
-            "nvfuser", fuses=True, kernel_scalars={"UNIFORM_PHILOX": frozenset({"seed", "offset"})}
-        ),
-        ExecutorRule("torchcompile", fuses=True),
-        ExecutorRule("torchcompile_cat", fuses=True),
-        ExecutorRule("torchcompile_xentropy", fuses=True),
-        # torch.library.custom_op checks this, and Thunder takes only operators that declare no mutation.
-        ExecutorRule("custom_op", is_pure=True),
-    )
-}  # fmt: skip
+    "nvfuser": ExecutorRule(fuses=True, kernel_scalars={"UNIFORM_PHILOX": frozenset({"seed", "offset"})}),
+    "torchcompile": ExecutorRule(fuses=True),
+    "torchcompile_cat": ExecutorRule(fuses=True),
+    "torchcompile_xentropy": ExecutorRule(fuses=True),
+    # torch.library.custom_op checks this, and Thunder takes only operators that declare no mutation.
+    "custom_op": ExecutorRule(is_pure=True),
+}
+
+
+def executor_rule(name: str | None) -> ExecutorRule:
+    """What is known of an executor; nothing of one that is not in the table."""
+    return EXECUTORS.get(name or "", ExecutorRule())
 
 
 def _eager(
@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
     *rows("sdpa", """
         sdpaex_grad_forward_scaled_dot_product_efficient_attention
         sdpafx_grad_forward_scaled_dot_product_efficient_attention
-    """, CAPTURED, Evidence.MEASURED, conditions=(DROPOUT,)),
+    """, CAPTURED, Evidence.MEASURED, conditions=(when.DROPOUT,)),
     *rows("sdpa", """
         sdpaex_scaled_dot_product_efficient_attention_backward sdpafx_scaled_dot_product_efficient_attention_backward
     """, CAPTURED, Evidence.MEASURED),
@@ -48,7 +48,7 @@ RULES: tuple[Rule, ...] = (
     *_eager("python", "sink", Reason.SIDE_EFFECT, "it acts on Python", "pythonex.py", "remove it"),
 
     *_eager("cudnn", "cudnn_sdpa_fwd", Reason.UNVERIFIED,
-            "it builds plans and dropout seeds on the host", "cudnn_sdpa.py", conditions=(DROPOUT,)),
+            "it builds plans and dropout seeds on the host", "cudnn_sdpa.py", conditions=(when.DROPOUT,)),
     *_eager("cudnn", "cudnn_sdpa_bwd", Reason.UNVERIFIED,
             "it builds plans and dropout seeds on the host", "cudnn_sdpa.py"),
     *_eager("cudnn_layernorm", "cudnn_layernorm cudnn_layernorm_aug_fwd cudnn_layernorm_bwd", Reason.UNVERIFIED,
@@ -62,7 +62,7 @@ RULES: tuple[Rule, ...] = (
             "Triton compiles and loads a kernel at the first call of each new specialization",
             "triton_crossentropy_impl.py"),
     *_eager("nvfuser", "nv_sdpfa_fwd", Reason.UNVERIFIED,
-            "nvFuser's own operators were not tried", "nvfuserex_impl.py", conditions=(DROPOUT,)),
+            "nvFuser's own operators were not tried", "nvfuserex_impl.py", conditions=(when.DROPOUT,)),
     *_eager("nvfuser", "nv_cross_entropy_bwd nv_cross_entropy_fwd nv_sdpfa_bwd", Reason.UNVERIFIED,
             "nvFuser's own operators were not tried", "nvfuserex_impl.py"),
     *_eager("transformer_engine_v1", "te_functional_linear_backward te_sync_fp8_meta_bwd", Reason.SIDE_EFFECT,

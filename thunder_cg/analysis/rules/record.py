@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = [
-    "CAPTURED",
-    "VJP",
-    "AliasedInputs",
-    "Arguments",
-    "Cause",
-    "Condition",
-    "Evidence",
-    "ExecutorRule",
-    "Key",
-    "Predicate",
-    "Reason",
-    "Rule",
-    "TensorArgument",
-    "rows",
-]
-
+# Executor and id of a symbol. Prims and Thunder's own torch symbols have the executor None.
 Key = tuple[str | None, str | None]
-"""Executor and id of a symbol. Prims and Thunder's own torch symbols have the executor None."""
 
+# Thunder runs some derivatives through torch.autograd. It names them after the operator, with this suffix.
 VJP = "_vjp"
-"""Thunder runs some derivatives through torch.autograd. It names them after the operator, with this suffix."""
 
 
 class Reason(enum.Enum):
@@ -60,10 +43,8 @@ class Cause:
 
     reason: Reason
     detail: str
-    fix: str = ""
-    """What the user can change in their code; empty if only ``allow=`` helps."""
-    source: str = ""
-    """Where the detail can be looked up, besides the measurement."""
+    fix: str = ""  # what the user can change in their code; empty if only allow= helps
+    source: str = ""  # where the detail can be looked up, besides the measurement
 
     @property
     def captures(self) -> bool:
@@ -91,32 +72,28 @@ class AliasedInputs(enum.Enum):
     ALL = "any tensor"
 
 
+FIRST, LAST, PAIRWISE, ALL = AliasedInputs
+
+
 @dataclass(frozen=True, slots=True)
 class TensorArgument:
     """A tensor among the arguments or results of a bound symbol."""
 
-    shape: tuple[Any, ...]
-    """Sizes known only at run time are no ints."""
-    dtype: str
-    """Thunder's name, such as ``"float32"`` or ``"bool8"``."""
-    device: str
-    """``"cpu"`` or ``"cuda"``."""
+    shape: tuple[Any, ...]  # sizes known only at run time are no ints
+    dtype: str  # Thunder's name, such as "float32" or "bool8"
+    device: str  # "cpu" or "cuda"
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a bound symbol, as predicates see them.
-
-    Tensors are `TensorArgument` records. Other values known only at run time are opaque objects.
-    """
+    """The arguments of a bound symbol, as conditions see them: tensors are `TensorArgument` records, other values that
+    are known only at run time are opaque objects."""
 
     positional: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     results: Any = None
-    operator: Arguments | None = None
-    """Of a derivative, the arguments of its operator."""
-    positions: Mapping[str, int] = field(default_factory=dict)
-    """The positions of parameters by name."""
+    operator: Arguments | None = None  # of a derivative, the arguments of its operator
+    positions: Mapping[str, int] = field(default_factory=dict)  # of parameters, by name
 
     def argument(self, name: str) -> Any:
         """The argument for the parameter ``name``; None if it is not given. A derivative has those of its operator."""
@@ -128,46 +105,19 @@ class Arguments:
         """The positional argument at ``index``; None if there are fewer."""
         return self.positional[index] if index < len(self.positional) else None
 
-    def tensors(self, device: str) -> list[TensorArgument]:
-        """All positional tensors and results on a device of this type."""
-        return [t for t in tensors_in((self.positional, self.results)) if t.device == device]
-
-
-def tensors_in(tree: Any) -> Iterator[TensorArgument]:
-    """The tensors in nested lists, tuples and dictionaries."""
-    if isinstance(tree, TensorArgument):
-        yield tree
-    elif isinstance(tree, Mapping):
-        yield from tensors_in(tuple(tree.values()))
-    elif isinstance(tree, (list, tuple)):
-        for branch in tree:
-            yield from tensors_in(branch)
-
-
-Predicate = Callable[[Arguments], bool]
-"""A named condition on arguments. Its name is the condition's name, and its docstring says when the condition holds."""
-
 
 @dataclass(frozen=True, slots=True)
 class Condition:
     """What else is true of an operator when a predicate holds for its arguments."""
 
-    predicate: Predicate
-    cause: Cause | None = None
-    """Why the op stays eager then; None if the verdict does not change."""
+    name: str
+    when: str  # when the predicate holds, as a sentence
+    predicate: Callable[[Arguments], bool]
+    cause: Cause | None = None  # why the op stays eager then; None if the verdict does not change
     evidence: Evidence = Evidence.KNOWN
     aliases: AliasedInputs | None = None
     writes: AliasedInputs | None = None
     draws: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.predicate.__name__
-
-    @property
-    def when(self) -> str:
-        """When the condition holds, as a sentence."""
-        return " ".join((self.predicate.__doc__ or "").split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,19 +125,13 @@ class Rule:
     """All that is known of one operator."""
 
     key: Key
-    cause: Cause
-    """The verdict, and why."""
+    cause: Cause  # the verdict, and why
     evidence: Evidence
-    aliases: AliasedInputs | None = None
-    """Inputs that an output may share memory with."""
-    writes: AliasedInputs | None = None
-    """Inputs that may be written."""
-    draws: bool = False
-    """It draws from a generator or advances one. Draws keep their order."""
-    launches_kernels: bool = True
-    """False if it launches nothing, or hardly ever: a region of only such operators gains nothing."""
-    conditions: tuple[Condition, ...] = ()
-    """In the order in which they are asked."""
+    aliases: AliasedInputs | None = None  # inputs that an output may share memory with
+    writes: AliasedInputs | None = None  # inputs that may be written
+    draws: bool = False  # it draws from a generator or advances one; draws keep their order
+    launches_kernels: bool = True  # False: nothing or hardly ever, so a region of only such operators gains nothing
+    conditions: tuple[Condition, ...] = ()  # in the order in which they are asked
 
     @property
     def captures(self) -> bool:
@@ -197,22 +141,23 @@ class Rule:
     def is_collective(self) -> bool:
         return self.cause.reason is Reason.COLLECTIVE
 
+    # Below, names are those of the conditions that hold for an op.
+
     def holding(self, names: Collection[str]) -> list[Condition]:
-        """Those of its conditions that have these names."""
         return [condition for condition in self.conditions if condition.name in names] if names else []
 
     def objection(self, names: Collection[str]) -> Cause | None:
-        """Why an op stays eager for which the conditions of these names hold."""
+        """Why the op stays eager."""
         if not self.captures:
             return self.cause
         return next((c.cause for c in self.holding(names) if c.cause is not None), None)
 
     def aliased(self, names: Collection[str]) -> AliasedInputs | None:
-        """Inputs that an output may share memory with, where the conditions of these names hold."""
+        """Inputs that an output of the op may share memory with."""
         return self.aliases or next((c.aliases for c in self.holding(names) if c.aliases is not None), None)
 
     def written(self, names: Collection[str]) -> AliasedInputs | None:
-        """Inputs that may be written, where the conditions of these names hold."""
+        """Inputs that the op may write."""
         return self.writes or next((c.writes for c in self.holding(names) if c.writes is not None), None)
 
 
@@ -220,15 +165,11 @@ class Rule:
 class ExecutorRule:
     """What is known of an executor as a whole."""
 
-    name: str
-    source: str = ""
-    fuses: bool = False
-    """A fusion of this executor is as safe as the worst operator inside of it."""
-    is_pure: bool = False
-    """Its operators neither write an input nor return a view of one."""
+    fuses: bool = False  # a fusion of this executor is as safe as the worst operator inside of it
+    is_pure: bool = False  # its operators neither write an input nor return a view of one
+    # Of prims inside of its fusions, the keywords whose numbers are arguments of the fusion's kernels. A graph can be
+    # given new numbers before each launch. Every recording that makes use of this is verified before it counts.
     kernel_scalars: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    """Of prims inside of its fusions, the keywords whose numbers are arguments of the fusion's kernels. A graph can be
-    given new numbers before each launch. Every recording that makes use of this is verified before it counts."""
 
 
 def rows(executor: str | None, names: str, cause: Cause, evidence: Evidence, **columns: Any) -> Iterable[Rule]:

@@ -1,10 +1,8 @@
 """The ``cuda`` backend: regions as CUDA graphs.
 
-What comes in: a region's function and its inputs, and the arena that the call holds. What goes out: a `CudaGraph`,
-whose replay copies inputs in, runs the region's kernels and copies results out, and tensors that show where in the
-arena those kernels write. Who owns what: an arena owns a `CudaPool`, which owns a private pool of PyTorch's caching
-allocator and a stream of its own. A `CudaGraph` owns PyTorch's graph and keeps the private pool alive. Only
-:mod:`thunder_cg.compat.cuda` touches what is private in PyTorch or belongs to the driver.
+What comes in: a region's function and its inputs. What goes out: a `CudaGraph`, and tensors that show where in the
+arena its kernels write. An arena owns a `CudaPool`, which owns a private pool of PyTorch's caching allocator and a
+stream of its own. A `CudaGraph` owns PyTorch's graph and keeps the private pool alive.
 
 A capture, step by step:
 
@@ -17,8 +15,8 @@ A capture, step by step:
 4.  The first nodes of the graph copy the inputs to its buffers (:mod:`copy_nodes`).
 5.  The region's function runs. Its results are copied out as soon as enough of them wait
     (:mod:`thunder_cg.runtime.early_outputs`), and the rest at the end, again by nodes of the graph.
-6.  The capture ends. `refuse_host_memory` rejects graphs that would touch the host's memory (:mod:`nodes`), and
-    `KernelScalars` finds the kernels that take the call's scalars (:mod:`scalars`).
+6.  The capture ends. `refuse_host_memory` rejects graphs that would touch the host's memory, and `KernelScalars` finds
+    the kernels that take the call's scalars (:mod:`nodes`).
 7.  The graph is instantiated. Its first replay goes through PyTorch and shows whether it draws random numbers. If not,
     later replays set the addresses of the copy nodes and call the driver's launch (:mod:`graph`).
 8.  If anything fails, the error passes through, and ``CudaPool._recover`` leaves the process able to capture again.

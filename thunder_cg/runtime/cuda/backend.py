@@ -14,8 +14,6 @@ from thunder_cg.runtime.cuda.streams import capture_lock
 
 
 class CudaBackend:
-    """Captures into CUDA graphs."""
-
     name = "cuda"
     device_type = "cuda"
     poisons = False

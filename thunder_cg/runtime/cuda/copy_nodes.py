@@ -1,24 +1,24 @@
 """Copies that are nodes of a CUDA graph, and whose addresses are set before each launch.
 
-A graph reads and writes fixed addresses, so inputs have to be copied in and results out. As operators of their own,
-these copies cost more host time than the launch of the graph. As a node of the graph, one kernel copies up to 120
-tensors, and the driver gets its new arguments before a launch. Launches under way keep the arguments that they had.
+As operators of their own, the copies of inputs and results cost more host time than the launch of the graph. As a node
+of the graph, one kernel copies up to 120 tensors. Launches under way keep the arguments that they had.
 """
 
 from __future__ import annotations
 
 import ctypes
-import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NoReturn
 
-import torch
-
 from thunder_cg.compat import cuda
 from thunder_cg.errors import ReplayRefused
+from thunder_cg.runtime.backend import Tensors
 from thunder_cg.runtime.tensors import span
+
+SetAddresses = Callable[[Tensors], None]
+Update = Callable[[], tuple[Any]]  # gives a node of an executable graph its new arguments; returns the driver's error
 
 _CHUNK = 32768  # bytes per block
 _THREADS = 256
@@ -70,66 +70,37 @@ def available(index: int) -> bool:
     return _kernels(index) is not None
 
 
-class _Thread(threading.local):
-    """The device whose context this thread is known to have. Without a context, the driver crashes the process."""
-
-    index = -1
-
-
-thread = _Thread()
-
-
-def ensure_context(index: int, context: Any) -> None:
-    """Gives this thread the context of device ``index``, which has to be the current device."""
-    if thread.index != index:
-        cuda.set_context(context)
-        thread.index = index
-
-
 def refused(what: str, error: Any) -> NoReturn:
-    """Raises what a replay raises if the driver refuses it."""
     raise ReplayRefused(f"the CUDA driver refused {what}: {error!r}")
 
 
 class CopyNode:
-    """One kernel node: copies up to 120 spans of memory.
-
-    Args:
-        index: of the device.
-        spans: the fixed addresses and how many bytes to copy.
-        varies: which address of a span varies: 0 for where it is copied from, 1 for where to.
-    """
+    """One kernel node: copies up to 120 spans, each with a fixed address, a size in bytes and a varying address."""
 
     def __init__(self, index: int, spans: Sequence[tuple[int, int]], varies: int) -> None:
         kernels = _kernels(index)
         assert kernels is not None
         limit = _FEW if len(spans) <= _FEW else _MANY
+        self._function, self._blocks = kernels[limit], 0
         self.words = array("Q", bytes(8 * 4 * limit))  # the kernel's first argument
-        blocks = 0
         for i, (fixed, nbytes) in enumerate(spans):
             self.words[4 * i + 1 - varies] = fixed
             self.words[4 * i + 2] = nbytes
-            self.words[4 * i + 3] = blocks
-            blocks += -(-nbytes // _CHUNK)
+            self.words[4 * i + 3] = self._blocks
+            self._blocks += -(-nbytes // _CHUNK)
         self.varying = slice(varies, 4 * len(spans), 4)
         self._count = ctypes.c_int(len(spans))
         self._arguments = (ctypes.c_void_p * 2)(self.words.buffer_info()[0], ctypes.addressof(self._count))
-        self._blocks = blocks
-        self._function = kernels[limit]
 
     def record(self, stream: int) -> None:
         """Adds the node to the capture under way on ``stream``."""
-        arguments, threads = ctypes.addressof(self._arguments), (_THREADS, 1, 1)
-        launch = cuda.driver.cuLaunchKernel
-        cuda.check(launch(self._function, self._blocks, 1, 1, *threads, 0, stream, arguments, 0))
+        grid, block, arguments = (self._blocks, 1, 1), (_THREADS, 1, 1), ctypes.addressof(self._arguments)
+        cuda.check(cuda.driver.cuLaunchKernel(self._function, *grid, *block, 0, stream, arguments, 0))
         self._node = cuda.last_captured_node(stream)
 
-    def updater(self, executable: Any) -> Callable[[], tuple[Any]]:
-        """What gives the node of this executable graph the addresses that are in `words` then."""
+    def updater(self, executable: Any) -> Update:
         parameters = cuda.driver.CUDA_KERNEL_NODE_PARAMS()
-        parameters.func = self._function
-        parameters.gridDimX = self._blocks
-        parameters.blockDimX = _THREADS
+        parameters.func, parameters.gridDimX, parameters.blockDimX = self._function, self._blocks, _THREADS
         for name in ("gridDimY", "gridDimZ", "blockDimY", "blockDimZ"):
             setattr(parameters, name, 1)
         parameters.sharedMemBytes = 0
@@ -138,32 +109,18 @@ class CopyNode:
 
 
 class Copies:
-    """Copies between fixed memory of a graph and memory that differs from launch to launch.
+    """Copies ``into`` fixed memory of a graph (inputs), or out of it (results). The other memory differs by launch."""
 
-    Args:
-        index: of the device.
-        into: whether the copies write the fixed memory (inputs), and do not read it (results).
-
-    Attributes:
-        set_addresses: once the graph is instantiated, makes the next launches copy from, or to, these tensors. They
-            have the layouts of the fixed ones.
-    """
-
-    set_addresses: Callable[[Sequence[torch.Tensor]], None]
+    set_addresses: SetAddresses  # makes the next launches use these tensors, which have the layouts of the fixed ones
 
     def __init__(self, index: int, *, into: bool) -> None:
-        self._index = index
-        self._varies = 0 if into else 1
+        self._index, self._varies = index, 0 if into else 1  # which address varies: 0 for from where, 1 for to where
         self._present: list[int] = []  # of all tensors, those that have elements
         self._count = 0
         self._nodes: list[tuple[CopyNode, slice]] = []  # and where the node's tensors are among those present
 
-    def record(self, fixed: Sequence[torch.Tensor]) -> None:
-        """Adds copies to the capture under way on the current stream, after those that were added before.
-
-        Args:
-            fixed: tensors of the graph, without gaps of more than their own size.
-        """
+    def record(self, fixed: Tensors) -> None:
+        """Adds copies of compact tensors to the capture under way on the current stream."""
         stream = cuda.current_raw_stream(self._index)
         present = [tensor for tensor in fixed if tensor.numel()]
         for i in range(0, len(present), _MANY):
@@ -176,7 +133,6 @@ class Copies:
         self._count += len(fixed)
 
     def bind(self, executable: Any) -> None:
-        """Makes `set_addresses` for an executable graph."""
         updates = [(node.words, node.varying, place, node.updater(executable)) for node, place in self._nodes]
         if self._count == len(self._present) == 1:
             ((words, varying, _, update),) = updates
@@ -186,12 +142,10 @@ class Copies:
             self.set_addresses = _set_all_addresses(updates, present)
 
 
-def _set_one_address(
-    words: array[int], position: int, update: Callable[[], tuple[Any]]
-) -> Callable[[Sequence[torch.Tensor]], None]:
+def _set_one_address(words: array[int], position: int, update: Update) -> SetAddresses:
     """The usual case of `Copies.set_addresses`: one tensor. A closure, for it is a part of every replay."""
 
-    def set_addresses(tensors: Sequence[torch.Tensor]) -> None:
+    def set_addresses(tensors: Tensors) -> None:
         words[position] = tensors[0].data_ptr()
         (error,) = update()
         if error:
@@ -201,11 +155,11 @@ def _set_one_address(
 
 
 def _set_all_addresses(
-    updates: Sequence[tuple[array[int], slice, slice, Callable[[], tuple[Any]]]], present: Sequence[int] | None
-) -> Callable[[Sequence[torch.Tensor]], None]:
+    updates: Sequence[tuple[array[int], slice, slice, Update]], present: Sequence[int] | None
+) -> SetAddresses:
     """`Copies.set_addresses` for any number of tensors, of which those at ``present`` have elements; None: all have."""
 
-    def set_addresses(tensors: Sequence[torch.Tensor]) -> None:
+    def set_addresses(tensors: Tensors) -> None:
         if present is not None:
             tensors = [tensors[i] for i in present]
         addresses = array("Q", [tensor.data_ptr() for tensor in tensors])

@@ -2,48 +2,49 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from thunder_cg.compat import cuda
 from thunder_cg.errors import ReplayRefused
-from thunder_cg.runtime.cuda import copy_nodes, nodes
-from thunder_cg.runtime.cuda.copy_nodes import Copies, refused, thread
-from thunder_cg.runtime.cuda.private_pool import PrivatePool
-from thunder_cg.runtime.cuda.scalars import KernelScalars
+from thunder_cg.runtime.backend import Tensors
+from thunder_cg.runtime.cuda import copy_nodes
+from thunder_cg.runtime.cuda.copy_nodes import Copies, SetAddresses, refused
+from thunder_cg.runtime.cuda.nodes import KernelScalars, refuse_host_memory
 from thunder_cg.runtime.cuda.streams import CaptureLock, capture_lock, wait_for_draws
 from thunder_cg.runtime.tensors import copy_all, is_compact
 
-Launch = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+if TYPE_CHECKING:
+    from thunder_cg.runtime.cuda.pool import PrivatePool
+
+Launch = Callable[[Tensors, Tensors], None]
+
+
+class _Thread(threading.local):
+    """The device whose context this thread is known to have. Without a context, the driver crashes the process."""
+
+    index = -1
+
+
+_thread = _Thread()
 
 
 class CudaGraph:
-    """A ``torch.cuda.CUDAGraph`` with its copies in and out, which are nodes of the graph where that is possible.
-
-    Args:
-        index: of the device.
-        pool: what the graph allocates from.
-        buffers: what each replay fills from the tensors that it is given.
-
-    Attributes:
-        copied_out: how many tensors the graph itself copies out.
-        torch_graph: PyTorch's graph.
-    """
+    """A ``torch.cuda.CUDAGraph`` with its copies in and out, which are nodes of the graph where that is possible."""
 
     _capture_lock: ClassVar[CaptureLock] = capture_lock  # for a destructor that runs while the interpreter ends
 
-    def __init__(self, index: int, pool: PrivatePool, buffers: Sequence[torch.Tensor]) -> None:
-        self._index = index
-        self._pool = pool
-        self._buffers = buffers
+    def __init__(self, index: int, pool: PrivatePool, buffers: Tensors) -> None:
+        self._index, self._pool, self._buffers = index, pool, buffers
         self._has_driver = copy_nodes.available(index)
         self.torch_graph = torch.cuda.CUDAGraph(keep_graph=self._has_driver)
         self._inputs = Copies(index, into=True) if self._may_copy(buffers) else None
         self._outputs = Copies(index, into=False)
-        self.copied_out = 0
-        self._copied_after: Sequence[torch.Tensor] = ()  # what is copied out by operators after each launch
+        self.copied_out = 0  # how many tensors the graph itself copies out
+        self._copied_after: Tensors = ()  # what is copied out by operators after each launch
         self._scalars: KernelScalars | None = None
         self._is_launched = False
         self._launcher: Callable[[int], tuple[Any]] | None = None  # of the driver, for a graph that draws nothing
@@ -53,18 +54,14 @@ class CudaGraph:
         if "torch_graph" in self.__dict__:
             self._capture_lock.destroy([self.__dict__.pop("torch_graph")])
 
-    def _may_copy(self, tensors: Sequence[torch.Tensor]) -> bool:
+    def _may_copy(self, tensors: Tensors) -> bool:
         return self._has_driver and len(tensors) > 0 and all(map(is_compact, tensors))
 
-    # The capture, in this order
-
     def begin(self) -> None:
-        """Begins the capture on the current stream."""
         self.torch_graph.capture_begin(pool=self._pool.id, capture_error_mode="thread_local")
 
     def copy_in(self) -> None:
-        """Captures the copies to the buffers."""
-        self._context = cuda.current_context() if self._has_driver else None
+        self._context = cuda.check(cuda.driver.cuCtxGetCurrent()) if self._has_driver else None
         if self._inputs is not None:
             self._inputs.record(self._buffers)
 
@@ -72,7 +69,7 @@ class CudaGraph:
         """Whether the graph may copy the tensor out before its end."""
         return self._has_driver and cuda.has_one_owner(tensor)
 
-    def copy_out(self, tensors: Sequence[torch.Tensor]) -> None:
+    def copy_out(self, tensors: Tensors) -> None:
         """Captures copies of ``tensors`` to the targets of each replay, after those that were captured before."""
         if self._may_copy(tensors):
             self._outputs.record(tensors)
@@ -81,18 +78,14 @@ class CudaGraph:
             self._copied_after = tensors
 
     def end(self) -> None:
-        """Ends the capture, also one that failed."""
         self.torch_graph.capture_end()
 
-    def inspect(self, sentinels: Sequence[int]) -> None:
-        """Raises `CaptureRefused` if no replay can be right; finds the kernels that take ``sentinels``."""
+    def instantiate(self, sentinels: Sequence[int]) -> None:
+        """Makes the graph ready to be launched. Raises `CaptureRefused` if no replay can be right."""
         if self._has_driver:
-            nodes.refuse_host_memory(cuda.captured_graph(self.torch_graph))
+            refuse_host_memory(cuda.captured_graph(self.torch_graph))
         if sentinels:
             self._scalars = KernelScalars(cuda.captured_graph(self.torch_graph), sentinels)
-
-    def instantiate(self) -> None:
-        """Makes the captured graph ready to be launched."""
         if self._has_driver:
             self.torch_graph.instantiate()
             executable = cuda.executable_graph(self.torch_graph)
@@ -100,26 +93,20 @@ class CudaGraph:
                 if part is not None:
                     part.bind(executable)
 
-    # Replays
-
-    def replay(
-        self,
-        sources: Sequence[torch.Tensor] = (),
-        targets: Sequence[torch.Tensor] = (),
-        scalars: Sequence[int] = (),
-    ) -> None:
-        """See :class:`thunder_cg.runtime.backend.Graph`."""
+    def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
         fast_replay = self._fast_replay
-        if fast_replay is not None and thread.index == self._index == cuda.current_device():
+        if fast_replay is not None and _thread.index == self._index == cuda.current_device():
             fast_replay(sources, targets)
-        elif self._has_driver and (thread.index != self._index or cuda.current_device() != self._index):
+        elif self._has_driver and (_thread.index != self._index or cuda.current_device() != self._index):
             with torch.cuda.device(self._index):
-                copy_nodes.ensure_context(self._index, self._context)
+                if _thread.index != self._index:
+                    cuda.check(cuda.driver.cuCtxSetCurrent(self._context))
+                    _thread.index = self._index
                 self._replay(sources, targets, scalars)
         else:
             self._replay(sources, targets, scalars)
 
-    def _replay(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], scalars: Sequence[int]) -> None:
+    def _replay(self, sources: Tensors, targets: Tensors, scalars: Sequence[int]) -> None:
         try:
             if self._scalars is not None:
                 self._scalars.set(scalars)
@@ -142,17 +129,17 @@ class CudaGraph:
             (error,) = self._launcher(cuda.current_raw_stream(self._index))
             if error:
                 refused("to launch a graph", error)
-        elif self._is_launched:
-            self._launch_with_generator()
-        else:
-            self._first_launch()
-
-    def _first_launch(self) -> None:
-        """Finds out whether the graph draws: PyTorch's replay moves the generator on then. If not, it is not needed."""
+            return
         generator = torch.cuda.default_generators[self._index]
-        before = generator.get_offset()
-        self._launch_with_generator()
-        draws = generator.get_offset() != before
+        with capture_lock:
+            before = generator.get_offset()
+            try:
+                wait_for_draws(self._index)
+                self.torch_graph.replay()  # if the graph draws, this moves the generator on before it launches
+            except Exception as error:
+                generator.set_offset(before)
+                raise ReplayRefused(error) from error
+            draws = self._is_launched or generator.get_offset() != before
         self._is_launched = True
         if self._has_driver and not draws:
             self._launcher = cuda.graph_launcher(cuda.executable_graph(self.torch_graph))
@@ -162,24 +149,9 @@ class CudaGraph:
                 set_targets = self._outputs.set_addresses if self.copied_out else None
                 self._fast_replay = _make_fast_replay(self._index, self._launcher, set_sources, set_targets)
 
-    def _launch_with_generator(self) -> None:
-        """PyTorch's replay, which moves the generator on before it launches: back again if that fails."""
-        generator = torch.cuda.default_generators[self._index]
-        with capture_lock:
-            before = generator.get_offset()
-            try:
-                wait_for_draws(self._index)
-                self.torch_graph.replay()
-            except Exception as error:
-                generator.set_offset(before)
-                raise ReplayRefused(error) from error
-
 
 def _make_fast_replay(
-    index: int,
-    launch: Callable[[int], tuple[Any]],
-    set_sources: Callable[[Sequence[torch.Tensor]], None] | None,
-    set_targets: Callable[[Sequence[torch.Tensor]], None] | None,
+    index: int, launch: Callable[[int], tuple[Any]], set_sources: SetAddresses | None, set_targets: SetAddresses | None
 ) -> Launch:
     """What `CudaGraph._replay` does, for a graph whose copies are all nodes and that has no scalars and draws nothing.
 
@@ -188,7 +160,7 @@ def _make_fast_replay(
     """
     stream = cuda.current_raw_stream
 
-    def replay(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+    def replay(sources: Tensors, targets: Tensors) -> None:
         try:
             if set_sources is not None:
                 set_sources(sources)

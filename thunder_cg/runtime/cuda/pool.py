@@ -5,9 +5,9 @@ Note [Warm-up inside the pool]
     one pool run on the same capture stream, and a capture gets the memory that the warm-up used.
 
 Note [Memory for a pool]
-    When memory runs out, the caching allocator frees what it caches and tries again. It does not do so while this
-    thread allocates from a private pool, as warm-ups and captures do. So this module frees the cache after a warm-up or
-    a capture has failed. It does so again before the next capture, because what was in the way may be cached by then.
+    When memory runs out, the caching allocator frees its cache and tries again, but not while this thread allocates
+    from a private pool. So this module frees the cache after a warm-up or a capture has failed, and once more before
+    the next capture, because what was in the way may be cached by then.
 """
 
 from __future__ import annotations
@@ -17,22 +17,45 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from thunder_cg.compat import cuda
 from thunder_cg.compat.torch import deterministic_fill
-from thunder_cg.runtime.backend import CopiedOut, Function
+from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.graph import CudaGraph
-from thunder_cg.runtime.cuda.private_pool import PrivatePool
-from thunder_cg.runtime.cuda.streams import CaptureStream, capture_lock, capturing
+from thunder_cg.runtime.cuda.streams import CaptureLock, CaptureStream, capture_lock, capturing
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import copy_all
 
 EARLY_COPY_BYTES = 32 * 2**20  # results wait until they have so many bytes, and are then copied out together
 _broken: list[torch.cuda.CUDAGraph] = []  # kept for good: see CudaPool._recover
+
+
+class PrivatePool:
+    """A private pool of the caching allocator. It exists as long as an arena or a graph refers to it."""
+
+    _capture_lock: ClassVar[CaptureLock] = capture_lock  # for a destructor that runs while the interpreter ends
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._users = 1
+        self.id = cuda.new_pool(index)
+        self.keep_alive: list[torch.cuda.CUDAGraph] = []  # the keep-alive graph: see CudaPool._keep_pool_alive
+
+    def mark_broken(self) -> None:
+        """After a capture that CUDA broke off. RuntimeError if the last capture ended in good order."""
+        cuda.end_allocate_to_pool(self._index, self.id)
+        self._users += 1  # PyTorch counts that capture as a user until somebody releases the pool for it
+
+    def __del__(self) -> None:
+        if "keep_alive" in self.__dict__:
+            self._capture_lock.destroy(self.keep_alive)
+            for _ in range(self._users):
+                with suppress(RuntimeError):
+                    cuda.release_pool(self._index, self.id)
 
 
 class CudaPool:
@@ -72,15 +95,12 @@ class CudaPool:
 
     @contextmanager
     def _on_capture_stream(self) -> Iterator[torch.cuda.Stream]:
-        """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it.
-
-        Captures run kernels there as well: PyTorch sets the seed and the offset of draws when a capture begins.
-        """
+        """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it."""
         current = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index):
             self._capture_stream.prepare()
             with torch.cuda.stream(self._capture_stream.stream):
-                self._capture_stream.stream.wait_stream(current)
+                self._capture_stream.stream.wait_stream(current)  # captures run kernels, too: they set seed and offset
                 try:
                     yield current
                 finally:
@@ -95,21 +115,16 @@ class CudaPool:
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         # If PyTorch fills new memory, a kernel runs, which has to be ordered. Otherwise nothing runs.
-        with (
-            self._on_capture_stream() if deterministic_fill() else torch.cuda.stream(self._capture_stream.stream),
-            cuda.use_pool(self._index, self._private_pool.id),
-        ):
+        stream = self._capture_stream.stream
+        on_stream: Any = self._on_capture_stream() if deterministic_fill() else torch.cuda.stream(stream)
+        with on_stream, cuda.use_pool(self._index, self._private_pool.id):
             return torch.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", self._index))
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.cuda.get_rng_state(self._index)
         try:
             # Note [Warm-up inside the pool]. The lock, because a draw is an error while another thread captures.
-            with (
-                capture_lock,
-                self._on_capture_stream() as current,
-                cuda.use_pool(self._index, self._private_pool.id),
-            ):
+            with capture_lock, self._on_capture_stream() as current, cuda.use_pool(self._index, self._private_pool.id):
                 copy = partial(self._copy_to_caller, current)
                 copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, cuda.has_one_owner, must=False)
                 return copier.finish(fn(*args, copier))
@@ -118,7 +133,7 @@ class CudaPool:
             torch.cuda.empty_cache()  # see Note [Memory for a pool]
             raise
 
-    def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Tensors) -> list[torch.Tensor]:
         """Copies of these, in memory of the caller's ``stream`` outside of the private pool."""
         with cuda.leave_pool(self._index, self._private_pool.id), torch.cuda.stream(stream):
             copies = [torch.empty_like(tensor) for tensor in tensors]
@@ -130,7 +145,7 @@ class CudaPool:
         self,
         fn: Function,
         args: Sequence[Any],
-        buffers: Sequence[torch.Tensor] = (),
+        buffers: Tensors = (),
         copied_out: CopiedOut | None = None,
         sentinels: Sequence[int] = (),
     ) -> tuple[CudaGraph, Sequence[Any]]:
@@ -141,8 +156,7 @@ class CudaPool:
             graph = CudaGraph(self._index, self._private_pool, buffers)
             try:
                 outputs = self._record(graph, fn, args, copied_out)
-                graph.inspect(sentinels)
-                graph.instantiate()
+                graph.instantiate(sentinels)
             except BaseException as error:
                 self._recover(graph, current)
                 if isinstance(error, torch.OutOfMemoryError):
@@ -152,19 +166,14 @@ class CudaPool:
         self._graphs.add(graph)
         return graph, outputs
 
-    def _record(
-        self, graph: CudaGraph, fn: Function, args: Sequence[Any], copied_out: CopiedOut | None
-    ) -> Sequence[Any]:
-        """Captures the copies in, ``fn`` and the copies out; returns the outputs."""
+    def _record(self, graph: CudaGraph, fn: Function, args: Sequence[Any], copied_out: CopiedOut | None) -> Any:
         try:
             graph.begin()
             graph.copy_in()
-            if copied_out is None:
-                outputs = fn(*args)
-            else:
-                copy = partial(self._capture_early_copy, graph)
-                copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, graph.may_copy_early)
-                outputs = copier.finish(fn(*args, copier))
+            copy = partial(self._capture_early_copy, graph)
+            copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, graph.may_copy_early)
+            outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
+            if copied_out is not None:
                 graph.copy_out(copied_out(outputs)[graph.copied_out :])
         except BaseException:
             if cuda.is_current_stream_capturing():
@@ -174,7 +183,7 @@ class CudaPool:
         graph.end()
         return outputs
 
-    def _capture_early_copy(self, graph: CudaGraph, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _capture_early_copy(self, graph: CudaGraph, tensors: Tensors) -> list[torch.Tensor]:
         graph.copy_out(tensors)
         return [self.alias(tensor) for tensor in tensors]
 
@@ -182,10 +191,9 @@ class CudaPool:
         """Undoes what a capture that CUDA broke off leaves behind in the process (torch 2.9 to 2.11).
 
         The caching allocator still counts the capture as under way in the private pool, and refuses the next one. So
-        there is a new private pool, and the old one goes with the last graph of it. The allocator of pinned memory
-        counts so, too, until the process ends, and asks the graph about its state. So the graph is kept for good. The
-        default generator refuses to draw until some capture has succeeded. A generator with a new state would draw, but
-        graphs that were captured before use the old state. So an empty graph is captured.
+        there is a new private pool. The allocator of pinned memory counts so, too, until the process ends, and asks the
+        graph about its state. So the graph is kept for good. The default generator refuses to draw until some capture
+        has succeeded. A new state would draw, but earlier graphs use the old one. So an empty graph is captured.
         """
         with suppress(RuntimeError):
             self._private_pool.mark_broken()
@@ -197,9 +205,6 @@ class CudaPool:
         """Captures the keep-alive graph, an empty one, which keeps the private pool in use.
 
         PyTorch's allocator of pinned memory has a pool of the same id. It cannot be used again once no graph uses it.
-
-        Args:
-            current: the caller's stream.
         """
         graph = torch.cuda.CUDAGraph()
         with warnings.catch_warnings(), torch.cuda.device(self._index), torch.cuda.stream(self._capture_stream.spare):
@@ -218,11 +223,10 @@ class CudaPool:
 
     def poison(self) -> None:
         self.enter()  # a destructor may run where another stream is the current one
-        pools = list(self._private_pools)  # holds them
+        device, pools = torch.device("cuda", self._index), list(self._private_pools)  # the list keeps them alive
         for segment in cuda.pool_segments([pool.id for pool in pools]):
             for block in segment["blocks"]:
                 if block["state"] == "inactive":
-                    device = torch.device("cuda", self._index)
                     _poison(cuda.storage_at(block["address"], device, block["size"]))
 
     def trim(self) -> None:

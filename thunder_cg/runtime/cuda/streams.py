@@ -1,18 +1,16 @@
 """The capture lock, the streams that captures run on, and the order of kernels that draw random numbers.
 
 Note [cuBLAS workspaces]
-    PyTorch keeps one cuBLAS workspace for each thread and stream until the process ends. A graph has the address of the
-    workspace baked in. So graphs that share a workspace race when they are replayed on two streams: no two arenas, and
-    no arena and user, share a capture stream. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees workspaces
-    that graphs still use: ours are in a private pool that nothing else allocates from, where their memory stays unused.
-    The package never calls it, because nobody knows which graphs are alive in a process. A capture stream that is no
-    longer used keeps its workspace (32 MiB on an H200) for the next arena.
+    PyTorch keeps one cuBLAS workspace for each thread and stream until the process ends, and a graph bakes its address
+    in. Graphs that share a workspace race when they are replayed on two streams. So no two arenas, and no arena and
+    user, share a capture stream. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees workspaces that graphs
+    still use. So ours are in a private pool that nothing else allocates from. The package never calls it, because
+    nobody knows which graphs are alive. An idle capture stream keeps its workspace (32 MiB on an H200).
 
 Note [Draws on several streams]
-    All graphs read the seed and the offset of their random numbers from one pair of numbers in the device's memory.
-    PyTorch sets the pair on the current stream, before it launches a graph and when a capture begins. Kernels of a
-    graph on another stream may still read the old pair then. So captures and launches that draw wait for the last
-    graph that drew.
+    All graphs read their seed and offset from one pair of numbers in the device's memory. PyTorch sets the pair on the
+    current stream, before it launches a graph and when a capture begins. Kernels of a graph on another stream may still
+    read the old pair then. So captures and launches that draw wait for the last graph that drew.
 
 Note [Who destroys graphs]
     PyTorch keeps a set of all graphs without a lock. A capture adds its graph to the set without holding the GIL, and
@@ -39,8 +37,7 @@ class CaptureLock:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # no RLock: a destructor on the thread that holds it must not get it
-        self._owner = 0
-        self._depth = 0  # an operator that runs in a warm-up may capture, too
+        self._owner = self._depth = 0  # reentrant: an operator that runs in a warm-up may capture, too
         self._dead: list[torch.cuda.CUDAGraph] = []  # see Note [Who destroys graphs]
 
     def __enter__(self) -> None:
@@ -76,8 +73,7 @@ class CaptureStream:
     """A stream to warm up and capture on, with its workspaces. See Note [cuBLAS workspaces]."""
 
     _idle: ClassVar[list[CaptureStream]] = []
-    # Reentrant, because a destructor may give a stream back while this thread takes one.
-    _lock: ClassVar[threading.RLock] = threading.RLock()
+    _lock: ClassVar[threading.RLock] = threading.RLock()  # a destructor may give a stream back while we take one
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -90,10 +86,11 @@ class CaptureStream:
     def take(cls, index: int) -> CaptureStream:
         """One that nobody uses. They live as long as the process, as PyTorch keeps the workspaces so long."""
         with cls._lock:
-            idle = next((stream for stream in cls._idle if stream.index == index), None)
-            if idle is not None:
-                cls._idle.remove(idle)
-        return idle or cls(index)
+            for stream in cls._idle:
+                if stream.index == index:
+                    cls._idle.remove(stream)
+                    return stream
+        return cls(index)
 
     def give_back(self) -> None:
         with self._lock:

@@ -85,4 +85,4 @@ def _other_names(device: str) -> Iterator[OperatorCase]:
 
 def _qualified(fn: Any) -> str:
     module = getattr(fn, "__module__", None) or getattr(getattr(fn, "__objclass__", None), "__name__", "") or "torch"
-    return f"{module}.{fn.__name__}".replace("torch._C.", "torch.").replace("torch._", "torch.")
+    return f"{module}.{fn.__name__}".replace("._C.", ".").replace("torch._", "torch.")
