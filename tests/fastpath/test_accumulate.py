@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import thunder
 import torch
+from models import Linear
 from support import same
 from torch import nn
 
@@ -123,7 +124,7 @@ def test_tied_weights(transform, device, monkeypatch) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.second = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.first, self.second = Linear(8, 8, bias=False), Linear(8, 8, bias=False)
             self.second.weight = self.first.weight
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -152,7 +153,7 @@ def runs_in_bulk(body: Body, transform, device, monkeypatch, kind=None, steps=6,
 
     def make() -> nn.Module:
         torch.manual_seed(0)
-        model = kind() if kind else nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        model = kind() if kind else nn.Sequential(Linear(8, 16), nn.GELU(), Linear(16, 4))
         return model.to(device)
 
     model, twin = make(), make()

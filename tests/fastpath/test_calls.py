@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import pytest
 import thunder
 import torch
+from models import Linear
 from support import fast_path_calls, no_fast_path, same, same_state
 from thunder.core.trace import from_trace
 from thunder.core.transform_common import Transform
@@ -21,8 +22,8 @@ CALLS = 6
 class MLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.second = nn.Linear(4, 4)
+        self.first = Linear(4, 4)
+        self.second = Linear(4, 4)
 
     def forward(self, x, *, k=1.0):
         return self.second(torch.tanh(self.first(x)) * k) * 2
@@ -33,7 +34,7 @@ class Several(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
+        self.first = Linear(4, 4)
 
     def forward(self, x):
         y = torch.tanh(self.first(x)) * 2
@@ -45,7 +46,7 @@ class Halves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
+        self.first = Linear(4, 4)
 
     def forward(self, x):
         y = torch.tanh(self.first(x)) * 2
@@ -56,7 +57,7 @@ class Halves(nn.Module):
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
+        self.first = Linear(4, 4)
 
     def forward(self, x):
         x.mul_(2)
@@ -106,7 +107,7 @@ def test_training(twins, device):
 
 
 def test_buffers(twins, device):
-    plain, graphed = twins(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 4)))
+    plain, graphed = twins(nn.Sequential(Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), Linear(4, 4)))
     for step, x in enumerate(batches(device, 4 * CALLS)):
         for model in (plain, graphed):
             model.train(step % 3 != 0)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import thunder
 import torch
+from models import Linear
 from support import fast_path_calls, no_fast_path, same, same_state
 from thunder.core.interpreter import InterpreterError
 from torch import nn
@@ -54,7 +55,7 @@ def test_a_call_that_fails_after_it_was_compiled(twins, device):
     class Shifted(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first = nn.Linear(4, 4)
+            self.first = Linear(4, 4)
             self.register_buffer("shift", torch.ones(4))
 
         def forward(self, x):
@@ -82,7 +83,7 @@ def test_a_newer_version_that_checks_less(grad, twins, device):
     class Adapted(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first = nn.Linear(4, 4)
+            self.first = Linear(4, 4)
             self.adapters, self.options = [], {"activation": 0}
 
         def forward(self, x):
@@ -111,7 +112,7 @@ def test_thunders_cache_is_cleared(twins, device):
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first = nn.Linear(4, 4)
+            self.first = Linear(4, 4)
 
         def forward(self, x):
             return torch.tanh(self.first(x)) * float(len(scale))

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import thunder
 import torch
+from models import Dropout, Linear
 from support import fast_path_calls, same
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,9 +35,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.act = Act()
-        self.drop = nn.Dropout(0.0)
+        self.first = Linear(4, 4)
+        self.act = Act()  # a module that is called with hooks
+        self.drop = Dropout(0.0)
         self.scale = 2.0
         self.sizes = (1.0, (2.0, 3.0))
         self.table = {"a": [1.0, 2.0]}
