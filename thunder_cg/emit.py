@@ -41,13 +41,6 @@ def returned_and_saved(trace: compat.TraceCtx) -> tuple[set[str], set[str]]:
     return returned, names_in([args[1:], first["flat_args"]]) if saves else set()
 
 
-class _Handle(compat.AnyProxy):
-    """Stands in a trace for an object of the run time, which the trace only hands on."""
-
-    def type_string(self) -> str:
-        return f"CUDA graph {self._o}"
-
-
 class Emitter:
     """Writes the trace of one program.
 
@@ -172,7 +165,7 @@ class Emitter:
         self._copies[name] = self._proxies[name].replace(name=self._name(f"{name}_out"))
 
     def _handle(self, kind: str, wish: str) -> compat.Proxy:
-        return _Handle(kind, name=self._name(wish))
+        return compat.Handle(kind, name=self._name(wish))
 
     def _bind(self, name: str, fn: Any, args: Sequence[Any], output: Any) -> compat.BoundSymbol:
         return executor.bind(self._name(name), fn, args, output)

@@ -39,6 +39,13 @@ current_trace: Callable[[], TraceCtx | None] = partial(_tracectx.get, None)
 proxy_shape: Callable[[TensorProxy | FutureTensorProxy], tuple[Any, ...]] = attrgetter("_shape")
 
 
+class Handle(AnyProxy):
+    """Stands in a trace for an object of the run time, which the trace only hands on."""
+
+    def type_string(self) -> str:
+        return f"CUDA graph {self._o}"
+
+
 def bound_functions(symbol: BoundSymbol) -> dict[str, Callable[..., Any]]:
     """The functions that a bound symbol calls, by the names under which the trace's source has them."""
     return symbol._call_ctx or {}

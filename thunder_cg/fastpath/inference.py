@@ -88,6 +88,7 @@ def inference_fast_path(
             return False
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """One steady call; it is longer than a screen, as the factory says."""
         try:
             # What a launch needs: a graph that is still there, and nothing on this thread that has to see operators.
             if recording.dropped or program.calls >= program.verify_after or skip_reason(backend, saves=False):

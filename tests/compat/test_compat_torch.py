@@ -1,0 +1,117 @@
+"""What the package relies on of PyTorch's private names."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from thunder_cg.compat import torch as compat
+
+
+def test_tensors_without_memory_views_and_versions() -> None:
+    x = torch.randn(4, requires_grad=True)
+    (zeros,) = torch.autograd.grad(torch.sgn(x).sum(), x)
+    assert compat.is_zero_tensor(torch._efficientzerotensor(3)) and not compat.is_zero_tensor(x)
+    assert zeros.shape == x.shape
+    base = torch.zeros(4)
+    view = base[1:]
+    assert compat.is_view(view) and not compat.is_view(base)
+    assert compat.autograd_base(view) is base and compat.autograd_base(base) is None
+    before = compat.version(view)
+    base.add_(1)
+    assert compat.version(view) == before + 1
+    assert compat.neg_view(compat.neg_view(base)).tolist() == base.tolist()
+    assert compat.has_storage(base) and not compat.has_storage(torch.zeros(2).to_sparse())
+    assert compat.may_overlap_itself(base.expand(2, 4)) and not compat.may_overlap_itself(base)
+
+
+def test_memory_and_copies() -> None:
+    empty = compat.empty_strided("cpu")((2, 3), (1, 2), torch.float64)
+    assert empty.shape == (2, 3) and empty.stride() == (1, 2) and empty.dtype is torch.float64
+    targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+    compat.copy_all_(targets, sources)
+    assert all(t.eq(1).all() for t in targets)
+
+
+def test_addresses_and_metadata_are_compared_in_one_call() -> None:
+    tensors = [torch.zeros(2, 3), torch.zeros(3)]
+    addresses = [t.data_ptr() for t in tensors]
+    assert compat.addresses_equal(tensors, addresses, [0, 1])
+    assert not compat.addresses_equal([tensors[0], torch.zeros(3)], addresses, [0, 1])
+    assert compat.addresses_equal([tensors[0], torch.zeros(3)], addresses, [0])
+    strict, loose = compat.tensor_guards(tensors), compat.tensor_guards(tensors, strides=False)
+    other = [torch.zeros(3, 2).t(), torch.zeros(3)]
+    assert strict.check(*tensors) and loose.check(*other) and not strict.check(*other)
+    assert not loose.check(tensors[0].double(), tensors[1])
+    assert not loose.check(tensors[0].requires_grad_(), tensors[1])
+
+
+def test_writes_to_watched_dictionaries_show() -> None:
+    module, plain = nn.Linear(2, 2), {"a": 1}
+    unchanged = compat.dictionary_guard([plain])
+    assert unchanged()
+    plain["a"] = 2
+    assert not unchanged()
+    if not compat.attribute_writes_are_reported():  # CPython 3.13.0
+        assert not compat.dictionary_guard([module])()
+        return
+    unchanged = compat.dictionary_guard([module])
+    assert unchanged()
+    module.training = False
+    assert not unchanged()
+
+
+def test_what_is_active_on_a_thread() -> None:
+    assert compat.dispatch_mode_count() == compat.function_mode_count() == 0
+    assert compat.forward_ad_level() == -1 and not compat.is_traced() and compat.saved_tensors_hooks() is None
+    with torch.autograd.forward_ad.dual_level():
+        assert compat.forward_ad_level() == 0
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert compat.saved_tensors_hooks() is not None
+    with torch.device("cpu"):
+        assert compat.function_mode_count() == 1 and compat.only_device_modes() and compat.default_device_is_set()
+    with torch.overrides.TorchFunctionMode():
+        assert not compat.only_device_modes()
+    with torch.autocast("cpu"):
+        assert compat.any_autocast_enabled()
+    assert not compat.any_autocast_enabled() and not compat.default_device_is_set()
+    seen = []
+    torch.func.vmap(lambda x: seen.append(compat.functorch_is_active()) or x)(torch.zeros(2))
+    assert seen == [True] and not compat.functorch_is_active()
+
+
+def test_autograd_can_be_switched_off_below() -> None:
+    assert compat.autograd_is_active()
+    with torch.no_grad(), torch.inference_mode(False):
+        assert compat.autograd_is_active()
+    with torch._C._AutoDispatchBelowAutograd():
+        assert not compat.autograd_is_active()
+    found = []
+    thread = threading.Thread(target=lambda: found.append(compat.autograd_is_active()))
+    thread.start()
+    thread.join()
+    assert found == [True]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_backward_tells_whether_it_keeps_its_graph(keep: bool) -> None:
+    assert not compat.backward_keeps_graph()
+    found = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: found.append(compat.backward_keeps_graph()))
+    y.sum().backward(retain_graph=keep)
+    assert found == [keep]
+
+
+def test_settings_change_with_the_public_switches() -> None:
+    before = compat.kernel_settings()
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        assert compat.kernel_settings() != before
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert compat.kernel_settings() == before
