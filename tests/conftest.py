@@ -91,14 +91,6 @@ def seeded() -> Iterator[None]:
 
 
 @pytest.fixture
-def collects() -> Iterator[None]:
-    """For tests that count what lives: no garbage of earlier tests is there, and the test leaves none behind."""
-    gc.collect()
-    yield
-    gc.collect()
-
-
-@pytest.fixture
 def transform(backend: str) -> Callable[..., Any]:
     """Makes a transform on the backend under test, with arenas poisoned at release."""
     return lambda **options: cudagraph_transform(**{"backend": backend, "debug": True, **options})
