@@ -96,12 +96,12 @@ class Program:
         in_pool = {name for region in pair.regions for name in region.stays} if pair is not self else set()
         # What the forward left in the pool follows from the forward's own layout.
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in in_pool]
+        self.refuses_leaves = any(map(_writes_with_grad, ops.ops))
         for index, region in enumerate(self.regions):
             region.index = index
-            region.refuses_leaves = any(map(_writes_with_grad, ops.ops))
+            region.refuses_leaves = self.refuses_leaves
             region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
             in_pool |= region.stays
-        self.refuses_leaves = any(region.refuses_leaves for region in self.regions)
         # Whether replays write to nothing but the arena and their results, and draw nothing.
         writes = any(each.written for region in self.regions for each in region.io.inputs)
         captured = {op.index for region in self.regions for op in region.ops}
