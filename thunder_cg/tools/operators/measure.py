@@ -295,11 +295,6 @@ def _worst(verdicts: Sequence[str]) -> str:
     return next((v for v in ("wrong", "nondeterministic") if counts[v]), "pass")
 
 
-def covered(symbol: str) -> bool:
-    """Whether the rules have a record of it."""
-    return key_of(symbol) in rules.RULES
-
-
 def _is_denied(key: Key) -> bool:
     rule = rules.RULES.get(key)
     return rule is not None and not rule.captures
