@@ -636,7 +636,7 @@ def check(
 
 def reproduction(example: Example, device: str) -> str:
     """The example as a script: the module's source, and the calls."""
-    program = example.program
+    program, backend = example.program, "tape" if device == "cpu" else "cuda"
     variants = "".join(f"    {variant},\n" for variant in example.variants)
     patterns = "".join(
         f"    ({''.join(f'{chr(10)}        {s},' for s in steps)}\n    ),\n" for steps in example.patterns
@@ -661,5 +661,5 @@ variants = (
 patterns = (
 {patterns})
 example = Example(Program({program.inputs}, is_pure={program.is_pure}), variants, patterns)
-check(example, operators, "{device}", cudagraph_transform(debug=True, deny={example.deny}), Module)
+check(example, operators, "{device}", cudagraph_transform(backend="{backend}", debug=True, deny={example.deny}), Module)
 """

@@ -98,7 +98,7 @@ def inference_fast_path(
                 values = look_up(args, kwargs)
             elif len(args) == positional and len(kwargs) == len(keywords):
                 parameters = (cache if cache.unchanged() else cache.renewed())[parameters_key]
-                values = [*args, *map(kwargs.__getitem__, keywords), *parameters]
+                values = [*args, *[kwargs[key] for key in keywords], *parameters] if kwargs else [*args, *parameters]
             else:
                 return MISS
             if not (is_alone or sharing_is_expected(args, kwargs)):
