@@ -87,13 +87,16 @@ class CudagraphTransform(compat.Transform):
         Raises:
             TransformConflictError: another transform captures CUDA graphs, too.
         """
-        _refuse_a_second_graph_transform(compat.get_compile_data().transforms)
+        transforms = compat.get_compile_data().transforms
+        _refuse_a_second_graph_transform(transforms)
         gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
         self._compiling.forward = None
-        return with_one_check(prologue_trace, self._compiling.static), computation_trace, epilogue_trace
+        if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
+            prologue_trace = with_one_check(prologue_trace, self._compiling.static)
+        return prologue_trace, computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Partitions a forward trace, or the backward trace that follows it."""
@@ -170,6 +173,11 @@ class _Compilation(threading.local):
 def _takes_what_was_saved(trace: TraceCtx) -> bool:
     """Where nothing was saved, Thunder may write the two empty collections down as a literal."""
     return any("saved_for_backward" in {p.name for p in s.flat_proxy_outs} for s in trace.bound_symbols)
+
+
+def _changes_prologues(transform: compat.Transform) -> bool:
+    """Whether it may change what is checked, as those do that shard parameters: they look for a check of each one."""
+    return type(transform).transform_traces_pre_prologue is not compat.Transform.transform_traces_pre_prologue
 
 
 def _refuse_a_second_graph_transform(transforms: Sequence[Any]) -> None:

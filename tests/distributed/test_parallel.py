@@ -1,0 +1,45 @@
+"""Thunder's parallelism in every order of transforms: the same bits on each rank as without graphs."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import Ranks
+
+ORDERS = (
+    "ddp",
+    "ddp, transform last",
+    "fsdp zero2",
+    "fsdp zero2, transform last",
+    "fsdp zero3",
+    "fsdp zero3, buckets",
+    "tensor parallel",
+    "tensor parallel, transform last",
+)
+
+
+def same_bits(builder: str, steps: int, micro: int):
+    import parallel
+
+    build, shared = parallel.BUILDERS[builder], "tensor" in builder
+    theirs = parallel.train(build(), steps, shared=shared, micro=micro)
+    compiled = build(parallel.transform())
+    ours = parallel.train(compiled, steps, shared=shared, micro=micro)
+    return parallel.differing(ours, theirs), parallel.summary(compiled)
+
+
+@pytest.mark.parametrize("builder", ORDERS)
+def test_same_bits(ranks: Ranks, builder: str) -> None:
+    for differing, traces in ranks.run(same_bits, builder, 5, 1):
+        assert not differing
+        assert [trace["kind"] for trace in traces] == ["forward", "backward"]
+        for trace in traces:
+            assert not trace["fallbacks"] and trace["eager_calls"] == 1  # the warm-up
+            assert all(count == 4 for count in trace["replays"])
+
+
+@pytest.mark.parametrize("builder", ["ddp", "fsdp zero2"])
+def test_no_sync(ranks: Ranks, builder: str) -> None:
+    """Three micro-batches, of which the last communicates."""
+    for differing, traces in ranks.run(same_bits, builder, 4, 3):
+        assert not differing
+        assert all(trace["replays"] and min(trace["replays"]) >= 3 for trace in traces)
