@@ -9,6 +9,7 @@ from typing import Literal
 from thunder_cg.errors import OptionError
 
 BACKENDS = ("auto", "cuda", "tape")
+CAPTURE_COLLECTIVES = ("auto", "always", "never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Options:
     debug: bool = False
     max_recordings: int = 8
     max_arenas: int = 16
+    capture_collectives: Literal["auto", "always", "never"] = "auto"
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -40,6 +42,9 @@ class Options:
         if not (verify is None or verify == "first" or (type(verify) is int and verify >= 1)):
             fix = 'pass "first" to compare each new recording once, or 100 to compare one call in 100 as well'
             raise OptionError("verify", verify, '"first", a whole number of at least 1, or None', fix)
+        if self.capture_collectives not in CAPTURE_COLLECTIVES:
+            allowed = ", ".join(map(repr, CAPTURE_COLLECTIVES))
+            raise OptionError("capture_collectives", self.capture_collectives, f"one of {allowed}", 'pass "auto"')
         for name in ("max_recordings", "max_arenas"):
             bound = getattr(self, name)
             if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:

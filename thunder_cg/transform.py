@@ -105,7 +105,14 @@ class CudagraphTransform(compat.Transform):
         ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
         aliasing = Aliasing.of(ops)
         updates = self._backend.supports_scalar_updates
-        verdicts = classify(ops, aliasing, self._rules, self._backend.device_type, supports_scalar_updates=updates)
+        verdicts = classify(
+            ops,
+            aliasing,
+            self._rules,
+            self._backend.device_type,
+            supports_scalar_updates=updates,
+            captures_collectives=self.options.capture_collectives != "never",
+        )
         plan = partition(ops, verdicts, aliasing)
         taken = taken_names(computation_trace)
         program = self._program(computation_trace, ops, plan, aliasing, forward, taken)
@@ -202,6 +209,7 @@ def cudagraph_transform(
     debug: bool = False,
     max_recordings: int = 8,
     max_arenas: int = 16,
+    capture_collectives: Literal["auto", "always", "never"] = "auto",
 ) -> CudagraphTransform:
     """A Thunder transform that runs the safe parts of a program as CUDA graphs.
 
@@ -224,6 +232,9 @@ def cudagraph_transform(
         max_recordings: recordings kept for one compiled function and arena; the oldest goes first.
         max_arenas: memory pools for each compiled function; a call that finds all of them held by calls in flight runs
             eagerly.
+        capture_collectives: ``"auto"`` captures Thunder's collectives if all ranks of their groups agree, before each
+            capture and after it; ``"always"`` captures them without asking the other ranks, which have to make the
+            same calls; ``"never"`` leaves them eager.
 
     Returns:
         The transform, for ``thunder.jit(fn, transforms=[...])``. One instance may serve any number of models.
@@ -232,7 +243,8 @@ def cudagraph_transform(
         OptionError: a value that an option cannot have.
         BackendError: the backend does not work on this machine.
     """
-    return CudagraphTransform(Options(allow, deny, backend, strict, verify, debug, max_recordings, max_arenas))
+    options = Options(allow, deny, backend, strict, verify, debug, max_recordings, max_arenas, capture_collectives)
+    return CudagraphTransform(options)
 
 
 class CUDAGraphPlugin(compat.Plugin):

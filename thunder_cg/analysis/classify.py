@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.ops import Op, Ops, Value
+from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
 from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
+from thunder_cg.compat.distributed import capture_problem
 from thunder_cg.errors import OptionError
 
 __all__ = ["UserRules", "Verdict", "classify"]
@@ -66,15 +67,23 @@ class UserRules:
 
 
 def classify(
-    ops: Ops, aliasing: Aliasing, user: UserRules, device_type: str, *, supports_scalar_updates: bool = False
+    ops: Ops,
+    aliasing: Aliasing,
+    user: UserRules,
+    device_type: str,
+    *,
+    supports_scalar_updates: bool = False,
+    captures_collectives: bool = True,
 ) -> tuple[Verdict, ...]:
     """One verdict per op, in the same order.
 
     Args:
         device_type: ``"cuda"`` or ``"cpu"``: what the backend captures.
         supports_scalar_updates: whether the backend can give the kernels of a graph new numbers.
+        captures_collectives: whether what communicates may be captured.
     """
-    classifier = _Classifier(ops.values, user, device_type, supports_scalar_updates, _read_past(ops, aliasing, user))
+    read_past = _read_past(ops, aliasing, user)
+    classifier = _Classifier(ops.values, user, device_type, supports_scalar_updates, captures_collectives, read_past)
     return tuple(classifier.verdict(op) for op in ops.ops)
 
 
@@ -92,6 +101,7 @@ class _Classifier:
     user: UserRules
     device_type: str
     supports_scalar_updates: bool
+    captures_collectives: bool
     read_past: frozenset[str]
 
     def verdict(self, op: Op) -> Verdict:
@@ -158,7 +168,8 @@ class _Classifier:
             detail = f"a size of {_listed(symbolic)} is known only at run time"
             fix = 'compile with the default cache="constant values", which makes a trace per shape'
             return Cause(Reason.SYMBOLIC_SHAPE, detail, fix)
-        if futures := [name for name in op.names if self.values[name].kind == "future"]:
+        futures = [name for name in op.names if self.values[name].kind == "future"]
+        if futures and not (op.rule is not None and op.rule.communicates):
             detail = f"{_listed(futures)} is still being filled by a collective"
             return Cause(Reason.COLLECTIVE, detail, "none needed: regions form on both sides of it")
         return None
@@ -167,7 +178,7 @@ class _Classifier:
         """Why the rules, or the lack of one, keep the op eager, or an op that it is made of."""
         if self.user.allows(op):
             return None
-        if (rule := op.rule) is not None and (cause := rule.objection(op.conditions)) is not None:
+        if (rule := op.rule) is not None and (cause := rule.objection(op.conditions) or self.communication(op)):
             return cause
         if op.is_fusion and not rules.executor_rule(op.executor).fuses:
             detail = f"{op.executor or 'an unknown executor'} is not a fusion executor that the rules know"
@@ -182,6 +193,15 @@ class _Classifier:
             detail = "no rule knows this operator, so it may do anything: wait, draw, communicate, keep state"
             return Cause(Reason.UNKNOWN, detail, _allow_fix(op))
         return None
+
+    def communication(self, op: Op) -> Cause | None:
+        """Why a graph cannot hold this collective, or its wait."""
+        if op.rule is None or not op.rule.communicates:
+            return None
+        if not self.captures_collectives:
+            return Cause(Reason.COLLECTIVE, 'capture_collectives is "never"', 'pass capture_collectives="auto"')
+        problems = (capture_problem(group, self.device_type) for group in process_groups([op]))
+        return next((Cause(Reason.COLLECTIVE, *problem) for problem in problems if problem is not None), None)
 
     def is_constant(self, op: Op) -> bool:
         """Whether it only computed numbers that were known when the trace was made, such as the shape of a tensor."""

@@ -17,8 +17,9 @@ import thunder
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.distributed import ProcessGroup
 
-__all__ = ["Op", "Ops", "Value", "computing", "read"]
+__all__ = ["Op", "Ops", "Value", "computing", "process_groups", "read"]
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # the transform computes dels again; comments do nothing
 _BOOKKEEPING = frozenset({
@@ -109,6 +110,16 @@ def read(trace: compat.TraceCtx, static_names: frozenset[str] = frozenset(), for
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.bookkeeping for name in op.outputs)
     return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward))
+
+
+def process_groups(ops: Iterable[Op]) -> list[ProcessGroup]:
+    """The groups that the ops communicate in, in order of first use."""
+    found = (leaf for op in ops if op.rule is not None and op.rule.communicates for leaf in _call_leaves(op))
+    return list(dict.fromkeys(leaf for leaf in found if isinstance(leaf, ProcessGroup)))
+
+
+def _call_leaves(op: Op) -> Iterable[Any]:
+    return compat.tree_flatten_with_dataclass((op.symbol.args, op.symbol.kwargs))[0]
 
 
 def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:

@@ -55,8 +55,35 @@ def partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan
 
     On each device, no order that respects `dependencies` has fewer regions. With several devices this is nearly so; an
     exact answer would need a search. Among the orders with as few regions, ops stay as close to trace order as they
-    can. Trace order itself is kept where regrouping would raise the estimated peak memory by more than a tenth.
+    can. Trace order itself is kept where regrouping would raise the estimated peak memory by more than a tenth. A
+    collective and its wait stay in one region, or stay eager.
     """
+    plan = _partition(ops, verdicts, aliasing)
+    while parted := _parted(ops, plan):
+        verdicts = [_apart(v) if i in parted else v for i, v in enumerate(verdicts)]
+        plan = _partition(ops, verdicts, aliasing)
+    return plan
+
+
+def _parted(ops: Ops, plan: Plan) -> set[int]:
+    """Ops to capture that begin a collective, or wait for it, where the other one is in another step."""
+    step_of = {op: at for at, step in enumerate(plan.steps) for op in step.ops}
+    of_future: defaultdict[str, list[int]] = defaultdict(list)
+    for op in ops.ops:
+        for name in op.names:
+            if ops.values[name].kind == "future":
+                of_future[name].append(op.index)
+    parted = (op for mine in of_future.values() if len(mine) < 2 or len({step_of[i] for i in mine}) > 1 for op in mine)
+    return {op for op in parted if plan.verdicts[op].capture}
+
+
+def _apart(verdict: Verdict) -> Verdict:
+    detail = "the collective and its wait are not in one region, and a graph cannot wait for work from outside"
+    fix = "allow or remove the eager operators between them"
+    return replace(verdict, capture=False, reason=Reason.COLLECTIVE, detail=detail, fix=fix)
+
+
+def _partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan:
     graph = DependencyGraph.of(ops, verdicts, aliasing)
     memory = PeakMemory.of(ops, graph, aliasing)
     in_order = _runs(range(len(ops.ops)), graph.colors)

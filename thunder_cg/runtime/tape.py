@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 
+from thunder_cg.compat import distributed
 from thunder_cg.compat import torch as compat
 from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors, check_sentinels
@@ -124,6 +125,8 @@ class _Tape(_Reuse):
         self._refuse(func, args, kwargs)
         if func.overloadpacket in _RESHAPES:
             return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return self._record_collective(func, args, kwargs)
         self.may_draw |= func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
         return self._record(func, args, kwargs, writes=compat.is_mutable(func) or func.overloadpacket in _WRITERS)
 
@@ -155,6 +158,16 @@ class _Tape(_Reuse):
         if results or writes:  # a call without writes and new results made a view, which stays valid
             self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results))
         return output
+
+    def _record_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Records a collective without running it: other ranks may run none now. A replay waits for it at once."""
+
+        def run(*args: Any, **kwargs: Any) -> None:
+            distributed.wait(func(*args, **kwargs))
+
+        recorded_args, recorded_kwargs = compat.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+        self.steps.append(_RecordedCall(run, recorded_args, recorded_kwargs, []))
+        return distributed.begun(func, args)
 
     def _refuse(self, func: Any, args: Any, kwargs: Any) -> None:
         packet = func.overloadpacket

@@ -130,6 +130,7 @@ class Rule:
     aliases: AliasedInputs | None = None  # inputs that an output may share memory with
     writes: AliasedInputs | None = None  # inputs that may be written
     draws: bool = False  # it draws from a generator or advances one; draws keep their order
+    communicates: bool = False  # with other processes; what communicates keeps its order
     launches_kernels: bool = True  # False: nothing or hardly ever, so a region of only such operators gains nothing
     conditions: tuple[Condition, ...] = ()  # in the order in which they are asked
 
@@ -139,7 +140,7 @@ class Rule:
 
     @property
     def is_collective(self) -> bool:
-        return self.cause.reason is Reason.COLLECTIVE
+        return self.communicates or self.cause.reason is Reason.COLLECTIVE
 
     # Below, names are those of the conditions that hold for an op.
 

@@ -15,7 +15,7 @@ from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import CAPTURED, VJP, AliasedInputs, Cause, Evidence, Reason, Rule, rows
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
-MEASURED, MEASURED_ON_GPU, NOT_MEASURED, _ = Evidence
+MEASURED, MEASURED_ON_GPU, NOT_MEASURED, KNOWN = Evidence
 
 
 def _but(**columns: Any) -> Mapping[str, Any]:
@@ -85,6 +85,9 @@ _PYTHON_STATE = Cause(Reason.SIDE_EFFECT,
 _THROUGH_CPU = Cause(Reason.MIXED_DEVICES, "it goes through the CPU's memory",
     "move the tensor before or after the compiled function",
     "a pinned copy is captured with the host's address and would read whatever is there at replay")
+_CAPTURED_COLLECTIVE = Cause(Reason.ALLOWED,
+    "NCCL's kernels are captured with their wait; the ranks of the group agree on that at each capture",
+    source="ProcessGroupNCCL; measured on two H200s")
 _COLLECTIVE = Cause(Reason.COLLECTIVE,
     "other processes must take part at the same time, and between an asynchronous call and its wait the result "
     "is a Python object",
@@ -314,10 +317,12 @@ RULES: tuple[Rule, ...] = (
     """, _COLLECTIVE, evidence=NOT_MEASURED),
     *_rows("""
         dtensor_broadcast_in_dim_prim dtensor_convert_element_type_prim dtensor_from_local dtensor_redistribute
-        dtensor_reshape_prim dtensor_to_local dtensor_transpose_prim torch_all_gather_prim_impl
-        torch_broadcast_prim_impl torch_reduce_scatter_prim_impl torch_wait_prim_impl
+        dtensor_reshape_prim dtensor_to_local dtensor_transpose_prim
     """, _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL),
-    *_rows("torch_all_reduce_prim_impl", _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL, writes=ALL),
+    *_rows("""
+        torch_all_gather_prim_impl torch_broadcast_prim_impl torch_reduce_scatter_prim_impl torch_wait_prim_impl
+    """, _CAPTURED_COLLECTIVE, evidence=KNOWN, communicates=True, aliases=ALL),
+    *_rows("torch_all_reduce_prim_impl", _CAPTURED_COLLECTIVE, evidence=KNOWN, communicates=True, aliases=ALL, writes=ALL),
     *_rows("""
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight
         fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16

@@ -1,0 +1,70 @@
+"""Private names of torch.distributed. Checked with torch 2.10 and 2.11."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import FakeWork, Store, Work
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _get_process_group_store, _world
+
+__all__ = ["ProcessGroup", "Store", "before_shutdown", "begun", "capture_problem", "is_alive", "store", "wait"]
+
+
+def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | None:
+    """Why a graph on such a device cannot hold collectives of ``group``, and the fix; None if it can.
+
+    On a CPU, the tape records calls of any backend.
+    """
+    if device_type == "cpu":
+        return None
+    backend = torch.distributed.get_backend(group)
+    if "nccl" not in backend:
+        return f"the group communicates through {backend}, and only NCCL's kernels can be captured", "use NCCL"
+    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "true", "y", "yes"):
+        return "TORCH_NCCL_BLOCKING_WAIT=1 makes the host wait in each collective", "unset TORCH_NCCL_BLOCKING_WAIT"
+    return None
+
+
+def is_alive(group: ProcessGroup) -> bool:
+    """Whether the group has not been destroyed. A group that is made anew is another object."""
+    return group in _world.pg_map
+
+
+def store(group: ProcessGroup) -> Store:
+    """The store that the ranks of the group share, with a prefix of the group's own."""
+    return _get_process_group_store(group)
+
+
+@functools.cache
+def before_shutdown(callback: Callable[[ProcessGroup], None]) -> None:
+    """Has ``callback`` called before any process group is shut down or aborted, which waits for all graphs to go.
+
+    ``destroy_process_group`` calls the group's method, which a user may do as well, so the methods are wrapped.
+    """
+    for name in ("shutdown", "abort"):
+        setattr(ProcessGroup, name, _with_callback(getattr(ProcessGroup, name), callback))
+
+
+def _with_callback(method: Callable[..., Any], callback: Callable[[ProcessGroup], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def called(self: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        callback(self)
+        return method(self, *args, **kwargs)
+
+    return called
+
+
+def begun(operator: Any, args: tuple[Any, ...]) -> Any:
+    """What ``operator`` of c10d returns in a dispatch mode, as if its work were done: its tensors, and the work."""
+    work = FakeWork().boxed()
+    return work if len(operator._schema.returns) == 1 else (args[0], work)
+
+
+def wait(output: Any) -> None:
+    """Waits for the work that an operator of c10d returned in a dispatch mode."""
+    Work.unbox(output[-1] if isinstance(output, tuple) else output).wait()
