@@ -55,6 +55,17 @@ class CaptureRefused(CudagraphError, RuntimeError):
     """What a backend raises while capturing, for an operation that a graph cannot hold."""
 
 
+class RanksDiffer(CudagraphError, RuntimeError):
+    """What keeps a region that communicates from being captured on this rank: another rank does something else.
+
+    ``may_pass`` says whether the ranks may agree at a later call.
+    """
+
+    def __init__(self, problem: str, *, may_pass: bool) -> None:
+        super().__init__(problem)
+        self.may_pass = may_pass
+
+
 class ReplayRefused(CudagraphError, RuntimeError):
     """What a graph raises that could not be launched. Nothing of it ran, so its ops may run instead."""
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from thunder_cg import cudagraph_transform, explain
+from thunder_cg.runtime.tape import TapePool
 
 WIDTH = 16
 RANK = torch.distributed.get_rank
@@ -155,3 +156,12 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
         short["eager"] = [op["name"] for op in trace.get("eager", [])] if "eager" in trace else None
         found.append(short)
     return found
+
+
+def pool_class() -> type:
+    """The pools of the backend that `transform` uses."""
+    if device().type == "cpu":
+        return TapePool
+    from thunder_cg.runtime.cuda.pool import CudaPool
+
+    return CudaPool

@@ -61,7 +61,9 @@ class PrologueGuard:
         self.sharing_is_expected = partial(_shares, shared) if shared else _nothing_is_shared
         self.keywords = None if others else self._keywords(sorted_checks.others, arguments)
         self.positional = len(arguments) - len(self.keywords or ())
-        self.global_state = GlobalStateGuard(checks.cache_info)
+        self.global_state = GlobalStateGuard(
+            checks.cache_info, synchronizes=_synchronizes(compat.original_module(module))
+        )
         self.attributes = sorted_checks.attribute_guard()
 
     def _argument_order(self, name: str) -> tuple[bool, Any]:
@@ -114,6 +116,11 @@ class PrologueGuard:
     def makes_exactly(self, names: Sequence[str]) -> bool:
         """Whether these are all the values, in their order."""
         return list(names) == list(self.place)
+
+
+def _synchronizes(model: torch.nn.Module) -> bool:
+    """Whether gradients are synchronized between processes, except in ``no_sync()``: by Thunder's ddp or fsdp."""
+    return bool(getattr(model, "use_ddp", False) or getattr(model, "use_fsdp", False))
 
 
 def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -218,11 +225,10 @@ class _ModuleChecks:
         """The checks of modules' attributes. The compiled module itself is always watched."""
         model = compat.original_module(self._module)
         self._watch(model)
-        check = self.function(self._attributes, ())
+        check, synchronizes = self.function(self._attributes, ()), _synchronizes(model)
 
         def check_all() -> None:
-            if getattr(model, "use_ddp", False) or getattr(model, "use_fsdp", False):
-                raise Unsupported("gradients are synchronized between processes")
+            assert _synchronizes(model) is synchronizes
             check()
 
         return AttributeGuard(check_all, list(self._watched.values()))

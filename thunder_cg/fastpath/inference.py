@@ -65,7 +65,7 @@ def inference_fast_path(
     is_alone = keywords is not None and positional + len(keywords) == 1  # one argument shares no memory
     look_up, cache, parameters_key = guard.look_up, guard.parameters_cache, guard.parameters_key
     global_state_holds, attributes, settings = guard.global_state.holds, guard.attributes, region.guard.settings
-    graph, stats, arena = region.graph, region.stats, recording.arena
+    graph, stats, arena, collectives = region.graph, region.stats, recording.arena, program.collectives
     # A replay that only copies is launched from here; the usual call returns one of the copies.
     only_copies = is_simple and graph.is_simple and graph.copied == [i for i, _ in aligned]
     replay, launch, layouts, empty = graph.replay, graph.graph.replay, graph.outputs.layouts, empty_strided(device.type)
@@ -140,6 +140,8 @@ def inference_fast_path(
         finally:
             release()
         program.calls += 1
+        if collectives is not None:
+            collectives.count_call()
         program.fast_path_calls += 1
         stats.replays += 1
         statistics.calls += 1

@@ -16,7 +16,7 @@ from weakref import ref
 
 import torch
 
-from thunder_cg.compat.thunder import ThunderModule, dtypes, module_buffers, module_parameters
+from thunder_cg.compat.thunder import ThunderModule, dtypes, module_buffers, module_parameters, skips_grad_sync
 from thunder_cg.compat.torch import any_autocast_enabled, default_device_is_set, dictionary_guard
 
 _MAX_CHANGES = 64  # of what is watched; past it, it is checked at every call
@@ -38,15 +38,17 @@ class GuardMismatch(Exception):
 class GlobalStateGuard:
     """What Thunder's cache info holds of the thread's state.
 
-    `Unsupported` if it holds something else, or gradients are synchronized; `GuardMismatch` if the state differs now.
+    `Unsupported` if it holds something else; `GuardMismatch` if the state differs now.
+
+    Args:
+        synchronizes: whether gradients are synchronized between processes, except in ``no_sync()``.
     """
 
-    def __init__(self, expected: Mapping[str, Any]) -> None:
+    def __init__(self, expected: Mapping[str, Any], *, synchronizes: bool) -> None:
         now = _cache_info()
         if unknown := set(expected) - set(now) - _BOOKKEEPING - set(_AUTOCAST):
             raise Unsupported(f"the prologue checks {sorted(unknown)} of Thunder's cache info, which is not known here")
-        if expected.get("no_grad_sync"):
-            raise Unsupported("gradients are synchronized between processes")
+        self._skips_sync = bool(expected.get("no_grad_sync")) if synchronizes else None
         if any(now.get(key) != value for key, value in expected.items() if key not in _BOOKKEEPING):
             raise GuardMismatch("the state of the thread has changed since the call")
         self._default_device = expected.get("default_device", torch.get_default_device())
@@ -58,6 +60,8 @@ class GlobalStateGuard:
         if torch.get_default_dtype() is not self._default_dtype or torch.is_grad_enabled() is not self._grad:
             return False
         if (any_autocast_enabled() or self._autocast is not None) and _autocast() != self._autocast:
+            return False
+        if self._skips_sync is not None and skips_grad_sync() is not self._skips_sync:
             return False
         if default_device_is_set():
             return bool(torch.get_default_device() == self._default_device)

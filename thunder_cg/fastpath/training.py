@@ -43,6 +43,8 @@ class TrainingFastPath:
         program, trace = compiled.forward, compiled.entry.computation_traces[-1]
         if not torch.is_grad_enabled():  # as Thunder sometimes does; its outputs require grad nevertheless
             raise Unsupported("the trace has a backward, though no gradients are recorded")
+        if compiled.entry.return_none_instead_of_grads:
+            raise Unsupported("gradients are kept until they are synchronized")
         self._region = region = OnlyRegion(program, recording.forward)
         self._program = program
         self._recording = recording
@@ -98,6 +100,8 @@ class TrainingFastPath:
             call.release()
             return MISS
         program.calls += 1
+        if program.collectives is not None:
+            program.collectives.count_call()
         region.stats.replays += 1
         passed = self._saved.passing(values, results)
         arguments = self._pick_arguments(values)
@@ -224,6 +228,8 @@ class BackwardReplay:
                     with suppress(ReplayRefused):
                         results = graph.replay(tensors)
                         self._program.calls += 1
+                        if self._program.collectives is not None:
+                            self._program.collectives.count_call()
                         call.release()
                         return results, graph.are_apart
         result: Sequence[Any] = self._entry.backward_fn([saved, SavedState.of(call)], gradients)

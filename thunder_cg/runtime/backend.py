@@ -39,6 +39,9 @@ class Graph(Protocol):
             ReplayRefused: nothing ran but copies to the buffers.
         """
 
+    def close(self) -> None:
+        """Waits for its work and destroys it. It refuses to be replayed afterwards."""
+
 
 class Pool(Protocol):
     """The memory of one arena on one device. Only the call that holds the arena may use it."""

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from thunder_cg.runtime.agreement import Round
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.recording import Recording, TraceRecording
 
@@ -49,6 +50,7 @@ class Call:
         self.recording: Recording | None = None
         self.trace: TraceRecording | None = None  # the part of the recording that is for the trace that runs
         self.key: Any = None  # the layout that a warm-up is for
+        self.round: Round | None = None  # of a call that communicates: what the ranks say of it
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
 
     @classmethod

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.ops import Op, Ops
+from thunder_cg.analysis.ops import Op, Ops, process_groups
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.compat.torch import backward_keeps_graph, has_storage, is_zero_tensor, kernel_settings
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
 from thunder_cg.runtime import skip_reasons
+from thunder_cg.runtime.agreement import DESTROYED, Collectives
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode, SavedState
@@ -82,6 +83,11 @@ class Program:
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
         self._found_held = 0
         self._describe_inputs(saved, aliasing)
+        groups = process_groups(op for region in self.regions for op in region.ops)
+        self.collectives: Collectives | None = None  # that are captured
+        if groups:
+            self.collectives = Collectives(groups, asks=options.capture_collectives == "auto")
+            self.collectives.held_by(self._pair)
 
     def _describe_inputs(self, saved: frozenset[str], aliasing: Aliasing) -> None:
         self._saved = saved
@@ -116,10 +122,23 @@ class Program:
 
     def begin(self, *tensors: torch.Tensor) -> Call:
         """Begins a call: finds a recording whose guard holds for ``tensors``, or decides what to do without one."""
+        return self._agree(self._begin(list(tensors)))
+
+    def _agree(self, call: Call) -> Call:
+        """Has the other ranks know of a call that communicates. See Note [Agreement of ranks]."""
+        if self.collectives is None:
+            return call
+        call.round = self.collectives.next_round()
+        if call.mode in (Mode.WARMUP, Mode.EAGER):
+            call.round.decline("it warms up" if call.mode is Mode.WARMUP else "it runs eagerly")
+        return call
+
+    def _begin(self, inputs: list[torch.Tensor]) -> Call:
         self.calls += 1
-        inputs = list(tensors)
         if (reason := self.skip_reason()) is not None:
             return Call(self).run_eagerly(reason, strict=False)
+        if self.collectives is not None and not self.collectives.are_alive():
+            return Call(self).run_eagerly(DESTROYED, strict=False)
         for recording in self.recordings:
             assert recording.forward is not None
             if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
@@ -143,11 +162,16 @@ class Program:
         call = SavedState.call_in(saved)
         if call is None:
             return self.begin(*tensors)
+        return self._agree(self._begin_backward(call, list(tensors)))
+
+    def _begin_backward(self, call: Call, inputs: list[torch.Tensor]) -> Call:
         self.calls += 1
         self._pair._waiting.discard(call)
         call.program = self
         if call.arena is None:
             return Call(self).run_eagerly(_FORWARD_WAS_EAGER, strict=False)
+        if self.collectives is not None and not self.collectives.are_alive():
+            return call.run_eagerly(DESTROYED, strict=False)
         call.arena.enter()
         if backward_keeps_graph():  # the call keeps its arena for the next backward
             return Call(self).run_eagerly(skip_reasons.RETAINED, strict=False)
@@ -155,7 +179,6 @@ class Program:
             return call.run_eagerly(_FORWARD_WAS_EAGER, strict=False)
         if skip_reasons.is_watched():
             return call.run_eagerly(skip_reasons.WATCHED, strict=False)
-        inputs = list(tensors)
         if call.recording is not None:
             for trace in call.recording.backwards:
                 if trace.guard.holds(inputs):
@@ -340,6 +363,13 @@ class Program:
         """No later call replays the recording."""
         recording.dropped = True
         self.recordings = [r for r in self.recordings if r is not recording]
+
+    def close_recordings(self) -> None:
+        """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
+        waiting = (call.recording for call in self._waiting)
+        for recording in [*self.recordings, *(each for each in waiting if each is not None)]:
+            recording.close()
+        self.recordings = []
 
     # What the regions of a call ask
 

@@ -117,3 +117,12 @@ class Recording:
     dropped: bool = True  # whether no later call may replay it
     incomplete: bool = False  # whether the next call is to record all of it anew, since a region failed
     may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made
+
+    def close(self) -> None:
+        """Waits for the graphs and destroys them. Regions run their ops from then on."""
+        self.dropped = True
+        for trace in [*([self.forward] if self.forward is not None else []), *self.backwards]:
+            for i, graph in enumerate(trace.graphs):
+                if graph is not None:
+                    graph.graph.close()
+                    trace.graphs[i] = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import linecache
 import re
 import warnings
@@ -18,7 +19,7 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.compat.torch import version
-from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, ReplayRefused
+from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
@@ -74,6 +75,7 @@ class RuntimeRegion:
         copied_out = {each.name for each in io.outputs if each.copied_out}
         # Results that stay in the pool, and of which the caller gets a copy besides.
         self._twice = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
+        self.communicates = any(op.rule is not None and op.rule.communicates for op in ops)
         self.index = 0  # in the program
         self.refuses_leaves = False  # whether PyTorch refuses its writes to leaves that require grad
         self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
@@ -98,7 +100,8 @@ class RuntimeRegion:
             elif graph is not None:
                 if graph.admits(args):
                     try:
-                        results = self._verify(call, graph, args) if call.verifies else graph.replay(args)
+                        verifies = call.verifies and not self.communicates
+                        results = self._verify(call, graph, args) if verifies else graph.replay(args)
                         self.stats.replays += 1
                         return results
                     except ReplayRefused as error:
@@ -112,6 +115,8 @@ class RuntimeRegion:
         elif call.mode is Mode.CAPTURE:
             if self.tries:
                 return self._capture(call, args)
+            if self.communicates and call.round is not None:
+                call.round.refuse(self._before, str(self.failure), may_pass=False)
             self._raise_if_strict(call)
         elif call.mode is Mode.WARMUP and self.tries:
             return self._warm_up(call, args)
@@ -197,7 +202,7 @@ class RuntimeRegion:
             began = True
             return self.function(inputs, copier)
 
-        may_rerun = not self.written and self.io.alive.issuperset(call.owned)
+        may_rerun = not (self.written or self.communicates) and self.io.alive.issuperset(call.owned)
         while True:
             try:
                 pool = call.arena.pool(self.device)
@@ -270,11 +275,14 @@ class RuntimeRegion:
         assert recording is not None
         in_pool, before = self._in_pool(call, args), (self.failure, self.tries)
         try:
+            self._agree(call, self._before, args)
             return self._record(call, args)
         except _Executed as error:
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
             self._fail(call, error)
+            if self.communicates and call.round is not None:
+                call.round.refuse(self._after, str(self.failure), may_pass=self.tries > 0)
         self._raise_if_strict(call)
         call.program.fallbacks[f"{self.name} could not be captured: {self.failure}"] += 1
         recording.incomplete = True
@@ -288,12 +296,29 @@ class RuntimeRegion:
             self.failure, self.tries = before  # the operator itself raises: it may do better next time
             raise
 
+    @property
+    def _before(self) -> str:
+        return f"before the capture of {self.index}"
+
+    @property
+    def _after(self) -> str:
+        return f"after the capture of {self.index}"
+
+    def _agree(self, call: Call, stage: str, args: Sequence[Any]) -> None:
+        """Raises `RanksDiffer` unless all ranks of the groups that the region communicates in are at this stage."""
+        if self.communicates and call.round is not None:
+            layouts = [(arg.size(), arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else None for arg in args]
+            subject = repr(([op.name for op in self.ops], layouts))
+            call.round.ask(stage, hashlib.sha256(subject.encode()).hexdigest())
+
     def _fail(self, call: Call, error: Exception) -> None:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
         op = self._failing_op(error)
         text = f"{op.name} at {call.program.ops.line(op) or 'an unknown line'}: " if op is not None else ""
         text += _sentence(error)
         may_pass = _is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
+        if isinstance(error, RanksDiffer):
+            may_pass = error.may_pass
         self.tries = self.tries - 1 if may_pass else 0
         again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
         self.failure = text + (again if self.tries else "")
@@ -325,7 +350,7 @@ class RuntimeRegion:
         )
         self._check_inputs(tensors, static)
         placing = partial(place, pool, tensors, static, self._same(call, tensors, static, in_pool))
-        verifies = call.verifies or self.is_always_verified
+        verifies = (call.verifies or self.is_always_verified) and not self.communicates
         check = call.program.verifier.record(self, pool, tensors, placing, in_pool) if verifies else None
         copied, buffers = placing()
         graph = RegionGraph(copied, self.written)
@@ -334,6 +359,7 @@ class RuntimeRegion:
         if call.program.backend.runs_captures:
             graph.copy_in(tensors)
         produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
+        self._agree(call, self._after, args)
         graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
         graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
         try:

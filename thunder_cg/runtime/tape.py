@@ -15,8 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from thunder_cg.compat import distributed
-from thunder_cg.compat import torch as compat
+from thunder_cg.compat import distributed, torch as compat
 from thunder_cg.errors import CaptureRefused, ReplayRefused
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors, check_sentinels
 from thunder_cg.runtime.early_outputs import EarlyCopier
@@ -221,8 +220,14 @@ class TapeGraph:
         integers = [{leaf for leaf in each if type(leaf) is int} for each in leaves]
         self._has_sentinel = [not found.isdisjoint(self.sentinels) for found in integers]
         check_sentinels(self.sentinels, set().union(*integers))
+        self._is_closed = False
+
+    def close(self) -> None:
+        self._is_closed, self.steps, self._has_sentinel = True, [], []
 
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
+        if self._is_closed:
+            raise ReplayRefused("it has been destroyed")
         by_sentinel = dict(zip(self.sentinels, scalars))
         with torch.no_grad(), compat.disable_dispatch_modes():
             try:

@@ -51,6 +51,14 @@ class CudaGraph:
         self._fast_replay: Launch | None = None
 
     def __del__(self) -> None:
+        self._destroy()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._index)
+        self._destroy()
+
+    def _destroy(self) -> None:
+        self._launcher = self._fast_replay = None
         if "torch_graph" in self.__dict__:
             self._capture_lock.destroy([self.__dict__.pop("torch_graph")])
 
@@ -107,6 +115,8 @@ class CudaGraph:
             self._replay(sources, targets, scalars)
 
     def _replay(self, sources: Tensors, targets: Tensors, scalars: Sequence[int]) -> None:
+        if "torch_graph" not in self.__dict__:
+            raise ReplayRefused("it has been destroyed")
         try:
             if self._scalars is not None:
                 self._scalars.set(scalars)

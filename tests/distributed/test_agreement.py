@@ -1,0 +1,123 @@
+"""Ranks that differ: whatever one of them does, there is no deadlock, and each rank has the bits of uncaptured Thunder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import Ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+STEPS = 9
+LAST = 3  # every so many steps, a batch may be smaller
+
+
+class Watched(TorchDispatchMode):
+    """A user's mode, which has to see each operator, so nothing is captured or replayed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def what_runs(builder: str, what: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Trains without and with graphs, while rank 1 does something else; what differs, and what ran."""
+    import parallel
+
+    build = parallel.BUILDERS[builder]
+    theirs = _train(build(), what)
+    compiled = build(parallel.transform(**options))
+    with patch("thunder_cg.runtime.agreement._TIMEOUT", 0.5), patch_capture(what):
+        ours = _train(compiled, what)
+    traces = parallel.explain(compiled).to_dict()["traces"]
+    regions = [each for trace in traces for each in trace["regions"]]
+    return {
+        "differing": parallel.differing(ours, theirs),
+        "failures": [each["failure"] for each in regions if each["failure"]],
+        "replays": sum(each["replays"] for each in regions),
+        "regions": len(regions),
+        "traces": len(traces),
+    }
+
+
+def _train(compiled: Any, what: str) -> list[torch.Tensor]:
+    import parallel
+
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
+    is_other, found = parallel.RANK() == 1, []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=True)
+        batch = 3 if what == "uneven batches" and is_other and step % LAST == LAST - 1 else 4
+        if what == "evaluates" and is_other and step % 2:
+            compiled.eval()
+            with torch.no_grad():
+                found.append(compiled(parallel.tokens(step, batch=2)).clone())
+            compiled.train()
+        watched = Watched() if what == "is watched" and is_other and step == 1 else nullcontext()
+        with watched:
+            loss = compiled(parallel.tokens(step, batch=batch)).square().mean()
+            loss.backward()
+        found += [loss.detach().clone(), *(p.grad.clone() for p in compiled.parameters())]
+        optimizer.step()
+    return found
+
+
+@contextmanager
+def patch_capture(what: str) -> Iterator[None]:
+    """On rank 1, the capture of the backward fails: once for lack of memory, or always."""
+    import parallel
+    from thunder_cg.errors import CaptureRefused
+
+    pool = parallel.pool_class()
+    capture, failed = pool.capture, []
+
+    def fails(self: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if "torch_all_reduce" in str(fn.__code__.co_names) and not (what == "has no memory" and failed):
+            failed.append(fn)
+            raise torch.OutOfMemoryError("none") if what == "has no memory" else CaptureRefused("refused here")
+        return capture(self, fn, *args, **kwargs)
+
+    fails_here = what in ("has no memory", "cannot capture") and parallel.RANK() == 1
+    with patch.object(pool, "capture", fails) if fails_here else nullcontext():
+        yield
+
+
+@pytest.mark.parametrize("options", [{}, {"capture_collectives": "always"}], ids=["auto", "always"])
+def test_ranks_that_do_the_same(ranks: Ranks, options: dict[str, Any]) -> None:
+    for found in ranks.run(what_runs, "ddp", "the same", options):
+        assert not found["differing"] and not found["failures"]
+        assert found["regions"] == found["traces"] == 2 and found["replays"] == 2 * (STEPS - 1)
+
+
+def test_collectives_can_stay_eager(ranks: Ranks) -> None:
+    for found in ranks.run(what_runs, "fsdp zero2", "the same", {"capture_collectives": "never"}):
+        assert not found["differing"] and not found["failures"] and found["replays"] >= 2 * (STEPS - 1)
+
+
+@pytest.mark.parametrize("what", ["is watched", "has no memory", "evaluates"])
+def test_what_passes(ranks: Ranks, what: str) -> None:
+    """The ranks capture together as soon as they can."""
+    for found in ranks.run(what_runs, "ddp", what, {}):
+        assert not found["differing"] and not found["failures"], found
+        assert found["replays"] >= 2 * (STEPS - 4)
+
+
+def test_a_rank_that_cannot_capture(ranks: Ranks) -> None:
+    first, second = ranks.run(what_runs, "ddp", "cannot capture", {})
+    for found in (first, second):
+        assert not found["differing"]
+        assert found["replays"] == STEPS - 1  # of the forward, which does not communicate
+    assert first["failures"] == ["RanksDiffer: rank 1 does not capture it: CaptureRefused: refused here"]
+    assert second["failures"] == ["CaptureRefused: refused here"]
+
+
+@pytest.mark.parametrize("builder", ["ddp", "fsdp zero2"])
+def test_uneven_batches(ranks: Ranks, builder: str) -> None:
+    """The small batch of rank 1 has functions of its own, and its captures wait in vain for rank 0, which replays."""
+    first, second = ranks.run(what_runs, builder, "uneven batches", {})
+    assert not first["differing"] and not second["differing"]
+    assert not first["failures"] and first["replays"] == 2 * (STEPS - 1)
+    assert any("rank 0 did not answer within 0.5 s" in failure for failure in second["failures"])

@@ -1,0 +1,168 @@
+"""What the ranks of process groups agree on before they capture collectives, and what goes before a group does.
+
+Note [Agreement of ranks]
+    NVIDIA asks that the ranks of a communicator capture and launch its collectives alike. So a region that communicates
+    is captured by all ranks of its groups, or by none. Ranks make the same collectives in the same order, with or
+    without graphs. So each rank numbers its calls that communicate in a group, and calls with equal numbers meet.
+    Whoever captures in such a call puts a vote into the group's store and waits for those of the other ranks: once
+    before the capture, once after it. Whoever neither captures nor replays puts down why, and waits for nobody. A rank
+    that replays says nothing, so steady calls cost nothing. Who waits for it, or for a rank that is late, runs eagerly
+    after a while, and asks again at its next call, a few times.
+
+Note [The end of a group]
+    NCCL's communicator waits, on its way out, until all graphs that hold it are gone. So before a group is shut down or
+    aborted, all recordings that hold it are closed. Calls run eagerly from then on, as they would without graphs.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Protocol
+
+from thunder_cg.compat import distributed
+from thunder_cg.compat.distributed import ProcessGroup
+from thunder_cg.errors import RanksDiffer
+
+DESTROYED = "the process group of its collectives has been destroyed"
+_TIMEOUT = 5.0  # seconds to wait for the vote of another rank
+_MAX_TIMEOUTS = 6  # in a row, in one group; after that nothing more is captured that communicates in it
+_NO, _NEVER = "no: ", "never: "
+
+
+class HoldsGroups(Protocol):
+    """What has recordings that hold a group's communicator."""
+
+    def close_recordings(self) -> None:
+        """Waits for the graphs and destroys them."""
+
+
+class _GroupState:
+    """What this process knows of one group."""
+
+    def __init__(self) -> None:
+        self.calls = 0  # that communicate in it
+        self.timeouts = 0
+        self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
+
+
+_states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
+
+
+def _close_holders(group: ProcessGroup) -> None:
+    state = _states.get(group)
+    for holder in [*state.holders] if state is not None else ():
+        holder.close_recordings()
+
+
+class Round:
+    """The votes of one call, in each of the groups that it communicates in.
+
+    Args:
+        asks: whether the other ranks have a say; otherwise the user vouches for them.
+    """
+
+    def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
+        self._asks = asks
+        self._prefixes: dict[ProcessGroup, str] = {}
+        for group in groups:
+            _states[group].calls += 1
+            self._prefixes[group] = f"thunder_cg/{_states[group].calls}"
+
+    def decline(self, reason: str) -> None:
+        """Says that this rank captures nothing in this call."""
+        self._put("", _NO + reason)
+
+    def refuse(self, stage: str, reason: str, *, may_pass: bool) -> None:
+        """Says that this rank does not go on with ``stage``, and whether it may in a later call."""
+        self._put(stage, (_NO if may_pass else _NEVER) + reason)
+
+    def _put(self, stage: str, vote: str) -> None:
+        for group, prefix in self._prefixes.items():
+            if self._asks and distributed.is_alive(group):
+                distributed.store(group).set(f"{prefix}/{stage}/{group.rank()}", vote)
+
+    def ask(self, stage: str, subject: str) -> None:
+        """Votes for ``subject`` at ``stage``, and waits.
+
+        Args:
+            subject: describes what is captured: ranks agree if theirs are equal.
+
+        Raises:
+            RanksDiffer: the ranks do not agree.
+        """
+        if not self._asks:
+            return
+        self._put(stage, subject)
+        for group, prefix in self._prefixes.items():
+            try:
+                _compare(group, prefix, stage, subject)
+            except RanksDiffer as problem:
+                self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
+                raise
+
+
+def _compare(group: ProcessGroup, prefix: str, stage: str, subject: str) -> None:
+    state = _states[group]
+    if state.timeouts >= _MAX_TIMEOUTS:
+        raise RanksDiffer(f"ranks of its group have failed to answer {state.timeouts} times", may_pass=False)
+    deadline = time.monotonic() + _TIMEOUT
+    for rank in range(group.size()):
+        if rank == group.rank():
+            continue
+        vote = _vote(group, [f"{prefix}/{each}/{rank}" for each in dict.fromkeys((stage, ""))], deadline)
+        if vote is None:
+            state.timeouts += 1
+            problem = f"rank {rank} did not answer within {_TIMEOUT:g} s: it replays, or is busy"
+            raise RanksDiffer(problem, may_pass=True)
+        for word in (_NO, _NEVER):
+            if vote.startswith(word):
+                raise RanksDiffer(f"rank {rank} does not capture it: {vote.removeprefix(word)}", may_pass=word is _NO)
+        if vote != subject:
+            problem = f"rank {rank} captures something else: other ops, or inputs of another layout"
+            raise RanksDiffer(problem, may_pass=False)
+    state.timeouts = 0
+
+
+def _vote(group: ProcessGroup, keys: Sequence[str], deadline: float) -> str | None:
+    """The value of the first key that another rank sets; None if it sets none of them in time.
+
+    The store is asked again and again, since one long wait would keep other threads, such as NCCL's watchdog, from it.
+    """
+    store, pause = distributed.store(group), 1e-4
+    while True:
+        for key in keys:
+            if store.check([key]):
+                return store.get(key).decode()
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(pause)
+        pause = min(2 * pause, 5e-3)
+
+
+class Collectives:
+    """The collectives that one program captures: it takes part in the rounds of their groups."""
+
+    def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
+        self._groups, self._asks = list(groups), asks
+        for group in groups:
+            _states.setdefault(group, _GroupState())
+
+    def held_by(self, holder: HoldsGroups) -> None:
+        """``holder`` is told before one of the groups goes."""
+        distributed.before_shutdown(_close_holders)
+        for group in self._groups:
+            _states[group].holders.add(holder)
+
+    def are_alive(self) -> bool:
+        return all(map(distributed.is_alive, self._groups))
+
+    def next_round(self) -> Round:
+        """To be called once for each call that communicates, before its first collective."""
+        return Round(self._groups, asks=self._asks)
+
+    def count_call(self) -> None:
+        """Counts a call that only replays, which says nothing."""
+        for group in self._groups:
+            _states[group].calls += 1
