@@ -14,6 +14,7 @@ from thunder.distributed.transforms.fsdp_v2 import FSDPTransform
 from thunder.transforms import MaterializationTransform
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import cudagraph_transform, explain
 from thunder_cg.runtime.tape import TapePool
@@ -43,21 +44,25 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Two blocks between an embedding and a layer norm, and dropout if wanted."""
 
-    def __init__(self, width: int = WIDTH, words: int = 32, dropout: float = 0.0) -> None:
+    def __init__(self, width: int = WIDTH, words: int = 32, dropout: float = 0.0, checkpoints: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
         self.first, self.second = Block(width), Block(width)
         self.norm = nn.LayerNorm(width)
-        self.dropout = dropout
+        self.dropout, self.checkpoints = dropout, checkpoints
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.second(self.first(self.words(tokens)))
+        x = self.first(self.words(tokens))
+        x = checkpoint(self.second, x, use_reentrant=False) if self.checkpoints else self.second(x)
         return F.dropout(self.norm(x), self.dropout, self.training)
 
 
-def model(**options: Any) -> nn.Module:
+MODEL_OPTIONS: dict[str, Any] = {}
+
+
+def model() -> nn.Module:
     torch.manual_seed(0)
-    return Model(**options).to(device())
+    return Model(**MODEL_OPTIONS).to(device())
 
 
 def tokens(step: int, *, shared: bool = False, batch: int = 4) -> torch.Tensor:
@@ -153,7 +158,7 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
         short = {key: trace.get(key) for key in keys}
         short["regions"] = len(trace["regions"])
         short["replays"] = [region["replays"] for region in trace["regions"]]
-        short["eager"] = [op["name"] for op in trace.get("eager", [])] if "eager" in trace else None
+        short["eager"] = [op["name"] for op in trace["ops"] if op["region"] is None and op["verdict"] == "eager"]
         found.append(short)
     return found
 

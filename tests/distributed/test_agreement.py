@@ -1,4 +1,4 @@
-"""Ranks that differ: whatever one of them does, there is no deadlock, and each rank has the bits of uncaptured Thunder."""
+"""Ranks that differ: there is no deadlock, and each rank has the bits of uncaptured Thunder."""
 
 from __future__ import annotations
 
@@ -69,6 +69,7 @@ def _train(compiled: Any, what: str) -> list[torch.Tensor]:
 def patch_capture(what: str) -> Iterator[None]:
     """On rank 1, the capture of the backward fails: once for lack of memory, or always."""
     import parallel
+
     from thunder_cg.errors import CaptureRefused
 
     pool = parallel.pool_class()
