@@ -136,7 +136,7 @@ def test_views_carry_writes(trace):
 def test_random_draws_and_collectives_each_keep_an_order_that_opaque_operators_belong_to(trace):
     t = trace().op("uniform", "", "a").mine("", "g").op("torch_all_gather_prim_impl", "h", "i").op("rand", "", "j")
     t.op("torch_all_gather_prim_impl", "k", "l").mine("", "o")
-    assert dependencies_of(t) == [[], [0], [1], [1], [2], [3, 4]]
+    assert dependencies_of(t) == [[], [0], [1], [1], [1, 2], [3, 4]]
     assert dependencies_of(t, collectives_in_order=False) == [[], [0], [1], [1], [1], [2, 3, 4]]
 
 

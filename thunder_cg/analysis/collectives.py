@@ -66,8 +66,9 @@ class _Scheduler:
         self._issuer = {name: index for index in issued for name in self._futures(ops.ops[index].outputs)}
         self._waits: defaultdict[int, list[int]] = defaultdict(list)  # of each asynchronous collective
         for index in sorted(aliasing.waits):
-            for name in self._futures(ops.ops[index].inputs):
-                self._waits[self._issuer[name]].append(index)
+            for name in ops.ops[index].inputs:
+                if name in self._issuer:
+                    self._waits[self._issuer[name]].append(index)
         self._early = self._leading_to(issued)
         self._late = self._following_waits()
         self._first_use = self._first_uses()
@@ -101,8 +102,8 @@ class _Scheduler:
                 self._issue()  # the waits above made room, and what is issued now runs beside this op
                 self._run(index)
         self._issue()
-        while self._in_flight[False]:
-            self._wait_for_oldest()
+        while (wait := self._oldest_wait()) is not None:
+            self._run(wait)
             self._issue()
         for index in range(last + 1):
             self._run(index)
@@ -123,9 +124,9 @@ class _Scheduler:
         if self._waits.get(index):
             self._in_flight[index in self._ahead][index] = self._nbytes(index)
         if index in self._aliasing.waits:
-            for name in self._futures(self._ops.ops[index].inputs):
+            for name in self._ops.ops[index].inputs:
                 for flying in self._in_flight.values():
-                    flying.pop(self._issuer[name], None)
+                    flying.pop(self._issuer.get(name, -1), None)
 
     def _make_ready(self, collective: int) -> None:
         heapq.heappush(self._ready[collective in self._ahead], (self._first_use[collective], collective))
@@ -135,15 +136,22 @@ class _Scheduler:
         while True:
             if self._ready[False]:
                 self._run(heapq.heappop(self._ready[False])[1])
-            elif len(behind := self._in_flight[False]) > 1 and sum(behind.values()) > _IN_FLIGHT:
-                self._wait_for_oldest()
+            elif self._is_behind() and (wait := self._oldest_wait()) is not None:
+                self._run(wait)
             elif self._ready[True] and sum(self._in_flight[True].values()) < _IN_FLIGHT:
                 self._run(heapq.heappop(self._ready[True])[1])
             else:
                 return
 
-    def _wait_for_oldest(self) -> None:
-        self._run(self._waits[next(iter(self._in_flight[False]))][0])
+    def _is_behind(self) -> bool:
+        """Whether reductions hold too much. The one that was issued last stays in flight, however large."""
+        behind = self._in_flight[False].values()
+        return len(behind) > 1 and sum(behind) > _IN_FLIGHT
+
+    def _oldest_wait(self) -> int | None:
+        """The wait for the reduction that has been in flight longest, of those that can be waited for now."""
+        waits = (self._waits[collective][0] for collective in self._in_flight[False])
+        return next((wait for wait in waits if self._done.issuperset(self._before[wait])), None)
 
     def _futures(self, names: tuple[str, ...]) -> list[str]:
         return [name for name in names if self._ops.values[name].kind == "future"]
