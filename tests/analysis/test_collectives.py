@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,14 @@ def test_schedules_are_legal(trace, monkeypatch, limit):
         assert stay == sorted(stay)
         moved += found != sorted(found)
     assert moved > 100
+
+
+@pytest.mark.parametrize("make", [ddp, fsdp])
+def test_a_schedule_is_scheduled_as_it_is(trace, make):
+    ops = make(trace()).done()
+    found = [ops.ops[i] for i in schedule(ops, Aliasing.of(ops))]
+    again = replace(ops, ops=tuple(replace(op, index=at) for at, op in enumerate(found)))
+    assert schedule(again, Aliasing.of(again)) == list(range(len(found)))
 
 
 def test_a_long_backward_is_scheduled_fast(trace):

@@ -19,12 +19,16 @@ _IN_FLIGHT = 64 << 20
 
 # Note [Order of collectives]
 # All ranks must issue the same collectives in the same order. They have the same trace, and the order follows from the
-# positions of ops in it and from sizes of tensors alone: nothing here iterates over a set or compares names.
+# positions of ops in it and from sizes of tensors alone: nothing here iterates over a set or compares names. There is
+# one order for all groups: with one for each, two ranks that share two groups could wait for each other.
 #
 # A collective on its own stream starts when all work that was issued before it is done. So what can run beside an op
 # must be issued before the op. Ops that only lead to one collective, such as the division by the number of ranks, move
 # with it. All other ops keep their order. So no value lives longer than in the trace as it was, in which all gathers
 # come first and all reductions last, except what a collective holds while it is in flight, which is bounded.
+#
+# Where a forward writes an argument, as batch norm does, all arguments count as one memory. Gathers then stay before
+# the first such write, and waits on their side of each.
 
 
 def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:
