@@ -123,8 +123,8 @@ def test_a_write_stays_after_earlier_reads_and_before_later_ones(trace):
     assert order.index(2) < order.index(3) < order.index(4)
 
 
-def dependencies_of(t):
-    return dependencies(t.done(), Aliasing.of(t.done()))
+def dependencies_of(t, **kwargs):
+    return dependencies(t.done(), Aliasing.of(t.done()), **kwargs)
 
 
 def test_views_carry_writes(trace):
@@ -133,9 +133,17 @@ def test_views_carry_writes(trace):
     assert 1 in deps[3] and 3 in deps[4]
 
 
-def test_random_draws_opaque_operators_and_collectives_share_one_order(trace):
-    t = trace().op("uniform", "", "a").mine("b", "g").op("torch_all_reduce_prim_impl", "h", "i").op("rand", "", "j")
-    assert dependencies_of(t) == [[], [0], [1], [2]]
+def test_random_draws_and_collectives_each_keep_an_order_that_opaque_operators_belong_to(trace):
+    t = trace().op("uniform", "", "a").mine("", "g").op("torch_all_gather_prim_impl", "h", "i").op("rand", "", "j")
+    t.op("torch_all_gather_prim_impl", "k", "l").mine("", "o")
+    assert dependencies_of(t) == [[], [0], [1], [1], [1, 2], [3, 4]]
+    assert dependencies_of(t, collectives_in_order=False) == [[], [0], [1], [1], [1], [2, 3, 4]]
+
+
+def test_a_wait_follows_its_collective_alone(trace):
+    t = trace().op("torch_all_gather_prim_impl", "a", "f1").op("torch_all_gather_prim_impl", "b", "f2")
+    t.op("rand", "", "j").op("torch_wait_prim_impl", "f1", "g").mine("", "h")
+    assert dependencies_of(t) == [[], [0], [], [0], [1, 2]]
 
 
 def test_an_opaque_operator_keeps_its_place_among_writes_to_buffers(trace):
@@ -220,7 +228,7 @@ def random_trace(trace, rng, length, devices="a"):
     t = trace()
     pool = [f"{d}0" for d in devices] + ["p0", "c0"]
     for i in range(1, length + 1):
-        kind = rng.choice(["add", "add", "add", "view", "item", "cpu", "copy", "mine", "rand", "transfer"])
+        kind = rng.choice(["add", "add", "add", "view", "item", "cpu", "copy", "mine", "rand", "reduce", "transfer"])
         device = rng.choice(devices)
         gpu = [n for n in pool if n[0] in (device, "p" if device == "a" else device)]
         source = rng.choice(gpu)
@@ -241,6 +249,8 @@ def random_trace(trace, rng, length, devices="a"):
             t.mine(source, f"{device}{i}")
         elif kind == "rand":
             t.op("rand", "", f"{device}{i}")
+        elif kind == "reduce":
+            t.op("torch_all_reduce_prim_impl", source, f"f{i}").op("torch_wait_prim_impl", f"f{i}", f"{device}{i}")
         else:
             t.op("to", rng.choice(pool), f"{device}{i}")
         pool.append(f"{device}{i}")
@@ -260,10 +270,21 @@ def pairs_in_order(ops):
     for (i, a), (j, b) in itertools.combinations(enumerate(ops.ops), 2):
         uses = set(a.outputs) & set(b.inputs)
         conflict = (writes[i] & reads[j]) | (reads[i] & writes[j])
-        effects = {i, j} <= aliasing.effects
+        effects = orders_of(aliasing, i) & orders_of(aliasing, j)
         seen = (i in opaque and writes[j] & outside) or (j in opaque and writes[i] & outside)
         if uses or conflict or effects or seen:
             yield i, j
+
+
+def orders_of(aliasing, index):
+    """The common orders that the op belongs to."""
+    if index in aliasing.opaque:
+        return {"effects", "collectives"}
+    if index in aliasing.waits:
+        return set()
+    if index in aliasing.collectives:
+        return {"collectives"}
+    return {"effects"} if index in aliasing.effects else set()
 
 
 def fewest_groups(colors, pairs):

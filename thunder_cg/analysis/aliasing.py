@@ -32,8 +32,11 @@ class Aliasing:
     writes: tuple[frozenset[str], ...]
     # Indices of ops that no rule knows. They may write or return any tensor that they are given, and do anything.
     opaque: frozenset[int]
-    # Indices of ops that belong to the one order of random draws, opaque ops, collectives and side effects.
+    # Indices of ops that draw, are opaque, communicate or have side effects.
     effects: frozenset[int]
+    # Indices of the effects that communicate with other processes, and of those that only wait for such an op.
+    collectives: frozenset[int]
+    waits: frozenset[int]
 
     @classmethod
     def of(cls, ops: Ops) -> Aliasing:
@@ -41,12 +44,23 @@ class Aliasing:
         for op in ops.ops:
             _unite_aliases(op, union)
         sets = {name: union.find(name) for name in union.parent}
+        reads = [frozenset(sets[name] for name in op.names if name in sets) for op in ops.ops]
+        writes = [frozenset(_writes(op, sets)) for op in ops.ops]
+        communicate = [op for op in ops.ops if _communicates(op)]
+        waits = [op for op in communicate if op.inputs and all(ops.values[n].kind == "future" for n in op.inputs)]
+        producer = {name: op.index for op in communicate for name in op.outputs}
+        for wait in waits:  # up to here, the collective may still read and write what it was given
+            for index in (producer[name] for name in wait.inputs if name in producer):
+                reads[wait.index] |= reads[index]
+                writes[wait.index] |= writes[index]
         return cls(
             sets=sets,
-            reads=tuple(frozenset(sets[name] for name in op.names if name in sets) for op in ops.ops),
-            writes=tuple(frozenset(_writes(op, sets)) for op in ops.ops),
+            reads=tuple(reads),
+            writes=tuple(writes),
             opaque=frozenset(op.index for op in ops.ops if is_opaque(op)),
             effects=frozenset(op.index for op in ops.ops if has_effect(op)),
+            collectives=frozenset(op.index for op in communicate if op not in waits),
+            waits=frozenset(op.index for op in waits),
         )
 
     def sets_of(self, names: Iterable[str]) -> set[str]:
@@ -74,6 +88,13 @@ def has_effect(op: Op) -> bool:
         if any(condition.draws for condition in rule.conditions):  # the inside of the op is not asked
             return any(condition.draws for condition in rule.holding(op.conditions))
     return is_opaque(op) or any(has_effect(sub) for sub in op.subs)
+
+
+def _communicates(op: Op) -> bool:
+    """Whether it is a collective, or waits for one."""
+    if op.bookkeeping:
+        return False
+    return op.rule.is_collective if op.rule is not None else any(map(_communicates, op.subs))
 
 
 class _UnionFind:

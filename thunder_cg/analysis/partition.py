@@ -100,14 +100,18 @@ def _partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Pla
 # overlap unnoticed. Where the trace writes one of them, all count as one memory for the order of reads and writes.
 
 
-def dependencies(ops: Ops, aliasing: Aliasing) -> list[list[int]]:
+def dependencies(ops: Ops, aliasing: Aliasing, *, collectives_in_order: bool = True) -> list[list[int]]:
     """For each op, the ops before it that must stay before it.
 
     A use stays after the definition. Reads and writes of memory that may be shared keep their order, except reads among
-    themselves. Random draws, opaque operators, collectives and side effects keep one common order. An opaque operator
-    may see arguments, parameters and buffers from outside, so it also keeps its order with writes to them. Bookkeeping
-    keeps its order, and the last op, the return, comes last. An opaque operator without operands and results, such as
-    the begin of a profiler's range, is about the ops around it: these stay on their side of it.
+    themselves. Random draws, opaque operators and side effects keep one common order. An opaque operator may see
+    arguments, parameters and buffers from outside, so it also keeps its order with writes to them. It may communicate,
+    so it keeps its order with collectives; they keep an order of their own. Bookkeeping keeps its order, and the last
+    op, the return, comes last. An opaque operator without operands and results, such as the begin of a profiler's
+    range, is about the ops around it: these stay on their side of it.
+
+    Args:
+        collectives_in_order: False for the one that gives collectives their order, see collectives.py.
     """
     reads, writes, outside = _memory_accesses(ops, aliasing)
     written = {name for names in writes for name in names}
@@ -116,6 +120,7 @@ def dependencies(ops: Ops, aliasing: Aliasing) -> list[list[int]]:
     readers: defaultdict[str, list[int]] = defaultdict(list)
     effect = bookkeeping = opaque = barrier = -1
     outside_writers: list[int] = []
+    communicated: list[int] = []  # collectives that later ones, or the next opaque operator, stay behind
     found = []
     for index, op in enumerate(ops.ops):
         before = {barrier, *(producer[name] for name in op.inputs if name in producer)}
@@ -130,14 +135,17 @@ def dependencies(ops: Ops, aliasing: Aliasing) -> list[list[int]]:
             before.add(bookkeeping)
             bookkeeping = index
         elif index in aliasing.opaque:
-            before.update((effect, *outside_writers))
+            before.update((effect, *outside_writers, *communicated))
             if not op.inputs and not op.outputs:
                 before.update(range(barrier + 1, index))
                 barrier = index
             effect = opaque = index
-            outside_writers = []
+            outside_writers, communicated = [], []
         else:
-            if index in aliasing.effects:
+            if index in aliasing.collectives:
+                before.update((opaque, *(communicated if collectives_in_order else ())))
+                communicated = [index] if collectives_in_order else [*communicated, index]
+            elif index in aliasing.effects and index not in aliasing.waits:
                 before.add(effect)
                 effect = index
             if mine & outside:

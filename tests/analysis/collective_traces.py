@@ -1,0 +1,71 @@
+"""Prints the traces of ddp and fsdp before and after their collectives are scheduled, as a rank of a group that is not
+there: nothing communicates."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import thunder
+import thunder.distributed
+import torch
+from thunder.core.transform_common import Transform
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from thunder_cg.analysis.collectives import schedule_collectives
+from thunder_cg.analysis.ops import read
+
+
+class Schedules(Transform):
+    def __init__(self):
+        self.found = []
+
+    def transform_trace_post_optimization(self, trace, **kwargs):
+        new = schedule_collectives(trace)
+        found = {"before": symbols(trace), "after": symbols(new)}
+        self.found.append({**found, "peak before": peak(trace), "peak after": peak(new)})
+        return new
+
+
+def symbols(trace):
+    return [
+        (s.sym.name.removeprefix("python_"), names(s.flat_proxy_args), names(s.flat_proxy_outs))
+        for s in trace.bound_symbols
+    ]
+
+
+def names(proxies):
+    return list(dict.fromkeys(proxy.name for proxy in proxies))
+
+
+def peak(trace):
+    """The most bytes of values that are alive at once."""
+    values = read(trace).values
+    alive, most = set(), 0
+    for name, inputs, outputs in symbols(trace):
+        alive = alive - set(inputs) if name == "del" else alive | {*inputs, *outputs}
+        most = max(most, sum(values[value].nbytes for value in alive if value in values))
+    return most
+
+
+def model():
+    layers = [torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)]
+    return torch.nn.Sequential(*layers)
+
+
+def main(rank):
+    torch.distributed.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    found = {}
+    for name in ("ddp", "fsdp"):
+        schedules = Schedules()
+        compiled = thunder.jit(model(), transforms=[schedules])
+        if name == "ddp":
+            compiled = thunder.distributed.ddp(compiled)
+        else:
+            compiled = thunder.distributed.fsdp(compiled, device=torch.device("cpu"))
+        compiled(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        found[name] = schedules.found
+    print(json.dumps(found))
+
+
+main(int(sys.argv[1]))

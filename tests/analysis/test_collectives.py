@@ -1,0 +1,278 @@
+"""collectives: issued early, waited for late, in one order that the trace alone decides."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from thunder_cg.analysis import collectives
+from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.collectives import schedule
+from thunder_cg.analysis.partition import dependencies
+
+COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
+
+
+def call(t, kind, inputs, outputs):
+    return t.op(f"torch_{kind}_prim_impl", inputs, outputs)
+
+
+def order(t):
+    """The outputs of the ops in the order of the schedule; ``end`` for the return."""
+    ops = t.done()
+    return " ".join(ops.ops[i].outputs[0] if ops.ops[i].outputs else "end" for i in schedule(ops, Aliasing.of(ops)))
+
+
+def ddp(t, gradients=3):
+    """A backward as Thunder writes it: gradients, then divisions and reductions, then waits."""
+    for i in range(gradients):
+        t.op("mul", f"x{i} y", f"x{i + 1}").op("matmul", f"x{i + 1} y", f"g{i}")
+    for i in range(gradients):
+        t.op("true_divide", f"g{i}", f"h{i}")
+        call(t, "all_reduce", f"h{i}", f"f{i}")
+    for i in range(gradients):
+        call(t, "wait", f"f{i}", f"r{i}")
+    return t.returns(" ".join(f"r{i}" for i in range(gradients)))
+
+
+def fsdp(t, first_uses="dbca"):
+    """A forward as Thunder writes it: gathers by name, waits, views of what was gathered, then the layers."""
+    for name in "abcd":
+        call(t, "all_gather", f"p{name}", f"f{name}")
+    for name in "abcd":
+        call(t, "wait", f"f{name}", f"w{name}").op("permute", f"w{name}", f"v{name}")
+    for name, x, y in zip(first_uses, "xyzk", "yzkl"):
+        t.op("linear", f"{x} v{name}", y)
+    return t.returns("l")
+
+
+def test_reductions_follow_their_gradient_and_waits_come_last(trace):
+    expected = "x1 g0 h0 f0 x2 g1 h1 f1 x3 g2 h2 f2 r0 r1 r2 end"
+    assert order(ddp(trace())) == expected
+
+
+def test_gathers_come_in_the_order_of_first_use_and_waits_right_before_it(trace):
+    assert order(fsdp(trace())) == "fd fb fc fa wd vd y wb vb z wc vc k wa va l end"
+
+
+def test_no_more_is_gathered_ahead_than_the_limit(trace, monkeypatch):
+    """Of the four gathers of 4 bytes, the next is issued before the op that it may run beside."""
+    monkeypatch.setattr(collectives, "_IN_FLIGHT", 4)
+    assert order(fsdp(trace())) == "fd wd vd fb y wb vb fc z wc vc fa k wa va l end"
+    monkeypatch.setattr(collectives, "_IN_FLIGHT", 8)
+    assert order(fsdp(trace())) == "fd fb wd vd fc y wb vb fa z wc vc k wa va l end"
+
+
+def test_no_more_reductions_are_waited_for_than_the_limit(trace, monkeypatch):
+    monkeypatch.setattr(collectives, "_IN_FLIGHT", 8)
+    expected = "x1 g0 h0 f0 x2 g1 h1 f1 x3 g2 h2 f2 r0 x4 g3 h3 f3 r1 r2 r3 end"
+    assert order(ddp(trace(), 4)) == expected
+
+
+def test_one_reduction_is_in_flight_however_large(trace, monkeypatch):
+    monkeypatch.setattr(collectives, "_IN_FLIGHT", 1)
+    assert order(ddp(trace(), 2)) == "x1 g0 h0 f0 x2 g1 h1 f1 r0 r1 end"
+
+
+def test_a_reduction_whose_result_is_used_is_waited_for_there(trace):
+    """As tensor parallelism has it: between the two runs what does not need the result."""
+    t = trace().op("matmul", "x y", "g")
+    call(call(t, "all_reduce", "g", "f"), "wait", "f", "r")
+    t.op("mul", "x y", "z").op("add", "r z", "k").returns("k")
+    assert order(t) == "g f z r k end"
+
+
+def test_a_cast_before_a_gather_moves_with_it(trace):
+    t = trace().op("mul", "x y", "z").op("to", "pa", "b")
+    call(call(t, "all_gather", "b", "f"), "wait", "f", "w").op("linear", "z w", "k").returns("k")
+    assert order(t) == "b f z w k end"
+
+
+def test_a_reduction_of_a_reduction_is_issued_while_others_are_in_flight(trace):
+    """As where sharded replicas reduce twice: not one after the other for each parameter."""
+    t = trace()
+    for i in range(2):
+        t.op("matmul", "x y", f"g{i}")
+    for i in range(2):
+        call(call(t, "reduce_scatter", f"g{i}", f"f{i}"), "wait", f"f{i}", f"s{i}")
+        call(call(t, "all_reduce", f"s{i}", f"fr{i}"), "wait", f"fr{i}", f"r{i}")
+    assert order(t.returns("r0 r1")) == "g0 f0 g1 f1 s0 fr0 s1 fr1 r0 r1 end"
+
+
+# --------------------------------------------------------------------------------------------------- what must not move
+
+
+def test_a_division_whose_input_others_need_stays(trace):
+    """Both would be alive at once, for longer than in the trace as it was."""
+    t = trace().op("matmul", "x y", "g").op("mul", "g y", "z").op("true_divide", "g", "h")
+    t = call(call(t.op("mul", "z y", "k"), "all_reduce", "h", "f"), "wait", "f", "r").returns("k r")
+    assert order(t) == "g z h f k r end"
+
+
+def test_a_write_to_what_is_being_gathered_stays_after_the_wait(trace):
+    """The gather reads the parameter until its wait."""
+    t = call(call(trace(), "all_gather", "pa", "f"), "wait", "f", "w")
+    t.op("copy_", "x pa", "b").op("linear", "y w", "k").returns("k b")
+    assert order(t) == "f w b k end"
+
+
+def test_a_read_of_what_is_being_reduced_stays_after_the_wait(trace):
+    """The reduction writes its input until its wait."""
+    t = call(call(trace().op("matmul", "x y", "g"), "all_reduce", "g", "f"), "wait", "f", "r")
+    t.op("mul", "g y", "k").op("add", "k r", "l").returns("l")
+    assert order(t) == "g f r k l end"
+
+
+def test_draws_let_collectives_pass_and_unknown_operators_do_not(trace):
+    def backward(id_, executor):
+        t = trace().op("matmul", "x y", "g").op(id_, "x", "k", executor=executor).op("mul", "k y", "l")
+        return call(call(t, "all_reduce", "g", "f"), "wait", "f", "r").returns("l r")
+
+    assert order(backward("dropout", "torch")) == "g f k l r end"
+    assert order(backward("mine", "my_ex")) == "g k f l r end"
+
+
+def test_an_unknown_operator_waits_for_the_collectives_before_it(trace):
+    t = call(trace().op("matmul", "x y", "g"), "reduce_scatter", "g", "f")
+    t.mine("y", "k").op("mul", "k y", "l")
+    assert order(call(t, "wait", "f", "r").returns("l r")) == "g f k l r end"
+
+
+def random_trace(trace, rng):
+    t, pool, futures = trace(), ["a", "b", "pa", "pb"], []
+    for i in range(rng.randint(5, 30)):
+        kind = rng.choice(["add", "view", "copy", "mine", "rand", "wait", *COLLECTIVES])
+        source = rng.choice(pool)
+        if kind in COLLECTIVES:
+            futures.append(f"f{i}")
+            call(t, kind, source, futures[-1])
+            continue
+        if kind == "wait":
+            if not futures:
+                continue
+            call(t, kind, futures.pop(rng.randrange(len(futures))), f"a{i}")
+        elif kind == "add":
+            t.add(f"{source} {rng.choice(pool)}", f"a{i}")
+        elif kind == "view":
+            t.op("permute", source, f"a{i}")
+        elif kind == "copy":
+            t.op("copy_", f"{source} {rng.choice(pool)}", f"a{i}")
+        elif kind == "mine":
+            t.mine(source, f"a{i}")
+        else:
+            t.op("rand", "", f"a{i}")
+        pool.append(f"a{i}")
+    return t.returns(" ".join(rng.sample(pool, min(3, len(pool)))))
+
+
+@pytest.mark.parametrize("limit", [1, 8, 1 << 20])
+def test_schedules_are_legal(trace, monkeypatch, limit):
+    monkeypatch.setattr(collectives, "_IN_FLIGHT", limit)
+    moved = 0
+    for seed in range(300):
+        ops = random_trace(trace, random.Random(seed)).done()
+        aliasing = Aliasing.of(ops)
+        found = schedule(ops, aliasing)
+        assert sorted(found) == list(range(len(ops.ops))) and found[-1] == len(ops.ops) - 1
+        position = {index: at for at, index in enumerate(found)}
+        for later, before in enumerate(dependencies(ops, aliasing, collectives_in_order=False)):
+            assert all(position[other] < position[later] for other in before)
+        stay = [i for i in found if ops.ops[i].id in ("copy_", "my_op", "rand") or len(set(ops.ops[i].inputs)) > 1]
+        assert stay == sorted(stay)
+        moved += found != sorted(found)
+    assert moved > 100
+
+
+@pytest.mark.parametrize("make", [ddp, fsdp])
+def test_a_schedule_is_scheduled_as_it_is(trace, make):
+    ops = make(trace()).done()
+    found = [ops.ops[i] for i in schedule(ops, Aliasing.of(ops))]
+    again = replace(ops, ops=tuple(replace(op, index=at) for at, op in enumerate(found)))
+    assert schedule(again, Aliasing.of(again)) == list(range(len(found)))
+
+
+def test_a_long_backward_is_scheduled_fast(trace):
+    t = ddp(trace(), 1000)
+    ops, start = t.done(), time.perf_counter()
+    schedule(ops, Aliasing.of(ops))
+    assert time.perf_counter() - start < 5.0
+
+
+# ---------------------------------------------------------------------------------------------------------- real traces
+
+PROGRAM = Path(__file__).with_name("collective_traces.py")
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """What two ranks with different hash seeds make of the same programs."""
+    processes = []
+    for rank in range(2):
+        environment = {**os.environ, "PYTHONHASHSEED": str(rank + 1), "PYTHONPATH": os.pathsep.join(sys.path)}
+        command = [sys.executable, str(PROGRAM), str(rank)]
+        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert all(process.returncode == 0 for process in processes)
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+def test_the_order_is_the_same_on_all_ranks_and_with_any_hash_seed(runs):
+    assert runs[0] == runs[1] and set(runs[0]) == {"ddp", "fsdp"}
+
+
+def names(symbols, *parts):
+    return [at for at, (name, _, _) in enumerate(symbols) if any(part in name for part in parts)]
+
+
+def test_a_backward_of_ddp_reduces_while_it_computes(runs):
+    before, after = (runs[0]["ddp"][1][when] for when in ("before", "after"))
+    assert names(before, "all_reduce")[0] > names(before, "matmul")[-1]
+    products, reductions, waits = (names(after, part) for part in ("matmul", "all_reduce", "wait"))
+    assert len(reductions) == len(waits) == 6
+    assert sum(at < products[-1] for at in reductions) >= 3 and reductions[-1] < waits[0]
+    for at in names(after, "true_divide"):
+        if at + 1 in reductions:  # the division comes right behind its input, and right before the reduction
+            assert set(after[at][1]) <= set(after[at - 1][2])
+            assert after[at + 1][1] == after[at][2]
+
+
+def test_a_forward_of_fsdp_gathers_in_the_order_of_first_use(runs):
+    before, after = (runs[0]["fsdp"][0][when] for when in ("before", "after"))
+    gathered = lambda symbols: [symbols[at][1][0] for at in names(symbols, "all_gather")]  # noqa: E731
+    assert gathered(before) == sorted(gathered(before))
+    assert [name.split("_")[1] for name in gathered(after)] == ["0", "0", "2", "2", "4", "4"]
+    after = [symbol for symbol in after if symbol[0] != "del"]
+    made = {value: at for at, (_, _, outputs) in enumerate(after) for value in outputs}
+    for at in names(after, "linear"):  # right behind the waits for its weight and bias
+        waits = [made[value] for value in after[at][1] if made.get(value) in names(after, "wait")]
+        assert sorted(waits) == [at - 2, at - 1]
+
+
+def test_only_the_order_changes_and_every_value_is_deleted_after_its_last_use(runs):
+    for traces in runs[0].values():
+        for trace in traces:
+            before, after = (sorted(s for s in trace[when] if s[0] != "del") for when in ("before", "after"))
+            assert before == after
+            alive = set()
+            for name, inputs, outputs in trace["after"]:
+                if name == "del":
+                    assert alive.issuperset(inputs)
+                    alive -= set(inputs)
+                else:
+                    alive.update(inputs, outputs)
+            kept = set(trace["after"][-1][1])
+            assert {v for v in alive - kept if v.startswith("ft")} == set()
+
+
+def test_no_schedule_holds_more_memory_than_the_trace_as_it_was(runs):
+    for traces in runs[0].values():
+        for trace in traces:
+            assert trace["peak after"] <= trace["peak before"]

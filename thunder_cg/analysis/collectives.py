@@ -1,0 +1,228 @@
+"""Order the collectives of a trace so that they overlap with compute: issued early, waited for late."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+
+from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.ops import Ops, read
+from thunder_cg.analysis.partition import dependencies
+from thunder_cg.compat import thunder as compat
+
+__all__ = ["schedule", "schedule_collectives"]
+
+# Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
+# 50 GB/s takes more than a millisecond for so much, which hides the launch and latency of the next collective. More
+# would only hold more memory: gathered parameters before their use, and the inputs of reductions up to their wait.
+_IN_FLIGHT = 64 << 20
+
+# Note [Order of collectives]
+# All ranks must issue the same collectives in the same order. They have the same trace, and the order follows from the
+# positions of ops in it and from sizes of tensors alone: nothing here iterates over a set or compares names. There is
+# one order for all groups: with one for each, two ranks that share two groups could wait for each other.
+#
+# A collective on its own stream starts when all work that was issued before it is done. So what can run beside an op
+# must be issued before the op. Ops that only lead to one collective, such as the division by the number of ranks, move
+# with it. All other ops keep their order. So no value lives longer than in the trace as it was, in which all gathers
+# come first and all reductions last, except what a collective holds while it is in flight, which is bounded.
+#
+# Where a forward writes an argument, as batch norm does, all arguments count as one memory. Gathers then stay before
+# the first such write, and waits on their side of each.
+
+
+def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:
+    """The trace with its asynchronous collectives and their waits moved, and nothing else changed.
+
+    Args:
+        trace: a forward or backward trace, as ``transform_trace_post_optimization`` gets it.
+    """
+    outputs = (proxy for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs)
+    if not any(isinstance(proxy, compat.FutureTensorProxy) for proxy in outputs):
+        return trace
+    ops = read(trace)
+    scheduled = compat.from_trace(trace)
+    scheduled.bound_symbols = [ops.ops[index].symbol for index in schedule(ops, Aliasing.of(ops))]
+    scheduled = compat.del_last_used(scheduled)
+    scheduled.set_provenance(compat.TraceProvenance("Schedule of collectives"))
+    return scheduled
+
+
+def schedule(ops: Ops, aliasing: Aliasing) -> list[int]:
+    """The indices of all ops in the order in which they run.
+
+    A collective whose input is made in the trace is issued right after that. One whose input is there from the start,
+    such as a parameter, is issued in the order of first uses, at most `_IN_FLIGHT` bytes ahead. A wait comes right
+    before the first use of its result, at the end if there is none, or when more than `_IN_FLIGHT` bytes would wait.
+    """
+    return _Scheduler(ops, aliasing).run()
+
+
+class _Scheduler:
+    def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
+        self._ops, self._aliasing = ops, aliasing
+        self._before = dependencies(ops, aliasing, collectives_in_order=False)
+        self._after: list[list[int]] = [[] for _ in self._before]
+        for index, earlier in enumerate(self._before):
+            for other in earlier:
+                self._after[other].append(index)
+        issued = [index for index in sorted(aliasing.collectives) if self._futures(ops.ops[index].outputs)]
+        self._issuer = {name: index for index in issued for name in self._futures(ops.ops[index].outputs)}
+        self._waits: defaultdict[int, list[int]] = defaultdict(list)  # of each asynchronous collective
+        for index in sorted(aliasing.waits):
+            for name in ops.ops[index].inputs:
+                if name in self._issuer:
+                    self._waits[self._issuer[name]].append(index)
+        self._early = self._leading_to(issued)
+        self._late = self._following_waits()
+        self._first_use = self._first_uses()
+        self._ahead = self._to_issue_ahead(issued)
+        self._missing: dict[int, int] = {}  # for each collective, how many ops it still waits for
+        self._unlocks: defaultdict[int, list[int]] = defaultdict(list)
+        for index in issued:
+            needed = self._needed(index)
+            self._missing[index] = len(needed)
+            for other in needed:
+                self._unlocks[other].append(index)
+        # Collectives to issue, as (first use, index): True for those that are issued ahead, False for the others.
+        self._ready: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
+        # Bytes of what is in flight, oldest first, likewise.
+        self._in_flight: dict[bool, dict[int, int]] = {True: {}, False: {}}
+        self._done: set[int] = set()
+        self._order: list[int] = []
+        for index in issued:
+            if not self._missing[index]:
+                self._make_ready(index)
+
+    def run(self) -> list[int]:
+        last = len(self._before) - 1
+        for index in range(last):
+            if self._ops.ops[index].bookkeeping:
+                self._run(index)
+            elif index not in self._early and index not in self._late:
+                self._issue()
+                for other in self._before[index]:
+                    self._run(other)
+                self._issue()  # the waits above made room, and what is issued now runs beside this op
+                self._run(index)
+        self._issue()
+        while (wait := self._oldest_wait()) is not None:
+            self._run(wait)
+            self._issue()
+        for index in range(last + 1):
+            self._run(index)
+        return self._order
+
+    def _run(self, index: int) -> None:
+        """Appends the op, after those that it depends on. All of these come earlier in the trace."""
+        if index in self._done:
+            return
+        self._done.add(index)
+        for other in self._before[index]:
+            self._run(other)
+        self._order.append(index)
+        for collective in self._unlocks[index]:
+            self._missing[collective] -= 1
+            if not self._missing[collective]:
+                self._make_ready(collective)
+        if self._waits.get(index):
+            self._in_flight[index in self._ahead][index] = self._nbytes(index)
+        if index in self._aliasing.waits:
+            for name in self._ops.ops[index].inputs:
+                for flying in self._in_flight.values():
+                    flying.pop(self._issuer.get(name, -1), None)
+
+    def _make_ready(self, collective: int) -> None:
+        heapq.heappush(self._ready[collective in self._ahead], (self._first_use[collective], collective))
+
+    def _issue(self) -> None:
+        """Issues what is ready, as far as the limits allow."""
+        while True:
+            if self._ready[False]:
+                self._run(heapq.heappop(self._ready[False])[1])
+            elif self._is_behind() and (wait := self._oldest_wait()) is not None:
+                self._run(wait)
+            elif self._ready[True] and sum(self._in_flight[True].values()) < _IN_FLIGHT:
+                self._run(heapq.heappop(self._ready[True])[1])
+            else:
+                return
+
+    def _is_behind(self) -> bool:
+        """Whether reductions hold too much. The one that was issued last stays in flight, however large."""
+        behind = self._in_flight[False].values()
+        return len(behind) > 1 and sum(behind) > _IN_FLIGHT
+
+    def _oldest_wait(self) -> int | None:
+        """The wait for the reduction that has been in flight longest, of those that can be waited for now."""
+        waits = (self._waits[collective][0] for collective in self._in_flight[False])
+        return next((wait for wait in waits if self._done.issuperset(self._before[wait])), None)
+
+    def _futures(self, names: tuple[str, ...]) -> list[str]:
+        return [name for name in names if self._ops.values[name].kind == "future"]
+
+    def _nbytes(self, index: int) -> int:
+        """What a collective holds while it is in flight."""
+        op = self._ops.ops[index]
+        return max(self._ops.values[name].nbytes for name in op.names)
+
+    def _is_pure(self, index: int) -> bool:
+        effects, writes = self._aliasing.effects, self._aliasing.writes
+        return not (self._ops.ops[index].bookkeeping or index in effects or writes[index])
+
+    def _leading_to(self, issued: list[int]) -> set[int]:
+        """The collectives, and pure ops of one tensor whose results nothing but these collectives needs.
+
+        No other op may compute with the tensor: it and the result would be alive together.
+        """
+        arguments = set(self._ops.args)
+        users: defaultdict[str, list[int]] = defaultdict(list)
+        for op in self._ops.ops:
+            for name in op.inputs:
+                if name not in arguments or not op.bookkeeping:
+                    users[name].append(op.index)
+        found = set(issued)
+        for index in reversed(range(len(self._before))):
+            tensors = [name for name in self._ops.ops[index].inputs if name in self._aliasing.sets]
+            if len(tensors) != 1 or not self._after[index] or not self._is_pure(index):
+                continue
+            if found.issuperset([*self._after[index], *(user for user in users[tensors[0]] if user != index)]):
+                found.add(index)
+        return found
+
+    def _following_waits(self) -> set[int]:
+        """Waits, and views of nothing but their results."""
+        found = set(self._aliasing.waits)
+        for index, before in enumerate(self._before):
+            rule = self._ops.ops[index].rule
+            is_view = rule is not None and not rule.launches_kernels and self._is_pure(index)
+            if is_view and before and found.issuperset(before):
+                found.add(index)
+        return found - self._early
+
+    def _first_uses(self) -> list[int]:
+        """For each op that moves, the first op after it that stays; for each that stays, itself."""
+        found = list(range(len(self._before)))
+        for index in reversed(found):
+            if index in self._early or index in self._late:
+                found[index] = min((found[other] for other in self._after[index]), default=len(found))
+        return found
+
+    def _to_issue_ahead(self, issued: list[int]) -> set[int]:
+        """Collectives that need nothing but arguments, and that something in the trace uses."""
+        given: list[bool] = []
+        for index, before in enumerate(self._before):
+            moves_or_unpacks = index in self._early or self._ops.ops[index].bookkeeping
+            given.append(moves_or_unpacks and all(given[other] for other in before))
+        return {index for index in issued if given[index] and self._first_use[index] < len(given) - 1}
+
+    def _needed(self, collective: int) -> list[int]:
+        """What must have run before the collective and the ops that lead to it can."""
+        found: dict[int, None] = {}
+        waiting = [collective]
+        while waiting:
+            for other in self._before[waiting.pop()]:
+                if other in self._early and other not in self._missing:
+                    waiting.append(other)
+                else:
+                    found[other] = None
+        return list(found)
