@@ -15,6 +15,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
+from thunder_cg.analysis.collectives import schedule_collectives
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
@@ -101,6 +102,8 @@ class CudagraphTransform(compat.Transform):
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Partitions a forward trace, or the backward trace that follows it."""
         start = time.perf_counter_ns()
+        if self.options.capture_collectives != "never":
+            computation_trace = schedule_collectives(computation_trace)
         forward = self._forward_of(computation_trace)
         ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
         aliasing = Aliasing.of(ops)

@@ -62,9 +62,15 @@ class Trace:
     def done(self) -> Ops:
         return Ops(tuple(self.ops), self.values, tuple(self.args))
 
-    def verdicts(self, allow: tuple[str, ...] = (), deny: tuple[str, ...] = (), device_type: str = "cuda"):
-        ops = self.done()
-        return classify(ops, Aliasing.of(ops), UserRules(frozenset(allow), frozenset(deny)), device_type)
+    def verdicts(
+        self,
+        allow: tuple[str, ...] = (),
+        deny: tuple[str, ...] = (),
+        device_type: str = "cuda",
+        collectives: bool = True,
+    ):
+        ops, user = self.done(), UserRules(frozenset(allow), frozenset(deny))
+        return classify(ops, Aliasing.of(ops), user, device_type, captures_collectives=collectives)
 
     def plan(self, **kwargs: object) -> Plan:
         return partition(self.done(), self.verdicts(**kwargs), Aliasing.of(self.done()))

@@ -71,7 +71,7 @@ def test_symbolic_sizes(trace):
         ("nonzero", Reason.DATA_DEPENDENT),
         ("svd", Reason.HOST_SYNC),
         ("tensor", Reason.HOST_SYNC),
-        ("torch_all_reduce_prim_impl", Reason.COLLECTIVE),
+        ("dtensor_redistribute", Reason.COLLECTIVE),
         ("torch_stash_grad_for_fsdp_prim_impl", Reason.SIDE_EFFECT),
         ("get_and_update_rng_state_impl", Reason.RANDOM_STATE),
         ("_grouped_mm", Reason.UNVERIFIED),

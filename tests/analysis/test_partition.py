@@ -160,10 +160,29 @@ def test_arguments_may_overlap_once_one_is_written(trace):
     assert dependencies_of(parameter) == [[], [0]]
 
 
-def test_a_future_and_its_wait_are_eager_and_in_order(trace):
+def a_gather(trace):
+    """A gather, two ops, and its wait."""
     t = trace().add("a", "b").add("b", "g").op("torch_all_gather_prim_impl", "g", "f1").add("g", "h").add("h", "i")
     t.op("torch_wait_prim_impl", "f1", "j").add("i j", "k").add("k", "l").returns("l")
+    return t
+
+
+def test_a_collective_and_its_wait_are_in_a_region(trace):
+    assert a_gather(trace).regions() == [tuple(range(8))]
+
+
+def test_a_collective_and_its_wait_never_part(trace):
+    """An opaque operator, which may communicate, keeps its place between them, so both stay eager."""
+    t = trace().add("a", "b").add("b", "g").op("torch_all_gather_prim_impl", "g", "f1").mine("g", "h").add("h", "i")
+    t.add("i", "i2").op("torch_wait_prim_impl", "f1", "j").add("i2 j", "k").add("k", "l").returns("l")
     plan = t.plan()
+    assert [i for i in (2, 6) if plan.verdicts[i].capture] == []
+    assert all(plan.verdicts[i].reason is Reason.COLLECTIVE and plan.verdicts[i].fix for i in (2, 6))
+    assert all("not in one region" in plan.verdicts[i].detail for i in (2, 6))
+
+
+def test_collectives_that_are_not_captured_are_eager_and_in_order(trace):
+    plan = a_gather(trace).plan(collectives=False)
     assert [s.op for s in plan.steps if isinstance(s, Eager)] == [2, 5, 8]
     assert all(plan.verdicts[i].reason is Reason.COLLECTIVE for i in (2, 5))
 

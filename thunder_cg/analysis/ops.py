@@ -119,7 +119,7 @@ def process_groups(ops: Iterable[Op]) -> list[ProcessGroup]:
 
 
 def _call_leaves(op: Op) -> Iterable[Any]:
-    return compat.tree_flatten_with_dataclass((op.symbol.args, op.symbol.kwargs))[0]
+    return compat.tree_flatten_with_dataclass((op.symbol.args, op.symbol.kwargs))[0] if op.symbol is not None else ()
 
 
 def _near(ops: Sequence[Op], forward: Ops | None) -> dict[str, Op]:
