@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import thunder
@@ -42,18 +43,18 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks between an embedding and a layer norm, and dropout if wanted."""
+    """A block between an embedding and a layer norm, and dropout if wanted."""
 
     def __init__(self, width: int = WIDTH, words: int = 32, dropout: float = 0.0, checkpoints: bool = False) -> None:
         super().__init__()
         self.words = nn.Embedding(words, width)
-        self.first, self.second = Block(width), Block(width)
+        self.block = Block(width)
         self.norm = nn.LayerNorm(width)
         self.dropout, self.checkpoints = dropout, checkpoints
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.first(self.words(tokens))
-        x = checkpoint(self.second, x, use_reentrant=False) if self.checkpoints else self.second(x)
+        x = self.words(tokens)
+        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpoints else self.block(x)
         return F.dropout(self.norm(x), self.dropout, self.training)
 
 
@@ -107,8 +108,8 @@ def tensor_parallel(order: str, *graphs: Any) -> Any:
         common.TransformForTensorParallel.__post_init__ = lambda self: setattr(self, "device", device())
     where = torch.device("cpu", RANK()) if device().type == "cpu" else device()
     compiled = thunder.jit(model(), transforms=list(graphs) if order == "after" else [])
-    compiled = thunder_distributed.column_parallel(compiled, ["first.up", "second.up"], device=where)
-    compiled = thunder_distributed.row_parallel(compiled, ["first.down", "second.down"], device=where)
+    compiled = thunder_distributed.column_parallel(compiled, ["block.up"], device=where)
+    compiled = thunder_distributed.row_parallel(compiled, ["block.down"], device=where)
     for each in graphs if order == "last" else ():
         compiled = add_transform(compiled, transform=each)
     return compiled
@@ -141,6 +142,12 @@ def train(compiled: Any, steps: int, *, shared: bool = False, micro: int = 1) ->
         optimizer.step()
         found += [p.detach().clone() for p in parameters]
     return found
+
+
+@cache
+def reference(builder: str, steps: int, micro: int) -> list[torch.Tensor]:
+    """`train` without graphs: of one kind of parallelism, since where a transform stands changes nothing then."""
+    return train(BUILDERS[builder](), steps, shared="tensor" in builder, micro=micro)
 
 
 def differing(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> int:

@@ -21,7 +21,7 @@ def same_bits(builder: str, steps: int, micro: int):
     import parallel
 
     build, shared = parallel.BUILDERS[builder], "tensor" in builder
-    theirs = parallel.train(build(), steps, shared=shared, micro=micro)
+    theirs = parallel.reference(builder.partition(",")[0], steps, micro)
     compiled = build(parallel.transform())
     ours = parallel.train(compiled, steps, shared=shared, micro=micro)
     return parallel.differing(ours, theirs), parallel.summary(compiled)

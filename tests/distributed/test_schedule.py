@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from ranks import Ranks
 
-BUILDERS = ("ddp", "fsdp zero2", "fsdp zero3, buckets", "tensor parallel")
+BUILDERS = ("ddp", "fsdp zero2", "tensor parallel")
 
 
 def same_bits(builder: str, limit: int):
@@ -32,17 +32,17 @@ def same_bits(builder: str, limit: int):
         return [(op.name, op.inputs, op.outputs) for op in ops if op.rule is not None and op.rule.is_collective]
 
     build, shared = parallel.BUILDERS[builder], "tensor" in builder
-    theirs = parallel.train(build(), 4, shared=shared)
+    theirs = parallel.reference(builder, 5, 1)
     with mock.patch.object(collectives, "_IN_FLIGHT", limit):
         schedules = Schedules()
-        ours = parallel.train(build(schedules, parallel.transform()), 4, shared=shared)
+        ours = parallel.train(build(schedules, parallel.transform()), 5, shared=shared)
     return parallel.differing(ours, theirs), schedules.found
 
 
-@pytest.mark.parametrize("limit", [1, 64 << 20])
 @pytest.mark.parametrize("builder", BUILDERS)
-def test_same_bits_and_one_order(ranks: Ranks, builder: str, limit: int) -> None:
-    results = ranks.run(same_bits, builder, limit)
+def test_same_bits_and_one_order(ranks: Ranks, builder: str) -> None:
+    """With as little in flight as can be; test_parallel.py has the limit that is in force."""
+    results = ranks.run(same_bits, builder, 1)
     for differing, _ in results:
         assert not differing
     traces = results[0][1]
