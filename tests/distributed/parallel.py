@@ -152,6 +152,7 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
         short = {key: trace.get(key) for key in keys}
         short["regions"] = len(trace["regions"])
         short["replays"] = [region["replays"] for region in trace["regions"]]
+        short["captures"] = [region["captures"] for region in trace["regions"]]
         short["eager"] = [op["name"] for op in trace.get("eager", [])] if "eager" in trace else None
         found.append(short)
     return found

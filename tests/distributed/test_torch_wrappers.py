@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import thunder
 import torch
 from ranks import Ranks
+from thunder.dynamo import thunderfx
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS = 8
@@ -89,7 +91,7 @@ def train_under_ddp(case: str, micro: int) -> tuple[int, int, list[Any], Any]:
     return parallel.differing(found, expected), parallel.summary(ours.module), last, hooked
 
 
-@pytest.mark.parametrize("case,micro", [*((case, 1) for case in DDP), ("plain", 3), ("bucket views", 3)])
+@pytest.mark.parametrize(("case", "micro"), [*((case, 1) for case in DDP), ("plain", 3), ("bucket views", 3)])
 def test_ddp_of_a_compiled_module(ranks: Ranks, case: str, micro: int) -> None:
     answers = ranks.run(train_under_ddp, case, micro)
     for differing, traces, _, hooked in answers:
@@ -101,3 +103,107 @@ def test_ddp_of_a_compiled_module(ranks: Ranks, case: str, micro: int) -> None:
         assert traces[0]["fast_path_calls"] >= STEPS * micro - 3
         assert hooked is None or len(hooked) == STEPS * 11
     assert answers[0][2] == answers[1][2]  # the ranks' parameters
+
+
+def fx_of_ddp(graphs: list[Any]) -> tuple[Any, Any]:
+    import parallel
+
+    wrapped = data_parallel(parallel.model())
+    return thunderfx(wrapped, transforms=graphs), wrapped
+
+
+def fx_of_fsdp2(graphs: list[Any], *, blocks: bool) -> tuple[Any, Any]:
+    import parallel
+
+    model = parallel.model()
+    for block in (model.first, model.second) if blocks else ():
+        fully_shard(block)
+    fully_shard(model)
+    return thunderfx(model, transforms=graphs), model
+
+
+FX: dict[str, Callable[[list[Any]], tuple[Any, Any]]] = {
+    "DDP": fx_of_ddp,
+    "FSDP2": lambda graphs: fx_of_fsdp2(graphs, blocks=False),
+    "FSDP2, blocks": lambda graphs: fx_of_fsdp2(graphs, blocks=True),
+}
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train_fx(case: str, graphs: list[Any], steps: int) -> tuple[list[torch.Tensor], Any]:
+    """Losses, gradients and parameters of all steps of the usual loop, which keeps the loss."""
+    import parallel
+
+    torch._dynamo.reset()
+    compiled, model = FX[case](graphs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = compiled(parallel.tokens(step)).square().mean()
+        loss.backward()
+        found += [loss.detach().clone(), *(local(p.grad) for p in model.parameters())]
+        optimizer.step()
+        found += [local(p) for p in model.parameters()]
+    return found, compiled
+
+
+def same_bits_with_thunderfx(case: str, steps: int) -> tuple[int, list[Any]]:
+    import parallel
+
+    theirs, _ = train_fx(case, [], steps)
+    ours, compiled = train_fx(case, [parallel.transform()], steps)
+    return parallel.differing(ours, theirs), [t for t in parallel.summary(compiled) if t["regions"]]
+
+
+@pytest.mark.parametrize("case", FX)
+def test_thunderfx(ranks: Ranks, case: str) -> None:
+    """FSDP2 gives parameters new memory in each step: they are copied, after a bounded number of captures."""
+    for differing, traces in ranks.run(same_bits_with_thunderfx, case, 20, timeout=200):
+        assert not differing and len(traces) == (4 if "blocks" in case else 2)
+        for trace in traces:
+            assert trace["eager_calls"] <= 2 and not trace["fallbacks"]
+            assert trace["replays"][0] == trace["calls"] - trace["eager_calls"]
+            assert trace["captures"][0] <= (8 if "FSDP2" in case else 1)
+        assert traces[0]["fast_path_calls"] >= traces[0]["calls"] / 2
+
+
+class ReducesInPlace(torch.nn.Module):
+    """Two parts, and between them a reduction that the user's code does in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import parallel
+
+        torch.manual_seed(0)
+        self.first, self.second = (parallel.Block(8).to(parallel.device()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        torch.distributed.all_reduce(y)
+        return self.second(y) + y
+
+
+def reduce_in_place(name: str, steps: int) -> tuple[int, list[Any]]:
+    import parallel
+
+    compiler = {"jit": thunder.jit, "thunderfx": thunderfx}[name]
+    torch._dynamo.reset()
+    theirs, ours = (compiler(ReducesInPlace(), transforms=graphs) for graphs in ([], [parallel.transform()]))
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(s + parallel.RANK())) for s in range(steps)]
+    with torch.no_grad():
+        expected = [theirs(batch.to(parallel.device())) for batch in batches]
+        found = [ours(batch.to(parallel.device())) for batch in batches]
+    return parallel.differing(found, expected), parallel.summary(ours)
+
+
+@pytest.mark.parametrize("compiler", ["jit", "thunderfx"])
+def test_reduction_in_place(ranks: Ranks, compiler: str) -> None:
+    """Thunder does not differentiate the reduction."""
+    for differing, traces in ranks.run(reduce_in_place, compiler, 8):
+        assert not differing
+        assert traces[0]["regions"] == 2 and traces[0]["eager_calls"] == 1 and not traces[0]["fallbacks"]
+        assert traces[0]["replays"] == [7, 7] and traces[0]["captures"] == [1, 1]

@@ -317,7 +317,8 @@ RULES: tuple[Rule, ...] = (
         dtensor_reshape_prim dtensor_to_local dtensor_transpose_prim torch_all_gather_prim_impl
         torch_broadcast_prim_impl torch_reduce_scatter_prim_impl torch_wait_prim_impl
     """, _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL),
-    *_rows("torch_all_reduce_prim_impl", _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL, writes=ALL),
+    *_rows("torch_all_reduce_prim_impl", _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL, writes=ALL,
+           conditions=(when.REDUCES_IN_PLACE,), derivative=_but(conditions=())),
     *_rows("""
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight
         fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16
