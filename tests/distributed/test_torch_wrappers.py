@@ -15,6 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from thunder_cg.errors import ShardedModuleError
+
 STEPS = 8
 
 
@@ -207,3 +209,35 @@ def test_reduction_in_place(ranks: Ranks, compiler: str) -> None:
         assert not differing
         assert traces[0]["regions"] == 2 and traces[0]["eager_calls"] == 1 and not traces[0]["fallbacks"]
         assert traces[0]["replays"] == [7, 7] and traces[0]["captures"] == [1, 1]
+
+
+def refused(sharded: str, calls: int, grad: bool) -> tuple[list[str], int]:
+    """The messages of two calls after ``fully_shard``, which follows so many calls; how many calls Thunder counted."""
+    import parallel
+
+    model = parallel.model()
+    if sharded == "model":
+        fully_shard(model)
+    compiled = thunder.jit(model, transforms=[parallel.transform()])
+    messages = []
+    with torch.set_grad_enabled(grad):
+        for step in range(calls):
+            compiled(parallel.tokens(step))
+        if sharded == "compiled":
+            fully_shard(compiled)
+        for _ in range(2):
+            with pytest.raises(ShardedModuleError) as caught:
+                compiled(parallel.tokens(0))
+            messages.append(str(caught.value))
+    return messages, thunder.compile_stats(compiled).calls
+
+
+@pytest.mark.parametrize(
+    ("sharded", "calls", "grad"),
+    [("model", 0, True), ("compiled", 0, True), ("compiled", 5, True), ("compiled", 5, False)],
+)
+def test_fully_shard_with_a_compiled_module_is_refused(ranks: Ranks, sharded: str, calls: int, grad: bool) -> None:
+    """Each rank would train alone, also after calls that took the fast path."""
+    for messages, counted in ranks.run(refused, sharded, calls, grad):
+        assert counted == calls and messages[0] == messages[1]
+        assert "each rank would train alone" in messages[0] and "thunder.distributed.fsdp" in messages[0]
