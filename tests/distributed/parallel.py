@@ -153,6 +153,6 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
         short["regions"] = len(trace["regions"])
         short["replays"] = [region["replays"] for region in trace["regions"]]
         short["captures"] = [region["captures"] for region in trace["regions"]]
-        short["eager"] = [op["name"] for op in trace.get("eager", [])] if "eager" in trace else None
+        short["eager"] = [op["name"] for op in trace["ops"] if op["verdict"] == "eager"]
         found.append(short)
     return found

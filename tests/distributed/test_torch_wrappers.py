@@ -11,10 +11,12 @@ import torch
 from ranks import Ranks
 from thunder.dynamo import thunderfx
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from thunder_cg import explain
 from thunder_cg.errors import ShardedModuleError
 
 STEPS = 8
@@ -241,3 +243,76 @@ def test_fully_shard_with_a_compiled_module_is_refused(ranks: Ranks, sharded: st
     for messages, counted in ranks.run(refused, sharded, calls, grad):
         assert counted == calls and messages[0] == messages[1]
         assert "each rank would train alone" in messages[0] and "thunder.distributed.fsdp" in messages[0]
+
+
+class OnDTensors(torch.nn.Module):
+    """A linear layer with a sharded weight, a redistribution, and operators on plain tensors before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import parallel
+
+        torch.manual_seed(0)
+        self.mesh = init_device_mesh(parallel.device().type, (torch.distributed.get_world_size(),))
+        weight = torch.randn(8, 8, device=parallel.device())
+        self.weight = torch.nn.Parameter(distribute_tensor(weight, self.mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x * 2) + 1
+        y = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        z = torch.nn.functional.linear(y, self.weight)
+        z = (z + z).redistribute(self.mesh, [Replicate()]).to_local()
+        return torch.tanh(z * 2) + 1
+
+
+def infer(compiled: list[Any], calls: list[Callable[..., Any]], steps: int) -> tuple[int, list[Any], dict[str, str]]:
+    """How many results differ, what ran, and why operators stayed eager."""
+    import parallel
+
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(s)) for s in range(steps)]
+    with torch.no_grad():
+        expected, found = ([local(call(batch.to(parallel.device()))) for batch in batches] for call in calls)
+    ops = [op for trace in explain(compiled[1]).to_dict()["traces"] for op in trace["ops"] if op["verdict"] == "eager"]
+    reasons = {op["name"]: op["reason"] for op in ops}
+    return parallel.differing(found, expected), parallel.summary(compiled[1]), reasons
+
+
+def infer_with_dtensors_inside(steps: int) -> tuple[int, list[Any], dict[str, str]]:
+    import parallel
+
+    torch._dynamo.reset()
+    compiled = [thunderfx(OnDTensors(), transforms=graphs) for graphs in ([], [parallel.transform()])]
+    return infer(compiled, compiled, steps)
+
+
+def test_dtensors_inside(ranks: Ranks) -> None:
+    """Graphs form before and after what works on DTensors. Thunder leaves the redistribution to torch.compile."""
+    for differing, traces, reasons in ranks.run(infer_with_dtensors_inside, 8):
+        assert not differing
+        assert [trace["replays"] for trace in traces] == [[7], [], [7]]
+        assert reasons.keys() == {"dtensor_from_local", "dtensor_add_prim", "dtensor_to_local"}
+        assert all("works on DTensors" in reason for reason in reasons.values())
+
+
+def infer_with_dtensors(steps: int) -> tuple[int, list[Any], dict[str, str]]:
+    import parallel
+
+    weight, copies = OnDTensors().weight.detach(), [Replicate()]
+    mesh = weight.device_mesh
+
+    def redistribute(x: DTensor, w: DTensor) -> DTensor:
+        y = torch.exp(torch.nn.functional.linear(x, w))
+        return DTensor.redistribute(y + y, mesh, copies)
+
+    compiled = [thunder.jit(redistribute, transforms=graphs) for graphs in ([], [parallel.transform()])]
+    calls = [lambda x, f=f: f(DTensor.from_local(x, mesh, copies), weight) for f in compiled]
+    return infer(compiled, calls, steps)
+
+
+def test_dtensors(ranks: Ranks) -> None:
+    """Only what communicates whatever the layouts are is called a collective."""
+    for differing, traces, reasons in ranks.run(infer_with_dtensors, 8):
+        assert not differing and traces[0]["regions"] == 0
+        assert "communicates" in reasons.pop("dtensor_redistribute")
+        assert reasons.keys() == {"dtensor_linear_prim", "dtensor_exp_prim", "dtensor_add_prim"}
+        assert all("works on DTensors" in reason for reason in reasons.values())
