@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thunder_cg import explain
 from thunder_cg.errors import ShardedModuleError
+from thunder_cg.fastpath.accumulate import Accumulators
+from thunder_cg.fastpath.training import BackwardGraph
 
 STEPS = 8
 
@@ -59,7 +61,7 @@ def with_communication_hook(graphs: list[Any]) -> Any:
     return wrapped
 
 
-def used_before(graphs: list[Any]) -> Any:
+def used_before_ddp(graphs: list[Any]) -> Any:
     """The module was trained alone before, on the same batches on all ranks."""
     import parallel
 
@@ -78,7 +80,7 @@ DDP: dict[str, Callable[[list[Any]], Any]] = {
     "unused parameter": with_unused_parameter,
     "parameter hooks": with_parameter_hooks,
     "communication hook": with_communication_hook,
-    "used before": used_before,
+    "used before": used_before_ddp,
 }
 
 
@@ -107,6 +109,79 @@ def test_ddp_of_a_compiled_module(ranks: Ranks, case: str, micro: int) -> None:
         assert traces[0]["fast_path_calls"] >= STEPS * micro - 3
         assert hooked is None or len(hooked) == STEPS * 11
     assert answers[0][2] == answers[1][2]  # the ranks' parameters
+
+
+def deliveries(case: str) -> tuple[int, list[bool], list[bool]]:
+    """How many values differ; of each step, whether gradients went in bulk, and whether all are what a replay made."""
+    import parallel
+
+    taken: list[bool] = []
+    replayed: set[int] = set()
+    deliver, replay = Accumulators.deliver, BackwardGraph.replay
+
+    def watched_deliver(self: Accumulators, gradients: Any, others: Any) -> Any:
+        rest = deliver(self, gradients, others)
+        taken.append(rest is not gradients)
+        return rest
+
+    def watched_replay(self: BackwardGraph, tensors: list[Any]) -> list[Any]:
+        results = replay(self, tensors)
+        replayed.update(t.data_ptr() for t in results if t is not None)
+        return results
+
+    theirs, ours = DDP[case]([]), DDP[case]([parallel.transform()])
+    expected = parallel.train(theirs, STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accumulators, "deliver", watched_deliver)
+        patch.setattr(BackwardGraph, "replay", watched_replay)
+        found = parallel.train(ours, STEPS)
+        are_replayed = [p.grad.data_ptr() in replayed for p in ours.parameters()]
+    return parallel.differing(found, expected), taken, are_replayed
+
+
+@pytest.mark.parametrize("case", ["plain", "used before"])
+def test_gradients_under_ddp(ranks: Ranks, case: str) -> None:
+    """What a replay makes becomes the gradient without a copy. It goes in bulk if the nodes were made before DDP was:
+    DDP's hooks run after each node all the same."""
+    for differing, taken, are_replayed in ranks.run(deliveries, case):
+        assert not differing
+        assert set(taken) == {case == "used before"} and len(taken) >= STEPS - 2
+        assert len(are_replayed) == 11 and all(are_replayed)
+
+
+def train_on_streams(used_before: bool) -> int:
+    """Forward and backward are called on streams that change, each behind work that takes long."""
+    import parallel
+
+    def losses_and_gradients(graphs: list[Any]) -> list[torch.Tensor]:
+        wrapped = used_before_ddp(graphs) if used_before else data_parallel(compile_model(graphs))
+        found, kept = [], []
+        busy = torch.ones(4096, 4096, device=parallel.device())
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+        for step in range(3 * STEPS):
+            wrapped.zero_grad(set_to_none=True)
+            forward, backward = streams[step % 3], streams[step // 3 % 3]
+            forward.wait_stream(streams[0])
+            with torch.cuda.stream(forward):
+                busy @ busy
+                loss = wrapped(parallel.tokens(step)).square().mean()
+            backward.wait_stream(forward)
+            with torch.cuda.stream(backward):
+                loss.backward()
+                found += [loss.detach().clone(), *(p.grad.clone() for p in wrapped.parameters())]
+            streams[0].wait_stream(backward)
+            kept.append(loss)
+        return found
+
+    return parallel.differing(losses_and_gradients([parallel.transform()]), losses_and_gradients([]))
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_ddp_on_changing_streams(ranks: Ranks, used_before: bool) -> None:
+    """DDP reduces a gradient only after the replay that makes it, whatever streams forward and backward are on."""
+    if ranks.device == "cpu":
+        pytest.skip("a CPU has no streams")
+    assert ranks.run(train_on_streams, used_before) == [0, 0]
 
 
 def fx_of_ddp(graphs: list[Any]) -> tuple[Any, Any]:
