@@ -47,6 +47,18 @@ class TransformConflictError(CudagraphError, ValueError):
         super().__init__(f"transforms=[{', '.join(given)}]: {len(graphs)} of them capture CUDA graphs; {fix}")
 
 
+class ShardedModuleError(CudagraphError, TypeError):
+    """``fully_shard`` was applied to a compiled module, or to the module that was compiled."""
+
+    def __init__(self, module: object, which: str) -> None:
+        problem = "Thunder has parameters of its own, which fully_shard does not shard: each rank would train alone"
+        fix = (
+            "shard with thunder.distributed.fsdp(thunder.jit(model, ...)), "
+            "or compile what fully_shard made of the model with thunder.dynamo.thunderfx"
+        )
+        super().__init__(f"{type(module).__name__}: fully_shard was applied to {which}. {problem}; {fix}")
+
+
 class DisagreementWarning(UserWarning):
     """`verify` found a graph that does not do what its ops do: earlier replays of it may have been wrong."""
 

@@ -72,6 +72,7 @@ def test_symbolic_sizes(trace):
         ("svd", Reason.HOST_SYNC),
         ("tensor", Reason.HOST_SYNC),
         ("dtensor_redistribute", Reason.COLLECTIVE),
+        ("dtensor_add_prim", Reason.DTENSOR),
         ("torch_stash_grad_for_fsdp_prim_impl", Reason.SIDE_EFFECT),
         ("get_and_update_rng_state_impl", Reason.RANDOM_STATE),
         ("_grouped_mm", Reason.UNVERIFIED),

@@ -165,7 +165,8 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
         short = {key: trace.get(key) for key in keys}
         short["regions"] = len(trace["regions"])
         short["replays"] = [region["replays"] for region in trace["regions"]]
-        short["eager"] = [op["name"] for op in trace["ops"] if op["region"] is None and op["verdict"] == "eager"]
+        short["captures"] = [region["captures"] for region in trace["regions"]]
+        short["eager"] = [op["name"] for op in trace["ops"] if op["verdict"] == "eager"]
         found.append(short)
     return found
 

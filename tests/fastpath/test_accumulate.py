@@ -12,6 +12,7 @@ from models import Linear
 from support import same
 from torch import nn
 
+from thunder_cg.fastpath import accumulate
 from thunder_cg.fastpath.accumulate import Accumulators
 
 Body = Callable[[Any, nn.Module, torch.Tensor, dict[str, Any]], Any]
@@ -237,3 +238,32 @@ def test_a_loss_of_the_model_from_before_it_was_compiled(transform, device, monk
         return plain(jmodel, model, x, state)
 
     assert runs_in_bulk(body, transform, device, monkeypatch) == {False}
+
+
+def test_a_node_of_another_stream_that_a_loss_holds(transform, device, monkeypatch) -> None:
+    """The node would run on its own stream, which nobody orders after the stream of a replay that sets the gradient."""
+    current = [0]
+    monkeypatch.setattr(accumulate, "_stream_of", lambda device: current[0])
+    losses: list[torch.Tensor] = []
+
+    taken = watch_deliveries(monkeypatch)
+    model = nn.Sequential(Linear(8, 16), nn.GELU(), Linear(16, 4)).to(device)
+    jmodel, x = thunder.jit(model, transforms=[transform()]), torch.randn(4, 8, device=device)
+
+    def steps() -> list[bool]:
+        taken.clear()
+        for _ in range(4):
+            model.zero_grad()
+            loss = jmodel(x).sum()
+            loss.backward()
+            losses.extend([loss] if current[0] == 0 else [])
+        return taken[-2:]
+
+    assert steps() == [True, True]
+    current[0] = 1
+    assert steps() == [False, False]
+    current[0] = 0
+    assert steps() == [True, True]
+    losses.clear()
+    current[0] = 1
+    assert steps() == [True, True]

@@ -16,7 +16,7 @@ from thunder_cg.analysis.rules import AliasedInputs, Reason
 __all__ = ["Aliasing"]
 
 _HOLDS_MEMORY = frozenset({"tensor", "future"})
-_CHANGES_STATE = frozenset({Reason.SIDE_EFFECT, Reason.RANDOM_STATE})
+_CHANGES_STATE = frozenset({Reason.SIDE_EFFECT, Reason.RANDOM_STATE, Reason.DTENSOR})  # DTensors may communicate
 
 
 @dataclass(frozen=True, slots=True)

@@ -161,6 +161,7 @@ class _TraceReader:
     def __init__(self, static_names: frozenset[str]) -> None:
         self.static_names = static_names
         self.values: dict[str, Value] = {}
+        self._same: set[tuple[str, ...]] = set()  # inputs and results that are one tensor, of collectives in place
 
     def ops(self, bound_symbols: Iterable[compat.BoundSymbol]) -> tuple[Op, ...]:
         kept = (b for b in bound_symbols if _key(b.sym)[1] not in _DROPPED)
@@ -168,7 +169,10 @@ class _TraceReader:
 
     def op(self, index: int, bound: compat.BoundSymbol) -> Op:
         executor, id_ = _key(bound.sym)
-        return Op(
+        if id_ == "copy_" and tuple(reversed(self.names(bound.flat_proxy_args))) in self._same:
+            bound = compat.without_copy(bound)
+            executor, id_ = _key(bound.sym)
+        op = Op(
             index=index,
             name=bound.name_with_module(),
             executor=executor,
@@ -184,6 +188,9 @@ class _TraceReader:
             keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, compat.Proxy)),
             symbol=bound,
         )
+        if rules.REDUCES_IN_PLACE.name in op.conditions:
+            self._same.add(op.names)
+        return op
 
     def names(self, proxies: Iterable[compat.Proxy]) -> tuple[str, ...]:
         """Their names, each once, in order; registers their values."""

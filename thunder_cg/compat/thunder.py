@@ -59,6 +59,15 @@ def rebind(symbol: BoundSymbol, functions: dict[str, Callable[..., Any]]) -> Bou
     return copy
 
 
+def without_copy(symbol: BoundSymbol) -> BoundSymbol:
+    """In the place of a ``copy_`` of a tensor to itself: the same results, with nothing written."""
+    alias = _torch_executor.opmap["update_aliases"]
+    results = [symbol.output] if isinstance(symbol.output, Proxy) else symbol.output
+    return symbol.from_bsym(
+        sym=alias, args=(tuple(symbol.flat_proxy_args[:1]),), kwargs={}, output=(*results,), subsymbols=()
+    )
+
+
 # Compiled modules
 
 # The module that was given to ``thunder.jit``.

@@ -133,6 +133,12 @@ def attribute_writes_are_reported() -> bool:
     return not unchanged()
 
 
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether ``fully_shard`` was applied to the module. Its package takes long to import, so it is not imported."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
 # State of the thread and of the process
 
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack

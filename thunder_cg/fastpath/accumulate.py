@@ -7,6 +7,7 @@ backward that is one replay puts gradients where those nodes would, and gives th
 - the parameters have no gradient yet, so there is nothing to add to, in whatever order;
 - the gradient shares no memory: of what does, autograd keeps copies, but for the last;
 - no parameter has hooks, and its node has none either: see Note [Nodes without hooks];
+- each node has the stream of the replay: see Note [Streams of nodes];
 - no other call of the function waits for its backward.
 
 Note [Nodes without hooks]
@@ -14,7 +15,14 @@ Note [Nodes without hooks]
     when it is asked for, and has no hooks; that is noted in the node, which Thunder's calls and ours use from then on.
     As long as nobody has registered a hook of any kind from Python, anywhere, the node still has none. Where somebody
     has, a hook of ours is registered and removed again, which shows the others. A node that somebody held before its
-    first call may have hooks from C++, as those of data parallelism, and is left alone.
+    first call may have hooks from C++, as those of data parallelism, and is left alone. The hooks that data parallelism
+    adds to a node later run after the node and read the parameter's gradient, so they find what was put there.
+
+Note [Streams of nodes]
+    A node runs on the stream that was current when the node was made, and so do its hooks. Autograd orders that stream
+    after the one that made a gradient only if the node is given the gradient, and at its end it makes the caller's
+    stream wait for the streams of such nodes. A node that an earlier loss made on another stream and still holds would
+    let a hook, or the caller, read a gradient before the replay has made it.
 """
 
 from __future__ import annotations
@@ -31,8 +39,14 @@ from thunder_cg.compat.torch import engine_will_execute, has_accumulate_hooks
 from thunder_cg.runtime.tensors import address_if_any
 
 _NO_HOOKS = "thunder_cg"  # in a node's metadata: how many hooks had been registered when the node had none
+_STREAM = "thunder_cg stream"  # in a node's metadata, with the former: the stream on which the node was made
 _MAX_RENEWALS = 64  # of nodes, because somebody registered a hook somewhere
 _probes = 0  # how many hooks of ours have been registered
+
+
+def _stream_of(device: torch.device) -> int:
+    """The current stream of the device."""
+    return current_raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def _registered() -> int:
@@ -54,6 +68,7 @@ def _node_of(leaf: torch.Tensor) -> Any:
     found = node.metadata.get(_NO_HOOKS)
     if found is None:
         node.metadata[_NO_HOOKS] = _registered()
+        node.metadata[_STREAM] = _stream_of(leaf.device)
     elif found is token:
         del node.metadata[_NO_HOOKS]
     return node
@@ -93,6 +108,8 @@ class Accumulators:
         self._nodes = nodes_of(leaves)
         is_tied = len(set(map(id, leaves))) < len(leaves)  # tied weights have one node for several gradients
         self._may_deliver = look_for_hooks and not is_tied and all(map(_has_no_hooks, self._nodes))
+        for leaf, node in zip(leaves, self._nodes):
+            self._may_deliver = self._may_deliver and node.metadata[_STREAM] == _stream_of(leaf.device)
         self._handles = _registered()
 
     @property
@@ -140,7 +157,7 @@ class Keeper:
     """
 
     def __init__(self, device: torch.device, positions: Sequence[int]) -> None:
-        self._index = device.index if device.type == "cuda" else None
+        self._device = device
         self._positions = positions
         self._stream = -1
         self._kept: Accumulators | None = None
@@ -148,7 +165,7 @@ class Keeper:
 
     def keep(self, arguments: Sequence[Any]) -> Accumulators:
         """Those of these arguments: they are parameters that the guard has found where they were."""
-        stream = 0 if self._index is None else current_raw_stream(self._index)
+        stream = _stream_of(self._device)
         kept = self._kept
         if kept is None or stream != self._stream or (not kept.is_current and self._renewals < _MAX_RENEWALS):
             self._renewals += kept is not None and stream == self._stream

@@ -23,7 +23,7 @@ from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
 from thunder_cg.fastpath.guard import PrologueGuard
 from thunder_cg.fastpath.inference import FastPath, inference_fast_path, note_last
 from thunder_cg.fastpath.prologue import PrologueChecks
-from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported
+from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported, refuse_fully_sharded
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Recording
@@ -160,6 +160,8 @@ class Dispatch:
             result = call(*args, **kwargs)
             if result is not MISS:
                 return result
+        if (module := self._module()) is not None:
+            refuse_fully_sharded(module)
         for entry in self._entries:
             entry.drop_caches()
         nodes = nodes_of(self._leaves())  # held until Thunder's own nodes hold them: see Note [Nodes without hooks]

@@ -16,8 +16,16 @@ from weakref import ref
 
 import torch
 
-from thunder_cg.compat.thunder import ThunderModule, dtypes, module_buffers, module_parameters, skips_grad_sync
-from thunder_cg.compat.torch import any_autocast_enabled, default_device_is_set, dictionary_guard
+from thunder_cg.compat.thunder import (
+    ThunderModule,
+    dtypes,
+    module_buffers,
+    module_parameters,
+    original_module,
+    skips_grad_sync,
+)
+from thunder_cg.compat.torch import any_autocast_enabled, default_device_is_set, dictionary_guard, is_fully_sharded
+from thunder_cg.errors import ShardedModuleError
 
 _MAX_CHANGES = 64  # of what is watched; past it, it is checked at every call
 _CPU = torch.device("cpu")
@@ -89,6 +97,14 @@ def _autocast() -> tuple[Any, ...] | None:
     return (gpu, cpu) if gpu or cpu else None
 
 
+def refuse_fully_sharded(module: ThunderModule) -> None:
+    """Raises `ShardedModuleError` where Thunder's parameters are not those that ``fully_shard`` synchronizes."""
+    if is_fully_sharded(module):
+        raise ShardedModuleError(module, "the compiled module")
+    if is_fully_sharded(original_module(module)):
+        raise ShardedModuleError(original_module(module), "the module that thunder.jit was given")
+
+
 def _changed() -> bool:
     """Stands for a check of what has never been read, or changes too often to be watched: it is not unchanged."""
     return False
@@ -142,6 +158,7 @@ class ParameterCache(dict[int, list[torch.Tensor]]):
         """Itself, with nothing kept from before."""
         module = self._module()
         assert module is not None
+        refuse_fully_sharded(module)  # which changes the module's class, and so comes here
         self._changes += 1
         self.clear()
         watched = [self._module, module_parameters(module), module_buffers(module)]

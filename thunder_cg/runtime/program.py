@@ -31,6 +31,7 @@ from thunder_cg.runtime.verifier import Verifier
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
+_MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
 
 _CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
 _FORWARD_WAS_EAGER = "its forward ran eagerly"
@@ -78,6 +79,7 @@ class Program:
         self._used: list[Arena] = []  # kept alive from the warm-up on
         self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is still to come
         self._moves: Counter[str] = Counter()  # how often a static input was at another address
+        self._captures_for_moves = 0
         self._retired = 0
         self._backward_varies = False  # whether recordings keep what the forward saved, for other backwards
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
@@ -311,8 +313,9 @@ class Program:
 
     def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
         """Counts the static inputs that are at another address than in the newest of these recordings."""
-        for trace in traces[:1]:
-            self._pair._moves.update(self.inputs[i] for i in trace.guard.moved(inputs))
+        moved = [self.inputs[i] for trace in traces[:1] for i in trace.guard.moved(inputs)]
+        self._pair._moves.update(moved)
+        self._pair._captures_for_moves += bool(moved)
 
     # How a call ends
 
@@ -380,7 +383,8 @@ class Program:
         if name in recording.static:
             return True
         position = self._position.get(name)
-        return position is not None and self._static[position] and self._pair._moves[name] < _MAX_MOVES
+        moves = _MAX_MOVES if self._pair._captures_for_moves < _MAX_CAPTURES_FOR_MOVES else 1
+        return position is not None and self._static[position] and self._pair._moves[name] < moves
 
     def retire(self, recording: Recording) -> bool:
         """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.

@@ -26,13 +26,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from thunder_cg.analysis.rules import executors, prims, torch
-from thunder_cg.analysis.rules.conditions import IN_PLACE, positions
+from thunder_cg.analysis.rules.conditions import IN_PLACE, REDUCES_IN_PLACE, positions
 from thunder_cg.analysis.rules.executors import EXECUTORS, executor_rule
 from thunder_cg.analysis.rules.record import VJP, AliasedInputs, Cause, Condition, Evidence, Key, Reason, Rule
 
 __all__ = [
-    "EXECUTORS", "IN_PLACE", "RULES", "VJP", "AliasedInputs", "Cause", "Condition", "Evidence", "Key", "Reason", "Rule",
-    "executor_rule", "find", "key_of", "positions",
+    "EXECUTORS", "IN_PLACE", "REDUCES_IN_PLACE", "RULES", "VJP", "AliasedInputs", "Cause", "Condition", "Evidence",
+    "Key", "Reason", "Rule", "executor_rule", "find", "key_of", "positions",
 ]  # fmt: skip
 
 _RECORDS = (*torch.RULES, *prims.RULES, *executors.RULES)

@@ -171,6 +171,10 @@ SORTER = Condition(
     Cause(Reason.HOST_SYNC, "PyTorch checks on the host whether the sorter is in range",
           "sort the values with it first: sorted_sequence.gather(-1, sorter)"), Evidence.MEASURED)
 IN_PLACE = Condition("writes_in_place", "inplace=True is given.", _is_set("inplace"), aliases=FIRST, writes=FIRST)
+REDUCES_IN_PLACE = Condition(
+    "reduces_in_place", "It waits for the result and skip_clone=True is given, so its result is its argument itself.",
+    lambda call: call.argument("skip_clone") is True and call.argument("do_async") is False,
+    aliases=FIRST, writes=FIRST)
 SPARSE_GRADIENT = Condition(
     "has_sparse_gradient", "sparse=True is given.", _is_set("sparse"),
     Cause(Reason.DATA_DEPENDENT, "the gradient is sparse, and its size depends on the indices",

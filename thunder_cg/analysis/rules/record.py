@@ -31,6 +31,7 @@ class Reason(enum.Enum):
     HOST_SYNC = "waits for the device"
     RANDOM_STATE = "touches generator state on the host"
     COLLECTIVE = "communicates between processes"
+    DTENSOR = "works on DTensors, which no graph can take"
     SIDE_EFFECT = "changes something outside of tensors"
     UNVERIFIED = "not shown to be safe in a capture"
     UNKNOWN = "no rule knows it"

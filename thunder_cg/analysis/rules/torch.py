@@ -92,6 +92,13 @@ _COLLECTIVE = Cause(Reason.COLLECTIVE,
     "other processes must take part at the same time, and between an asynchronous call and its wait the result "
     "is a Python object",
     "none needed: regions form on both sides of it", "thunder/distributed/prims.py, thunder/executors/torchex.py")
+_TO_LOCAL = "compute with plain tensors between to_local() and from_local()"
+_DTENSOR = Cause(Reason.DTENSOR,
+    "a DTensor is a Python object around a tensor of each process, and the address that a graph needs is that "
+    "tensor's", _TO_LOCAL, "torch.distributed.tensor.DTensor has no data_ptr of its own")
+_REDISTRIBUTING = Cause(Reason.DTENSOR,
+    "it takes DTensors, and communicates where their layouts do not fit", _TO_LOCAL,
+    "CommDebugMode, two processes: add and mul of tensors that are sharded differently, exp of a partial sum")
 _QUANTIZATION = Cause(Reason.UNVERIFIED, "quantization kernels run on the CPU or update their ranges on the host",
     source="torch/_inductor: cudagraph-unsafe operators; fbgemm")
 _PATH_DEPENDS_ON_GPU = Cause(Reason.UNVERIFIED,
@@ -312,18 +319,20 @@ RULES: tuple[Rule, ...] = (
     *_rows("pin_memory", _THROUGH_CPU, evidence=NOT_MEASURED, aliases=ALL),
     *_rows("cpu", _THROUGH_CPU, evidence=MEASURED_ON_GPU, aliases=ALL, derivative=_ON_GPU),
     *_rows("""
-        dtensor_add_prim dtensor_exp_prim dtensor_grouped_mm_prim dtensor_linear_prim dtensor_mul_prim dtensor_neg_prim
+        dtensor_add_prim dtensor_exp_prim dtensor_grouped_mm_prim dtensor_linear_prim dtensor_mul_prim
         dtensor_reciprocal_prim
-    """, _COLLECTIVE, evidence=NOT_MEASURED),
+    """, _REDISTRIBUTING, evidence=NOT_MEASURED),
+    *_rows("dtensor_neg_prim", _DTENSOR, evidence=NOT_MEASURED),
     *_rows("""
-        dtensor_broadcast_in_dim_prim dtensor_convert_element_type_prim dtensor_from_local dtensor_redistribute
-        dtensor_reshape_prim dtensor_to_local dtensor_transpose_prim
-    """, _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL),
+        dtensor_broadcast_in_dim_prim dtensor_convert_element_type_prim dtensor_from_local dtensor_reshape_prim
+        dtensor_to_local dtensor_transpose_prim
+    """, _DTENSOR, evidence=NOT_MEASURED, aliases=ALL),
+    *_rows("dtensor_redistribute", _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL),
     *_rows("""
         torch_all_gather_prim_impl torch_broadcast_prim_impl torch_reduce_scatter_prim_impl torch_wait_prim_impl
     """, _CAPTURED_COLLECTIVE, evidence=KNOWN, communicates=True, aliases=ALL),
     *_rows("torch_all_reduce_prim_impl", _CAPTURED_COLLECTIVE, evidence=KNOWN, communicates=True, aliases=ALL,
-           writes=ALL),
+           writes=ALL, conditions=(when.REDUCES_IN_PLACE,), derivative=_but(conditions=())),
     *_rows("""
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight
         fbgemm_linear_int8_weight_fp32_activation fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16

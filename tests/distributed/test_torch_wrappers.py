@@ -1,0 +1,393 @@
+"""PyTorch's own wrappers of data parallelism around compiled modules, and inside what thunderfx compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from ranks import Ranks
+from thunder.dynamo import thunderfx
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from thunder_cg import explain
+from thunder_cg.errors import ShardedModuleError
+from thunder_cg.fastpath.accumulate import Accumulators
+from thunder_cg.fastpath.training import BackwardGraph
+
+STEPS = 8
+
+
+def data_parallel(compiled: Any, **options: Any) -> DistributedDataParallel:
+    import parallel
+
+    ids = [parallel.device().index] if parallel.device().type == "cuda" else None
+    return DistributedDataParallel(compiled, device_ids=ids, **options)
+
+
+def compile_model(graphs: list[Any]) -> Any:
+    import parallel
+
+    return thunder.jit(parallel.model(), transforms=graphs)
+
+
+def with_unused_parameter(graphs: list[Any]) -> Any:
+    import parallel
+
+    model = parallel.model()
+    model.unused = torch.nn.Linear(4, 4, device=parallel.device())
+    return data_parallel(thunder.jit(model, transforms=graphs), find_unused_parameters=True)
+
+
+def with_parameter_hooks(graphs: list[Any]) -> Any:
+    """The hooks double each gradient before its reduction, and note each parameter that has one after it."""
+    wrapped = data_parallel(compile_model(graphs))
+    wrapped.hooked = []
+    for parameter in wrapped.parameters():
+        parameter.register_hook(lambda gradient: gradient * 2)
+        parameter.register_post_accumulate_grad_hook(lambda p: wrapped.hooked.append(tuple(p.shape)))
+    return wrapped
+
+
+def with_communication_hook(graphs: list[Any]) -> Any:
+    wrapped = data_parallel(compile_model(graphs))
+    wrapped.register_comm_hook(None, fp16_compress_hook)
+    return wrapped
+
+
+def used_before_ddp(graphs: list[Any]) -> Any:
+    """The module was trained alone before, on the same batches on all ranks."""
+    import parallel
+
+    compiled = compile_model(graphs)
+    for step in range(6):
+        compiled.zero_grad(set_to_none=True)
+        compiled(parallel.tokens(step, shared=True)).square().mean().backward()
+    compiled.zero_grad(set_to_none=True)
+    return data_parallel(compiled)
+
+
+DDP: dict[str, Callable[[list[Any]], Any]] = {
+    "plain": lambda graphs: data_parallel(compile_model(graphs)),
+    "bucket views": lambda graphs: data_parallel(compile_model(graphs), gradient_as_bucket_view=True),
+    "static graph": lambda graphs: data_parallel(compile_model(graphs), static_graph=True),
+    "unused parameter": with_unused_parameter,
+    "parameter hooks": with_parameter_hooks,
+    "communication hook": with_communication_hook,
+    "used before": used_before_ddp,
+}
+
+
+def train_under_ddp(case: str, micro: int) -> tuple[int, int, list[Any], Any]:
+    import parallel
+
+    theirs = DDP[case]([])
+    expected = parallel.train(theirs, STEPS, micro=micro)
+    ours = DDP[case]([parallel.transform()])
+    found = parallel.train(ours, STEPS, micro=micro)
+    hooked = getattr(ours, "hooked", None)
+    assert hooked == getattr(theirs, "hooked", None)
+    last = [p.detach().cpu().tolist() for p in ours.parameters()]
+    return parallel.differing(found, expected), parallel.summary(ours.module), last, hooked
+
+
+@pytest.mark.parametrize(("case", "micro"), [*((case, 1) for case in DDP), ("plain", 3), ("bucket views", 3)])
+def test_ddp_of_a_compiled_module(ranks: Ranks, case: str, micro: int) -> None:
+    answers = ranks.run(train_under_ddp, case, micro)
+    for differing, traces, _, hooked in answers:
+        assert not differing
+        assert [trace["kind"] for trace in traces] == ["forward", "backward"]
+        for trace in traces:
+            assert trace["regions"] == 1 and not trace["fallbacks"] and trace["eager_calls"] == 1
+            assert trace["replays"][0] == trace["calls"] - 1 >= STEPS * micro - 1
+        assert traces[0]["fast_path_calls"] >= STEPS * micro - 3
+        assert hooked is None or len(hooked) == STEPS * 11
+    assert answers[0][2] == answers[1][2]  # the ranks' parameters
+
+
+def deliveries(case: str) -> tuple[int, list[bool], list[bool]]:
+    """How many values differ; of each step, whether gradients went in bulk, and whether all are what a replay made."""
+    import parallel
+
+    taken: list[bool] = []
+    replayed: set[int] = set()
+    deliver, replay = Accumulators.deliver, BackwardGraph.replay
+
+    def watched_deliver(self: Accumulators, gradients: Any, others: Any) -> Any:
+        rest = deliver(self, gradients, others)
+        taken.append(rest is not gradients)
+        return rest
+
+    def watched_replay(self: BackwardGraph, tensors: list[Any]) -> list[Any]:
+        results = replay(self, tensors)
+        replayed.update(t.data_ptr() for t in results if t is not None)
+        return results
+
+    theirs, ours = DDP[case]([]), DDP[case]([parallel.transform()])
+    expected = parallel.train(theirs, STEPS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accumulators, "deliver", watched_deliver)
+        patch.setattr(BackwardGraph, "replay", watched_replay)
+        found = parallel.train(ours, STEPS)
+        are_replayed = [p.grad.data_ptr() in replayed for p in ours.parameters()]
+    return parallel.differing(found, expected), taken, are_replayed
+
+
+@pytest.mark.parametrize("case", ["plain", "used before"])
+def test_gradients_under_ddp(ranks: Ranks, case: str) -> None:
+    """What a replay makes becomes the gradient without a copy. It goes in bulk if the nodes were made before DDP was:
+    DDP's hooks run after each node all the same."""
+    for differing, taken, are_replayed in ranks.run(deliveries, case):
+        assert not differing
+        assert set(taken) == {case == "used before"} and len(taken) >= STEPS - 2
+        assert len(are_replayed) == 11 and all(are_replayed)
+
+
+def train_on_streams(used_before: bool) -> int:
+    """Forward and backward are called on streams that change, each behind work that takes long."""
+    import parallel
+
+    def losses_and_gradients(graphs: list[Any]) -> list[torch.Tensor]:
+        wrapped = used_before_ddp(graphs) if used_before else data_parallel(compile_model(graphs))
+        found, kept = [], []
+        busy = torch.ones(4096, 4096, device=parallel.device())
+        streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+        for step in range(3 * STEPS):
+            wrapped.zero_grad(set_to_none=True)
+            forward, backward = streams[step % 3], streams[step // 3 % 3]
+            forward.wait_stream(streams[0])
+            with torch.cuda.stream(forward):
+                busy @ busy
+                loss = wrapped(parallel.tokens(step)).square().mean()
+            backward.wait_stream(forward)
+            with torch.cuda.stream(backward):
+                loss.backward()
+                found += [loss.detach().clone(), *(p.grad.clone() for p in wrapped.parameters())]
+            streams[0].wait_stream(backward)
+            kept.append(loss)
+        return found
+
+    return parallel.differing(losses_and_gradients([parallel.transform()]), losses_and_gradients([]))
+
+
+@pytest.mark.parametrize("used_before", [False, True])
+def test_ddp_on_changing_streams(ranks: Ranks, used_before: bool) -> None:
+    """DDP reduces a gradient only after the replay that makes it, whatever streams forward and backward are on."""
+    if ranks.device == "cpu":
+        pytest.skip("a CPU has no streams")
+    assert ranks.run(train_on_streams, used_before) == [0, 0]
+
+
+def fx_of_ddp(graphs: list[Any]) -> tuple[Any, Any]:
+    import parallel
+
+    wrapped = data_parallel(parallel.model())
+    return thunderfx(wrapped, transforms=graphs), wrapped
+
+
+def fx_of_fsdp2(graphs: list[Any], *, blocks: bool) -> tuple[Any, Any]:
+    import parallel
+
+    model = parallel.model()
+    for block in (model.first, model.second) if blocks else ():
+        fully_shard(block)
+    fully_shard(model)
+    return thunderfx(model, transforms=graphs), model
+
+
+FX: dict[str, Callable[[list[Any]], tuple[Any, Any]]] = {
+    "DDP": fx_of_ddp,
+    "FSDP2": lambda graphs: fx_of_fsdp2(graphs, blocks=False),
+    "FSDP2, blocks": lambda graphs: fx_of_fsdp2(graphs, blocks=True),
+}
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def train_fx(case: str, graphs: list[Any], steps: int) -> tuple[list[torch.Tensor], Any]:
+    """Losses, gradients and parameters of all steps of the usual loop, which keeps the loss."""
+    import parallel
+
+    torch._dynamo.reset()
+    compiled, model = FX[case](graphs)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = compiled(parallel.tokens(step)).square().mean()
+        loss.backward()
+        found += [loss.detach().clone(), *(local(p.grad) for p in model.parameters())]
+        optimizer.step()
+        found += [local(p) for p in model.parameters()]
+    return found, compiled
+
+
+def same_bits_with_thunderfx(case: str, steps: int) -> tuple[int, list[Any]]:
+    import parallel
+
+    theirs, _ = train_fx(case, [], steps)
+    ours, compiled = train_fx(case, [parallel.transform()], steps)
+    return parallel.differing(ours, theirs), [t for t in parallel.summary(compiled) if t["regions"]]
+
+
+@pytest.mark.parametrize("case", FX)
+def test_thunderfx(ranks: Ranks, case: str) -> None:
+    """FSDP2 gives parameters new memory in each step: they are copied, after a bounded number of captures."""
+    for differing, traces in ranks.run(same_bits_with_thunderfx, case, 20, timeout=200):
+        assert not differing and len(traces) == (4 if "blocks" in case else 2)
+        for trace in traces:
+            assert trace["eager_calls"] <= 2 and not trace["fallbacks"]
+            assert trace["replays"][0] == trace["calls"] - trace["eager_calls"]
+            assert trace["captures"][0] <= (8 if "FSDP2" in case else 1)
+        assert traces[0]["fast_path_calls"] >= traces[0]["calls"] / 2
+
+
+class ReducesInPlace(torch.nn.Module):
+    """Two parts, and between them a reduction that the user's code does in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import parallel
+
+        torch.manual_seed(0)
+        self.first, self.second = (parallel.Block(8).to(parallel.device()) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        torch.distributed.all_reduce(y)
+        return self.second(y) + y
+
+
+def reduce_in_place(name: str, steps: int) -> tuple[int, list[Any]]:
+    import parallel
+
+    compiler = {"jit": thunder.jit, "thunderfx": thunderfx}[name]
+    torch._dynamo.reset()
+    theirs, ours = (compiler(ReducesInPlace(), transforms=graphs) for graphs in ([], [parallel.transform()]))
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(s + parallel.RANK())) for s in range(steps)]
+    with torch.no_grad():
+        expected = [theirs(batch.to(parallel.device())) for batch in batches]
+        found = [ours(batch.to(parallel.device())) for batch in batches]
+    return parallel.differing(found, expected), parallel.summary(ours)
+
+
+@pytest.mark.parametrize("compiler", ["jit", "thunderfx"])
+def test_reduction_in_place(ranks: Ranks, compiler: str) -> None:
+    """Thunder does not differentiate the reduction."""
+    for differing, traces in ranks.run(reduce_in_place, compiler, 8):
+        assert not differing
+        assert traces[0]["regions"] == 2 and traces[0]["eager_calls"] == 1 and not traces[0]["fallbacks"]
+        assert traces[0]["replays"] == [7, 7] and traces[0]["captures"] == [1, 1]
+
+
+def refused(sharded: str, calls: int, grad: bool) -> tuple[list[str], int]:
+    """The messages of two calls after ``fully_shard``, which follows so many calls; how many calls Thunder counted."""
+    import parallel
+
+    model = parallel.model()
+    if sharded == "model":
+        fully_shard(model)
+    compiled = thunder.jit(model, transforms=[parallel.transform()])
+    messages = []
+    with torch.set_grad_enabled(grad):
+        for step in range(calls):
+            compiled(parallel.tokens(step))
+        if sharded == "compiled":
+            fully_shard(compiled)
+        for _ in range(2):
+            with pytest.raises(ShardedModuleError) as caught:
+                compiled(parallel.tokens(0))
+            messages.append(str(caught.value))
+    return messages, thunder.compile_stats(compiled).calls
+
+
+@pytest.mark.parametrize(
+    ("sharded", "calls", "grad"),
+    [("model", 0, True), ("compiled", 0, True), ("compiled", 5, True), ("compiled", 5, False)],
+)
+def test_fully_shard_with_a_compiled_module_is_refused(ranks: Ranks, sharded: str, calls: int, grad: bool) -> None:
+    """Each rank would train alone, also after calls that took the fast path."""
+    for messages, counted in ranks.run(refused, sharded, calls, grad):
+        assert counted == calls and messages[0] == messages[1]
+        assert "each rank would train alone" in messages[0] and "thunder.distributed.fsdp" in messages[0]
+
+
+class OnDTensors(torch.nn.Module):
+    """A linear layer with a sharded weight, a redistribution, and operators on plain tensors before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import parallel
+
+        torch.manual_seed(0)
+        self.mesh = init_device_mesh(parallel.device().type, (torch.distributed.get_world_size(),))
+        weight = torch.randn(8, 8, device=parallel.device())
+        self.weight = torch.nn.Parameter(distribute_tensor(weight, self.mesh, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x * 2) + 1
+        y = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        z = torch.nn.functional.linear(y, self.weight)
+        z = (z + z).redistribute(self.mesh, [Replicate()]).to_local()
+        return torch.tanh(z * 2) + 1
+
+
+def infer(compiled: list[Any], calls: list[Callable[..., Any]], steps: int) -> tuple[int, list[Any], dict[str, str]]:
+    """How many results differ, what ran, and why operators stayed eager."""
+    import parallel
+
+    batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(s)) for s in range(steps)]
+    with torch.no_grad():
+        expected, found = ([local(call(batch.to(parallel.device()))) for batch in batches] for call in calls)
+    ops = [op for trace in explain(compiled[1]).to_dict()["traces"] for op in trace["ops"] if op["verdict"] == "eager"]
+    reasons = {op["name"]: op["reason"] for op in ops}
+    return parallel.differing(found, expected), parallel.summary(compiled[1]), reasons
+
+
+def infer_with_dtensors_inside(steps: int) -> tuple[int, list[Any], dict[str, str]]:
+    import parallel
+
+    torch._dynamo.reset()
+    compiled = [thunderfx(OnDTensors(), transforms=graphs) for graphs in ([], [parallel.transform()])]
+    return infer(compiled, compiled, steps)
+
+
+def test_dtensors_inside(ranks: Ranks) -> None:
+    """Graphs form before and after what works on DTensors. Thunder leaves the redistribution to torch.compile."""
+    for differing, traces, reasons in ranks.run(infer_with_dtensors_inside, 8):
+        assert not differing
+        assert [trace["replays"] for trace in traces] == [[7], [], [7]]
+        assert reasons.keys() == {"dtensor_from_local", "dtensor_add_prim", "dtensor_to_local"}
+        assert all("works on DTensors" in reason for reason in reasons.values())
+
+
+def infer_with_dtensors(steps: int) -> tuple[int, list[Any], dict[str, str]]:
+    import parallel
+
+    weight, copies = OnDTensors().weight.detach(), [Replicate()]
+    mesh = weight.device_mesh
+
+    def redistribute(x: DTensor, w: DTensor) -> DTensor:
+        y = torch.exp(torch.nn.functional.linear(x, w))
+        return DTensor.redistribute(y + y, mesh, copies)
+
+    compiled = [thunder.jit(redistribute, transforms=graphs) for graphs in ([], [parallel.transform()])]
+    calls = [lambda x, f=f: f(DTensor.from_local(x, mesh, copies), weight) for f in compiled]
+    return infer(compiled, calls, steps)
+
+
+def test_dtensors(ranks: Ranks) -> None:
+    """Only what communicates whatever the layouts are is called a collective."""
+    for differing, traces, reasons in ranks.run(infer_with_dtensors, 8):
+        assert not differing and traces[0]["regions"] == 0
+        assert "communicates" in reasons.pop("dtensor_redistribute")
+        assert reasons.keys() == {"dtensor_linear_prim", "dtensor_exp_prim", "dtensor_add_prim"}
+        assert all("works on DTensors" in reason for reason in reasons.values())
