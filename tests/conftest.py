@@ -53,6 +53,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--programs", type=int, help="how many call patterns tests/programs runs, from seeds that nobody has seen"
     )
+    parser.addoption("--nightly", action="store_true", help="also run what takes long and differs little from the rest")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip = pytest.mark.skip(reason="--nightly runs it")
+    for item in items:
+        if item.get_closest_marker("nightly") is not None and not config.getoption("nightly"):
+            item.add_marker(skip)
 
 
 @pytest.fixture(

@@ -86,9 +86,9 @@ def patch_capture(what: str) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("options", [{}, {"capture_collectives": "always"}], ids=["auto", "always"])
-def test_ranks_that_do_the_same(ranks: Ranks, options: dict[str, Any]) -> None:
-    for found in ranks.run(what_runs, "ddp", "the same", options):
+@pytest.mark.nightly
+def test_ranks_that_need_not_agree(ranks: Ranks) -> None:
+    for found in ranks.run(what_runs, "ddp", "the same", {"capture_collectives": "always"}):
         assert not found["differing"] and not found["failures"]
         assert found["regions"] == found["traces"] == 2 and found["replays"] == 2 * (STEPS - 1)
 
@@ -98,7 +98,9 @@ def test_collectives_can_stay_eager(ranks: Ranks) -> None:
         assert not found["differing"] and not found["failures"] and found["replays"] >= 2 * (STEPS - 1)
 
 
-@pytest.mark.parametrize("what", ["is watched", "has no memory", "evaluates"])
+@pytest.mark.parametrize(
+    "what", ["is watched", *(pytest.param(what, marks=pytest.mark.nightly) for what in ("has no memory", "evaluates"))]
+)
 def test_what_passes(ranks: Ranks, what: str) -> None:
     """The ranks capture together as soon as they can."""
     for found in ranks.run(what_runs, "ddp", what, {}):
@@ -115,7 +117,7 @@ def test_a_rank_that_cannot_capture(ranks: Ranks) -> None:
     assert second["failures"] == ["CaptureRefused: refused here"]
 
 
-@pytest.mark.parametrize("builder", ["ddp", "fsdp zero2"])
+@pytest.mark.parametrize("builder", ["ddp", pytest.param("fsdp zero2", marks=pytest.mark.nightly)])
 def test_uneven_batches(ranks: Ranks, builder: str) -> None:
     """The small batch of rank 1 has functions of its own, and its captures wait in vain for rank 0, which replays."""
     first, second = ranks.run(what_runs, builder, "uneven batches", {})

@@ -44,7 +44,7 @@ def outcome(call: Callable[[], Any]) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("builder", ["ddp", "tensor parallel"])
+@pytest.mark.parametrize("builder", ["ddp", pytest.param("tensor parallel", marks=pytest.mark.nightly)])
 def test_a_group_that_is_destroyed(ranks: Ranks, builder: str) -> None:
     for found in ranks.run(destroy_and_begin_anew, builder, tempfile.mkdtemp()):
         assert found["differing"] == [0, 0]

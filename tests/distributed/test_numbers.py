@@ -62,7 +62,10 @@ def fifty_steps(builder: str, mixed_precision: bool) -> tuple[int, list[dict[str
     return parallel.differing(ours, theirs), parallel.summary(compiled)
 
 
-@pytest.mark.parametrize(("builder", "mixed_precision"), [("ddp", False), ("ddp", True), ("fsdp zero2", True)])
+@pytest.mark.parametrize(
+    ("builder", "mixed_precision"),
+    [("fsdp zero2", True), *(pytest.param("ddp", mixed, marks=pytest.mark.nightly) for mixed in (False, True))],
+)
 def test_fifty_steps(ranks: Ranks, builder: str, mixed_precision: bool) -> None:
     for differing, traces in ranks.run(fifty_steps, builder, mixed_precision, timeout=180.0):
         assert not differing

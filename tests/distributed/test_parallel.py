@@ -38,7 +38,7 @@ def test_same_bits(ranks: Ranks, builder: str) -> None:
             assert trace["kind"] == "backward" or trace["fast_path_calls"] == 3
 
 
-@pytest.mark.parametrize("builder", ["ddp", "fsdp zero2"])
+@pytest.mark.parametrize("builder", ["fsdp zero2", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_no_sync(ranks: Ranks, builder: str) -> None:
     """Three micro-batches, of which the last communicates."""
     for differing, traces in ranks.run(same_bits, builder, 4, 3):

@@ -21,6 +21,8 @@ from thunder_cg.errors import ShardedModuleError
 from thunder_cg.fastpath.accumulate import Accumulators
 from thunder_cg.fastpath.training import BackwardGraph
 
+PARAMETERS = 7  # of parallel.Model
+nightly = pytest.mark.nightly
 STEPS = 8
 
 
@@ -97,7 +99,15 @@ def train_under_ddp(case: str, micro: int) -> tuple[int, int, list[Any], Any]:
     return parallel.differing(found, expected), parallel.summary(ours.module), last, hooked
 
 
-@pytest.mark.parametrize(("case", "micro"), [*((case, 1) for case in DDP), ("plain", 3), ("bucket views", 3)])
+@pytest.mark.parametrize(
+    ("case", "micro"),
+    [
+        ("unused parameter", 1),
+        ("bucket views", 3),
+        *(pytest.param(case, 1, marks=nightly) for case in DDP if case != "unused parameter"),
+        pytest.param("plain", 3, marks=nightly),
+    ],
+)
 def test_ddp_of_a_compiled_module(ranks: Ranks, case: str, micro: int) -> None:
     answers = ranks.run(train_under_ddp, case, micro)
     for differing, traces, _, hooked in answers:
@@ -107,7 +117,7 @@ def test_ddp_of_a_compiled_module(ranks: Ranks, case: str, micro: int) -> None:
             assert trace["regions"] == 1 and not trace["fallbacks"] and trace["eager_calls"] == 1
             assert trace["replays"][0] == trace["calls"] - 1 >= STEPS * micro - 1
         assert traces[0]["fast_path_calls"] >= STEPS * micro - 3
-        assert hooked is None or len(hooked) == STEPS * 11
+        assert hooked is None or len(hooked) == STEPS * PARAMETERS
     assert answers[0][2] == answers[1][2]  # the ranks' parameters
 
 
@@ -139,14 +149,14 @@ def deliveries(case: str) -> tuple[int, list[bool], list[bool]]:
     return parallel.differing(found, expected), taken, are_replayed
 
 
-@pytest.mark.parametrize("case", ["plain", "used before"])
+@pytest.mark.parametrize("case", [pytest.param("plain", marks=nightly), "used before"])
 def test_gradients_under_ddp(ranks: Ranks, case: str) -> None:
     """What a replay makes becomes the gradient without a copy. It goes in bulk if the nodes were made before DDP was:
     DDP's hooks run after each node all the same."""
     for differing, taken, are_replayed in ranks.run(deliveries, case):
         assert not differing
         assert set(taken) == {case == "used before"} and len(taken) >= STEPS - 2
-        assert len(are_replayed) == 11 and all(are_replayed)
+        assert len(are_replayed) == PARAMETERS and all(are_replayed)
 
 
 def train_on_streams(used_before: bool) -> int:
@@ -195,7 +205,7 @@ def fx_of_fsdp2(graphs: list[Any], *, blocks: bool) -> tuple[Any, Any]:
     import parallel
 
     model = parallel.model()
-    for block in (model.first, model.second) if blocks else ():
+    for block in (model.block,) if blocks else ():
         fully_shard(block)
     fully_shard(model)
     return thunderfx(model, transforms=graphs), model
@@ -238,7 +248,9 @@ def same_bits_with_thunderfx(case: str, steps: int) -> tuple[int, list[Any]]:
     return parallel.differing(ours, theirs), [t for t in parallel.summary(compiled) if t["regions"]]
 
 
-@pytest.mark.parametrize("case", FX)
+@pytest.mark.parametrize(
+    "case", [pytest.param("DDP", marks=nightly), "FSDP2", pytest.param("FSDP2, blocks", marks=nightly)]
+)
 def test_thunderfx(ranks: Ranks, case: str) -> None:
     """FSDP2 gives parameters new memory in each step: they are copied, after a bounded number of captures."""
     for differing, traces in ranks.run(same_bits_with_thunderfx, case, 20, timeout=200):
@@ -266,12 +278,13 @@ class ReducesInPlace(torch.nn.Module):
         return self.second(y) + y
 
 
-def reduce_in_place(name: str, steps: int) -> tuple[int, list[Any]]:
+def reduce_in_place(name: str, steps: int, capture: str) -> tuple[int, list[Any]]:
     import parallel
 
     compiler = {"jit": thunder.jit, "thunderfx": thunderfx}[name]
     torch._dynamo.reset()
-    theirs, ours = (compiler(ReducesInPlace(), transforms=graphs) for graphs in ([], [parallel.transform()]))
+    graphs = [parallel.transform(capture_collectives=capture)]
+    theirs, ours = (compiler(ReducesInPlace(), transforms=each) for each in ([], graphs))
     batches = [torch.randn(4, 8, generator=torch.Generator().manual_seed(s + parallel.RANK())) for s in range(steps)]
     with torch.no_grad():
         expected = [theirs(batch.to(parallel.device())) for batch in batches]
@@ -279,13 +292,16 @@ def reduce_in_place(name: str, steps: int) -> tuple[int, list[Any]]:
     return parallel.differing(found, expected), parallel.summary(ours)
 
 
-@pytest.mark.parametrize("compiler", ["jit", "thunderfx"])
-def test_reduction_in_place(ranks: Ranks, compiler: str) -> None:
+@pytest.mark.parametrize(
+    ("compiler", "capture"), [("jit", "auto"), ("jit", "never"), pytest.param("thunderfx", "auto", marks=nightly)]
+)
+def test_reduction_in_place(ranks: Ranks, compiler: str, capture: str) -> None:
     """Thunder does not differentiate the reduction."""
-    for differing, traces in ranks.run(reduce_in_place, compiler, 8):
+    for differing, traces in ranks.run(reduce_in_place, compiler, 8, capture):
         assert not differing
-        assert traces[0]["regions"] == 2 and traces[0]["eager_calls"] == 1 and not traces[0]["fallbacks"]
-        assert traces[0]["replays"] == [7, 7] and traces[0]["captures"] == [1, 1]
+        assert traces[0]["regions"] == (1 if capture == "auto" else 2) == len(traces[0]["replays"])
+        assert traces[0]["eager_calls"] == 1 and not traces[0]["fallbacks"]
+        assert set(traces[0]["replays"]) == {7} and set(traces[0]["captures"]) == {1}
 
 
 def refused(sharded: str, calls: int, grad: bool) -> tuple[list[str], int]:
@@ -360,6 +376,7 @@ def infer_with_dtensors_inside(steps: int) -> tuple[int, list[Any], dict[str, st
     return infer(compiled, compiled, steps)
 
 
+@pytest.mark.nightly
 def test_dtensors_inside(ranks: Ranks) -> None:
     """Graphs form before and after what works on DTensors. Thunder leaves the redistribution to torch.compile."""
     for differing, traces, reasons in ranks.run(infer_with_dtensors_inside, 8):
