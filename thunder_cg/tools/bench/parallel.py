@@ -1,4 +1,4 @@
-"""One step of a model on several ranks, under each kind of parallelism: by PyTorch, torch.compile, Thunder, and by hand.
+"""One step of a model on several ranks, under each kind of parallelism: PyTorch's, Thunder's, and by hand.
 
 Tensor parallelism splits each MLP, its first layer by columns and its second by rows; attention is whole on each rank.
 """
@@ -83,8 +83,8 @@ def _step(
         return loss.detach()
 
     def infer() -> Any:
-        # With gradients on: Thunder 0.2.6 has no tensor parallelism under no_grad.
-        return call(*subject.inputs).detach()
+        with torch.set_grad_enabled(compiled is not None):  # Thunder 0.2.6 has no tensor parallelism under no_grad
+            return call(*subject.inputs).detach()
 
     return RankStep(train if subject.case.trains else infer, parameters, compiled)
 
@@ -169,24 +169,29 @@ def _thunder(subject: RankSubject, collectives: str | None = None, fused: bool =
 
 
 class _Gathered:
-    """Parameters that each rank holds a part of: gathered before the forward, their gradients reduced to its part."""
+    """Parameters that each rank holds a part of: gathered before the forward, their gradients reduced to the part."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         size, rank = dist.get_world_size(), dist.get_rank()
         self.whole = [p for p in parameters if p.numel() % size]  # few and small; their gradients are summed
-        self.split = [p for p in parameters if p.numel() % size == 0]
-        self.parts = [p.detach().reshape(-1).chunk(size)[rank].clone() for p in self.split]
-        self.gradients = [torch.empty_like(part) for part in self.parts]
+        parts = {p: nn.Parameter(p.detach().view(-1).chunk(size)[rank].clone()) for p in parameters}
+        self.parts = {p: part for p, part in parts.items() if p.numel() % size == 0}
+        self.held = [self.parts.get(p, p) for p in parameters]
+        for part in self.parts.values():
+            part.grad = torch.empty_like(part)
 
     def gather(self) -> None:
         with coalescing():
-            for parameter, part in zip(self.split, self.parts, strict=True):
-                dist.all_gather_into_tensor(parameter.detach().view(-1), part)
+            for parameter, part in self.parts.items():
+                dist.all_gather_into_tensor(parameter.detach().view(-1), part.detach())
 
     def reduce(self) -> None:
         with coalescing():
-            for parameter, gradient in zip(self.split, self.gradients, strict=True):
-                dist.reduce_scatter_tensor(gradient, _gradient(parameter).view(-1))
+            for parameter, part in self.parts.items():
+                assert part.grad is not None
+                dist.reduce_scatter_tensor(part.grad, _gradient(parameter).view(-1))
+        for parameter in self.parts:
+            parameter.grad = None  # its memory is free for the next step
         _all_reduce(self.whole)
 
 
@@ -252,15 +257,15 @@ def _summed(bias: Tensor | None, layer: nn.Module, args: Any, output: Tensor) ->
     return summed if bias is None else summed + bias
 
 
-def step_by_hand(subject: RankSubject) -> Callable[[], Any]:
+def step_by_hand(subject: RankSubject) -> RankStep:
     """A plain PyTorch step with its collectives, which one graph can hold: coalesced, and not overlapped."""
-    parameters = [*subject.model.parameters()]
-    before = after = lambda: None
+    held: Sequence[nn.Parameter] = [*subject.model.parameters()]
+    parameters, before, after = held, _nothing, _nothing
     if subject.parallel == DDP:
         after = partial(_all_reduce, parameters)
     elif subject.parallel in (ZERO2, ZERO3):
         gathered = _Gathered(parameters)
-        before, after = gathered.gather, gathered.reduce
+        held, before, after = gathered.held, gathered.gather, gathered.reduce
     else:
         _split_by_hand(subject)
     step = _step(subject, subject.model, parameters).call
@@ -271,27 +276,31 @@ def step_by_hand(subject: RankSubject) -> Callable[[], Any]:
         after()
         return result
 
-    return call
+    return RankStep(call, held)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _hand_made(subject: RankSubject) -> RankStep:
-    call = step_by_hand(subject)
+    step = step_by_hand(subject)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
-            call()
+            step.call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # The watchdog of NCCL asks about events meanwhile, from another thread.
     with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-        output = call()
+        output = step.call()
 
-    def replay(alive: Any = (subject, call)) -> Any:
+    def replay(alive: Any = step) -> Any:
         """Keeps alive the tensors that the graph reads."""
         graph.replay()
         return output
 
-    return RankStep(replay, [*subject.model.parameters()])
+    return RankStep(replay, step.parameters)
 
 
 _VARIANTS: Mapping[str, Callable[[RankSubject], RankStep]] = {

@@ -30,7 +30,8 @@ class RankSettings:
 
     Attributes:
         device: of which kind; each rank has its own.
-        names, variants: those whose names hold one of these; no variants for all.
+        names: cases whose names hold one of these.
+        variants: see `_is_meant`; none for all.
         tokens: batch and length of each GPT case; none for the defaults.
         calls: steps of a turn, at most.
         json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
@@ -53,7 +54,12 @@ class RankSettings:
 
     def chosen_variants(self, case: RankCase) -> list[str]:
         names = variants(case.parallel, self.device, self.quick and not self.variants)
-        return [name for name in names if not self.variants or any(text in name for text in self.variants)]
+        return [name for name in names if not self.variants or _is_meant(name, names, self.variants)]
+
+
+def _is_meant(name: str, names: Sequence[str], texts: Sequence[str]) -> bool:
+    """A text means the variant that it names, else all that hold it: `thunder` is one of five."""
+    return any(text == name or (text in name and text not in names) for text in texts)
 
 
 @dataclass(slots=True)
@@ -108,7 +114,8 @@ def run_ranks(settings: RankSettings) -> int:
             run_on_ranks(_measure_all, (these,), settings.ranks, settings.device.type, timeout, progress.tick, keep)
         except RankFailed as failure:  # it costs one case; new processes go on with the next
             failed = True
-            keep([RankRow(left[0].name, EVERY_VARIANT, failure=str(failure))])
+            if left:
+                keep([RankRow(left[0].name, EVERY_VARIANT, failure=str(failure))])
     return int(failed)
 
 
