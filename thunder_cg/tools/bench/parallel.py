@@ -43,7 +43,7 @@ class RankSubject:
     def split_layers(self) -> tuple[list[str], list[str]]:
         """The layers that tensor parallelism splits by columns, and those by rows."""
         named = [(name, name.rpartition(".")[2]) for name, _ in self.model.named_modules()]
-        return [n for n, last in named if last in ("up", "gate")], [n for n, last in named if last == "down"]
+        return [n for n, last in named if last == "up"], [n for n, last in named if last == "down"]
 
 
 @dataclass(frozen=True, slots=True)
