@@ -51,6 +51,7 @@ KNOW_THUNDER = {
     "transform.py",
 }
 PUBLIC = {
+    "thunder.distributed",
     "thunder.dynamo.thunderfx",
     "thunder.transforms.cudagraph.CUDAGraphTransform",
 }  # what users of Thunder import, too

@@ -24,9 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _demo(argv: Sequence[str]) -> int:
     """train and sample a small GPT with and without CUDA graphs, compare bit for bit, show the plan"""
-    from thunder_cg.tools import demo
+    from thunder_cg.tools import demo_command
 
-    return demo.main(argv)
+    return demo_command.main(argv)
 
 
 def _bench(argv: Sequence[str]) -> int:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import FakeWork, Store, Work
 from torch.distributed import ProcessGroup
-from torch.distributed.distributed_c10d import _get_process_group_store, _world
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
 
-__all__ = ["ProcessGroup", "Store", "before_shutdown", "begun", "capture_problem", "is_alive", "store", "wait"]
+__all__ = [
+    "ProcessGroup",
+    "Store",
+    "before_shutdown",
+    "begun",
+    "capture_problem",
+    "coalescing",
+    "is_alive",
+    "store",
+    "wait",
+]
 
 
 def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | None:
@@ -68,3 +79,9 @@ def begun(operator: Any, args: tuple[Any, ...]) -> Any:
 def wait(output: Any) -> None:
     """Waits for the work that an operator of c10d returned in a dispatch mode."""
     Work.unbox(output[-1] if isinstance(output, tuple) else output).wait()
+
+
+def coalescing() -> AbstractContextManager[Any]:
+    """Collectives of one kind inside become one, at the end; for the tools."""
+    manager: AbstractContextManager[Any] = _coalescing_manager()
+    return manager

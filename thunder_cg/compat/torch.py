@@ -242,6 +242,11 @@ def dynamo_recompile_limit(limit: int) -> AbstractContextManager[None]:
     return torch._dynamo.config.patch(recompile_limit=limit)
 
 
+def optimize_ddp(yes: bool) -> AbstractContextManager[None]:
+    """Whether Dynamo, where it compiles inside, cuts a DDP module's graph at its buckets to overlap their reduction."""
+    return torch._dynamo.config.patch(optimize_ddp=yes)
+
+
 def forget_dynamic_sizes() -> None:
     """Makes Dynamo forget which sizes varied: it compiles such sizes as dynamic ones from the start."""
     torch._dynamo.pgo.reset_code_state()

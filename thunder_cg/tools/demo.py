@@ -6,7 +6,6 @@ spreads to all later results. The demo compares each loss, each parameter and ea
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import os
@@ -25,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_cg import cudagraph_transform, explain
-from thunder_cg.tools.arguments import add_device, device_of
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -38,6 +36,8 @@ UNTIMED = 3
 TICKS = 10
 PLAN_LINES = 40
 SHOWN_DIFFERENCES = 20
+TAPE_NOTE = "  The tape replays on the CPU, one operator at a time: it checks the plan and saves no time."
+BUG = "This is a bug in thunder_cg; please report it with the output above."
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,10 +235,14 @@ def train_and_write(model: CharacterGPT, corpus: Corpus, settings: DemoSettings,
     return DemoRun(losses, parameters, text, step_ms, character_ms, step, decode)
 
 
-def train(step: Any, corpus: Corpus, settings: DemoSettings) -> tuple[tuple[Tensor, ...], float]:
-    """The losses of all steps, kept as the tensors that the model returned, and milliseconds per step."""
+def train(step: Any, corpus: Corpus, settings: DemoSettings, seed: int = SEED) -> tuple[tuple[Tensor, ...], float]:
+    """The losses of all steps, kept as the tensors that the model returned, and milliseconds per step.
+
+    Args:
+        seed: of the batches that are drawn.
+    """
     optimizer = torch.optim.AdamW(step.parameters(), lr=2e-3)
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     losses = []
     clock = Clock(settings.device)
     for _ in range(settings.steps):
@@ -325,18 +329,6 @@ def _bytes(tensor: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------- output
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs `python -m thunder_cg demo` with these arguments. Returns the exit status of `run`."""
-    parser = argparse.ArgumentParser(
-        prog="python -m thunder_cg demo",
-        description="Trains a character-level GPT on this package's source and lets it write, with and without "
-        "cudagraph_transform(), from one seed. Exits with 1 if a loss, a parameter or a character differs in one bit.",
-    )
-    add_device(parser)
-    arguments = parser.parse_args(argv)
-    return run(settings_for(device_of(arguments, parser)))
-
-
 def run(settings: DemoSettings) -> int:
     """Runs the demo and prints its results. Returns 0, or 1 if the two runs differ in one bit."""
     with deterministic():
@@ -347,8 +339,8 @@ def run(settings: DemoSettings) -> int:
         plain = train_and_write(copy.deepcopy(model), corpus, settings, [])
         captured = train_and_write(model, corpus, settings, [cudagraph_transform(backend=settings.backend)])
         found = differences(plain, captured)
-    print_lines(_plan("the training step", captured.step))
-    print_lines(_plan("writing a character", captured.decode))
+    print_lines(plan("the training step", captured.step))
+    print_lines(plan("writing a character", captured.decode))
     print_lines(_captured(captured))
     print_lines(_times(settings, plain, captured))
     print_lines(_verdict(plain, captured, found))
@@ -381,7 +373,7 @@ def _introduction(settings: DemoSettings, corpus: Corpus) -> Iterator[str]:
     yield "  twice  from one seed: with plain thunder.jit, and with cudagraph_transform()"
 
 
-def _plan(what: str, compiled: Any) -> Iterator[str]:
+def plan(what: str, compiled: Any) -> Iterator[str]:
     lines = str(explain(compiled)).splitlines()
     yield ""
     yield f"Plan of {what} (print(explain(fn)))"
@@ -413,7 +405,7 @@ def _times(settings: DemoSettings, plain: DemoRun, captured: DemoRun) -> Iterato
     for what, without, with_graphs in rows:
         yield f"  {what:22}{without:10.2f}{with_graphs:10.2f}{without / with_graphs:9.2f}x"
     if settings.backend == "tape":
-        yield "  The tape replays on the CPU, one operator at a time: it checks the plan and saves no time."
+        yield TAPE_NOTE
 
 
 def _verdict(plain: DemoRun, captured: DemoRun, found: Sequence[str]) -> Iterator[str]:
@@ -429,7 +421,7 @@ def _verdict(plain: DemoRun, captured: DemoRun, found: Sequence[str]) -> Iterato
     yield from (f"  {line}" for line in found[:SHOWN_DIFFERENCES])
     if len(found) > SHOWN_DIFFERENCES:
         yield f"  ... and {len(found) - SHOWN_DIFFERENCES} more"
-    yield "This is a bug in thunder_cg; please report it with the output above."
+    yield BUG
 
 
 def print_lines(lines: Iterable[str]) -> None:

@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection, get_context
@@ -113,6 +113,7 @@ class Workers(Generic[T]):
         tasks_per_process: after so many tasks, a process is replaced.
         environment: variables for the processes.
         on_progress: called with a task, its stage and the ticks that its worker reports.
+        on_result: called with a task and each result that its worker sends.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class Workers(Generic[T]):
         tasks_per_process: int = 1,
         environment: Mapping[str, str] | None = None,
         on_progress: Callable[[T, str, int], None] = lambda task, stage, ticks: None,
+        on_result: Callable[[T, Any], None] = lambda task, result: None,
     ) -> None:
         self._work = work
         self._tasks = deque(tasks)
@@ -134,13 +136,14 @@ class Workers(Generic[T]):
         self._tasks_per_process = tasks_per_process
         self._environment = environment or {}
         self._on_progress = on_progress
+        self._on_result = on_result
         self._workers: list[_Worker[T]] = []
 
     def add(self, tasks: Sequence[T]) -> None:
         """Appends tasks to those that wait for a process."""
         self._tasks.extend(tasks)
 
-    def answers(self) -> Iterator[Answer[T]]:
+    def answers(self) -> Generator[Answer[T], None, None]:
         """The answers as they come: one for each task, and one more for each task that waits for its turn.
 
         Raises:
@@ -219,6 +222,7 @@ class Workers(Generic[T]):
             self._on_progress(worker.answer.task, *content)
         elif kind == "result":
             worker.answer.result = content
+            self._on_result(worker.answer.task, content)
         elif kind == "retire":
             worker.tasks_begun = self._tasks_per_process
         elif kind == "wait":

@@ -81,33 +81,31 @@ QUICK = ("MLP, 4 layers", "MLP with .item(), 4 layers", "DLRM, training")
 def _large() -> tuple[BenchmarkCase, ...]:
     gpt = (12, 768, 12, 50304, 512)
     return (
-        BenchmarkCase(MLP, lambda: Mlp(16, 64), lambda: (_floats(8, 64),), dtype=torch.float32),
-        BenchmarkCase(SMALL_GPT, lambda: Gpt(12, 128, 4, 512, 128), lambda: (_numbers(512, 1, 16),)),
-        BenchmarkCase(GPT, lambda: Gpt(*gpt), lambda: (_numbers(50304, 1, 64),)),
-        BenchmarkCase(GPT_TRAINING, lambda: Gpt(*gpt), lambda: _twice(50304, 2, 128), trains=True),
-        BenchmarkCase(LARGE_GPT_TRAINING, lambda: Gpt(*gpt), lambda: _twice(50304, 16, 512), trains=True),
+        BenchmarkCase(MLP, lambda: Mlp(16, 64), lambda: (floats(8, 64),), dtype=torch.float32),
+        BenchmarkCase(SMALL_GPT, lambda: Gpt(12, 128, 4, 512, 128), lambda: (numbers(512, 1, 16),)),
+        BenchmarkCase(GPT, lambda: Gpt(*gpt), lambda: (numbers(50304, 1, 64),)),
+        BenchmarkCase(GPT_TRAINING, lambda: Gpt(*gpt), lambda: tokens_and_targets(50304, 2, 128), trains=True),
+        BenchmarkCase(LARGE_GPT_TRAINING, lambda: Gpt(*gpt), lambda: tokens_and_targets(50304, 16, 512), trains=True),
         BenchmarkCase(
             "GPT decode, width 768, a token with a KV cache of 512", lambda: GptDecode(*gpt), lambda: _token(50304, 256)
         ),
         BenchmarkCase(
             "MLP with .item(), 16 layers, width 64, batch 8",
             lambda: MlpWithItem(16, 64),
-            lambda: (_floats(8, 64),),
+            lambda: (floats(8, 64),),
             dtype=torch.float32,
         ),
-        BenchmarkCase(
-            "ResNet-50, 1 image", lambda: ResNet("resnet50", 1000).eval(), lambda: (_floats(1, 3, 224, 224),)
-        ),
+        BenchmarkCase("ResNet-50, 1 image", lambda: ResNet("resnet50", 1000).eval(), lambda: (floats(1, 3, 224, 224),)),
         BenchmarkCase(
             "ResNet-50, training 32 images",
             lambda: ResNet("resnet50", 1000),
-            lambda: (_floats(32, 3, 224, 224), _numbers(1000, 32)),
+            lambda: (floats(32, 3, 224, 224), numbers(1000, 32)),
             trains=True,
         ),
         BenchmarkCase(
             "BERT-base, training 8 x 128 tokens",
             lambda: Bert(),
-            lambda: (*_twice(30522, 8, 128), _numbers(2, 8)),
+            lambda: (*tokens_and_targets(30522, 8, 128), numbers(2, 8)),
             trains=True,
             dynamo=True,
         ),
@@ -130,7 +128,7 @@ def _large() -> tuple[BenchmarkCase, ...]:
         BenchmarkCase(
             "Llama, 1.1 billion parameters, training 1 x 512 tokens",
             lambda: Llama(16, 2048, 32, 8, 8192, 32000, 512),
-            lambda: _twice(32000, 1, 512),
+            lambda: tokens_and_targets(32000, 1, 512),
             trains=True,
             exact=False,
         ),
@@ -139,12 +137,14 @@ def _large() -> tuple[BenchmarkCase, ...]:
 
 def _small() -> tuple[BenchmarkCase, ...]:
     small = (
-        BenchmarkCase("MLP, 4 layers", lambda: Mlp(4, 32), lambda: (_floats(8, 32),)),
-        BenchmarkCase("MLP with .item(), 4 layers", lambda: MlpWithItem(4, 32), lambda: (_floats(8, 32),)),
-        BenchmarkCase("GPT, 2 layers", lambda: Gpt(2, 32, 2, 64, 32), lambda: (_numbers(64, 1, 16),)),
+        BenchmarkCase("MLP, 4 layers", lambda: Mlp(4, 32), lambda: (floats(8, 32),)),
+        BenchmarkCase("MLP with .item(), 4 layers", lambda: MlpWithItem(4, 32), lambda: (floats(8, 32),)),
+        BenchmarkCase("GPT, 2 layers", lambda: Gpt(2, 32, 2, 64, 32), lambda: (numbers(64, 1, 16),)),
         BenchmarkCase("GPT decode, 2 layers", lambda: GptDecode(2, 32, 2, 64, 32), lambda: _token(64, 16)),
-        BenchmarkCase("GPT, 2 layers, training", lambda: Gpt(2, 32, 2, 64, 32), lambda: _twice(64, 2, 16), trains=True),
-        BenchmarkCase("ResNet-18, 1 image", lambda: ResNet("resnet18", 10).eval(), lambda: (_floats(1, 3, 32, 32),)),
+        BenchmarkCase(
+            "GPT, 2 layers, training", lambda: Gpt(2, 32, 2, 64, 32), lambda: tokens_and_targets(64, 2, 16), trains=True
+        ),
+        BenchmarkCase("ResNet-18, 1 image", lambda: ResNet("resnet18", 10).eval(), lambda: (floats(1, 3, 32, 32),)),
         BenchmarkCase(
             "BERT, 2 layers, training",
             lambda: Bert(
@@ -155,7 +155,7 @@ def _small() -> tuple[BenchmarkCase, ...]:
                 intermediate_size=64,
                 max_position_embeddings=32,
             ),
-            lambda: (*_twice(64, 2, 16), _numbers(2, 2)),
+            lambda: (*tokens_and_targets(64, 2, 16), numbers(2, 2)),
             trains=True,
             dynamo=True,
         ),
@@ -177,7 +177,10 @@ def _small() -> tuple[BenchmarkCase, ...]:
         ),
         BenchmarkCase("DLRM, training", lambda: Dlrm(4, 50, 8, (16,), (16,)), lambda: _clicks(16, 4, 50), trains=True),
         BenchmarkCase(
-            "Llama, 2 layers, training", lambda: Llama(2, 32, 4, 2, 64, 64, 16), lambda: _twice(64, 1, 16), trains=True
+            "Llama, 2 layers, training",
+            lambda: Llama(2, 32, 4, 2, 64, 64, 16),
+            lambda: tokens_and_targets(64, 1, 16),
+            trains=True,
         ),
     )
     return tuple(replace(case, dtype=torch.float32) for case in small)
@@ -187,7 +190,7 @@ SCALING = (
     ScalingSeries(
         "layer",
         lambda n: BenchmarkCase(
-            f"{n} layers", lambda: SharedLayer(n, 64), lambda: (_floats(8, 64),), dtype=torch.float32
+            f"{n} layers", lambda: SharedLayer(n, 64), lambda: (floats(8, 64),), dtype=torch.float32
         ),
         sizes=(1, 2, 5, 10, 50, 100, 200, 500),
         small=(1, 5),
@@ -195,7 +198,7 @@ SCALING = (
     ScalingSeries(
         "parameter",
         lambda n: BenchmarkCase(
-            f"{n} parameters", lambda: SumOfParameters(n, 64), lambda: (_floats(64),), dtype=torch.float32
+            f"{n} parameters", lambda: SumOfParameters(n, 64), lambda: (floats(64),), dtype=torch.float32
         ),
         sizes=(2, 10, 32, 100, 200, 500),
         small=(2, 10),
@@ -203,7 +206,7 @@ SCALING = (
     ScalingSeries(
         "input",
         lambda n: BenchmarkCase(
-            f"{n} inputs", lambda: SumOfInputs(64), lambda: tuple(_floats(64) for _ in range(n)), dtype=torch.float32
+            f"{n} inputs", lambda: SumOfInputs(64), lambda: tuple(floats(64) for _ in range(n)), dtype=torch.float32
         ),
         sizes=(1, 2, 5, 10, 20, 50, 100),
         small=(1, 5),
@@ -211,25 +214,25 @@ SCALING = (
 )
 
 
-def _floats(*shape: int) -> Tensor:
+def floats(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-def _numbers(below: int, *shape: int, seed: int = 0) -> Tensor:
+def numbers(below: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _twice(vocabulary: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
+def tokens_and_targets(vocabulary: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets."""
-    return _numbers(vocabulary, rows, length), _numbers(vocabulary, rows, length, seed=1)
+    return numbers(vocabulary, rows, length), numbers(vocabulary, rows, length, seed=1)
 
 
 def _token(vocabulary: int, position: int) -> tuple[Tensor, Tensor]:
-    return _numbers(vocabulary, 1), torch.tensor([position])
+    return numbers(vocabulary, 1), torch.tensor([position])
 
 
 def _clicks(batch: int, tables: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    return _floats(batch, 13), _numbers(rows, batch, tables), _numbers(2, batch, seed=1).float()
+    return floats(batch, 13), numbers(rows, batch, tables), numbers(2, batch, seed=1).float()
 
 
 def _objects(images: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -238,4 +241,4 @@ def _objects(images: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     masks = torch.zeros(images, 2, size, size, dtype=torch.uint8)
     masks[:, 0, : size // 2, : size // 2] = 1
     masks[:, 1, size // 3 :, size // 3 :] = 1
-    return _floats(images, 3, size, size), boxes, torch.tensor([1, 2]).expand(images, 2).contiguous(), masks
+    return floats(images, 3, size, size), boxes, torch.tensor([1, 2]).expand(images, 2).contiguous(), masks

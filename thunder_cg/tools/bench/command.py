@@ -6,7 +6,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from thunder_cg.tools.arguments import add_device, device_of, positive
+from thunder_cg.tools.bench.rank_run import RankSettings, run_ranks
 from thunder_cg.tools.bench.run import BenchmarkSettings, run
 
 
@@ -14,6 +17,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns the exit status; wrong arguments leave by `SystemExit(2)`."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    if arguments.gpus is not None:
+        return _on_ranks(arguments, parser)
     settings = BenchmarkSettings(
         device_of(arguments, parser),
         arguments.quick,
@@ -32,6 +37,37 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
 
 
+def _on_ranks(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    device, found = device_of(arguments, parser), torch.cuda.device_count()
+    if arguments.gpus > found and arguments.device != "cpu":
+        problem = f"--gpus {arguments.gpus}: this machine has {found} GPUs"
+        parser.error(f"{problem}; --device cpu tries small cases with gloo and the tape")
+    settings = RankSettings(
+        torch.device(device.type),
+        arguments.gpus,
+        arguments.quick,
+        tuple(arguments.cases or [arguments.only]),
+        tuple(arguments.variants),
+        arguments.layers,
+        tuple(arguments.tokens),
+        arguments.calls or (10 if arguments.quick else 30),
+        arguments.json,
+    )
+    if arguments.list:
+        print(*(case.name for case in settings.chosen), sep="\n")
+        return 0
+    try:
+        return run_ranks(settings)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _tokens(text: str) -> tuple[int, int]:
+    """Batch and length, as `type=` of an argument."""
+    batch, _, length = text.partition("x")
+    return positive(batch), positive(length)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m thunder_cg bench",
@@ -48,4 +84,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--jobs", type=positive, default=1, metavar="N", help="cases to prepare at once, each in its own process")
     add("--json", type=Path, metavar="FILE", help="write the numbers there; those of other cases stay")
     add("--plots", type=Path, metavar="DIR", help="draw all that FILE holds, as SVG (needs matplotlib)")
+    several = parser.add_argument_group("on several GPUs").add_argument
+    several(
+        "--gpus", type=positive, metavar="N", help="measure steps under ddp, fsdp and tensor parallelism on N ranks"
+    )
+    several("--cases", nargs="+", default=[], metavar="TEXT", help="cases that have one of these in their names")
+    several("--variants", nargs="+", default=[], metavar="TEXT", help="variants that have one of these in their names")
+    several("--layers", type=positive, metavar="N", help="of the language models (default: GPT 12, Llama 16)")
+    several("--tokens", nargs="+", type=_tokens, default=[], metavar="BxT", help="GPT's batches (default: 2x128 8x512)")
     return parser

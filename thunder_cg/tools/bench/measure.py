@@ -140,7 +140,7 @@ class Contender:
         for _ in range(3):
             self.prepared.step()
         self.sync()
-        with _quiet_collector():
+        with quiet_collector():
             for _ in range(calls):
                 host, end_to_end = self._call()
                 self._host.append(host * 1e6)
@@ -155,8 +155,8 @@ class Contender:
         """The row, after all turns."""
         row = self.row
         row.samples = len(self._host)
-        row.host_p50, row.host_p99 = median(self._host), _p99(self._host)
-        row.end_to_end_p50, row.end_to_end_p99 = median(self._end_to_end), _p99(self._end_to_end)
+        row.host_p50, row.host_p99 = median(self._host), p99(self._host)
+        row.end_to_end_p50, row.end_to_end_p99 = median(self._end_to_end), p99(self._end_to_end)
         row.back_to_back = median(self._back_to_back)
         row.per_second = 1e6 / row.back_to_back
         captures = self._captures() if self.prepared.transform is not None else row.first_calls_ms[1:2]
@@ -168,7 +168,7 @@ class Contender:
         programs = [located.program for located in locate(self.prepared.compiled).programs]
         times: list[float] = []
         dropped: list[Recording] = []  # freed after the measurement
-        with _quiet_collector():
+        with quiet_collector():
             for _ in range(CAPTURES):
                 for program in programs:
                     dropped += program.recordings
@@ -246,7 +246,7 @@ def _measure(
     with keep_cublas_workspaces():
         prepare([name for name in names if name != REDUCE_OVERHEAD])
         ready()
-        with _frozen_objects():
+        with frozen_objects():
             rows |= _take_turns(
                 case, [contenders[name] for name in names if name in contenders], len(names), calls, progress
             )
@@ -309,7 +309,7 @@ class _AccuracyCheck:
 
 
 @contextmanager
-def _frozen_objects() -> Iterator[None]:
+def frozen_objects() -> Iterator[None]:
     """Takes all present objects out of garbage collection, which takes seconds for traces of thousands of operators."""
     gc.collect()
     gc.freeze()
@@ -320,7 +320,7 @@ def _frozen_objects() -> Iterator[None]:
 
 
 @contextmanager
-def _quiet_collector() -> Iterator[None]:
+def quiet_collector() -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
@@ -329,5 +329,5 @@ def _quiet_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _p99(samples: Sequence[float]) -> float:
+def p99(samples: Sequence[float]) -> float:
     return quantiles(samples, n=100, method="inclusive")[98] if len(samples) > 1 else samples[0]

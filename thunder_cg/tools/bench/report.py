@@ -32,10 +32,10 @@ def _case(case: str, rows: Sequence[BenchmarkRow]) -> Iterator[str]:
     own = [row for row in rows if row.case == case]
     compared = next((row.reference for row in own if row.reference), "")
     yield f"\n**{case}**" + (f" (errors against {compared})" if compared else "") + "\n"
-    yield _line(_HEADER)
-    yield _line(("---",) * len(_HEADER))
+    yield line(_HEADER)
+    yield line(("---",) * len(_HEADER))
     for row in own:
-        yield _line(_cells(row))
+        yield line(_cells(row))
     for row in own:
         if row.captured:
             yield f"\n{row.variant}: {row.captured}; its analysis took {row.analysis_ms:.1f} ms"
@@ -70,11 +70,11 @@ def _scaling_table(unit: str, results: BenchmarkResults) -> Iterator[str]:
     points = [p for p in results.points if p.unit == unit]
     sizes = [*dict.fromkeys(p.size for p in points)]
     yield f"\n**Host time, p50 us, by number of {unit}s**\n"
-    yield _line([f"{unit}s", *map(str, sizes)])
-    yield _line(["---"] * (1 + len(sizes)))
+    yield line([f"{unit}s", *map(str, sizes)])
+    yield line(["---"] * (1 + len(sizes)))
     times = {(p.variant, p.size): "failed" if p.failure else f"{p.host_p50:,.0f}" for p in points}
     for variant in dict.fromkeys(p.variant for p in points):
-        yield _line([variant, *(times.get((variant, size), "") for size in sizes)])
+        yield line([variant, *(times.get((variant, size), "") for size in sizes)])
     for point in points:
         if point.failure:
             yield f"\n{point.variant}, {point.size} {unit}s: {point.failure}"
@@ -85,12 +85,13 @@ def _scaling_table(unit: str, results: BenchmarkResults) -> Iterator[str]:
 
 def goals_table(found: Sequence[Goal]) -> str:
     """The goals as Markdown."""
-    lines = ["", "**Goals**", "", _line(("goal", "at most", "found", "met")), _line(("---",) * 4)]
+    lines = ["", "**Goals**", "", line(("goal", "at most", "found", "met")), line(("---",) * 4)]
     for goal in found:
         met = "yes" if goal.met else "NO"
-        lines.append(_line((goal.name, f"{goal.limit:g} {goal.unit}", f"{goal.found:.3g} {goal.unit}", met)))
+        lines.append(line((goal.name, f"{goal.limit:g} {goal.unit}", f"{goal.found:.3g} {goal.unit}", met)))
     return "\n".join(lines)
 
 
-def _line(cells: Sequence[str]) -> str:
+def line(cells: Sequence[str]) -> str:
+    """A row of a Markdown table."""
     return f"| {' | '.join(cells)} |"

@@ -1,0 +1,23 @@
+"""Nothing depends on there being two ranks: four agree, capture, and compute the same bits as without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from ranks import Ranks
+from test_parallel import same_bits
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Ranks]:
+    pool = Ranks(4, "cpu")
+    yield pool
+    pool.close()
+
+
+def test_four_ranks(four: Ranks) -> None:
+    for differing, traces in four.run(same_bits, "fsdp zero2", 4, 1, timeout=180.0):
+        assert not differing
+        for trace in traces:
+            assert trace["replays"] == [3] and not trace["eager"] and not trace["fallbacks"]

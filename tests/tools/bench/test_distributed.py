@@ -1,0 +1,121 @@
+"""The benchmark on several ranks: what is made by hand computes what PyTorch does; the command measures and writes."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from thunder_cg import __main__ as command_line
+from thunder_cg.tools.bench import rank_run
+from thunder_cg.tools.bench.distributed import RankRow, _template
+from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, DDP, FLOOR, TENSOR, ZERO2, ZERO3, prepare, step_by_hand
+from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
+from thunder_cg.tools.bench.rank_run import RankSettings, rank_table
+from thunder_cg.tools.bench.variants import EAGER, OURS, THUNDER
+from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
+from thunder_cg.tools.workers import Supervisor
+
+CPU = torch.device("cpu")
+
+
+def by_both(here: Rank, supervisor: Supervisor, parallels: tuple[str, ...]) -> dict[str, list[float]]:
+    """How far loss and gradients of the step by hand are from those of PyTorch's own parallelism."""
+    return {parallel: _distances(parallel) for parallel in parallels}
+
+
+def _distances(parallel: str) -> list[float]:
+    (case, *_) = rank_cases(CPU, False, 1, ())
+    template = _template(replace(case, parallel=parallel))
+    found = []
+    for make in (lambda own: prepare(EAGER, own), step_by_hand):
+        step = make(replace(template, model=copy.deepcopy(template.model)))
+        for _ in range(2):
+            loss = step.call()
+        gradients = [_local(parameter.grad).flatten() for parameter in step.parameters if parameter.grad is not None]
+        found.append([loss.flatten(), *gradients])
+    return [float((a - b).abs().max()) for a, b in zip(*found, strict=True)]
+
+
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_step_by_hand_computes_what_pytorch_does() -> None:
+    parallels = (DDP, ZERO2, ZERO3, TENSOR)
+    for found in run_on_ranks(by_both, (parallels,), 2, "cpu", 60.0):
+        for parallel in parallels:
+            assert len(found[parallel]) > 10 and max(found[parallel]) < 1e-6, parallel
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_command_measures_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "results.json"
+    words = ["bench", "--gpus", "2", "--device", "cpu", "--cases", "ddp", "--calls", "1", "--json", str(file)]
+    assert command_line.main([*words, "--variants", THUNDER, OURS]) == 0
+    printed = capsys.readouterr().out
+    assert "training 2 x 16 tokens, ddp**" in printed and "2 regions with" in printed and "; 0 ops eager" in printed
+    content = json.loads(file.read_text())
+    assert content["environment"]["ranks"] == "2"
+    plain, ours = content["rows"]
+    assert (plain["variant"], ours["variant"], ours["bits"]) == (THUNDER, OURS, "same")
+    for row in (plain, ours):
+        assert row["back_to_back_ms"] > 0 and row["skew_p99_ms"] > 0 and not row["failure"]
+
+
+def test_failed_ranks_cost_one_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The first processes measure a case and die in the next; others go on after that."""
+    settings = RankSettings(torch.device("cuda"), 2, names=("ResNet",))
+    cases = [case.name for case in settings.chosen]
+    begun: list[tuple[str, ...]] = []
+
+    def run(work: Any, arguments: Any, size: int, kind: str, timeout: float, on_progress: Any, on_result: Any) -> None:
+        begun.append(arguments[0].names)
+        on_result([RankRow(arguments[0].names[0], OURS, 1.0)])
+        if len(begun) == 1:
+            raise RankFailed("rank 1: out of luck")
+
+    monkeypatch.setattr(rank_run, "run_on_ranks", run)
+    monkeypatch.setattr(rank_run, "environment", lambda device: {})
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27))
+    assert rank_run.run_ranks(settings) == 1
+    assert begun == [tuple(cases), (cases[2],)]
+    printed = capsys.readouterr().out
+    assert [f"**{case}**" in printed for case in cases] == [True] * 3 and "rank 1: out of luck" in printed
+
+
+def test_table_has_the_ratios_that_count() -> None:
+    rows = [
+        RankRow("case", THUNDER, 30.0, 29.0, 1.5, 900.0, 10.0),
+        RankRow("case", OURS, 6.0, 0.1, 0.01, 950.0, 12.0, bits="same", captured="2 regions with 9 of 9 ops"),
+        RankRow("case", FLOOR, 5.0, 0.02, 0.01, 800.0, 1.0),
+        RankRow("case", EAGER, failure="a | b"),
+    ]
+    table = rank_table(rows)
+    assert "| thunder_cg | 6.00 | 0.10 | 0.010 | 950 | 12.0 | same |" in table
+    assert "thunder_cg, back to back: 0.20 x thunder, 1.20 x hand-made graph" in table
+    assert "| eager | a / b |" in table
+
+
+def test_names_choose_cases_and_variants() -> None:
+    gpu = torch.device("cuda")
+    settings = RankSettings(gpu, 2, names=("GPT, ",), layers=3, tokens=((4, 64),))
+    names = [case.name for case in settings.chosen]
+    assert names == [f"GPT, 3 layers, width 768, training 4 x 64 tokens, {p}" for p in (DDP, ZERO2, ZERO3, TENSOR)]
+    case = RankCase(settings.chosen[0].case, DDP, gpu)
+    assert replace(settings, variants=(OURS, "hand")).chosen_variants(case) == [OURS, FLOOR]
+    assert COLLECTIVES_EAGER in replace(settings, variants=("collectives",)).chosen_variants(case)
+
+
+def test_command_says_how_many_gpus_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        command_line.main(["bench", "--gpus", "99"])
+    assert left.value.code == 2
+    assert f"--gpus 99: this machine has {torch.cuda.device_count()} GPUs; --device cpu" in capsys.readouterr().err

@@ -1,0 +1,250 @@
+"""Measures steps on several ranks: all variants of a case in turns, in one process for each rank and GPU.
+
+Only ratios within one run count, not milliseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces, optimize_ddp
+from thunder_cg.report.report import explain
+from thunder_cg.tools.bench.measure import (
+    FIRST_CALLS,
+    ROUNDS,
+    TURN_SECONDS,
+    frozen_objects,
+    p99,
+    quiet_collector,
+    subject,
+)
+from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankStep, RankSubject, prepare
+from thunder_cg.tools.bench.rank_cases import RankCase
+from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER
+from thunder_cg.tools.demo import same_bits
+from thunder_cg.tools.workers import Supervisor, failure_text
+
+FEWEST_STEPS = 5  # of a turn
+
+
+@dataclass(slots=True)
+class RankRow:
+    """One variant of one case on all ranks; where ranks differ, the number is the largest.
+
+    Attributes:
+        back_to_back_ms: per step of many, with one synchronization at the end; median of the turns.
+        host_ms: until a step returns, the GPU idle when it begins; median.
+        skew_p99_ms: between the first and the last rank's end of a step, each after a synchronization; p99.
+        reserved_mb: the peak of the caching allocator in the first calls above what the model takes, 1e6 bytes. Memory
+            of earlier variants in the process counts.
+        first_calls_s: preparation and the first calls: compilation, warm-up, capture.
+        steps: synchronized steps measured.
+        bits: for thunder_cg, whether loss and gradients equal those of plain Thunder: "same", "different", or "thunder
+            varies" if two steps of plain Thunder differ.
+        captured: for thunder_cg, the headline of its report.
+        failure: why the variant did not run, "" if it did.
+    """
+
+    case: str
+    variant: str
+    back_to_back_ms: float = 0.0
+    host_ms: float = 0.0
+    skew_p99_ms: float = 0.0
+    reserved_mb: float = 0.0
+    first_calls_s: float = 0.0
+    steps: int = 0
+    bits: str = ""
+    captured: str = ""
+    failure: str = ""
+
+
+@dataclass(slots=True)
+class _Samples:
+    """What one rank measured of one variant."""
+
+    host: list[float]
+    back_to_back: list[float]
+    ends: list[float]  # of steps, by a clock that all processes of the machine share
+    reserved: float = 0.0
+    first_calls: float = 0.0
+    bits: str = ""
+
+
+class RankContender:
+    """One variant on this rank, prepared and called until it reached its steady state."""
+
+    def __init__(self, name: str, template: RankSubject) -> None:
+        self.name = name
+        self.samples = _Samples([], [], [])
+        self._device = template.device
+        own = replace(template, model=copy.deepcopy(template.model))
+        torch.manual_seed(dist.get_rank())
+        forget_dynamic_sizes()
+        # Parts of a DDP module, which Dynamo compiles apart by default, do not go together with reduce-overhead.
+        with self._memory(), optimize_ddp(name != REDUCE_OVERHEAD):
+            start = time.perf_counter()
+            self.step: RankStep = prepare(name, own)
+            times = [self._timed() for _ in range(FIRST_CALLS)]
+            self.samples.first_calls = time.perf_counter() - start
+        self.seconds = min(times[3:])
+
+    def _sync(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _timed(self) -> float:
+        start = time.perf_counter()
+        self.step.call()
+        self._sync()
+        return time.perf_counter() - start
+
+    @contextmanager
+    def _memory(self) -> Iterator[None]:
+        if self._device.type != "cuda":
+            yield
+            return
+        gc.collect()
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_reserved(self._device)
+        yield
+        self.samples.reserved = (torch.cuda.max_memory_reserved(self._device) - before) / 1e6
+
+    def turn(self, steps: int, control: dist.ProcessGroup) -> None:
+        """Measures steps back to back, then as many synchronized ones."""
+        for _ in range(2):
+            self.step.call()
+        self._sync()
+        dist.barrier(group=control)
+        with quiet_collector():
+            start = time.perf_counter()
+            for _ in range(steps):
+                self.step.call()
+            self._sync()
+            self.samples.back_to_back.append((time.perf_counter() - start) / steps * 1e3)
+            dist.barrier(group=control)
+            for _ in range(steps):
+                start = time.perf_counter()
+                self.step.call()
+                self.samples.host.append((time.perf_counter() - start) * 1e3)
+                self._sync()
+                self.samples.ends.append(time.perf_counter())
+
+    def results(self) -> list[Tensor]:
+        """The loss or the output of one more step, and its gradients on this rank."""
+        found = [self.step.call(), *(p.grad for p in self.step.parameters if p.grad is not None)]
+        return [tensor.detach().clone() for tensor in found]
+
+
+def measure_case(case: RankCase, names: Sequence[str], steps: int, supervisor: Supervisor) -> list[RankRow]:
+    """The rows of a case. To be called on each rank; each has a group, and reports to its supervisor."""
+    control = dist.new_group(backend="gloo")  # what ranks say to each other stays out of NCCL's streams
+    assert control is not None
+    try:
+        with dynamo_recompile_limit(64):
+            return _measure(case, names, steps, supervisor, control)
+    finally:
+        torch.compiler.reset()
+        gc.collect()
+        if case.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def ticks(names: Sequence[str]) -> int:
+    """How many ticks `measure_case` reports."""
+    return len(names) * (1 + ROUNDS)
+
+
+def _measure(
+    case: RankCase, names: Sequence[str], steps: int, supervisor: Supervisor, control: dist.ProcessGroup
+) -> list[RankRow]:
+    template = _template(case)
+    contenders: dict[str, RankContender] = {}
+    rows = {name: RankRow(case.name, name) for name in names}
+    expected: list[list[Tensor]] = []
+
+    def prepare_all(some: Sequence[str]) -> None:
+        for name in some:
+            supervisor.report(f"{case.name}: preparing {name}")
+            contender, failure = None, ""
+            try:
+                contender = RankContender(name, template)
+                contender.samples.bits = _bits(contender, expected)
+            except Exception as error:
+                failure = failure_text(error)
+            failures = _everyone(failure, control)
+            rows[name].failure = next((f"rank {i}: {each}" for i, each in enumerate(failures) if each), "")
+            if contender is not None and not rows[name].failure:
+                contenders[name] = contender
+
+    # Inductor frees all cuBLAS workspaces when it records a graph, but graphs of other variants write to theirs.
+    prepare_all([name for name in names if name == REDUCE_OVERHEAD])
+    with keep_cublas_workspaces():
+        prepare_all([name for name in names if name != REDUCE_OVERHEAD])
+        expected.clear()
+        with frozen_objects():
+            for turn in range(ROUNDS):
+                for name, contender in contenders.items():
+                    supervisor.report(f"{case.name}: turn {turn + 1} of {ROUNDS}, {name}")
+                    slowest = max(_everyone(contender.seconds, control))  # all ranks make as many steps
+                    contender.turn(min(steps, max(FEWEST_STEPS, int(TURN_SECONDS / slowest))), control)
+        for name, contender in contenders.items():
+            _fill(rows[name], contender, control)
+    return [*rows.values()]
+
+
+def _template(case: RankCase) -> RankSubject:
+    """The same model on each rank and, unless they compute together, other inputs."""
+    made = subject(case.case, case.device)
+    shift = 0 if case.parallel == TENSOR else dist.get_rank()
+    inputs = tuple(t.roll(shift, -1).contiguous() for t in made.inputs)
+    return RankSubject(case.case, case.parallel, made.model, inputs)
+
+
+def _everyone(value: Any, control: dist.ProcessGroup) -> list[Any]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value, group=control)
+    return found
+
+
+def _bits(contender: RankContender, expected: list[list[Tensor]]) -> str:
+    """Compares with plain Thunder, whose results it keeps in `expected`."""
+    if contender.name == THUNDER:
+        expected += [contender.results(), contender.results()]
+    if contender.name not in (COLLECTIVES_EAGER, OURS) or not expected:
+        return ""
+    found = contender.results()
+    if any(_same(found, each) for each in expected):
+        return "same"
+    return "different" if _same(*expected) else "thunder varies"
+
+
+def _same(found: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(found) == len(other) and all(map(same_bits, found, other))
+
+
+def _fill(row: RankRow, contender: RankContender, control: dist.ProcessGroup) -> None:
+    ranks: list[_Samples] = _everyone(contender.samples, control)
+    row.back_to_back_ms = max(median(rank.back_to_back) for rank in ranks)
+    row.host_ms = max(median(rank.host) for rank in ranks)
+    ends = zip(*(rank.ends for rank in ranks), strict=True)
+    row.skew_p99_ms = p99([(max(each) - min(each)) * 1e3 for each in ends])
+    row.reserved_mb = max(rank.reserved for rank in ranks)
+    row.first_calls_s = max(rank.first_calls for rank in ranks)
+    row.steps = len(contender.samples.ends)
+    said = {rank.bits for rank in ranks}
+    row.bits = next((word for word in ("different", "thunder varies", "same") if word in said), "")
+    if contender.name in (COLLECTIVES_EAGER, OURS):
+        row.captured = str(explain(contender.step.compiled)).splitlines()[0].partition(": ")[2]

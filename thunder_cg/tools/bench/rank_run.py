@@ -1,0 +1,161 @@
+"""Runs the benchmark on several ranks: one process for each, which measures all cases that were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thunder_cg.tools.bench.distributed import RankRow, measure_case, ticks
+from thunder_cg.tools.bench.measure import EVERY_VARIANT
+from thunder_cg.tools.bench.parallel import variants
+from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
+from thunder_cg.tools.bench.report import line
+from thunder_cg.tools.bench.variants import COMPILE, FLOOR, OURS, THUNDER
+from thunder_cg.tools.progress import Progress
+from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
+from thunder_cg.tools.results import MeasuredResults, environment
+from thunder_cg.tools.workers import Supervisor
+
+TIMEOUT = 900.0  # seconds for a case
+NOTE = "Of all ranks the largest. RankRow in thunder_cg/tools/bench/distributed.py says what each number is."
+
+
+@dataclass(frozen=True, slots=True)
+class RankSettings:
+    """What to measure on how many ranks.
+
+    Attributes:
+        device: of which kind; each rank has its own.
+        names: cases whose names hold one of these.
+        variants: see `_is_meant`; none for all.
+        tokens: batch and length of each GPT case; none for the defaults.
+        calls: steps of a turn, at most.
+        json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
+    """
+
+    device: torch.device
+    ranks: int
+    quick: bool = False
+    names: tuple[str, ...] = ("",)
+    variants: tuple[str, ...] = ()
+    layers: int | None = None
+    tokens: tuple[tuple[int, int], ...] = ()
+    calls: int = 30
+    json: Path | None = None
+
+    @property
+    def chosen(self) -> list[RankCase]:
+        everything = rank_cases(self.device, self.quick, self.layers, self.tokens)
+        return [case for case in everything if any(name in case.name for name in self.names)]
+
+    def chosen_variants(self, case: RankCase) -> list[str]:
+        names = variants(case.parallel, self.device, self.quick and not self.variants)
+        return [name for name in names if not self.variants or _is_meant(name, names, self.variants)]
+
+
+def _is_meant(name: str, names: Sequence[str], texts: Sequence[str]) -> bool:
+    """A text means the variant that it names, else all that hold it: `thunder` is one of five."""
+    return any(text == name or (text in name and text not in names) for text in texts)
+
+
+@dataclass(slots=True)
+class RankResults(MeasuredResults):
+    """All rows of one machine."""
+
+    rows: list[RankRow] = field(default_factory=list)
+
+    def add(self, rows: Sequence[RankRow]) -> None:
+        """Adds rows, in place of those of the same case and variant of an earlier run."""
+        again = {(row.case, row.variant) for row in rows}
+        self.rows = [row for row in self.rows if (row.case, row.variant) not in again] + [*rows]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"environment": self.environment, "note": NOTE, "rows": [asdict(row) for row in self.rows]}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> RankResults:
+        return cls(content["environment"], [RankRow(**row) for row in content["rows"]])
+
+
+def run_ranks(settings: RankSettings) -> int:
+    """Measures, and prints a table and writes the numbers after each case. Returns 1 if ranks failed, else 0.
+
+    Raises:
+        ValueError: nothing is chosen, or `json` has numbers from elsewhere.
+    """
+    left = settings.chosen
+    if not left or not any(map(settings.chosen_variants, left)):
+        raise ValueError("no case or variant has such a name; --list shows the cases")
+    here = environment(settings.device) | {"ranks": str(settings.ranks)}
+    if settings.device.type == "cuda":
+        here["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    results = RankResults.read_or_new(settings.json, here)
+    progress = Progress(sum(ticks(settings.chosen_variants(case)) for case in left))
+
+    def keep(rows: Sequence[RankRow] | None) -> None:
+        if rows is None:  # all cases are done
+            return
+        left.pop(0)
+        results.add(rows)
+        if settings.json is not None:
+            results.write(settings.json)
+        progress.clear()
+        print(rank_table(rows), flush=True)
+
+    failed = False
+    while left:
+        these = replace(settings, names=tuple(case.name for case in left))
+        timeout = TIMEOUT * len(left)
+        try:
+            run_on_ranks(_measure_all, (these,), settings.ranks, settings.device.type, timeout, progress.tick, keep)
+        except RankFailed as failure:  # it costs one case; new processes go on with the next
+            failed = True
+            if left:
+                keep([RankRow(left[0].name, EVERY_VARIANT, failure=str(failure))])
+    return int(failed)
+
+
+def _measure_all(here: Rank, supervisor: Supervisor, settings: RankSettings) -> None:
+    """What each rank does: sends the rows of each case."""
+    settings = replace(settings, device=here.device)
+    for case in settings.chosen:
+        supervisor.send_result(measure_case(case, settings.chosen_variants(case), settings.calls, supervisor))
+
+
+_HEADER = ("variant", "back to back ms", "host ms", "skew p99 ms", "reserved MB", "first calls s", "bits")
+
+
+def rank_table(rows: Sequence[RankRow]) -> str:
+    """The rows of one case as Markdown."""
+    lines = [
+        "",
+        f"**{rows[0].case}**",
+        "",
+        line(_HEADER),
+        line(("---",) * len(_HEADER)),
+        *map(_row, rows),
+        *_notes(rows),
+    ]
+    return "\n".join(lines)
+
+
+def _row(row: RankRow) -> str:
+    if row.failure:
+        return line((row.variant, row.failure.replace("|", "/"), *("",) * (len(_HEADER) - 2)))
+    times = (f"{row.back_to_back_ms:.2f}", f"{row.host_ms:.2f}", f"{row.skew_p99_ms:.3f}")
+    return line((row.variant, *times, f"{row.reserved_mb:,.0f}", f"{row.first_calls_s:.1f}", row.bits))
+
+
+def _notes(rows: Sequence[RankRow]) -> Iterator[str]:
+    """What is captured, and the ratios that count."""
+    found = {row.variant: row for row in rows if not row.failure}
+    yield from (f"\n{row.variant}: {row.captured}" for row in rows if row.captured)
+    ours = found.get(OURS)
+    others = [found[name] for name in (THUNDER, COMPILE, FLOOR) if name in found]
+    if ours is not None and others:
+        ratios = ", ".join(f"{ours.back_to_back_ms / other.back_to_back_ms:.2f} x {other.variant}" for other in others)
+        yield f"\n{OURS}, back to back: {ratios}"
