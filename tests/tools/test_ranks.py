@@ -11,8 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from thunder_cg import __main__ as command_line
-from thunder_cg import explain
+from thunder_cg import __main__ as command_line, explain
 from thunder_cg.tools import demo, demo_ranks
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.workers import Supervisor
