@@ -1,0 +1,83 @@
+"""What compat/distributed.py relies on, in a group of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thunder_cg.compat import distributed
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_what_a_graph_can_hold(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert distributed.capture_problem(group, "cpu") is None
+    problem, fix = distributed.capture_problem(group, "cuda")
+    assert "gloo" in problem and "NCCL" in fix
+    monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    assert distributed.capture_problem(group, "cuda") is None
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    assert "TORCH_NCCL_BLOCKING_WAIT" in distributed.capture_problem(group, "cuda")[1]
+
+
+def test_a_group_and_its_store(group: dist.ProcessGroup) -> None:
+    assert distributed.is_alive(group)
+    distributed.store(group).set("key", "value")
+    assert distributed.store(group).check(["key"]) and distributed.store(group).get("key") == b"value"
+    dist.destroy_process_group()
+    assert not distributed.is_alive(group)
+
+
+def test_before_a_group_goes(group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist.ProcessGroup, "shutdown", dist.ProcessGroup.shutdown)
+    monkeypatch.setattr(dist.ProcessGroup, "abort", dist.ProcessGroup.abort)
+    alive = []
+
+    def callback(going: dist.ProcessGroup) -> None:
+        alive.append((going is group, distributed.is_alive(going)))
+
+    distributed.before_shutdown(callback)
+    distributed.before_shutdown(callback)  # once is enough
+    dist.destroy_process_group()
+    assert alive == [(True, True)]
+
+
+def test_a_collective_in_a_dispatch_mode(group: dist.ProcessGroup) -> None:
+    """Its operators are seen, with work that can be waited for, and may be left out."""
+    seen = []
+
+    class Records(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace != "c10d":
+                return func(*args, **(kwargs or {}))
+            seen.append(func)
+            return distributed.begun(func, args)
+
+    tensor, out = torch.ones(2), torch.zeros(2)
+    with Records():
+        dist.all_reduce(tensor, async_op=True).wait()
+        dist.reduce_scatter_tensor(out, tensor, async_op=True).wait()
+        dist.all_gather_into_tensor(out, tensor, async_op=True).wait()
+        dist.broadcast(tensor, 0, async_op=True).wait()
+    assert len(seen) == 4 and not out.any()
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            if func.namespace == "c10d":
+                distributed.wait(output)
+            return output
+
+    with Waits():
+        dist.all_gather_into_tensor(out, tensor, async_op=True)
+    assert out.equal(tensor)
