@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from thunder_cg import cudagraph_transform
 from thunder_cg.compat.distributed import coalescing
 from thunder_cg.tools.bench.cases import BenchmarkCase
-from thunder_cg.tools.bench.variants import COMPILE, EAGER, FLOOR, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER
+from thunder_cg.tools.bench.variants import (
+    COMPILE,
+    EAGER,
+    FLOOR,
+    OURS,
+    OURS_FUSED,
+    REDUCE_OVERHEAD,
+    THUNDER,
+    recovering_pool,
+)
 
 DDP, ZERO2, ZERO3, TENSOR = "ddp", "fsdp zero2", "fsdp zero3", "tensor parallel"
 THUNDER_FUSED = "thunder, torch.compile fusions"
@@ -285,6 +294,7 @@ def _nothing() -> None:
 
 def _hand_made(subject: RankSubject) -> RankStep:
     step = step_by_hand(subject)
+    torch.cuda.synchronize()  # the other stream reads what was made by now
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -292,7 +302,11 @@ def _hand_made(subject: RankSubject) -> RankStep:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     # The watchdog of NCCL asks about events meanwhile, from another thread.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    mode = "thread_local"
+    with (
+        recovering_pool(subject.device) as pool,
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode),
+    ):
         output = step.call()
 
     def replay(alive: Any = step) -> Any:
