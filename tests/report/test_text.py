@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from html import escape
 
 import pytest
 
-from thunder_cg.report import Report, text
+from thunder_cg.report import CollectiveReport, Report, text
 
 
 def test_empty_report_says_what_to_do() -> None:
@@ -60,3 +61,21 @@ def test_structure_is_not_a_problem(report: Report) -> None:
 )
 def test_size(nbytes: int, said: str) -> None:
     assert text.size(nbytes) == said
+
+
+def test_collectives_of_a_kind_are_one_line(report: Report) -> None:
+    def reduce(nbytes: int, **other: object) -> CollectiveReport:
+        fields = {"name": "all_reduce", "group": "default_pg", "ranks": 2, "captured": True, "overlaps": False}
+        return CollectiveReport(nbytes=nbytes, **(fields | other))  # type: ignore[arg-type]
+
+    each = (reduce(1024), reduce(2048, overlaps=True), reduce(512, captured=False), reduce(64, group="<tp>", ranks=4))
+    (trace,) = report.traces
+    found = Report((replace(trace, collectives=each),))
+    lines = [
+        "2 all_reduce of 3.0 KiB in the group default_pg of 2 ranks, captured; 1 can overlap with compute",
+        "1 all_reduce of 512 B in the group default_pg of 2 ranks, eager; 0 can overlap with compute",
+        "1 all_reduce of 64 B in the group <tp> of 4 ranks, captured; 0 can overlap with compute",
+    ]
+    assert [line.strip() for line in str(found).splitlines() if "all_reduce" in line] == lines
+    assert all(escape(line) in found._repr_html_() for line in lines)
+    assert found.to_dict()["traces"][0]["collectives"][1]["nbytes"] == 2048

@@ -66,6 +66,7 @@ def test_demo_agrees_on_both_ranks(
     printed = capsys.readouterr().out
     assert re.search(r"on each of 2 ranks, 6 losses and \d+ parameters are the same .* bit for bit", printed)
     assert "2 regions with" in printed and "; 0 ops eager" in printed
+    assert re.search(r"\d+ (all_reduce|reduce_scatter) of .* of 2 ranks, captured; \d+ can overlap", printed)
     losses = re.findall(r"^  rank \d .*x +([\d.]+)$", printed, re.MULTILINE)
     assert len(set(losses)) == 2, "ranks draw batches of their own"
 

@@ -45,8 +45,9 @@ def _trace(trace: TraceReport) -> str:
     summary = f"<b>{escape(text.title(trace))}</b>: {escape(text.headline([trace]))}"
     head = "".join(f'<th style="{_HEADER}">{escape(name)}</th>' for name in _COLUMNS)
     table = f"<table><thead><tr>{head}</tr></thead>{''.join(_groups(trace))}</table>"
+    said = "<br>".join(map(escape, (text.calls(trace), *text.collectives(trace))))
     return (
-        f"<details open><summary>{summary}</summary><p>{escape(text.calls(trace))}</p>"
+        f"<details open><summary>{summary}</summary><p>{said}</p>"
         f'<div style="max-height: 45em; overflow: auto">{table}</div></details>'
     )
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from thunder_cg.report import html, text
+from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.programs import Located, Outside, locate, source
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
@@ -71,6 +72,7 @@ class TraceReport:
     fast_path_calls: int = 0  # calls that went around Thunder's dispatch
     no_fast_path: str | None = None  # why others did not
     remark: str | None = None  # what the user should know besides
+    collectives: tuple[CollectiveReport, ...] = ()  # in the order in which the plan runs them
 
     @property
     def counts(self) -> Counter[str]:
@@ -129,6 +131,7 @@ def _trace(located: Located) -> TraceReport:
         remark=program.remark,
         fallbacks=dict(program.fallbacks),
         arena_bytes=program.arena_bytes(),
+        collectives=collectives(program),
     )
 
 

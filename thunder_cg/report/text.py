@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thunder_cg.report.collectives import CollectiveReport
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
@@ -49,6 +50,20 @@ def calls(trace: TraceReport) -> str:
     if trace.no_fast_path:
         said += f"; none straight to the graph: {trace.no_fast_path}"
     return f"{said}; its arenas hold {size(trace.arena_bytes)}"
+
+
+def collectives(trace: TraceReport) -> Iterator[str]:
+    """One line for all collectives of a kind in a group that are captured, and one for all that are eager."""
+    alike: dict[tuple[object, ...], list[CollectiveReport]] = {}
+    for each in trace.collectives:
+        alike.setdefault((each.name, each.group, each.ranks, each.captured), []).append(each)
+    for first, *others in alike.values():
+        total = [first, *others]
+        said = f"{len(total):,} {first.name} of {size(sum(each.nbytes for each in total))}"
+        said += (
+            f" in the group {first.group} of {count(first.ranks, 'rank')}, {'captured' if first.captured else 'eager'}"
+        )
+        yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
 
 
 def region_counts(region: RegionReport) -> str:
@@ -112,6 +127,7 @@ def _eager(ops: Iterable[OpReport]) -> Iterator[str]:
 def _trace(trace: TraceReport) -> Iterator[str]:
     yield f"{title(trace)}: {headline([trace])}"
     yield f"  {calls(trace)}"
+    yield from _indent(collectives(trace))
     for region in trace.regions:
         yield f"  {region.name} on {region.device}, {count(region.ops, 'op')}: {region_counts(region)}"
         yield from _indent(f"    {note}" for note in notes(region))

@@ -5,4 +5,7 @@ measures all variants of a model in turns, so that all of them see the same mach
 
 What comes in: the models of :mod:`cases`. What goes out: rows and points in a result file, tables, and plots.
 ``python -m thunder_cg bench`` runs :mod:`command`, and a wheel has all of this package.
+
+With ``--gpus N``, :mod:`rank_run` starts a process for each rank; together they measure the :mod:`rank_cases` in turns
+(:mod:`distributed`), each under the variants of :mod:`parallel`, with a result file of their own kind.
 """

@@ -58,7 +58,7 @@ class RankSettings:
 
 
 def _is_meant(name: str, names: Sequence[str], texts: Sequence[str]) -> bool:
-    """A text means the variant that it names, else all that hold it: `thunder` is one of five."""
+    """A text means the variant that it names, else all that hold it: `thunder` is one of three."""
     return any(text == name or (text in name and text not in names) for text in texts)
 
 

@@ -162,7 +162,7 @@ def _reduce_overhead(subject: Subject) -> Prepared:
 
 def _graphed_callables(subject: Subject) -> Prepared:
     grad = torch.enable_grad() if subject.case.trains else torch.no_grad()
-    with grad, _recovering_pool(subject.device) as pool:
+    with grad, recovering_pool(subject.device) as pool:
         graphed: Any = torch.cuda.make_graphed_callables(subject.model, subject.inputs, pool=pool)
     return Prepared(step_of(subject, graphed))
 
@@ -185,7 +185,7 @@ def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
             step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with _recovering_pool(subject.device) as pool, torch.cuda.graph(graph, pool=pool, stream=stream):
+    with recovering_pool(subject.device) as pool, torch.cuda.graph(graph, pool=pool, stream=stream):
         output = step()
 
     def replay(alive: Any = (subject, step)) -> Any:
@@ -197,7 +197,7 @@ def _graph_of(subject: Subject, model: Callable[..., Any]) -> Prepared:
 
 
 @contextmanager
-def _recovering_pool(device: torch.device) -> Iterator[Any]:
+def recovering_pool(device: torch.device) -> Iterator[Any]:
     """A memory pool for a capture. After a failed capture, it restores the process and raises the original error.
 
     After a failed capture (torch 2.9 to 2.11), its stream is still current, the allocator still allocates to its pool,

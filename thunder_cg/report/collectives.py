@@ -1,0 +1,58 @@
+"""The collectives of a trace: bytes, group, whether a graph holds it, and whether it can overlap with compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thunder_cg.analysis.ops import Op, Ops, process_groups
+from thunder_cg.runtime.program import Program
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveReport:
+    """One collective."""
+
+    name: str  # "all_reduce", "reduce_scatter", "all_gather" or "broadcast"
+    nbytes: int  # of its whole tensor on this rank: of the input or of the result, whichever is larger
+    group: str  # name of the process group
+    ranks: int  # size of the group
+    captured: bool  # whether a graph holds it
+    overlaps: bool  # whether kernels are launched between its start and its wait, so that both may run at a time
+
+
+def collectives(program: Program) -> tuple[CollectiveReport, ...]:
+    """In the order in which the plan runs them."""
+    ops = program.ops
+    captured = {index for region in program.regions if region.failure is None for index in region.planned.ops}
+    order = [ops.ops[index] for step in program.plan.steps for index in step.ops]
+    found = []
+    for place, op in enumerate(order):
+        for group in process_groups([op]):
+            found.append(
+                CollectiveReport(
+                    name=op.name.removeprefix("torch_").removesuffix("_prim_impl"),
+                    nbytes=max(_bytes(ops, op.inputs), _bytes(ops, op.outputs)),
+                    group=group.group_desc or group.group_name,
+                    ranks=group.size(),
+                    captured=op.index in captured,
+                    overlaps=_overlaps(ops, op, order[place + 1 :]),
+                )
+            )
+    return tuple(found)
+
+
+def _bytes(ops: Ops, names: Sequence[str]) -> int:
+    return sum(ops.values[name].nbytes for name in dict.fromkeys(names))
+
+
+def _overlaps(ops: Ops, op: Op, later: Sequence[Op]) -> bool:
+    """Whether ``op`` returns a future, and an op that computes comes before the first one that takes it."""
+    futures = {name for name in op.outputs if ops.values[name].kind == "future"}
+    for other in later:
+        if not futures or futures.intersection(other.inputs):
+            return False
+        rule = other.rule
+        if not other.bookkeeping and (rule is None or (rule.launches_kernels and not rule.communicates)):
+            return True
+    return False
