@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 STARTUP = 240.0  # seconds for the imports, beside other tests on two cores
-COLLECTIVE = datetime.timedelta(seconds=60)
+COLLECTIVE = 60.0  # seconds that a collective may take
 
 
 class Ranks:
@@ -23,8 +23,8 @@ class Ranks:
         device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL with one GPU for each rank.
     """
 
-    def __init__(self, size: int, device: str) -> None:
-        self.size, self.device = size, device
+    def __init__(self, size: int, device: str, collective: float = COLLECTIVE) -> None:
+        self.size, self.device, self._collective = size, device, collective
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
@@ -41,7 +41,7 @@ class Ranks:
         folder = tempfile.mkdtemp()
         for rank in range(self.size):
             mine, theirs = context.Pipe()
-            arguments = (rank, self.size, self.device, f"{folder}/store", theirs)
+            arguments = (rank, self.size, self.device, f"{folder}/store", self._collective, theirs)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             theirs.close()
@@ -54,12 +54,13 @@ class Ranks:
         for rank, pipe in enumerate(self._pipes):
             try:
                 ok, value = pipe.recv() if pipe.poll(timeout) else (False, f"no answer within {timeout} s")
-            except EOFError:
+            except (EOFError, ConnectionResetError):
+                self._processes[rank].join(10)
                 ok, value = False, f"the process ended with {self._processes[rank].exitcode}"
             results.append(value)
             if not ok:
                 problems.append(f"rank {rank}: {value}")
-                timeout = min(timeout, 5.0)  # the others may wait for this rank
+                timeout = min(timeout, 3 * self._collective)  # the others may wait for this rank
         if problems:
             self.close()
             raise AssertionError(f"{what}\n" + "\n".join(problems))
@@ -72,7 +73,7 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
-def _serve(rank: int, size: int, device: str, store: str, pipe: connection.Connection) -> None:
+def _serve(rank: int, size: int, device: str, store: str, collective: float, pipe: connection.Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     import torch
 
@@ -84,7 +85,7 @@ def _serve(rank: int, size: int, device: str, store: str, pipe: connection.Conne
     import thunder_cg  # noqa: F401
 
     importlib.import_module("conftest")  # what makes Thunder compile faster
-    begin_group(rank, size, device, store)
+    begin_group(rank, size, device, store, collective)
     pipe.send((True, None))
     while True:
         try:
@@ -97,11 +98,12 @@ def _serve(rank: int, size: int, device: str, store: str, pipe: connection.Conne
             pipe.send((False, traceback.format_exc()))
 
 
-def begin_group(rank: int, size: int, device: str, store: str) -> None:
+def begin_group(rank: int, size: int, device: str, store: str, collective: float = COLLECTIVE) -> None:
     import torch
 
     kind = {"backend": "nccl", "device_id": torch.device("cuda", rank)} if device == "cuda" else {"backend": "gloo"}
     Path(store).parent.mkdir(exist_ok=True)
+    limit = datetime.timedelta(seconds=collective)
     torch.distributed.init_process_group(
-        rank=rank, world_size=size, init_method=f"file://{store}", timeout=COLLECTIVE, **kind
+        rank=rank, world_size=size, init_method=f"file://{store}", timeout=limit, **kind
     )

@@ -16,6 +16,7 @@ def four() -> Iterator[Ranks]:
     pool.close()
 
 
+@pytest.mark.nightly
 def test_four_ranks(four: Ranks) -> None:
     for differing, traces in four.run(same_bits, "fsdp zero2", 4, 1, timeout=180.0):
         assert not differing

@@ -31,6 +31,10 @@ class Other:
         self._store.set(f"thunder_cg/{call}/{stage}/1", vote)
 
 
+def watched(groups: object) -> None:
+    """There is no device to watch."""
+
+
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     made = HashStore()
@@ -47,7 +51,7 @@ def group() -> Group:
 
 def test_ranks_that_say_the_same_agree(store: HashStore, group: Group) -> None:
     Other(store).says(1, "before", "subject")
-    Collectives([group], asks=True).next_round().ask("before", "subject")
+    Collectives([group], asks=True, watch=watched).next_round().ask("before", "subject")
     assert store.get("thunder_cg/1/before/0") == b"subject"
 
 
@@ -64,37 +68,37 @@ def test_ranks_that_say_the_same_agree(store: HashStore, group: Group) -> None:
 def test_ranks_that_differ(store: HashStore, group: Group, stage: str, vote: str, message: str, may_pass: bool) -> None:
     Other(store).says(1, stage, vote)
     with pytest.raises(RanksDiffer, match=message) as caught:
-        Collectives([group], asks=True).next_round().ask("before", "subject")
+        Collectives([group], asks=True, watch=watched).next_round().ask("before", "subject")
     assert caught.value.may_pass is may_pass
     mine = store.get("thunder_cg/1/before/0").decode()
     assert mine.startswith("no: " if may_pass else "never: ") and message in mine  # for a rank that asks later
 
 
 def test_steady_calls_are_counted_and_say_nothing(store: HashStore, group: Group) -> None:
-    collectives = Collectives([group], asks=True)
+    collectives = Collectives([group], asks=True, watch=watched)
     for _ in range(3):
-        collectives.count_call()
+        collectives.count_replay()
     assert store.num_keys() == 0
     Other(store).says(4, "before", "subject")
     collectives.next_round().ask("before", "subject")
 
 
 def test_functions_of_one_group_count_together(store: HashStore, group: Group) -> None:
-    first, second = (Collectives([group], asks=True) for _ in range(2))
-    first.count_call()
+    first, second = (Collectives([group], asks=True, watch=watched) for _ in range(2))
+    first.count_replay()
     second.next_round().decline("it warms up")
     assert store.get("thunder_cg/2//0") == b"no: it warms up"
 
 
 def test_nobody_is_asked_where_the_user_vouches_for_all(store: HashStore, group: Group) -> None:
-    round_ = Collectives([group], asks=False).next_round()
+    round_ = Collectives([group], asks=False, watch=watched).next_round()
     round_.ask("before", "subject")
     round_.decline("it warms up")
     assert store.num_keys() == 0
 
 
 def test_time_outs_are_bounded(store: HashStore, group: Group) -> None:
-    collectives = Collectives([group], asks=True)
+    collectives = Collectives([group], asks=True, watch=watched)
     for _ in range(agreement._MAX_TIMEOUTS):
         with pytest.raises(RanksDiffer, match="did not answer"):
             collectives.next_round().ask("before", "subject")
@@ -112,7 +116,7 @@ def test_holders_are_told_before_a_group_goes(group: Group, monkeypatch: pytest.
             told.append(self)
 
     holder, other = Holder(), Holder()
-    Collectives([group], asks=True).held_by(holder)
-    Collectives([Group()], asks=True).held_by(other)
+    Collectives([group], asks=True, watch=watched).held_by(holder)
+    Collectives([Group()], asks=True, watch=watched).held_by(other)
     agreement._close_holders(group)
     assert told == [holder]

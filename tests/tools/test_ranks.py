@@ -16,8 +16,6 @@ from thunder_cg.tools import demo, demo_ranks
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.workers import Supervisor
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
-
 
 def summed(here: Rank, supervisor: Supervisor, addend: int) -> int:
     supervisor.report(f"rank {here.rank} of {here.size}")
@@ -36,6 +34,7 @@ def troubled(here: Rank, supervisor: Supervisor, how: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_results_of_all_ranks() -> None:
     stages: list[Any] = []
     results: list[Any] = []
@@ -46,6 +45,7 @@ def test_results_of_all_ranks() -> None:
     assert stages == [("rank 0 of 2", 1)] and results == ["early", 21]
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("how", "said"), [("raises", "rank 1: ValueError: no luck"), ("hangs", "rank [01]: no result within 2 s")]
 )
@@ -56,6 +56,7 @@ def test_one_rank_ends_all(how: str, said: str) -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("parallel", demo_ranks.PARALLEL)
 def test_demo_agrees_on_both_ranks(
     parallel: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

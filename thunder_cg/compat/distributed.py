@@ -22,6 +22,7 @@ __all__ = [
     "coalescing",
     "is_alive",
     "store",
+    "timeout",
     "wait",
 ]
 
@@ -49,6 +50,12 @@ def is_alive(group: ProcessGroup) -> bool:
 def store(group: ProcessGroup) -> Store:
     """The store that the ranks of the group share, with a prefix of the group's own."""
     return _get_process_group_store(group)
+
+
+def timeout(group: ProcessGroup) -> float:
+    """Seconds after which torch gives up a collective of the group on GPUs."""
+    seconds: float = group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
+    return seconds
 
 
 @functools.cache

@@ -141,7 +141,7 @@ def inference_fast_path(
             release()
         program.calls += 1
         if collectives is not None:
-            collectives.count_call()
+            collectives.count_replay()
         program.fast_path_calls += 1
         stats.replays += 1
         statistics.calls += 1

@@ -101,7 +101,7 @@ class TrainingFastPath:
             return MISS
         program.calls += 1
         if program.collectives is not None:
-            program.collectives.count_call()
+            program.collectives.count_replay()
         region.stats.replays += 1
         passed = self._saved.passing(values, results)
         arguments = self._pick_arguments(values)
@@ -229,7 +229,7 @@ class BackwardReplay:
                         results = graph.replay(tensors)
                         self._program.calls += 1
                         if self._program.collectives is not None:
-                            self._program.collectives.count_call()
+                            self._program.collectives.count_replay()
                         call.release()
                         return results, graph.are_apart
         result: Sequence[Any] = self._entry.backward_fn([saved, SavedState.of(call)], gradients)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from thunder_cg.compat import distributed
@@ -142,10 +142,16 @@ def _vote(group: ProcessGroup, keys: Sequence[str], deadline: float) -> str | No
 
 
 class Collectives:
-    """The collectives that one program captures: it takes part in the rounds of their groups."""
+    """The collectives that one program captures: it takes part in the rounds of their groups.
 
-    def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
-        self._groups, self._asks = list(groups), asks
+    Args:
+        watch: is told the groups after each replay.
+    """
+
+    def __init__(
+        self, groups: Sequence[ProcessGroup], *, asks: bool, watch: Callable[[Sequence[ProcessGroup]], None]
+    ) -> None:
+        self._groups, self._asks, self._watch = list(groups), asks, watch
         for group in groups:
             _states.setdefault(group, _GroupState())
 
@@ -162,7 +168,12 @@ class Collectives:
         """To be called once for each call that communicates, before its first collective."""
         return Round(self._groups, asks=self._asks)
 
-    def count_call(self) -> None:
+    def count_replay(self) -> None:
         """Counts a call that only replays, which says nothing."""
         for group in self._groups:
             _states[group].calls += 1
+        self.watch()
+
+    def watch(self) -> None:
+        """Has a replay watched."""
+        self._watch(self._groups)

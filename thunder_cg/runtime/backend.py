@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
+from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.errors import CaptureRefused
 
 Tensors = Sequence[torch.Tensor]
@@ -118,6 +119,9 @@ class Backend(Protocol):
 
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, a compiled fusion, as a region has to call it."""
+
+    def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
+        """After a replay that communicates: if it never ends, the process does, with a message."""
 
 
 def sentinels(count: int) -> list[int]:

@@ -88,7 +88,8 @@ class Program:
         groups = process_groups(op for region in self.regions for op in region.ops)
         self.collectives: Collectives | None = None  # that are captured
         if groups:
-            self.collectives = Collectives(groups, asks=options.capture_collectives == "auto")
+            asks = options.capture_collectives == "auto"
+            self.collectives = Collectives(groups, asks=asks, watch=backend.watch_collectives)
             self.collectives.held_by(self._pair)
 
     def _describe_inputs(self, saved: frozenset[str], aliasing: Aliasing) -> None:
@@ -322,15 +323,21 @@ class Program:
     def end_forward(self, call: Call, *others: Any) -> SavedState:
         """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
         self._seal(call)
+        self._watch(call)
         self._waiting.add(call)
         return SavedState.of(call, others)
 
     def end_call(self, call: Call) -> None:
         """Ends a call."""
         self._seal(call)
+        self._watch(call)
         if call.recording is not None and call.recording.incomplete:
             call.give_up()
         call.release()
+
+    def _watch(self, call: Call) -> None:
+        if self.collectives is not None and call.mode in (Mode.CAPTURE, Mode.REPLAY):
+            self.collectives.watch()
 
     def _seal(self, call: Call) -> None:
         """What was warmed up or recorded is complete from here on."""

@@ -60,6 +60,9 @@ class TapeBackend:
 
         return call
 
+    def watch_collectives(self, groups: Sequence[distributed.ProcessGroup]) -> None:
+        """A replay waits for its collectives, and torch for the other ranks."""
+
 
 @dataclass(frozen=True, slots=True)
 class _RecordedCall:

@@ -47,7 +47,7 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.nightly
 def test_step_by_hand_computes_what_pytorch_does() -> None:
     parallels = (DDP, ZERO2, ZERO3, TENSOR)
     for found in run_on_ranks(by_both, (parallels,), 2, "cpu", 60.0):
@@ -55,7 +55,7 @@ def test_step_by_hand_computes_what_pytorch_does() -> None:
             assert len(found[parallel]) > 10 and max(found[parallel]) < 1e-6, parallel
 
 
-@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.nightly
 def test_command_measures_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "results.json"
     words = ["bench", "--gpus", "2", "--device", "cpu", "--cases", "ddp", "--calls", "1", "--json", str(file)]

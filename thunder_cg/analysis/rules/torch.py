@@ -15,7 +15,7 @@ from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import CAPTURED, VJP, AliasedInputs, Cause, Evidence, Reason, Rule, rows
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
-MEASURED, MEASURED_ON_GPU, NOT_MEASURED, KNOWN = Evidence
+MEASURED, MEASURED_ON_GPU, NOT_MEASURED, _ = Evidence
 
 
 def _but(**columns: Any) -> Mapping[str, Any]:
@@ -330,8 +330,8 @@ RULES: tuple[Rule, ...] = (
     *_rows("dtensor_redistribute", _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL),
     *_rows("""
         torch_all_gather_prim_impl torch_broadcast_prim_impl torch_reduce_scatter_prim_impl torch_wait_prim_impl
-    """, _CAPTURED_COLLECTIVE, evidence=KNOWN, communicates=True, aliases=ALL),
-    *_rows("torch_all_reduce_prim_impl", _CAPTURED_COLLECTIVE, evidence=KNOWN, communicates=True, aliases=ALL,
+    """, _CAPTURED_COLLECTIVE, evidence=NOT_MEASURED, communicates=True, aliases=ALL),
+    *_rows("torch_all_reduce_prim_impl", _CAPTURED_COLLECTIVE, evidence=NOT_MEASURED, communicates=True, aliases=ALL,
            writes=ALL, conditions=(when.REDUCES_IN_PLACE,), derivative=_but(conditions=())),
     *_rows("""
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from thunder_cg.compat import cuda
+from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.errors import BackendError
 from thunder_cg.runtime.cuda.pool import CudaPool
 from thunder_cg.runtime.cuda.streams import capture_lock
+from thunder_cg.runtime.cuda.watchdog import watchdog
 
 
 class CudaBackend:
@@ -34,3 +36,6 @@ class CudaBackend:
 
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
+
+    def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
+        watchdog(torch.cuda.current_device()).watch(groups)

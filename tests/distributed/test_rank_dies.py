@@ -1,0 +1,40 @@
+"""A rank that dies: the others end, too."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from ranks import Ranks
+
+
+def train_until_rank_1_dies() -> None:
+    import parallel
+
+    compiled = parallel.ddp(parallel.transform())
+    parallel.train(compiled, 4)
+    assert all(trace["replays"] == [3] for trace in parallel.summary(compiled))
+    if parallel.RANK() == 1:
+        os._exit(7)
+    parallel.train(compiled, 4)
+    if parallel.device().type == "cuda":
+        torch.cuda.synchronize()
+    raise AssertionError("this rank does not miss the other one")
+
+
+@pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), "cuda"])
+def test_a_rank_that_dies(device: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """On GPUs, torch's watchdog does not see the collectives of a graph, and ours ends the process."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("there are no two GPUs")
+    ranks = Ranks(2, device, collective=5.0)
+    with pytest.raises(AssertionError) as caught:
+        ranks.run(train_until_rank_1_dies, timeout=100)
+    text = str(caught.value)
+    assert "rank 1: the process ended with 7" in text and "does not miss" not in text
+    if device == "cuda":
+        assert "rank 0: the process ended with -6" in text
+        assert "collectives in a CUDA graph have not ended within 5 s" in capfd.readouterr().err
+    else:
+        assert "RuntimeError" in text
