@@ -81,6 +81,16 @@ def test_what_ends_is_not(watched: Any) -> None:
     assert not messages
 
 
+def test_without_the_driver_nothing_is_watched(watched: Any) -> None:
+    def begin() -> None:
+        raise RuntimeError("no driver")
+
+    dog = Watchdog(lambda: Event(done=False), lambda message: None, begin)
+    wait_for(lambda: not dog._is_idle)
+    dog.watch([Group()])
+    assert dog._events.empty()
+
+
 @pytest.mark.parametrize("handling", ["3", "0"])
 def test_how_a_process_ends(monkeypatch: pytest.MonkeyPatch, capsys: Any, handling: str) -> None:
     aborted = []

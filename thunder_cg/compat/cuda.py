@@ -43,6 +43,16 @@ def check(result: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
+def leave_captures_alone() -> None:
+    """Lets this thread ask for events although another thread captures in the global mode, as users' captures do.
+
+    Otherwise such a question would break the capture. RuntimeError without cuda-bindings.
+    """
+    if driver is None:
+        raise RuntimeError("cuda-bindings is not installed")
+    check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
+
+
 def compile_kernels(index: int, source: str, macros: Sequence[str], names: Sequence[str]) -> list[Any]:
     """The driver's functions for kernels in CUDA C++. RuntimeError or OSError if NVRTC is missing or too old."""
     if driver is None:

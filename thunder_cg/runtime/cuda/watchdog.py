@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat import distributed
+from thunder_cg.compat import cuda, distributed
 from thunder_cg.compat.distributed import ProcessGroup
 
 _PAUSE = 1.0  # seconds between two looks
@@ -27,29 +27,36 @@ class Watchdog:
     """Watches one device from a thread of its own.
 
     Args:
+        begin: what the thread does first. If it raises, nothing is watched.
         end: what to do with a message when time is up.
     """
 
-    def __init__(self, record_event: Callable[[], Any], end: Callable[[str], None]) -> None:
-        self._record_event, self._end = record_event, end
+    def __init__(
+        self, record_event: Callable[[], Any], end: Callable[[str], None], begin: Callable[[], None] = lambda: None
+    ) -> None:
+        self._record_event, self._begin, self._end = record_event, begin, end
         self._is_idle = True
-        self._events: SimpleQueue[tuple[Any, Sequence[ProcessGroup]]] = SimpleQueue()
+        self._events: SimpleQueue[tuple[Any, float, str]] = SimpleQueue()
         threading.Thread(target=self._run, name="thunder_cg watchdog", daemon=True).start()
 
     def watch(self, groups: Sequence[ProcessGroup]) -> None:
         """Has what was launched on the current stream watched, unless other work is being watched still."""
         if self._is_idle:
             self._is_idle = False
-            self._events.put((self._record_event(), groups))
+            ranks = ", ".join(f"rank {group.rank()} of {group.size()}" for group in groups)
+            self._events.put((self._record_event(), min(map(distributed.timeout, groups)), ranks))
 
     def _run(self) -> None:
+        try:
+            self._begin()
+        except RuntimeError:
+            self._is_idle = False  # for good
+            return
         while True:
-            event, groups = self._events.get()
-            limit = min(map(distributed.timeout, groups))
+            event, limit, ranks = self._events.get()
             start = time.monotonic()
             while not event.query():
                 if time.monotonic() - start > limit:
-                    ranks = ", ".join(f"rank {group.rank()} of {group.size()}" for group in groups)
                     self._end(
                         f"thunder_cg ({ranks}): collectives in a CUDA graph have not ended within {limit:g} s, the "
                         "time-out of their process group. Another rank has died, hangs, or makes other calls."
@@ -77,4 +84,4 @@ def _recorded(index: int) -> torch.cuda.Event:
 @cache
 def watchdog(index: int) -> Watchdog:
     """The watchdog of device ``index``."""
-    return Watchdog(partial(_recorded, index), _end_process)
+    return Watchdog(partial(_recorded, index), _end_process, cuda.leave_captures_alone)
