@@ -30,6 +30,10 @@ def test_what_a_graph_can_hold(group: dist.ProcessGroup, monkeypatch: pytest.Mon
     assert "TORCH_NCCL_BLOCKING_WAIT" in distributed.capture_problem(group, "cuda")[1]
 
 
+def test_time_out_of_a_group_without_gpus(group: dist.ProcessGroup) -> None:
+    assert distributed.timeout(group) == 1800
+
+
 def test_a_group_and_its_store(group: dist.ProcessGroup) -> None:
     assert distributed.is_alive(group)
     distributed.store(group).set("key", "value")

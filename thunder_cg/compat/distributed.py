@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import FakeWork, Store, Work
 from torch.distributed import ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
 
 __all__ = [
@@ -53,9 +54,12 @@ def store(group: ProcessGroup) -> Store:
 
 
 def timeout(group: ProcessGroup) -> float:
-    """Seconds after which torch gives up a collective of the group on GPUs."""
-    seconds: float = group._get_backend(torch.device("cuda")).options._timeout.total_seconds()
-    return seconds
+    """Seconds after which torch gives up a collective of the group on GPUs; the default if the group does not say."""
+    try:
+        limit = group._get_backend(torch.device("cuda")).options._timeout
+    except (RuntimeError, AttributeError):  # a backend that is not torch's own
+        limit = default_pg_timeout
+    return float(limit.total_seconds())
 
 
 @functools.cache
