@@ -47,13 +47,13 @@ def test_before_a_group_goes(group: dist.ProcessGroup, monkeypatch: pytest.Monke
     monkeypatch.setattr(dist.ProcessGroup, "abort", dist.ProcessGroup.abort)
     alive = []
 
-    def callback(going: dist.ProcessGroup) -> None:
-        alive.append((going is group, distributed.is_alive(going)))
+    def callback(going: dist.ProcessGroup, *, may_wait: bool) -> None:
+        alive.append((going is group, distributed.is_alive(going), may_wait))
 
     distributed.before_shutdown(callback)
     distributed.before_shutdown(callback)  # once is enough
     dist.destroy_process_group()
-    assert alive == [(True, True)]
+    assert alive == [(True, True, True)]
 
 
 def test_a_collective_in_a_dispatch_mode(group: dist.ProcessGroup) -> None:

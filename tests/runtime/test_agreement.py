@@ -112,11 +112,11 @@ def test_holders_are_told_before_a_group_goes(group: Group, monkeypatch: pytest.
     told = []
 
     class Holder:
-        def close_recordings(self) -> None:
-            told.append(self)
+        def close_recordings(self, *, may_wait: bool) -> None:
+            told.append((self, may_wait))
 
     holder, other = Holder(), Holder()
     Collectives([group], asks=True, watch=watched).held_by(holder)
     Collectives([Group()], asks=True, watch=watched).held_by(other)
-    agreement._close_holders(group)
-    assert told == [holder]
+    agreement._close_holders(group, may_wait=False)
+    assert told == [(holder, False)]

@@ -63,13 +63,15 @@ def timeout(group: ProcessGroup) -> float:
 
 
 @functools.cache
-def before_shutdown(callback: Callable[[ProcessGroup], None]) -> None:
+def before_shutdown(callback: Callable[..., None]) -> None:
     """Has ``callback`` called before any process group is shut down or aborted, which waits for all graphs to go.
 
+    It gets the group, and ``may_wait``: whether the group's work ends. An abort is for work that never does.
     ``destroy_process_group`` calls the group's method, which a user may do as well, so the methods are wrapped.
     """
     for name in ("shutdown", "abort"):
-        setattr(ProcessGroup, name, _with_callback(getattr(ProcessGroup, name), callback))
+        called_before = functools.partial(callback, may_wait=name == "shutdown")
+        setattr(ProcessGroup, name, _with_callback(getattr(ProcessGroup, name), called_before))
 
 
 def _with_callback(method: Callable[..., Any], callback: Callable[[ProcessGroup], None]) -> Callable[..., Any]:

@@ -34,8 +34,8 @@ _NO, _NEVER = "no: ", "never: "
 class HoldsGroups(Protocol):
     """What has recordings that hold a group's communicator."""
 
-    def close_recordings(self) -> None:
-        """Waits for the graphs and destroys them."""
+    def close_recordings(self, *, may_wait: bool) -> None:
+        """Destroys the graphs, after their work is done if that may be waited for."""
 
 
 class _GroupState:
@@ -50,10 +50,10 @@ class _GroupState:
 _states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
 
 
-def _close_holders(group: ProcessGroup) -> None:
+def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
     state = _states.get(group)
     for holder in [*state.holders] if state is not None else ():
-        holder.close_recordings()
+        holder.close_recordings(may_wait=may_wait)
 
 
 class Round:
@@ -142,7 +142,7 @@ def _vote(group: ProcessGroup, keys: Sequence[str], deadline: float) -> str | No
 
 
 class Collectives:
-    """The collectives that one program captures: it takes part in the rounds of their groups.
+    """The collectives of one program: it takes part in the rounds of their groups, whether it captures them or not.
 
     Args:
         watch: is told the groups after each replay.

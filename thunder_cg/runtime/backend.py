@@ -40,8 +40,8 @@ class Graph(Protocol):
             ReplayRefused: nothing ran but copies to the buffers.
         """
 
-    def close(self) -> None:
-        """Waits for its work and destroys it. It refuses to be replayed afterwards."""
+    def close(self, *, may_wait: bool) -> None:
+        """Destroys it, after its work is done if that may be waited for. It refuses to be replayed afterwards."""
 
 
 class Pool(Protocol):

@@ -85,8 +85,9 @@ class Program:
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
         self._found_held = 0
         self._describe_inputs(saved, aliasing)
-        groups = process_groups(op for region in self.regions for op in region.ops)
-        self.collectives: Collectives | None = None  # that are captured
+        # All ranks count the same calls, so those whose collectives are eager count, too.
+        groups = process_groups(ops.ops) if options.capture_collectives != "never" else []
+        self.collectives: Collectives | None = None
         if groups:
             asks = options.capture_collectives == "auto"
             self.collectives = Collectives(groups, asks=asks, watch=backend.watch_collectives)
@@ -374,11 +375,11 @@ class Program:
         recording.dropped = True
         self.recordings = [r for r in self.recordings if r is not recording]
 
-    def close_recordings(self) -> None:
+    def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
         waiting = (call.recording for call in self._waiting)
         for recording in [*self.recordings, *(each for each in waiting if each is not None)]:
-            recording.close()
+            recording.close(may_wait=may_wait)
         self.recordings = []
 
     # What the regions of a call ask

@@ -118,11 +118,11 @@ class Recording:
     incomplete: bool = False  # whether the next call is to record all of it anew, since a region failed
     may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made
 
-    def close(self) -> None:
-        """Waits for the graphs and destroys them. Regions run their ops from then on."""
+    def close(self, *, may_wait: bool) -> None:
+        """Destroys the graphs, after their work is done if that may be waited for. Regions run their ops afterwards."""
         self.dropped = True
         for trace in [*([self.forward] if self.forward is not None else []), *self.backwards]:
             for i, graph in enumerate(trace.graphs):
                 if graph is not None:
-                    graph.graph.close()
+                    graph.graph.close(may_wait=may_wait)
                     trace.graphs[i] = None

@@ -225,7 +225,7 @@ class TapeGraph:
         check_sentinels(self.sentinels, set().union(*integers))
         self._is_closed = False
 
-    def close(self) -> None:
+    def close(self, *, may_wait: bool) -> None:
         self._is_closed, self.steps, self._has_sentinel = True, [], []
 
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:

@@ -53,8 +53,9 @@ class CudaGraph:
     def __del__(self) -> None:
         self._destroy()
 
-    def close(self) -> None:
-        torch.cuda.synchronize(self._index)
+    def close(self, *, may_wait: bool) -> None:
+        if may_wait:
+            torch.cuda.synchronize(self._index)
         self._destroy()
 
     def _destroy(self) -> None:
