@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from ranks import Ranks
 
 
@@ -20,6 +21,7 @@ def collectives(builder: str, options: dict[str, Any]) -> tuple[str, list[list[d
     return str(report), [trace["collectives"] for trace in report.to_dict()["traces"]], sizes
 
 
+@pytest.mark.nightly
 def test_ddp(ranks: Ranks) -> None:
     for text, (forward, backward), sizes in ranks.run(collectives, "ddp", {}):
         assert not forward and len(backward) == len(sizes)

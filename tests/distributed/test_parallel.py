@@ -10,8 +10,8 @@ ORDERS = (
     "ddp, transform last",
     "fsdp zero2",
     "fsdp zero2, transform last",
-    "fsdp zero3",
-    "fsdp zero3, buckets",
+    pytest.param("fsdp zero3", marks=pytest.mark.nightly),
+    pytest.param("fsdp zero3, buckets", marks=pytest.mark.nightly),
     "tensor parallel",
     "tensor parallel, transform last",
 )
@@ -38,7 +38,8 @@ def test_same_bits(ranks: Ranks, builder: str) -> None:
             assert trace["kind"] == "backward" or trace["fast_path_calls"] == 3
 
 
-@pytest.mark.parametrize("builder", ["fsdp zero2", pytest.param("ddp", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("builder", ["ddp", "fsdp zero2"])
+@pytest.mark.nightly
 def test_no_sync(ranks: Ranks, builder: str) -> None:
     """Three micro-batches, of which the last communicates."""
     for differing, traces in ranks.run(same_bits, builder, 4, 3):

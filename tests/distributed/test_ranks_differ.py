@@ -93,6 +93,7 @@ def test_ranks_that_need_not_agree(ranks: Ranks) -> None:
         assert found["regions"] == found["traces"] == 2 and found["replays"] == 2 * (STEPS - 1)
 
 
+@pytest.mark.nightly
 def test_collectives_can_stay_eager(ranks: Ranks) -> None:
     for found in ranks.run(what_runs, "fsdp zero2", "the same", {"capture_collectives": "never"}):
         assert not found["differing"] and not found["failures"] and found["replays"] >= 2 * (STEPS - 1)

@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 from ranks import Ranks
 
-BUILDERS = ("ddp", "fsdp zero2", "tensor parallel")
+BUILDERS = ("ddp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("fsdp zero2", "tensor parallel")))
 
 
 def same_bits(builder: str, limit: int):

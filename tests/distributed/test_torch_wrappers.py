@@ -103,7 +103,7 @@ def train_under_ddp(case: str, micro: int) -> tuple[int, int, list[Any], Any]:
     ("case", "micro"),
     [
         ("unused parameter", 1),
-        ("bucket views", 3),
+        pytest.param("bucket views", 3, marks=nightly),
         *(pytest.param(case, 1, marks=nightly) for case in DDP if case != "unused parameter"),
         pytest.param("plain", 3, marks=nightly),
     ],
@@ -149,7 +149,8 @@ def deliveries(case: str) -> tuple[int, list[bool], list[bool]]:
     return parallel.differing(found, expected), taken, are_replayed
 
 
-@pytest.mark.parametrize("case", [pytest.param("plain", marks=nightly), "used before"])
+@pytest.mark.parametrize("case", ["plain", "used before"])
+@pytest.mark.nightly
 def test_gradients_under_ddp(ranks: Ranks, case: str) -> None:
     """What a replay makes becomes the gradient without a copy. It goes in bulk if the nodes were made before DDP was:
     DDP's hooks run after each node all the same."""
@@ -248,9 +249,8 @@ def same_bits_with_thunderfx(case: str, steps: int) -> tuple[int, list[Any]]:
     return parallel.differing(ours, theirs), [t for t in parallel.summary(compiled) if t["regions"]]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param("DDP", marks=nightly), "FSDP2", pytest.param("FSDP2, blocks", marks=nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", FX)
 def test_thunderfx(ranks: Ranks, case: str) -> None:
     """FSDP2 gives parameters new memory in each step: they are copied, after a bounded number of captures."""
     for differing, traces in ranks.run(same_bits_with_thunderfx, case, 20, timeout=200):
@@ -293,7 +293,8 @@ def reduce_in_place(name: str, steps: int, capture: str) -> tuple[int, list[Any]
 
 
 @pytest.mark.parametrize(
-    ("compiler", "capture"), [("jit", "auto"), ("jit", "never"), pytest.param("thunderfx", "auto", marks=nightly)]
+    ("compiler", "capture"),
+    [("jit", "auto"), pytest.param("jit", "never", marks=nightly), pytest.param("thunderfx", "auto", marks=nightly)],
 )
 def test_reduction_in_place(ranks: Ranks, compiler: str, capture: str) -> None:
     """Thunder does not differentiate the reduction."""
