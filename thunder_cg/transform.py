@@ -233,6 +233,7 @@ def cudagraph_transform(
             (with ``strict=True`` a `CaptureError`). Ops that are not deterministic have a tolerance. A verified call
             runs the ops once more, and needs the memory of an eager run and of a copy of what the graph writes or
             reuses. State that an operator keeps by itself, outside of the trace, advances with that run, too.
+            A region that communicates is not compared: an eager run beside a replay would communicate twice.
         debug: fill memory with NaN when nobody may read it any more.
         max_recordings: recordings kept for one compiled function and arena; the oldest goes first.
         max_arenas: memory pools for each compiled function; a call that finds all of them held by calls in flight runs
