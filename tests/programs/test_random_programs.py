@@ -34,7 +34,7 @@ from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tape import TapeGraph
 
 PARTS = 4  # which run in parallel
-CI = 480  # patterns, at least, if nobody asks for more
+CI = 192  # patterns, at least, if nobody asks for more
 PATTERNS = 12, 20  # least and most for a program
 
 
