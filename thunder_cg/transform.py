@@ -108,7 +108,7 @@ class CudagraphTransform(compat.Transform):
         ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
-        communicates = any(op.rule is not None and op.rule.communicates for op in ops.ops)
+        communicates = any(op.communicates for op in ops.ops)
         updates = self._backend.supports_scalar_updates and not communicates
         verdicts = classify(
             ops,

@@ -169,7 +169,7 @@ class _Classifier:
             fix = 'compile with the default cache="constant values", which makes a trace per shape'
             return Cause(Reason.SYMBOLIC_SHAPE, detail, fix)
         futures = [name for name in op.names if self.values[name].kind == "future"]
-        if futures and not (op.rule is not None and op.rule.communicates):
+        if futures and not op.communicates:
             detail = f"{_listed(futures)} is still being filled by a collective"
             return Cause(Reason.COLLECTIVE, detail, "none needed: regions form on both sides of it")
         return None
@@ -196,7 +196,7 @@ class _Classifier:
 
     def communication(self, op: Op) -> Cause | None:
         """Why a graph cannot hold this collective, or its wait."""
-        if op.rule is None or not op.rule.communicates:
+        if not op.communicates:
             return None
         if not self.captures_collectives:
             return Cause(Reason.COLLECTIVE, 'capture_collectives is "never"', 'pass capture_collectives="auto"')

@@ -72,6 +72,11 @@ class Op:
     def rule(self) -> rules.Rule | None:
         return rules.find(self.executor, self.id)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether it is a collective that may be captured, or the wait for one."""
+        return self.rule is not None and self.rule.communicates
+
 
 @dataclass(frozen=True, slots=True)
 class Ops:
@@ -114,7 +119,7 @@ def read(trace: compat.TraceCtx, static_names: frozenset[str] = frozenset(), for
 
 def process_groups(ops: Iterable[Op]) -> list[ProcessGroup]:
     """The groups that the ops communicate in, in order of first use."""
-    found = (leaf for op in ops if op.rule is not None and op.rule.communicates for leaf in _call_leaves(op))
+    found = (leaf for op in ops if op.communicates for leaf in _call_leaves(op))
     return list(dict.fromkeys(leaf for leaf in found if isinstance(leaf, ProcessGroup)))
 
 

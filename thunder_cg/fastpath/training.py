@@ -99,9 +99,7 @@ class TrainingFastPath:
         except ReplayRefused:
             call.release()
             return MISS
-        program.calls += 1
-        if program.collectives is not None:
-            program.collectives.count_replay()
+        program.count_replay()
         region.stats.replays += 1
         passed = self._saved.passing(values, results)
         arguments = self._pick_arguments(values)
@@ -227,9 +225,7 @@ class BackwardReplay:
                     arena.enter()
                     with suppress(ReplayRefused):
                         results = graph.replay(tensors)
-                        self._program.calls += 1
-                        if self._program.collectives is not None:
-                            self._program.collectives.count_replay()
+                        self._program.count_replay()
                         call.release()
                         return results, graph.are_apart
         result: Sequence[Any] = self._entry.backward_fn([saved, SavedState.of(call)], gradients)

@@ -111,7 +111,7 @@ def _compare(group: ProcessGroup, prefix: str, stage: str, subject: str) -> None
     for rank in range(group.size()):
         if rank == group.rank():
             continue
-        vote = _vote(group, [f"{prefix}/{each}/{rank}" for each in dict.fromkeys((stage, ""))], deadline)
+        vote = _vote(group, [f"{prefix}/{each}/{rank}" for each in (stage, "")], deadline)
         if vote is None:
             state.timeouts += 1
             problem = f"rank {rank} did not answer within {_TIMEOUT:g} s: it replays, or is busy"

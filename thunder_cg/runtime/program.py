@@ -336,6 +336,12 @@ class Program:
             call.give_up()
         call.release()
 
+    def count_replay(self) -> None:
+        """Counts a call that only replays, of a fast path."""
+        self.calls += 1
+        if self.collectives is not None:
+            self.collectives.count_replay()
+
     def _watch(self, call: Call) -> None:
         if self.collectives is not None and call.mode in (Mode.CAPTURE, Mode.REPLAY):
             self.collectives.watch()

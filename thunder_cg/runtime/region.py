@@ -75,7 +75,7 @@ class RuntimeRegion:
         copied_out = {each.name for each in io.outputs if each.copied_out}
         # Results that stay in the pool, and of which the caller gets a copy besides.
         self._twice = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
-        self.communicates = any(op.rule is not None and op.rule.communicates for op in ops)
+        self.communicates = any(op.communicates for op in ops)
         self.index = 0  # in the program
         self.refuses_leaves = False  # whether PyTorch refuses its writes to leaves that require grad
         self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
@@ -115,8 +115,7 @@ class RuntimeRegion:
         elif call.mode is Mode.CAPTURE:
             if self.tries:
                 return self._capture(call, args)
-            if self.communicates and call.round is not None:
-                call.round.refuse(self._before, str(self.failure), may_pass=False)
+            self._refuse(call, self._before)
             self._raise_if_strict(call)
         elif call.mode is Mode.WARMUP and self.tries:
             return self._warm_up(call, args)
@@ -281,8 +280,7 @@ class RuntimeRegion:
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
             self._fail(call, error)
-            if self.communicates and call.round is not None:
-                call.round.refuse(self._after, str(self.failure), may_pass=self.tries > 0)
+            self._refuse(call, self._after)
         self._raise_if_strict(call)
         call.program.fallbacks[f"{self.name} could not be captured: {self.failure}"] += 1
         recording.incomplete = True
@@ -310,6 +308,11 @@ class RuntimeRegion:
             layouts = [(arg.size(), arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else None for arg in args]
             subject = repr(([op.name for op in self.ops], layouts))
             call.round.ask(stage, hashlib.sha256(subject.encode()).hexdigest())
+
+    def _refuse(self, call: Call, stage: str) -> None:
+        """Tells the other ranks that this one has failed, if the region communicates."""
+        if self.communicates and call.round is not None:
+            call.round.refuse(stage, str(self.failure), may_pass=self.tries > 0)
 
     def _fail(self, call: Call, error: Exception) -> None:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
