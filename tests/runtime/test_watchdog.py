@@ -22,8 +22,11 @@ class Group:
 
 
 class Event:
-    def __init__(self, done: bool) -> None:
-        self.done, self.looks = done, 0
+    def __init__(self) -> None:
+        self.done, self.looks = True, 0
+
+    def record(self, stream: Any) -> None:
+        self.done, self.looks = False, 0
 
     def query(self) -> bool:
         self.looks += 1
@@ -34,6 +37,7 @@ class Event:
 def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "_PAUSE", 0.01)
     monkeypatch.setattr(distributed, "timeout", lambda group: 0.2)
+    return monkeypatch
 
 
 def wait_for(condition: Any) -> None:
@@ -50,45 +54,55 @@ def test_what_never_ends_is_reported(watched: Any) -> None:
         messages.append(message)
         ended.set()
 
-    event = Event(done=False)
-    dog = Watchdog(lambda: event, end)
+    event = Event()
+    dog = Watchdog(event, end)
     start = time.monotonic()
-    dog.watch([Group()])
+    dog.watch([Group()], None)
     assert ended.wait(10) and time.monotonic() - start >= 0.2
     assert "rank 1 of 2" in messages[0] and "within 0.2 s" in messages[0] and event.looks > 2
 
 
+def test_the_last_of_many_replays_is_watched(watched: Any) -> None:
+    """Those before it are done, and it is launched while the thread still thinks of them."""
+    messages: list[str] = []
+    event = Event()
+    dog = Watchdog(event, messages.append)
+    for _ in range(20):
+        dog.watch([Group()], None)
+        event.done = True
+        time.sleep(0.003)
+    dog.watch([Group()], None)
+    wait_for(lambda: messages)
+
+
 def test_what_ends_is_not(watched: Any) -> None:
-    events, messages = [], []
-
-    def record() -> Event:
-        events.append(Event(done=False))
-        return events[-1]
-
-    dog = Watchdog(record, messages.append)
-    for _ in range(3):
-        dog.watch([Group()])
-    assert len(events) == 1  # one at a time
-    events[0].done = True
-
-    def another_is_watched() -> bool:
-        dog.watch([Group()])
-        return len(events) == 2
-
-    wait_for(another_is_watched)
-    events[1].done = True
-    wait_for(lambda: events[1].looks)
-    assert not messages
+    messages: list[str] = []
+    event = Event()
+    dog = Watchdog(event, messages.append)
+    for _ in range(40):  # longer than the time-out, and the host launches all the time
+        dog.watch([Group()], None)
+        time.sleep(0.01)
+    event.done = True
+    time.sleep(0.1)
+    looks = event.looks
+    time.sleep(0.3)
+    assert not messages and event.looks == looks  # nothing has been launched since
 
 
 def test_without_the_driver_nothing_is_watched(watched: Any) -> None:
+    warned: list[str] = []
+    watched.setattr(module.warnings, "warn", lambda message, stacklevel: warned.append(message))
+
     def begin() -> None:
         raise RuntimeError("no driver")
 
-    dog = Watchdog(lambda: Event(done=False), lambda message: None, begin)
-    wait_for(lambda: not dog._is_idle)
-    dog.watch([Group()])
-    assert dog._events.empty()
+    event = Event()
+    dog = Watchdog(event, lambda message: None, begin)
+    wait_for(lambda: warned)
+    assert "no driver" in warned[0]
+    dog.watch([Group()], None)
+    time.sleep(0.1)
+    assert not event.looks
 
 
 @pytest.mark.parametrize("handling", ["3", "0"])

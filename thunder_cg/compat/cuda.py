@@ -43,13 +43,15 @@ def check(result: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def leave_captures_alone() -> None:
+def leave_captures_alone(index: int) -> None:
     """Lets this thread ask for events although another thread captures in the global mode, as users' captures do.
 
-    Otherwise such a question would break the capture. RuntimeError without cuda-bindings.
+    Otherwise such a question would break the capture. The driver refuses it to a thread without a context, which a new
+    thread has not. RuntimeError without cuda-bindings.
     """
     if driver is None:
         raise RuntimeError("cuda-bindings is not installed")
+    check(driver.cuCtxSetCurrent(check(driver.cuDevicePrimaryCtxRetain(check(driver.cuDeviceGet(index))))))
     check(driver.cuThreadExchangeStreamCaptureMode(driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED))
 
 

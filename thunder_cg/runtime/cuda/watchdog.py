@@ -1,7 +1,8 @@
 """Ends a process whose collectives in CUDA graphs never end, as NCCL's own watchdog does for those that it sees.
 
 PyTorch's watchdog watches the work that it launched itself. When a rank dies, the kernels of a replayed graph on the
-other ranks wait for it for ever, and nobody is told. So a thread looks at one event of each device about once a second.
+other ranks wait for it for ever, and nobody is told. So each replay that communicates records an event, and a thread
+asks once a second whether it is done. The thread records nothing, since the stream may be a user's that captures.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import os
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -27,45 +28,50 @@ class Watchdog:
     """Watches one device from a thread of its own.
 
     Args:
-        begin: what the thread does first. If it raises, nothing is watched.
+        event: it is recorded after each replay, on the replay's stream.
+        begin: what the thread does first. If it raises RuntimeError, nothing is watched, with a warning.
         end: what to do with a message when time is up.
     """
 
-    def __init__(
-        self, record_event: Callable[[], Any], end: Callable[[str], None], begin: Callable[[], None] = lambda: None
-    ) -> None:
-        self._record_event, self._begin, self._end = record_event, begin, end
-        self._is_idle = True
-        self._events: SimpleQueue[tuple[Any, float, str]] = SimpleQueue()
+    def __init__(self, event: Any, end: Callable[[str], None], begin: Callable[[], None] = lambda: None) -> None:
+        self._event, self._begin, self._end = event, begin, end
+        self._groups: Sequence[ProcessGroup] = ()  # of the last replay
+        self._replays = 0
+        self._has_replays = threading.Event()
         threading.Thread(target=self._run, name="thunder_cg watchdog", daemon=True).start()
 
-    def watch(self, groups: Sequence[ProcessGroup]) -> None:
-        """Has what was launched on the current stream watched, unless other work is being watched still."""
-        if self._is_idle:
-            self._is_idle = False
-            ranks = ", ".join(f"rank {group.rank()} of {group.size()}" for group in groups)
-            self._events.put((self._record_event(), min(map(distributed.timeout, groups)), ranks))
+    def watch(self, groups: Sequence[ProcessGroup], stream: Any) -> None:
+        """Has what was launched on ``stream`` so far watched."""
+        self._event.record(stream)
+        self._groups = groups
+        self._replays += 1
+        if not self._has_replays.is_set():
+            self._has_replays.set()
 
     def _run(self) -> None:
         try:
             self._begin()
-        except RuntimeError:
-            self._is_idle = False  # for good
+        except RuntimeError as error:
+            warnings.warn(f"thunder_cg: nobody watches the collectives in CUDA graphs: {error}", stacklevel=1)
             return
+        seen, since = 0, 0.0
         while True:
-            event, limit, ranks = self._events.get()
-            start = time.monotonic()
-            while not event.query():
-                if time.monotonic() - start > limit:
+            self._has_replays.wait()
+            self._has_replays.clear()
+            while not self._event.query():
+                replays, groups = self._replays, self._groups
+                if replays != seen:  # the host still launches
+                    seen, since = replays, time.monotonic()
+                limit = min(map(distributed.timeout, groups))
+                if time.monotonic() - since > limit:
+                    ranks = ", ".join(f"rank {group.rank()} of {group.size()}" for group in groups)
                     self._end(
                         f"thunder_cg ({ranks}): collectives in a CUDA graph have not ended within {limit:g} s, the "
                         "time-out of their process group. Another rank has died, hangs, or makes other calls."
                     )
-                    break
+                    return
                 time.sleep(min(_PAUSE, limit / 10))
-            del event
             time.sleep(_PAUSE)
-            self._is_idle = True
 
 
 def _end_process(message: str) -> None:
@@ -75,13 +81,7 @@ def _end_process(message: str) -> None:
         os.abort()
 
 
-def _recorded(index: int) -> torch.cuda.Event:
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(index))
-    return event
-
-
 @cache
 def watchdog(index: int) -> Watchdog:
     """The watchdog of device ``index``."""
-    return Watchdog(partial(_recorded, index), _end_process, cuda.leave_captures_alone)
+    return Watchdog(torch.cuda.Event(), _end_process, partial(cuda.leave_captures_alone, index))
