@@ -15,7 +15,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
-from thunder_cg.analysis.collectives import schedule_collectives
+from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
@@ -157,7 +157,8 @@ class CudagraphTransform(compat.Transform):
         inputs = [*(each.name for each in io.inputs), *io.scalars]
         results = [each.name for each in io.outputs]
         early = {each.name: each.last_use for each in io.outputs if each.last_use is not None}
-        function = region_function(name, mine, inputs, results, early, self._backend)
+        launches = coalesced(mine, ops.values)
+        function = region_function(name, mine, inputs, results, early, launches, self._backend)
         hashes = None
         if io.scalars or self.options.verify is not None:
             hash_values = partial(verifier.hash_values, torch.device(planned.device))

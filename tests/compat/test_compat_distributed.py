@@ -85,3 +85,31 @@ def test_a_collective_in_a_dispatch_mode(group: dist.ProcessGroup) -> None:
     with Waits():
         dist.all_gather_into_tensor(out, tensor, async_op=True)
     assert out.equal(tensor)
+
+
+def test_coalesced_collectives(group: dist.ProcessGroup) -> None:
+    """Inside, nothing runs yet; afterwards each future has the work of all."""
+    sent, received = [torch.ones(2), torch.ones(3)], [torch.zeros(2), torch.zeros(3)]
+    with distributed.coalesce(group) as real:
+        futures = [(dist.all_gather_into_tensor(r, s, group, True), r) for r, s in zip(received, sent)]
+        assert not any(r.any() for r in received)
+    for (work, result), r in zip(map(real, futures), received):
+        work.wait()
+        assert result is r and r.all()
+
+
+def test_an_error_among_coalesced_collectives(group: dist.ProcessGroup) -> None:
+    """Later collectives are not taken for a part of what failed."""
+
+    def run_out_of_memory() -> None:
+        with distributed.coalesce(group):
+            dist.all_reduce(torch.ones(2), group=group, async_op=True)
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run_out_of_memory()
+    tensor = torch.ones(2)
+    dist.all_reduce(tensor, group=group, async_op=True).wait()
+    assert tensor.tolist() == [1, 1]
+    with distributed.coalesce(group):
+        dist.all_reduce(tensor, group=group, async_op=True)

@@ -166,6 +166,8 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
         short["regions"] = len(trace["regions"])
         short["replays"] = [region["replays"] for region in trace["regions"]]
         short["captures"] = [region["captures"] for region in trace["regions"]]
+        short["collectives"] = len(trace["collectives"])
+        short["launches"] = len({each["launch"] for each in trace["collectives"]})
         short["eager"] = [op["name"] for op in trace["ops"] if op["verdict"] == "eager"]
         found.append(short)
     return found

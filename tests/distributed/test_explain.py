@@ -29,7 +29,9 @@ def test_ddp(ranks: Ranks) -> None:
         for each in backward:
             assert (each["name"], each["ranks"], each["captured"]) == ("all_reduce", 2, True)
         total, overlapping = sum(sizes) / 1024, sum(each["overlaps"] for each in backward)
-        said = f"{len(sizes)} all_reduce of {total:.1f} KiB in the group {backward[0]['group']} of 2 ranks, captured"
+        assert {each["launch"] for each in backward} == {backward[0]["launch"]}  # all are small
+        said = f"{len(sizes)} all_reduce of {total:.1f} KiB in 1 launch"
+        said += f" in the group {backward[0]['group']} of 2 ranks, captured"
         assert f"  {said}; {overlapping} can overlap with compute\n" in text
 
 
@@ -40,6 +42,7 @@ def test_fsdp_with_eager_collectives(ranks: Ranks) -> None:
         assert {each["name"] for each in backward} == {"reduce_scatter"} and len(backward) == len(sizes)
         for each in (*forward, *backward):
             assert not each["captured"]
+        assert len({each["launch"] for each in (*forward, *backward)}) == 2 * len(sizes)  # only regions coalesce
         # Both are of the whole parameter; each rank keeps half of it.
         assert sum(each["nbytes"] for each in forward) == sum(each["nbytes"] for each in backward) == 2 * sum(sizes)
         assert text.count("of 2 ranks, eager; ") == 2

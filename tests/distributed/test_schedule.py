@@ -10,8 +10,8 @@ from ranks import Ranks
 BUILDERS = ("ddp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("fsdp zero2", "tensor parallel")))
 
 
-def same_bits(builder: str, limit: int):
-    """How many values differ, and the collectives of each trace with their operands, before and after."""
+def same_bits(builder: str, in_flight: int, at_once: int):
+    """How many values differ, and for each trace its collectives before and after, and the operands of each launch."""
     import parallel
     from thunder.core.transform_common import Transform
 
@@ -24,7 +24,14 @@ def same_bits(builder: str, limit: int):
 
         def transform_trace_post_optimization(self, trace, **kwargs):
             new = collectives.schedule_collectives(trace)
-            self.found.append([communicating(each) for each in (trace, new)])
+            ops = read(new)
+            launches = [[ops.ops[i] for i in launch] for launch in collectives.coalesced(ops.ops, ops.values)]
+            sizes = [
+                [max(ops.values[name].nbytes for name in op.names) for op in launch]
+                for launch in launches
+                if launch[0].communicates and "wait" not in launch[0].name
+            ]
+            self.found.append([*(communicating(each) for each in (trace, new)), sizes])
             return new
 
     def communicating(trace):
@@ -33,7 +40,7 @@ def same_bits(builder: str, limit: int):
 
     build, shared = parallel.BUILDERS[builder], "tensor" in builder
     theirs = parallel.reference(builder, 5, 1)
-    with mock.patch.object(collectives, "_IN_FLIGHT", limit):
+    with mock.patch.multiple(collectives, _IN_FLIGHT=in_flight, _COALESCED=at_once):
         schedules = Schedules()
         ours = parallel.train(build(schedules, parallel.transform()), 5, shared=shared)
     return parallel.differing(ours, theirs), schedules.found
@@ -41,12 +48,17 @@ def same_bits(builder: str, limit: int):
 
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_same_bits_and_one_order(ranks: Ranks, builder: str) -> None:
-    """With as little in flight as can be; test_parallel.py has the limit that is in force."""
-    results = ranks.run(same_bits, builder, 1)
+    """With little in flight and in one launch; test_parallel.py has the limits that are in force."""
+    at_once = 2048
+    results = ranks.run(same_bits, builder, 1, at_once)
     for differing, _ in results:
         assert not differing
     traces = results[0][1]
     assert traces == results[1][1] and len(traces) == 2
-    for before, after in traces:
+    for before, after, sizes in traces:
         assert sorted(before) == sorted(after)
-    assert "tensor" in builder or any(before != after for before, after in traces)
+        assert all(len(launch) == 1 or sum(launch) <= at_once for launch in sizes)
+    assert "tensor" in builder or any(before != after for before, after, _ in traces)
+    # Each collective of tensor parallelism is waited for before the next one can begin.
+    assert ("tensor" in builder) == all(len(launch) == 1 for *_, sizes in traces for launch in sizes)
+    assert "tensor" in builder or all(len(sizes) > 1 for *_, sizes in traces if sizes)

@@ -1,21 +1,27 @@
-"""Order the collectives of a trace so that they overlap with compute: issued early, waited for late."""
+"""Order the collectives of a trace so that they overlap with compute: issued early, waited for late, few at a time."""
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.ops import Ops, read
+from thunder_cg.analysis.ops import Op, Ops, Value, process_groups, read
 from thunder_cg.analysis.partition import dependencies
 from thunder_cg.compat import thunder as compat
 
-__all__ = ["schedule", "schedule_collectives"]
+__all__ = ["coalesced", "schedule", "schedule_collectives"]
 
 # Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
 # 50 GB/s takes more than a millisecond for so much, which hides the launch and latency of the next collective. More
 # would only hold more memory: gathered parameters before their use, and the inputs of reductions up to their wait.
 _IN_FLIGHT = 64 << 20
+# Bytes of collectives that are coalesced: one launch makes them all. Each launch has a latency of some 20 us, in which
+# a link of 400 GB/s moves as much. Larger launches would begin later, so less of them would run beside compute.
+_COALESCED = 8 << 20
+_GATHERS = frozenset({"torch_all_gather_prim_impl"})
+_REDUCTIONS = frozenset({"torch_all_reduce_prim_impl", "torch_reduce_scatter_prim_impl"})
 
 # Note [Order of collectives]
 # All ranks must issue the same collectives in the same order. They have the same trace, and the order follows from the
@@ -29,6 +35,12 @@ _IN_FLIGHT = 64 << 20
 #
 # Where a forward writes an argument, as batch norm does, all arguments count as one memory. Gathers then stay before
 # the first such write, and waits on their side of each.
+#
+# Note [Coalesced collectives]
+# Small collectives of one kind, group and dtype are issued together. A gather moves bits as they are. A reduction sums
+# over ranks, and NCCL chooses the order of a sum by the size of a launch. Two numbers have one sum in either order, so
+# reductions are coalesced in groups of two ranks only. All ranks coalesce alike, also in calls that run eagerly: what
+# is launched together follows from the trace, too.
 
 
 def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:
@@ -54,8 +66,42 @@ def schedule(ops: Ops, aliasing: Aliasing) -> list[int]:
     A collective whose input is made in the trace is issued right after that. One whose input is there from the start,
     such as a parameter, is issued in the order of first uses, at most `_IN_FLIGHT` bytes ahead. A wait comes right
     before the first use of its result, at the end if there is none, or when more than `_IN_FLIGHT` bytes would wait.
+    Collectives that can be `coalesced` are issued one after the other, once they are `_COALESCED` bytes or one of them
+    is waited for.
     """
     return _Scheduler(ops, aliasing).run()
+
+
+def coalesced(ops: Sequence[Op], values: Mapping[str, Value]) -> list[list[int]]:
+    """The positions of all ops, those of collectives that one launch makes in one list. See the note."""
+    launches: list[list[int]] = []
+    last: Hashable = None
+    total = 0
+    for position, op in enumerate(ops):
+        kind, nbytes = _coalesced_kind(op, values), _nbytes(op, values)
+        if kind is not None and kind == last and total + nbytes <= _COALESCED:
+            launches[-1].append(position)
+            total += nbytes
+        else:
+            launches.append([position])
+            last, total = kind, nbytes
+    return launches
+
+
+def _coalesced_kind(op: Op, values: Mapping[str, Value]) -> Hashable:
+    """What collectives that are coalesced have in common; None for an op that is launched by itself."""
+    if op.id not in _GATHERS | _REDUCTIONS or any(values[name].kind != "future" for name in op.outputs):
+        return None
+    (group,) = process_groups([op])
+    if op.id in _REDUCTIONS and group.size() != 2:
+        return None
+    operators = tuple(leaf for leaf in op.symbol.flat_args if isinstance(leaf, compat.DistributedReduceOps))
+    return op.id, group, values[op.outputs[0]].dtype, operators
+
+
+def _nbytes(op: Op, values: Mapping[str, Value]) -> int:
+    """What a collective holds while it is in flight."""
+    return max((values[name].nbytes for name in op.names), default=0)
 
 
 class _Scheduler:
@@ -88,6 +134,8 @@ class _Scheduler:
         self._ready: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         # Bytes of what is in flight, oldest first, likewise.
         self._in_flight: dict[bool, dict[int, int]] = {True: {}, False: {}}
+        # Collectives that are ready and wait for others to be coalesced with, by kind.
+        self._batches: dict[Hashable, list[int]] = {}
         self._done: set[int] = set()
         self._order: list[int] = []
         for index in issued:
@@ -106,9 +154,11 @@ class _Scheduler:
                 self._issue()  # the waits above made room, and what is issued now runs beside this op
                 self._run(index)
         self._issue()
+        self._issue_batches()
         while (wait := self._oldest_wait()) is not None:
             self._run(wait)
             self._issue()
+            self._issue_batches()
         for index in range(last + 1):
             self._run(index)
         return self._order
@@ -117,6 +167,10 @@ class _Scheduler:
         """Appends the op, after those that it depends on. All of these come earlier in the trace."""
         if index in self._done:
             return
+        for kind, batch in self._batches.items():
+            if index in batch:
+                self._run_together(self._batches.pop(kind))
+                return
         self._done.add(index)
         for other in self._before[index]:
             self._run(other)
@@ -139,13 +193,51 @@ class _Scheduler:
         """Issues what is ready, as far as the limits allow."""
         while True:
             if self._ready[False]:
-                self._run(heapq.heappop(self._ready[False])[1])
+                self._add_to_batch(heapq.heappop(self._ready[False])[1])
             elif self._is_behind() and (wait := self._oldest_wait()) is not None:
                 self._run(wait)
             elif self._ready[True] and sum(self._in_flight[True].values()) < _IN_FLIGHT:
-                self._run(heapq.heappop(self._ready[True])[1])
+                self._run_together(self._next_ahead())
             else:
                 return
+
+    def _add_to_batch(self, collective: int) -> None:
+        kind = self._kind(collective)
+        if kind is None:
+            self._run(collective)
+            return
+        if self._total(self._batches.get(kind, [])) + self._nbytes(collective) > _COALESCED:
+            self._run_together(self._batches.pop(kind, []))
+        self._batches.setdefault(kind, []).append(collective)
+
+    def _issue_batches(self) -> None:
+        while self._batches:
+            self._run_together(self._batches.pop(next(iter(self._batches))))
+
+    def _next_ahead(self) -> list[int]:
+        """The collective that is used next of those that are issued ahead, with those that it is coalesced with."""
+        ready = self._ready[True]
+        batch = [heapq.heappop(ready)[1]]
+        kind = self._kind(batch[0])
+        while kind is not None and ready and self._kind(ready[0][1]) == kind:
+            if self._total([*batch, ready[0][1]]) > _COALESCED:
+                break
+            batch.append(heapq.heappop(ready)[1])
+        return batch
+
+    def _run_together(self, collectives: Sequence[int]) -> None:
+        """Appends the collectives one after the other, after all that they need."""
+        for collective in collectives:
+            for other in self._before[collective]:
+                self._run(other)
+        for collective in collectives:
+            self._run(collective)
+
+    def _kind(self, collective: int) -> Hashable:
+        return _coalesced_kind(self._ops.ops[collective], self._ops.values)
+
+    def _total(self, collectives: Sequence[int]) -> int:
+        return sum(map(self._nbytes, collectives))
 
     def _is_behind(self) -> bool:
         """Whether reductions hold too much. The one that was issued last stays in flight, however large."""
@@ -161,9 +253,7 @@ class _Scheduler:
         return [name for name in names if self._ops.values[name].kind == "future"]
 
     def _nbytes(self, index: int) -> int:
-        """What a collective holds while it is in flight."""
-        op = self._ops.ops[index]
-        return max(self._ops.values[name].nbytes for name in op.names)
+        return _nbytes(self._ops.ops[index], self._ops.values)
 
     def _is_pure(self, index: int) -> bool:
         effects, writes = self._aliasing.effects, self._aliasing.writes

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "before_shutdown",
     "begun",
     "capture_problem",
+    "coalesce",
     "coalescing",
     "is_alive",
     "store",
@@ -92,6 +93,33 @@ def begun(operator: Any, args: tuple[Any, ...]) -> Any:
 def wait(output: Any) -> None:
     """Waits for the work that an operator of c10d returned in a dispatch mode."""
     Work.unbox(output[-1] if isinstance(output, tuple) else output).wait()
+
+
+class _SharedWork:
+    """The work of several collectives. It keeps their tensors alive, so it is dropped once it was waited for."""
+
+    def __init__(self) -> None:
+        self.work: Any = None
+
+    def wait(self) -> None:
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+
+
+@contextmanager
+def coalesce(group: ProcessGroup) -> Iterator[Callable[[Any], Any]]:
+    """Asynchronous collectives of one kind in ``group`` inside become one, at the end.
+
+    Yields what makes the future that each returned inside, a pair of its work and its result, the real one afterwards.
+    All of them are to be waited for on one stream.
+    """
+    shared = _SharedWork()
+    try:
+        with _coalescing_manager(group, async_ops=True) as shared.work:
+            yield lambda future: (shared, future[1])
+    finally:
+        _world.pg_coalesce_state.pop(group, None)  # PyTorch leaves it there after an error
 
 
 def coalescing() -> AbstractContextManager[Any]:

@@ -24,6 +24,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, from_trace, tracectx
 from thunder.core.transform_common import Transform
 from thunder.distributed import get_skip_data_parallel_grad_sync as skips_grad_sync
+from thunder.distributed.prims import DistributedReduceOps
 from thunder.executors.passes import del_last_used
 from thunder.executors.torch_autograd import connect_to_autograd
 from thunder.executors.torchex import ex as _torch_executor, no_autocast

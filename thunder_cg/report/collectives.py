@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
+from thunder_cg.analysis.collectives import coalesced
 from thunder_cg.analysis.ops import Op, Ops, process_groups
+from thunder_cg.analysis.partition import Region
+from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.runtime.program import Program
 
 
@@ -18,6 +22,7 @@ class CollectiveReport:
     group: str  # name of the process group
     ranks: int  # size of the group
     captured: bool  # whether a graph holds it
+    launch: int  # collectives with one number are coalesced: one launch makes them
     overlaps: bool  # whether kernels are launched between its start and its wait, so that both may run at a time
 
 
@@ -26,6 +31,7 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
     ops = program.ops
     captured = {index for region in program.regions if region.failure is None for index in region.planned.ops}
     order = [ops.ops[index] for step in program.plan.steps for index in step.ops]
+    launches = _launches(program)
     found = []
     for place, op in enumerate(order):
         for group in process_groups([op]):
@@ -33,13 +39,31 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
                 CollectiveReport(
                     name=op.name.removeprefix("torch_").removesuffix("_prim_impl"),
                     nbytes=max(_bytes(ops, op.inputs), _bytes(ops, op.outputs)),
-                    group=group.group_desc or group.group_name,
+                    group=_name(group),
                     ranks=group.size(),
                     captured=op.index in captured,
+                    launch=launches[op.index],
                     overlaps=_overlaps(ops, op, order[place + 1 :]),
                 )
             )
     return tuple(found)
+
+
+def _launches(program: Program) -> dict[int, int]:
+    """A number for each op's launch. Regions coalesce, also where they run eagerly."""
+    ops, numbers = program.ops, count()
+    found: dict[int, int] = {}
+    for step in program.plan.steps:
+        mine = [ops.ops[index] for index in step.ops]
+        together = coalesced(mine, ops.values) if isinstance(step, Region) else [[i] for i in range(len(mine))]
+        for launch in together:
+            found |= dict.fromkeys((mine[i].index for i in launch), next(numbers))
+    return found
+
+
+def _name(group: ProcessGroup) -> str:
+    """As the user called it; else what torch calls it."""
+    return group.group_name if group.group_desc in ("", "undefined") else group.group_desc
 
 
 def _bytes(ops: Ops, names: Sequence[str]) -> int:

@@ -59,10 +59,11 @@ def collectives(trace: TraceReport) -> Iterator[str]:
         alike.setdefault((each.name, each.group, each.ranks, each.captured), []).append(each)
     for first, *others in alike.values():
         total = [first, *others]
+        launches = len({each.launch for each in total})
         said = f"{len(total):,} {first.name} of {size(sum(each.nbytes for each in total))}"
-        said += (
-            f" in the group {first.group} of {count(first.ranks, 'rank')}, {'captured' if first.captured else 'eager'}"
-        )
+        said += f" in {launches:,} launch{'es' if launches > 1 else ''}" if launches < len(total) else ""
+        said += f" in the group {first.group} of {count(first.ranks, 'rank')}"
+        said += ", captured" if first.captured else ", eager"
         yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
 
 

@@ -120,6 +120,16 @@ class Backend(Protocol):
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, a compiled fusion, as a region has to call it."""
 
+    def coalesce(self, group: ProcessGroup) -> AbstractContextManager[Callable[[Any], Any]]:
+        """Asynchronous collectives inside become one; see `compat.distributed.coalesce`."""
+
+    def order_gradients(self) -> None:
+        """After a backward in Thunder's dispatch: orders what autograd does next after it, whatever stream it ran on.
+
+        The node of Thunder's backward tells autograd no stream. So autograd takes the gradients to be made on the
+        default stream, and has the streams of the nodes that accumulate them wait for that one.
+        """
+
     def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
         """After a replay that communicates: if it never ends, the process does, with a message."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -11,7 +12,7 @@ import thunder
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.ops import Op, process_groups
 from thunder_cg.compat import thunder as compat
 from thunder_cg.runtime.backend import Backend
 
@@ -24,6 +25,7 @@ def region_function(
     inputs: Sequence[str],
     results: Sequence[str],
     copied_early: Mapping[str, int],
+    launches: Sequence[Sequence[int]],
     backend: Backend,
 ) -> Callable[..., Sequence[Any]]:
     """A region's Python function: its ops, each variable deleted after its last use.
@@ -33,6 +35,7 @@ def region_function(
 
     Args:
         copied_early: results that may be copied out early, and the position of the op after which they may.
+        launches: the positions of all ops, those of collectives that are coalesced in one list.
     """
     after: dict[int, list[str]] = {}
     for result, position in copied_early.items():
@@ -41,9 +44,10 @@ def region_function(
     taken = _names_in(lines, inputs)
     parameter, copier = unused("inputs", taken), unused("copy_early", taken)
     body = []
-    for i, op in enumerate(lines):
-        body.append(op)
-        for result in after.get(i, ()):
+    for launch in launches:
+        calls = [lines[i] for i in launch]
+        body += calls if len(launch) == 1 else [_coalesced([ops[i] for i in launch], calls, taken, backend)]
+        for result in [result for i in launch for result in after.get(i, ())]:
             body.append(_Lines([f"  {result} = {copier}({result})"], (result, copier)))
     function = _build(unused(name, taken), body, inputs, results, (parameter, copier))
     function.__defaults__ = (_not_copied,)
@@ -105,6 +109,20 @@ def _lines_of(ops: Sequence[Op], backend: Backend) -> list[_Lines]:
             context = {compat.module_shortname(path): module for path, module in modules.items()} | called | objects
             found.append(_Lines(lines, (*op.outputs, *op.inputs), context))
     return found
+
+
+def _coalesced(ops: Sequence[Op], calls: Sequence[_Lines], taken: set[str], backend: Backend) -> _Lines:
+    """Collectives of one kind that become one. Adds its names to those that are taken."""
+    (group,) = process_groups(ops)
+    manager, real = unused("coalesce", taken), unused("real", taken)
+    taken.update((manager, real))
+    lines = [f"  with {manager}() as {real}:", *(f"  {line}" for call in calls for line in call.lines)]
+    lines += [f"  {future} = {real}({future})" for op in ops for future in op.outputs]
+    variables = (real, *(name for call in calls for name in call.variables))
+    context: dict[str, Any] = {manager: partial(backend.coalesce, group)}
+    for call in calls:
+        context |= call.context
+    return _Lines(lines, variables, context)
 
 
 def _names_in(lines: Iterable[_Lines], inputs: Iterable[str]) -> set[str]:

@@ -332,6 +332,8 @@ class Program:
         """Ends a call."""
         self._seal(call)
         self._watch(call)
+        if self._forward is not None:
+            self.backend.order_gradients()
         if call.recording is not None and call.recording.incomplete:
             call.give_up()
         call.release()

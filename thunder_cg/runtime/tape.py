@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -60,8 +60,19 @@ class TapeBackend:
 
         return call
 
+    def coalesce(self, group: distributed.ProcessGroup) -> AbstractContextManager[Callable[[Any], Any]]:
+        """One call after the other: gloo does not coalesce all kinds."""
+        return nullcontext(_itself)
+
+    def order_gradients(self) -> None:
+        """A CPU has no streams."""
+
     def watch_collectives(self, groups: Sequence[distributed.ProcessGroup]) -> None:
         """A replay waits for its collectives, and torch for the other ranks."""
+
+
+def _itself(future: Any) -> Any:
+    return future
 
 
 @dataclass(frozen=True, slots=True)

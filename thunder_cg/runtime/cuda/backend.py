@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat import cuda
+from thunder_cg.compat import cuda, distributed
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.errors import BackendError
 from thunder_cg.runtime.cuda.pool import CudaPool
@@ -37,5 +37,13 @@ class CudaBackend:
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn
 
+    coalesce = staticmethod(distributed.coalesce)
+
+    def order_gradients(self) -> None:
+        current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
+        if current != default:
+            default.wait_stream(current)
+
     def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
-        watchdog(torch.cuda.current_device()).watch(groups)
+        index = torch.cuda.current_device()
+        watchdog(index).watch(groups, torch.cuda.current_stream(index))

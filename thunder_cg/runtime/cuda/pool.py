@@ -5,9 +5,11 @@ Note [Warm-up inside the pool]
     one pool run on the same capture stream, and a capture gets the memory that the warm-up used.
 
 Note [Memory for a pool]
-    When memory runs out, the caching allocator frees its cache and tries again, but not while this thread allocates
-    from a private pool. So this module frees the cache after a warm-up or a capture has failed, and once more before
-    the next capture, because what was in the way may be cached by then.
+    A private pool gets no memory that the caching allocator keeps cached for others. So this module frees the cache
+    before a warm-up, which makes the pool as large as it gets: both together take no more than an eager call. When
+    memory runs out, the allocator frees its cache and tries again, but not while this thread allocates from a private
+    pool. So this module frees the cache after a warm-up or a capture has failed, and once more before the next
+    capture, because what was in the way may be cached by then.
 """
 
 from __future__ import annotations
@@ -128,7 +130,7 @@ class CudaPool:
         generator = torch.cuda.get_rng_state(self._index)
         try:
             # Note [Warm-up inside the pool]. The lock, because a draw is an error while another thread captures.
-            with capture_lock, self._on_capture_stream() as current, cuda.use_pool(self._index, self._private_pool.id):
+            with capture_lock, self._on_capture_stream() as current, self._with_free_cache():
                 copy = partial(self._copy_to_caller, current)
                 copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, cuda.has_one_owner, must=False)
                 return copier.finish(fn(*args, copier))
@@ -136,6 +138,14 @@ class CudaPool:
             torch.cuda.set_rng_state(generator, self._index)
             torch.cuda.empty_cache()  # see Note [Memory for a pool]
             raise
+
+    @contextmanager
+    def _with_free_cache(self) -> Iterator[None]:
+        """Inside, this thread allocates from the private pool, after the cache was freed: Note [Memory for a pool]."""
+        with suppress(RuntimeError):  # while a user captures on another thread
+            torch.cuda.empty_cache()
+        with cuda.use_pool(self._index, self._private_pool.id):
+            yield
 
     def _copy_to_caller(self, stream: torch.cuda.Stream, tensors: Tensors) -> list[torch.Tensor]:
         """Copies of these, in memory of the caller's ``stream`` outside of the private pool."""

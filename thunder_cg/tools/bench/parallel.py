@@ -19,7 +19,16 @@ from torch import Tensor, nn
 from thunder_cg import cudagraph_transform
 from thunder_cg.compat.distributed import coalescing
 from thunder_cg.tools.bench.cases import BenchmarkCase
-from thunder_cg.tools.bench.variants import COMPILE, EAGER, FLOOR, OURS, REDUCE_OVERHEAD, THUNDER, recovering_pool
+from thunder_cg.tools.bench.variants import (
+    COMPILE,
+    EAGER,
+    FLOOR,
+    FLOOR_OF_THUNDER,
+    OURS,
+    REDUCE_OVERHEAD,
+    THUNDER,
+    recovering_pool,
+)
 
 DDP, ZERO2, ZERO3, TENSOR = "ddp", "fsdp zero2", "fsdp zero3", "tensor parallel"
 COLLECTIVES_EAGER = "thunder_cg, collectives eager"
@@ -55,13 +64,13 @@ class RankStep:
 
 
 def variants(parallel: str, device: torch.device, quick: bool) -> Sequence[str]:
-    """The names of the variants, the hand-made graph last, because it is the lower bound."""
+    """The names of the variants, the hand-made graphs last, because they are the lower bounds."""
     if device.type == "cpu":
         return (EAGER, THUNDER, COLLECTIVES_EAGER, OURS)
     if quick:
-        return (EAGER, THUNDER, OURS, FLOOR)
+        return (EAGER, THUNDER, OURS, FLOOR_OF_THUNDER, FLOOR)
     # Not with executors=["torchcompile"]: in Thunder 0.2.6 its fusions take collectives in, and cannot be compiled.
-    return (EAGER, COMPILE, REDUCE_OVERHEAD, THUNDER, COLLECTIVES_EAGER, OURS, FLOOR)
+    return (EAGER, COMPILE, REDUCE_OVERHEAD, THUNDER, COLLECTIVES_EAGER, OURS, FLOOR_OF_THUNDER, FLOOR)
 
 
 def prepare(name: str, subject: RankSubject) -> RankStep:
@@ -282,8 +291,9 @@ def _nothing() -> None:
     pass
 
 
-def _hand_made(subject: RankSubject) -> RankStep:
-    step = step_by_hand(subject)
+def _hand_made(subject: RankSubject, make_step: Callable[[RankSubject], RankStep]) -> RankStep:
+    """One graph of a whole step with its collectives."""
+    step = make_step(subject)
     torch.cuda.synchronize()  # the other stream reads what was made by now
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -314,5 +324,6 @@ _VARIANTS: Mapping[str, Callable[[RankSubject], RankStep]] = {
     THUNDER: _thunder,
     COLLECTIVES_EAGER: partial(_thunder, collectives="never"),
     OURS: partial(_thunder, collectives="auto"),
-    FLOOR: _hand_made,
+    FLOOR_OF_THUNDER: partial(_hand_made, make_step=_thunder),
+    FLOOR: partial(_hand_made, make_step=step_by_hand),
 }

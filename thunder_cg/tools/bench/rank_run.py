@@ -14,7 +14,7 @@ from thunder_cg.tools.bench.measure import EVERY_VARIANT
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
 from thunder_cg.tools.bench.report import line
-from thunder_cg.tools.bench.variants import COMPILE, FLOOR, OURS, THUNDER
+from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, THUNDER
 from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import MeasuredResults, environment
@@ -155,7 +155,7 @@ def _notes(rows: Sequence[RankRow]) -> Iterator[str]:
     found = {row.variant: row for row in rows if not row.failure}
     yield from (f"\n{row.variant}: {row.captured}" for row in rows if row.captured)
     ours = found.get(OURS)
-    others = [found[name] for name in (THUNDER, COMPILE, FLOOR) if name in found]
+    others = [found[name] for name in (THUNDER, COMPILE, FLOOR_OF_THUNDER, FLOOR) if name in found]
     if ours is not None and others:
         ratios = ", ".join(f"{ours.back_to_back_ms / other.back_to_back_ms:.2f} x {other.variant}" for other in others)
         yield f"\n{OURS}, back to back: {ratios}"
