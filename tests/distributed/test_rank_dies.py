@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 
 import pytest
 import torch
 from ranks import Ranks
 
+TIMEOUT = 5.0  # seconds
+
 
 def train_until_rank_1_dies() -> None:
     import parallel
+    import torch.distributed.distributed_c10d as c10d
 
     compiled = parallel.ddp(parallel.transform())
+    for group in c10d._world.pg_map:  # Thunder makes a group of its own, with torch's default of 10 minutes
+        c10d._set_pg_timeout(timedelta(seconds=TIMEOUT), group)
     parallel.train(compiled, 4)
     assert all(trace["replays"] == [3] for trace in parallel.summary(compiled))
     if parallel.RANK() == 1:
@@ -28,13 +34,13 @@ def test_a_rank_that_dies(device: str, capfd: pytest.CaptureFixture[str]) -> Non
     """On GPUs, torch's watchdog does not see the collectives of a graph, and ours ends the process."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("there are no two GPUs")
-    ranks = Ranks(2, device, collective=5.0)
+    ranks = Ranks(2, device, collective=TIMEOUT)
     with pytest.raises(AssertionError) as caught:
-        ranks.run(train_until_rank_1_dies, timeout=100)
+        ranks.run(train_until_rank_1_dies, timeout=60)
     text = str(caught.value)
     assert "rank 1: the process ended with 7" in text and "does not miss" not in text
     if device == "cuda":
         assert "rank 0: the process ended with -6" in text
-        assert "collectives in a CUDA graph have not ended within 5 s" in capfd.readouterr().err
+        assert f"collectives in a CUDA graph have not ended within {TIMEOUT:g} s" in capfd.readouterr().err
     else:
         assert "RuntimeError" in text
