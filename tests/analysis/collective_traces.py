@@ -12,6 +12,7 @@ import torch
 from thunder.core.transform_common import Transform
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from thunder_cg.analysis import collectives
 from thunder_cg.analysis.collectives import schedule_collectives
 from thunder_cg.analysis.ops import read
 
@@ -56,10 +57,11 @@ def model():
 def main(rank):
     torch.distributed.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     found = {}
-    for name in ("ddp", "fsdp"):
+    for name in ("ddp", "ddp, each launched by itself", "fsdp"):
+        collectives._COALESCED = 0 if "by itself" in name else 2**23
         schedules = Schedules()
         compiled = thunder.jit(model(), transforms=[schedules])
-        if name == "ddp":
+        if name.startswith("ddp"):
             compiled = thunder.distributed.ddp(compiled)
         else:
             compiled = thunder.distributed.fsdp(compiled, device=torch.device("cpu"))

@@ -8,10 +8,12 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+from thunder.distributed.prims import DistributedReduceOps
+from torch.distributed import ProcessGroup
 
 from thunder_cg.analysis import collectives
 from thunder_cg.analysis.aliasing import Aliasing
@@ -52,6 +54,46 @@ def fsdp(t, first_uses="dbca"):
     for name, x, y in zip(first_uses, "xyzk", "yzkl"):
         t.op("linear", f"{x} v{name}", y)
     return t.returns("l")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What the schedule looks at of a bound symbol."""
+
+    args: tuple
+    kwargs: dict = field(default_factory=dict)
+
+    @property
+    def flat_args(self):
+        return list(self.args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "launches"),
+    [("all_gather", 2, 2), ("all_gather", 4, 2), ("reduce_scatter", 2, 2), ("all_reduce", 2, 2), ("all_reduce", 4, 4)],
+)
+def test_small_collectives_of_a_kind_are_one_launch(trace, monkeypatch, kind, ranks, launches):
+    """Three of 4 bytes fit in one launch. More than two ranks sum in an order that depends on how much is summed."""
+    monkeypatch.setattr(collectives, "_COALESCED", 12)
+    t, bound = trace(), Bound((ProcessGroup(0, ranks), DistributedReduceOps.SUM))
+    for i in range(4):
+        t.op(f"torch_{kind}_prim_impl", f"p{i}", f"f{i}", symbol=bound)
+    ops = t.done()
+    assert len(collectives.coalesced(ops.ops, ops.values)) == launches
+
+
+def test_what_differs_is_not_one_launch(trace):
+    group, other = ProcessGroup(0, 2), ProcessGroup(0, 2)
+    t = trace()
+    for i, args in enumerate([
+        (group, DistributedReduceOps.SUM), (group, DistributedReduceOps.SUM), (other, DistributedReduceOps.SUM),
+        (group,), (group,), (),
+    ]):  # fmt: skip
+        t.op("torch_all_reduce_prim_impl", f"p{i}", f"f{i}", symbol=Bound(args))
+    t.op("torch_all_gather_prim_impl", "p6", "f6", symbol=Bound((group,)))
+    t.op("torch_all_reduce_prim_impl", "p7", "x7", symbol=Bound((group,)))  # it waits at once: no future
+    ops = t.done()
+    assert collectives.coalesced(ops.ops, ops.values) == [[0, 1], [2], [3, 4], [5], [6], [7]]
 
 
 def test_reductions_follow_their_gradient_and_waits_come_last(trace):
@@ -225,7 +267,7 @@ def runs():
 
 
 def test_the_order_is_the_same_on_all_ranks_and_with_any_hash_seed(runs):
-    assert runs[0] == runs[1] and set(runs[0]) == {"ddp", "fsdp"}
+    assert runs[0] == runs[1] and len(runs[0]) == 3
 
 
 def names(symbols, *parts):
@@ -233,7 +275,7 @@ def names(symbols, *parts):
 
 
 def test_a_backward_of_ddp_reduces_while_it_computes(runs):
-    before, after = (runs[0]["ddp"][1][when] for when in ("before", "after"))
+    before, after = (runs[0]["ddp, each launched by itself"][1][when] for when in ("before", "after"))
     assert names(before, "all_reduce")[0] > names(before, "matmul")[-1]
     products, reductions, waits = (names(after, part) for part in ("matmul", "all_reduce", "wait"))
     assert len(reductions) == len(waits) == 6
@@ -242,6 +284,12 @@ def test_a_backward_of_ddp_reduces_while_it_computes(runs):
         if at + 1 in reductions:  # the division comes right behind its input, and right before the reduction
             assert set(after[at][1]) <= set(after[at - 1][2])
             assert after[at + 1][1] == after[at][2]
+
+
+def test_small_reductions_of_ddp_are_coalesced(runs):
+    after = [symbol for symbol in runs[0]["ddp"][1]["after"] if symbol[0] != "del"]
+    reductions = names(after, "all_reduce")
+    assert reductions == [*range(reductions[0], reductions[0] + 6)]
 
 
 def test_a_forward_of_fsdp_gathers_in_the_order_of_first_use(runs):

@@ -19,6 +19,7 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import _is_bookkeeping
 from thunder_cg.analysis.rules import RULES, Reason, conditions, executors, prims, torch as torch_rules
 from thunder_cg.analysis.rules.record import CAPTURED, Arguments, Condition
+from thunder_cg.compat.torch import Settings
 
 
 def test_every_symbol_of_the_torch_executor_has_exactly_one_row():
@@ -223,3 +224,30 @@ def test_what_shares_memory_when_run_shares_an_alias_set(traces_of, fn, args):
 
 def test_reasons_are_sentences_of_their_own():
     assert len({reason.value for reason in Reason}) == len(Reason)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("torch.add", Settings.NONE),
+        ("torch.nn.functional.linear", Settings.MATMUL),
+        ("torch.nn.functional.conv2d", Settings.ALL),
+        ("torch.nn.functional.scaled_dot_product_attention", Settings.ALL),
+    ],
+)
+def test_settings_by_which_kernels_may_be_chosen(trace, name, settings):
+    assert trace().make(name, executor=None).settings == settings
+    assert trace().make(f"{name.rsplit('.', 1)[-1]}_vjp").settings == settings
+
+
+def test_unknown_operators_may_depend_on_all_settings(trace):
+    assert trace().make("my_op", executor="my_ex").settings == Settings.ALL
+    eager = trace().make("cholesky")
+    assert not eager.rule.captures and eager.settings == Settings.ALL  # allow= may have it captured
+
+
+def test_a_compiler_may_put_other_operators_in_a_fusion(trace):
+    make = trace().make
+    pointwise, product = make("ADD", executor=None), make("MATMUL", executor=None)
+    assert make(None, executor="nvfuser", is_fusion=True, subs=(pointwise,)).settings == Settings.NONE
+    assert make(None, executor="nvfuser", is_fusion=True, subs=(pointwise, product)).settings == Settings.ALL

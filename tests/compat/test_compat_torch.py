@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from thunder_cg.compat import torch as compat
+from thunder_cg.compat.torch import Settings
 
 
 def test_tensors_without_memory_views_and_versions() -> None:
@@ -107,11 +109,27 @@ def test_a_backward_tells_whether_it_keeps_its_graph(keep: bool) -> None:
     assert found == [keep]
 
 
-def test_settings_change_with_the_public_switches() -> None:
-    before = compat.kernel_settings()
-    torch.backends.cuda.enable_flash_sdp(False)
+def set_precision(high: bool) -> None:
+    torch.set_float32_matmul_precision("medium" if high else "highest")
+
+
+@pytest.mark.parametrize(
+    ("group", "switch"),
+    [
+        (Settings.MATMUL, set_precision),
+        (Settings.ATTENTION, torch.backends.cuda.enable_math_sdp),
+        (Settings.CUDNN, partial(setattr, torch.backends.cudnn, "benchmark")),
+        (Settings.NONE, torch.use_deterministic_algorithms),
+    ],
+    ids=["matmul", "attention", "cudnn", "all"],
+)
+def test_settings_change_with_the_public_switches(group, switch) -> None:
+    read, read_others = compat.kernel_settings(group), compat.kernel_settings(Settings.ALL & ~group)
+    before = read(), read_others()
+    switch(on := group is not Settings.ATTENTION)
     try:
-        assert compat.kernel_settings() != before
+        assert read() != before[0]
+        assert (read_others() == before[1]) is bool(group)
     finally:
-        torch.backends.cuda.enable_flash_sdp(True)
-    assert compat.kernel_settings() == before
+        switch(not on)
+    assert (read(), read_others()) == before and hash((*before[0], *before[1]))

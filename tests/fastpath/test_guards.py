@@ -36,6 +36,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = Linear(4, 4)
+        self.conv = nn.Conv1d(1, 1, 1)  # all settings may choose its kernels
         self.act = Act()  # a module that is called with hooks
         self.drop = Dropout(0.0)
         self.scale = 2.0
@@ -49,7 +50,8 @@ class Model(nn.Module):
         return self.scale * self.gain
 
     def forward(self, x, y, z=None, *, k=1.0):
-        x = self.act(self.drop(self.first(x))) * self.factor + self.shift
+        x = self.conv(self.first(x)[:, None])[:, 0]
+        x = self.act(self.drop(x)) * self.factor + self.shift
         x = x * self.sizes[1][0] + self.table["a"][1] * self.unused.shape[0]
         return torch.relu(x) * k + y.shape[0] if z is None else x * z
 

@@ -65,15 +65,18 @@ def test_size(nbytes: int, said: str) -> None:
 
 def test_collectives_of_a_kind_are_one_line(report: Report) -> None:
     def reduce(nbytes: int, **other: object) -> CollectiveReport:
-        fields = {"name": "all_reduce", "group": "default_pg", "ranks": 2, "captured": True, "overlaps": False}
+        fields = {"name": "all_reduce", "group": "dp", "ranks": 2, "captured": True, "overlaps": False, "launch": 0}
         return CollectiveReport(nbytes=nbytes, **(fields | other))  # type: ignore[arg-type]
 
-    each = (reduce(1024), reduce(2048, overlaps=True), reduce(512, captured=False), reduce(64, group="<tp>", ranks=4))
+    each = (
+        *(reduce(1024), reduce(2048, overlaps=True), reduce(4096, launch=1)),
+        *(reduce(512, captured=False, launch=2), reduce(64, group="<tp>", ranks=4, launch=3)),
+    )
     (trace,) = report.traces
     found = Report((replace(trace, collectives=each),))
     lines = [
-        "2 all_reduce of 3.0 KiB in the group default_pg of 2 ranks, captured; 1 can overlap with compute",
-        "1 all_reduce of 512 B in the group default_pg of 2 ranks, eager; 0 can overlap with compute",
+        "3 all_reduce of 7.0 KiB in 2 launches in the group dp of 2 ranks, captured; 1 can overlap with compute",
+        "1 all_reduce of 512 B in the group dp of 2 ranks, eager; 0 can overlap with compute",
         "1 all_reduce of 64 B in the group <tp> of 4 ranks, captured; 0 can overlap with compute",
     ]
     assert [line.strip() for line in str(found).splitlines() if "all_reduce" in line] == lines

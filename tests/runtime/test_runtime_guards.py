@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from thunder_cg.compat.torch import Settings
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 
 
@@ -54,12 +55,13 @@ def test_it_refuses_a_static_tensor_with_other_strides(guard, tensors):
     assert not guard.holds(tensors)
 
 
-def test_it_refuses_other_switches(tensors):
+@pytest.mark.parametrize(("settings", "holds"), [(Settings.MATMUL, False), (Settings.CUDNN, True), (None, True)])
+def test_it_refuses_other_settings_of_its_kernels(tensors, settings, holds):
     torch.set_float32_matmul_precision("highest")
-    guard = Guard(tensors, static=[0], written=frozenset())
+    guard = Guard(tensors, static=[0], written=frozenset(), settings=settings)
     torch.set_float32_matmul_precision("medium")
     try:
-        assert not guard.holds(tensors)
+        assert guard.holds(tensors) is holds
     finally:
         torch.set_float32_matmul_precision("highest")
     assert guard.holds(tensors)

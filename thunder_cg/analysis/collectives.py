@@ -92,11 +92,11 @@ def _coalesced_kind(op: Op, values: Mapping[str, Value]) -> Hashable:
     """What collectives that are coalesced have in common; None for an op that is launched by itself."""
     if op.id not in _GATHERS | _REDUCTIONS or any(values[name].kind != "future" for name in op.outputs):
         return None
-    (group,) = process_groups([op])
-    if op.id in _REDUCTIONS and group.size() != 2:
+    groups = process_groups([op])
+    if len(groups) != 1 or (op.id in _REDUCTIONS and groups[0].size() != 2):
         return None
     operators = tuple(leaf for leaf in op.symbol.flat_args if isinstance(leaf, compat.DistributedReduceOps))
-    return op.id, group, values[op.outputs[0]].dtype, operators
+    return op.id, groups[0], values[op.outputs[0]].dtype, operators
 
 
 def _nbytes(op: Op, values: Mapping[str, Value]) -> int:

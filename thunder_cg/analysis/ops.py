@@ -18,6 +18,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
+from thunder_cg.compat.torch import Settings
 
 __all__ = ["Op", "Ops", "Value", "computing", "process_groups", "read"]
 
@@ -71,6 +72,14 @@ class Op:
     @property
     def rule(self) -> rules.Rule | None:
         return rules.find(self.executor, self.id)
+
+    @property
+    def settings(self) -> Settings:
+        """The settings by which its kernels may be chosen. A fusion's compiler may put other operators in its place."""
+        if self.rule is not None:
+            return self.rule.settings if self.rule.captures else Settings.ALL
+        inside = [sub.settings for sub in self.subs]
+        return Settings.ALL if any(inside) or not inside else Settings.NONE
 
     @property
     def communicates(self) -> bool:

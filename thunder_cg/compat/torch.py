@@ -5,6 +5,7 @@ Functions that a steady call uses are PyTorch's own objects under another name: 
 
 from __future__ import annotations
 
+import enum
 import sys
 import types
 import unittest
@@ -172,31 +173,54 @@ def default_device_is_set() -> bool:
     return bool(function_mode_count()) or "device_context" in torch._GLOBAL_DEVICE_CONTEXT.__dict__
 
 
-def kernel_settings() -> tuple[Any, ...]:
-    """The process-wide switches by which kernels on a GPU are chosen or refused. A graph has them baked in."""
-    c: Any = torch._C
-    return (
-        torch.is_inference_mode_enabled(),
-        c._get_deterministic_algorithms(),
-        c._get_deterministic_algorithms_warn_only(),
-        c._get_cudnn_enabled(),
-        c._get_cudnn_benchmark(),
-        c._get_cudnn_deterministic(),
-        _fp32_precision("cuda", "matmul"),
-        _fp32_precision("cuda", "conv"),
-        _fp32_precision("cuda", "rnn"),
-        c._get_cublas_allow_fp16_reduced_precision_reduction(),
-        c._get_cublas_allow_bf16_reduced_precision_reduction(),
-        c._get_cublas_allow_fp16_accumulation(),
-        c._get_flash_sdp_enabled(),
-        c._get_mem_efficient_sdp_enabled(),
-        c._get_math_sdp_enabled(),
-        c._get_cudnn_sdp_enabled(),
-        c._get_math_sdp_allow_fp16_bf16_reduction(),
-        (*c._get_sdp_priority_order(),),
-        int(c._get_blas_preferred_backend()),
-        int(c._get_linalg_preferred_backend()),
-    )
+class Settings(enum.Flag):
+    """Groups of the process-wide settings by which PyTorch chooses a GPU's kernels."""
+
+    NONE = 0  # only those that any kernel may depend on
+    MATMUL = enum.auto()
+    ATTENTION = enum.auto()
+    CUDNN = enum.auto()
+    LINALG = enum.auto()
+    ALL = MATMUL | ATTENTION | CUDNN | LINALG
+
+
+_c: Any = torch._C
+_SETTINGS: Mapping[Settings, tuple[Callable[[], Any], ...]] = {
+    Settings.NONE: (
+        torch.is_inference_mode_enabled,
+        _c._get_deterministic_algorithms,
+        _c._get_deterministic_algorithms_warn_only,
+    ),
+    Settings.MATMUL: (
+        partial(_fp32_precision, "cuda", "matmul"),
+        _c._get_cublas_allow_fp16_reduced_precision_reduction,
+        _c._get_cublas_allow_bf16_reduced_precision_reduction,
+        _c._get_cublas_allow_fp16_accumulation,
+        lambda: int(_c._get_blas_preferred_backend()),
+    ),
+    Settings.ATTENTION: (
+        _c._get_flash_sdp_enabled,
+        _c._get_mem_efficient_sdp_enabled,
+        _c._get_math_sdp_enabled,
+        _c._get_cudnn_sdp_enabled,
+        _c._get_math_sdp_allow_fp16_bf16_reduction,
+        lambda: tuple(_c._get_sdp_priority_order()),
+    ),
+    Settings.CUDNN: (
+        _c._get_cudnn_enabled,
+        _c._get_cudnn_benchmark,
+        _c._get_cudnn_deterministic,
+        partial(_fp32_precision, "cuda", "conv"),
+        partial(_fp32_precision, "cuda", "rnn"),
+    ),
+    Settings.LINALG: (lambda: int(_c._get_linalg_preferred_backend()),),
+}
+
+
+def kernel_settings(groups: Settings) -> Callable[[], list[Any]]:
+    """A function that reads the settings of these groups. A graph has the kernels that they choose baked in."""
+    getters = [getter for group, getters in _SETTINGS.items() if group in groups for getter in getters]
+    return lambda: [get() for get in getters]
 
 
 # Autograd

@@ -64,7 +64,7 @@ class OnlyRegion:
         if not (no_autocast(guard.holds)(tensors) if any_autocast_enabled() else guard.holds(tensors)):
             raise GuardMismatch("the recording was made with other tensors")
         if any_autocast_enabled():
-            self.guard = Guard(tensors, guard.static, self._written)
+            self.guard = Guard(tensors, guard.static, self._written, guard.settings)
 
 
 class MetadataGuard:

@@ -19,7 +19,7 @@ from typing import Any
 
 from thunder_cg.compat.cuda import current_device
 from thunder_cg.compat.thunder import CacheEntry
-from thunder_cg.compat.torch import addresses_equal, empty_strided, kernel_settings, tensor_guards
+from thunder_cg.compat.torch import addresses_equal, empty_strided, tensor_guards
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion
 from thunder_cg.fastpath.guard import PrologueGuard
@@ -64,7 +64,11 @@ def inference_fast_path(
     positional, keywords, sharing_is_expected = guard.positional, guard.keywords, guard.sharing_is_expected
     is_alone = keywords is not None and positional + len(keywords) == 1  # one argument shares no memory
     look_up, cache, parameters_key = guard.look_up, guard.parameters_cache, guard.parameters_key
-    global_state_holds, attributes, settings = guard.global_state.holds, guard.attributes, region.guard.settings
+    global_state_holds, attributes, settings_hold = (
+        guard.global_state.holds,
+        guard.attributes,
+        region.guard.settings_hold,
+    )
     graph, stats, arena, collectives = region.graph, region.stats, recording.arena, program.collectives
     # A replay that only copies is launched from here; the usual call returns one of the copies.
     only_copies = is_simple and graph.is_simple and graph.copied == [i for i, _ in aligned]
@@ -81,7 +85,7 @@ def inference_fast_path(
             return (
                 (not static or not is_simple or metadata_holds(*tensors))
                 and global_state_holds()
-                and kernel_settings() == settings
+                and settings_hold()
                 and (attributes.unchanged() or attributes.holds())
             )
         except Exception:

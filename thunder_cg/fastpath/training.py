@@ -181,7 +181,7 @@ class BackwardGraph:
         if whole.is_simple:
             positions = [i for i in range(len(tensors)) if i not in fixed]
             static = [n for n, i in enumerate(positions) if i in whole.static]
-            self._varying = positions, Guard([tensors[i] for i in positions], static, frozenset())
+            self._varying = positions, Guard([tensors[i] for i in positions], static, frozenset(), whole.settings)
         return True
 
     def replay(self, tensors: list[Any]) -> list[Any]:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from thunder_cg.analysis.rules import RULES, VJP, AliasedInputs, Condition, Evidence, Key, Rule, find
+from thunder_cg.compat.torch import Settings
 
+_GROUPS = (Settings.MATMUL, Settings.ATTENTION, Settings.CUDNN, Settings.LINALG)
 RESULTS = Path(__file__).parents[1] / "tools" / "results"  # in the repository only; a wheel has none
 _TESTS = "tests/analysis/test_rules.py, tests/analysis/test_classify.py, tests/tools/operators/test_check.py"
 
@@ -64,6 +66,8 @@ def _record(rule: Rule) -> Iterator[str]:
         yield from _condition(condition)
     yield _entry("memory", _memory(rule.aliases, rule.writes) or "its results are new; it writes no input")
     yield _entry("kernels", "launches kernels" if rule.launches_kernels else "launches none, or hardly ever")
+    if rule.captures:
+        yield _entry("settings", _settings(rule.settings))
     if rule.draws:
         yield _entry("draws", "it draws from a generator, in the order of the trace")
     if rule.is_collective:
@@ -85,6 +89,11 @@ def _condition(condition: Condition) -> Iterator[str]:
         yield _entry("", f"then {memory}")
     if condition.draws:
         yield _entry("", "then it draws from a generator")
+
+
+def _settings(groups: Settings) -> str:
+    named = [str(group.name).lower() for group in _GROUPS if group in groups]
+    return f"PyTorch's settings for {', '.join(named)} may choose its kernels" if named else "none chooses its kernels"
 
 
 def _memory(aliases: AliasedInputs | None, writes: AliasedInputs | None) -> str:

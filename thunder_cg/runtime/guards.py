@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import addresses_equal, kernel_settings, tensor_guards
+from thunder_cg.compat.torch import Settings, addresses_equal, kernel_settings, tensor_guards
 from thunder_cg.runtime.tensors import ALIGNMENT, address
 
 
@@ -20,9 +20,16 @@ class Guard:
         static: positions whose address is baked in.
         written: positions that the regions write. A graph sees that a written input shares memory with another one only
             if both are static, so no other sharing is admitted.
+        settings: the settings that have to be as they are now; None to check none.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor | None], static: Sequence[int], written: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor | None],
+        static: Sequence[int],
+        written: frozenset[int],
+        settings: Settings | None = None,
+    ) -> None:
         present = [(i, t) for i, t in enumerate(tensors) if t is not None]
         self._absent = [i for i, t in enumerate(tensors) if t is None]
         first: dict[int, int] = {}
@@ -35,7 +42,9 @@ class Guard:
         self.aligned = [(i, t.data_ptr() % ALIGNMENT) for i, t in present if i not in fixed]
         self._overlap = OverlapGuard.of(tensors, fixed, written) if written else None
         self._leaves = [(i, t.is_leaf) for i, t in present if i in written and t.requires_grad]
-        self.settings = kernel_settings()
+        self.settings = settings
+        self._read_settings = kernel_settings(settings) if settings is not None else list[Any]
+        self._settings = self._read_settings()
 
     def holds(self, tensors: list[Any]) -> bool:
         """Whether a graph captured with the guard's tensors may be replayed with these."""
@@ -57,9 +66,13 @@ class Guard:
             for i, is_leaf in self._leaves:
                 if tensors[i].is_leaf != is_leaf:
                     return False
-            return (self._overlap is None or self._overlap.admits(tensors)) and kernel_settings() == self.settings
+            return (self._overlap is None or self._overlap.admits(tensors)) and self.settings_hold()
         except (AttributeError, TypeError, RuntimeError):  # no tensor where there was one, or one without memory
             return False
+
+    def settings_hold(self) -> bool:
+        """Whether PyTorch would choose the same kernels."""
+        return self._read_settings() == self._settings
 
     @property
     def is_simple(self) -> bool:

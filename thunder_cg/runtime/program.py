@@ -15,7 +15,7 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops, process_groups
 from thunder_cg.analysis.partition import Plan, Region
-from thunder_cg.compat.torch import backward_keeps_graph, has_storage, is_zero_tensor, kernel_settings
+from thunder_cg.compat.torch import Settings, backward_keeps_graph, has_storage, is_zero_tensor, kernel_settings
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
 from thunder_cg.runtime import skip_reasons
@@ -112,6 +112,11 @@ class Program:
             region.refuses_leaves = self.refuses_leaves
             region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
             in_pool |= region.stays
+        self.settings = Settings.NONE  # by which kernels of the regions may be chosen
+        for region in self.regions:
+            for op in region.ops:
+                self.settings |= op.settings
+        self._read_settings = kernel_settings(self.settings)
         # Whether replays write to nothing but the arena and their results, and draw nothing.
         writes = any(each.written for region in self.regions for each in region.io.inputs)
         captured = {op.index for region in self.regions for op in region.ops}
@@ -246,7 +251,7 @@ class Program:
             for i, (name, tensor) in enumerate(zip(self.inputs, inputs))
             if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
         ]
-        call.trace = TraceRecording(Guard(inputs, static, self.written), [None] * len(self.regions))
+        call.trace = TraceRecording(Guard(inputs, static, self.written, self.settings), [None] * len(self.regions))
         call.verifies = self.options.verify is not None
         self._count_sample()
         return call.enter(Mode.CAPTURE)
@@ -311,7 +316,7 @@ class Program:
         return None
 
     def _key(self, inputs: Sequence[torch.Tensor]) -> Any:
-        return (kernel_settings(), tuple(layout(inputs[i]) for i in self._keyed))
+        return ((*self._read_settings(),), tuple(layout(inputs[i]) for i in self._keyed))
 
     def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
         """Counts the static inputs that are at another address than in the newest of these recordings."""

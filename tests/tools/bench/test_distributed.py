@@ -15,7 +15,17 @@ from torch import Tensor
 from thunder_cg import __main__ as command_line
 from thunder_cg.tools.bench import rank_run
 from thunder_cg.tools.bench.distributed import RankRow, _template
-from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, DDP, FLOOR, TENSOR, ZERO2, ZERO3, prepare, step_by_hand
+from thunder_cg.tools.bench.parallel import (
+    COLLECTIVES_EAGER,
+    DDP,
+    FLOOR,
+    FLOOR_OF_THUNDER,
+    TENSOR,
+    ZERO2,
+    ZERO3,
+    prepare,
+    step_by_hand,
+)
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
 from thunder_cg.tools.bench.rank_run import RankSettings, rank_table
 from thunder_cg.tools.bench.variants import EAGER, OURS, THUNDER
@@ -110,7 +120,7 @@ def test_names_choose_cases_and_variants() -> None:
     names = [case.name for case in settings.chosen]
     assert names == [f"GPT, 3 layers, width 768, training 4 x 64 tokens, {p}" for p in (DDP, ZERO2, ZERO3, TENSOR)]
     case = RankCase(settings.chosen[0].case, DDP, gpu)
-    assert replace(settings, variants=(OURS, "hand")).chosen_variants(case) == [OURS, FLOOR]
+    assert replace(settings, variants=(OURS, "hand")).chosen_variants(case) == [OURS, FLOOR_OF_THUNDER, FLOOR]
     assert COLLECTIVES_EAGER in replace(settings, variants=("collectives",)).chosen_variants(case)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import CAPTURED, Cause, Evidence, ExecutorRule, Reason, Rule, rows
+from thunder_cg.compat.torch import Settings
 
 EXECUTORS: Mapping[str, ExecutorRule] = {
     "nvfuser": ExecutorRule(fuses=True, kernel_scalars={"UNIFORM_PHILOX": frozenset({"seed", "offset"})}),
@@ -35,10 +36,10 @@ RULES: tuple[Rule, ...] = (
     *rows("sdpa", """
         sdpaex_grad_forward_scaled_dot_product_efficient_attention
         sdpafx_grad_forward_scaled_dot_product_efficient_attention
-    """, CAPTURED, Evidence.MEASURED, conditions=(when.DROPOUT,)),
+    """, CAPTURED, Evidence.MEASURED, settings=Settings.ATTENTION, conditions=(when.DROPOUT,)),
     *rows("sdpa", """
         sdpaex_scaled_dot_product_efficient_attention_backward sdpafx_scaled_dot_product_efficient_attention_backward
-    """, CAPTURED, Evidence.MEASURED),
+    """, CAPTURED, Evidence.MEASURED, settings=Settings.ATTENTION),
 
     *_eager("python", """
         abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_or bitwise_xor convert_element_type_prim div

@@ -10,6 +10,7 @@ from typing import Any
 
 from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import AliasedInputs, Cause, Evidence, Reason, Rule, rows
+from thunder_cg.compat.torch import Settings
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
 
@@ -17,9 +18,9 @@ _PRIMS = "thunder/core/prims.py"
 _OPERATORS = f"{_PRIMS}; the torch executor runs it as an operator of torch.py"
 
 
-def _captured(names: str, **columns: Any) -> Iterable[Rule]:
+def _captured(names: str, settings: Settings = Settings.NONE, **columns: Any) -> Iterable[Rule]:
     cause = Cause(Reason.ALLOWED, "it only launches kernels on the current stream", source=_OPERATORS)
-    return rows(None, names, cause, Evidence.KNOWN, **columns)
+    return rows(None, names, cause, Evidence.KNOWN, settings=settings, **columns)
 
 
 def _eager(names: str, reason: Reason, detail: str, fix: str, source: str = _PRIMS, **columns: Any) -> Iterable[Rule]:
@@ -30,13 +31,15 @@ def _eager(names: str, reason: Reason, detail: str, fix: str, source: str = _PRI
 RULES: tuple[Rule, ...] = (
     *_captured("""
         ABS ACOS ACOSH ADD AMAX AMIN ARGMAX ARGMIN ASIN ASINH ATAN ATAN2 ATANH BITWISE_AND BITWISE_LEFT_SHIFT
-        BITWISE_NOT BITWISE_OR BITWISE_RIGHT_SHIFT BITWISE_XOR CAT CEIL CLONE CONVERT_ELEMENT_TYPE CONVOLUTION COS COSH
+        BITWISE_NOT BITWISE_OR BITWISE_RIGHT_SHIFT BITWISE_XOR CAT CEIL CLONE CONVERT_ELEMENT_TYPE COS COSH
         DIGAMMA DIV EQ ERF ERFC ERFCINV ERFINV EXOGENOUS_LIKE EXP EXP2 EXPM1 FLIP FLOOR FMOD FREXP FULL GATHER GE GT
-        INDEX_ADD INDEX_COPY IOTA ISFINITE LE LERP LGAMMA LINEAR LOG LOG10 LOG1P LOG2 LT MATMUL MAXIMUM MINIMUM MUL
+        INDEX_ADD INDEX_COPY IOTA ISFINITE LE LERP LGAMMA LOG LOG10 LOG1P LOG2 LT MAXIMUM MINIMUM MUL
         NDTRI NE NEG NEXTAFTER POW PROD RECIPROCAL REMAINDER ROUND RSQRT SCATTER SCATTER_ADD SIGN SIGNBIT SIN SINH SORT
         SQRT STD SUB SUM TAKE TAKE_ALONG_AXIS TAN TANH TOPK TRUNC VAR VAR_MEAN WHERE ZETA log_softmax_backward
         nll_loss_backward adaptive_avg_pool2d_backward
     """),
+    *_captured("LINEAR MATMUL", settings=Settings.MATMUL),
+    *_captured("CONVOLUTION", settings=Settings.ALL),
     *_captured("EMPTY", launches_kernels=False),
     *_captured("COPY_", aliases=LAST, writes=LAST),
     *_captured("COPY_WITH_SETITEM",

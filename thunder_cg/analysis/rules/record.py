@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from thunder_cg.compat.torch import Settings
+
 # Executor and id of a symbol. Prims and Thunder's own torch symbols have the executor None.
 Key = tuple[str | None, str | None]
 
@@ -133,6 +135,7 @@ class Rule:
     draws: bool = False  # it draws from a generator or advances one; draws keep their order
     communicates: bool = False  # with other processes; what communicates keeps its order
     launches_kernels: bool = True  # False: nothing or hardly ever, so a region of only such operators gains nothing
+    settings: Settings = Settings.ALL  # settings of PyTorch's by which its kernels may be chosen
     conditions: tuple[Condition, ...] = ()  # in the order in which they are asked
 
     @property

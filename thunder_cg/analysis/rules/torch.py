@@ -1,8 +1,8 @@
 """The operators of Thunder's torch executor: PyTorch's own.
 
 A row makes a record for each of its operators, and one for the derivative of each. A row without columns stands for
-the usual operator: it may be captured, was measured, returns new memory, writes no input, draws nothing and launches
-kernels. A row names only what is different.
+the usual operator: it may be captured, was measured, returns new memory, writes no input, draws nothing, launches
+kernels, and no setting chooses which. A row names only what is different.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 
 from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import CAPTURED, VJP, AliasedInputs, Cause, Evidence, Reason, Rule, rows
+from thunder_cg.compat.torch import Settings
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
 MEASURED, MEASURED_ON_GPU, NOT_MEASURED, _ = Evidence
+MATMUL, ANY = Settings.MATMUL, Settings.ALL
 
 
 def _but(**columns: Any) -> Mapping[str, Any]:
@@ -32,6 +34,7 @@ def _rows(
     cause: Cause = CAPTURED,
     *,
     evidence: Evidence = MEASURED,
+    settings: Settings = Settings.NONE,
     derivative: Mapping[str, Any] | None = None,
     **columns: Any,
 ) -> Iterator[Rule]:
@@ -43,7 +46,7 @@ def _rows(
     """
     measured = MEASURED if evidence is not NOT_MEASURED else evidence
     like = {"evidence": measured, "aliases": ALL, "launches_kernels": True, **(derivative or {})}
-    for rule in rows("torch", names, cause, evidence, **columns):
+    for rule in rows("torch", names, cause, evidence, settings=settings, **columns):
         yield rule
         yield replace(rule, key=("torch", f"{rule.key[1]}{VJP}"), **like)
 
@@ -156,17 +159,15 @@ RULES: tuple[Rule, ...] = (
     *_rows("detach_copy narrow_copy view_as_complex_copy", derivative=_UNMEASURED),
 
     # Linear algebra
-    *_rows("""
-        addbmm addmm addmv addr baddbmm bmm cholesky_ex cross dot frobenius_norm ger householder_product inner kron
-        lu_unpack matmul mv norm_except_dim orgqr outer qr solve_triangular tensordot triangular_solve tril triu vdot
-        vecdot vector_norm
-    """),
-    *_rows("det inv_ex logdet lu_solve slogdet solve_ex", conditions=(when.BATCH_BY_MAGMA,)),
-    *_rows("geqrf", derivative=_UNMEASURED),
+    *_rows("addbmm addmm addmv addr baddbmm bmm dot ger inner matmul mv outer tensordot vdot vecdot", settings=MATMUL),
+    *_rows("mm", settings=MATMUL, evidence=NOT_MEASURED),
+    *_rows("cross frobenius_norm kron norm_except_dim tril triu vector_norm"),
+    *_rows("cholesky_ex householder_product lu_unpack orgqr qr solve_triangular triangular_solve", settings=ANY),
+    *_rows("det inv_ex logdet lu_solve slogdet solve_ex", settings=ANY, conditions=(when.BATCH_BY_MAGMA,)),
+    *_rows("geqrf", settings=ANY, derivative=_UNMEASURED),
     *_rows("vander", derivative=_but(cause=_ASKS_THE_HOST)),
-    *_rows("ormqr", derivative=_but(conditions=(when.OTHER_FORMULA_ON_CPU,))),
+    *_rows("ormqr", settings=ANY, derivative=_but(conditions=(when.OTHER_FORMULA_ON_CPU,))),
     *_rows("trace", derivative=_but(evidence=MEASURED_ON_GPU, cause=_ASKS_THE_HOST)),
-    *_rows("mm", evidence=NOT_MEASURED),
 
     # Reductions
     *_rows("""
@@ -179,30 +180,34 @@ RULES: tuple[Rule, ...] = (
     *_rows("median min nanmedian", derivative=_but(conditions=(when.NAN_CHECK_ON_CPU,))),
 
     # Neural networks
+    *_rows("linear", settings=MATMUL),
+    *_rows("""
+        affine_grid affine_grid_generator batch_norm bilinear cdist conv1d conv2d conv3d conv_tbc conv_transpose1d
+        conv_transpose2d conv_transpose3d convolution grid_sample grid_sampler grid_sampler_2d grid_sampler_3d gru_cell
+        lstm_cell pdist rnn_relu_cell rnn_tanh_cell
+    """, settings=ANY),
     *_rows("""
         adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool1d_with_indices
         adaptive_max_pool2d adaptive_max_pool2d_with_indices adaptive_max_pool3d adaptive_max_pool3d_with_indices
-        affine_grid affine_grid_generator batch_norm bilinear binary_cross_entropy binary_cross_entropy_with_logits
-        cdist constant_pad_nd conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
-        convolution cosine_embedding_loss cosine_similarity fake_quantize_per_tensor_affine fold gelu grid_sample
-        grid_sampler grid_sampler_2d grid_sampler_3d group_norm gru_cell hardshrink hinge_embedding_loss huber_loss
-        kl_div l1_loss layer_norm linear local_response_norm log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d
-        lstm_cell margin_ranking_loss max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices
-        max_pool2d_with_indices_backward max_pool3d max_pool3d_with_indices max_pool3d_with_indices_backward
-        max_unpool1d max_unpool2d max_unpool3d mse_loss multi_margin_loss multilabel_margin_loss
-        multilabel_soft_margin_loss native_group_norm native_layer_norm nll_loss pad pairwise_distance pdist
-        poisson_nll_loss prelu rnn_relu_cell rnn_tanh_cell smooth_l1_loss soft_margin_loss softmax softplus softshrink
-        softsign tanhshrink torch.ops.aten._adaptive_avg_pool2d_backward torch.ops.aten._log_softmax_backward_data
-        torch.ops.aten.log_sigmoid_backward torch_nll_loss_backward_impl triplet_margin_loss
-        triplet_margin_with_distance_loss
+        binary_cross_entropy binary_cross_entropy_with_logits constant_pad_nd cosine_embedding_loss cosine_similarity
+        fake_quantize_per_tensor_affine fold gelu group_norm hardshrink hinge_embedding_loss huber_loss kl_div l1_loss
+        layer_norm local_response_norm log_softmax logsigmoid lp_pool1d lp_pool2d lp_pool3d margin_ranking_loss
+        max_pool1d max_pool1d_with_indices max_pool2d max_pool2d_with_indices max_pool2d_with_indices_backward
+        max_pool3d max_pool3d_with_indices max_pool3d_with_indices_backward max_unpool1d max_unpool2d max_unpool3d
+        mse_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss native_group_norm
+        native_layer_norm nll_loss pad pairwise_distance poisson_nll_loss prelu smooth_l1_loss soft_margin_loss softmax
+        softplus softshrink softsign tanhshrink torch.ops.aten._adaptive_avg_pool2d_backward
+        torch.ops.aten._log_softmax_backward_data torch.ops.aten.log_sigmoid_backward torch_nll_loss_backward_impl
+        triplet_margin_loss triplet_margin_with_distance_loss
     """),
-    *_rows("scaled_dot_product_attention", conditions=(when.DROPOUT,)),
+    *_rows("scaled_dot_product_attention", settings=ANY, conditions=(when.DROPOUT,)),
     *_rows("celu elu hardsigmoid hardswish hardtanh leaky_relu mish relu relu6 selu silu threshold",
            conditions=(when.IN_PLACE,)),
     *_rows("batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt batch_norm_stats",
-           derivative=_UNMEASURED),
-    *_rows("instance_norm native_batch_norm", writes=ALL),
-    *_rows("batch_norm_gather_stats_with_counts batch_norm_update_stats", writes=ALL, derivative=_UNMEASURED),
+           settings=ANY, derivative=_UNMEASURED),
+    *_rows("instance_norm native_batch_norm", settings=ANY, writes=ALL),
+    *_rows("batch_norm_gather_stats_with_counts batch_norm_update_stats",
+           settings=ANY, writes=ALL, derivative=_UNMEASURED),
     *_rows("fused_moving_avg_obs_fake_quant",
            writes=ALL, conditions=(when.EMPTY_RANGE,), derivative=_but(evidence=NOT_MEASURED, conditions=())),
 
@@ -239,7 +244,8 @@ RULES: tuple[Rule, ...] = (
     *_rows("bitcast", evidence=NOT_MEASURED, aliases=FIRST, launches_kernels=False),
 
     # Operators that may return a view
-    *_rows("cartesian_prod chain_matmul column_stack einsum", aliases=ALL),
+    *_rows("cartesian_prod column_stack", aliases=ALL),
+    *_rows("chain_matmul einsum", settings=MATMUL, aliases=ALL),
     *_rows("""
         bfloat16 cdouble cfloat chalf channel_shuffle conj_physical contiguous diag double fftshift half ifftshift
         interpolate native_channel_shuffle pixel_shuffle pixel_unshuffle rot90 sum_to_size tile to to_dense
@@ -250,7 +256,8 @@ RULES: tuple[Rule, ...] = (
     *_rows("prod", aliases=FIRST, derivative=_but(cause=_ASKS_THE_HOST)),
     *_rows("flatten ravel reshape reshape_as resolve_conj resolve_neg torch_prims_reshape_impl",
            aliases=FIRST, launches_kernels=False),
-    *_rows("torch.linalg.multi_dot torch_pack_for_fsdp_prim_impl", evidence=NOT_MEASURED, aliases=ALL),
+    *_rows("torch_pack_for_fsdp_prim_impl", evidence=NOT_MEASURED, aliases=ALL),
+    *_rows("torch.linalg.multi_dot", settings=MATMUL, evidence=NOT_MEASURED, aliases=ALL),
     *_rows("slice_inverse", evidence=NOT_MEASURED, aliases=FIRST),
     *_rows("module_load", aliases=ALL, writes=ALL, derivative=_UNMEASURED),
     *_rows("__getitem__", aliases=FIRST, derivative=_but(conditions=()),
@@ -260,8 +267,8 @@ RULES: tuple[Rule, ...] = (
     *_rows("rrelu", draws=True, conditions=(when.OWN_GENERATOR, when.IN_PLACE)),
     *_rows("""
         fractional_max_pool2d fractional_max_pool2d_with_indices fractional_max_pool3d
-        fractional_max_pool3d_with_indices gumbel_softmax multi_head_attention_forward multinomial_helper native_dropout
-        poisson randint randint_like randn uniform
+        fractional_max_pool3d_with_indices gumbel_softmax multinomial_helper native_dropout poisson randint
+        randint_like randn uniform
     """, draws=True, conditions=(when.OWN_GENERATOR,)),
     *_rows("alpha_dropout dropout1d dropout2d dropout3d feature_alpha_dropout",
            aliases=FIRST, draws=True, conditions=(when.OWN_GENERATOR, when.IN_PLACE)),
@@ -271,8 +278,9 @@ RULES: tuple[Rule, ...] = (
     *_rows("dropout",
            aliases=FIRST, draws=True, conditions=(when.OWN_GENERATOR, when.IN_PLACE), derivative=_UNMEASURED),
 
+    *_rows("multi_head_attention_forward", settings=ANY, draws=True, conditions=(when.OWN_GENERATOR,)),
     # nn.MultiheadAttention calls it in evaluation.
-    *_rows("_native_multi_head_attention", draws=True, derivative=_UNMEASURED),
+    *_rows("_native_multi_head_attention", settings=ANY, draws=True, derivative=_UNMEASURED),
 
     # Operators that stay eager
     *_rows("item", _READS_CONTENTS),
