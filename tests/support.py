@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import thunder
@@ -11,6 +12,8 @@ import torch
 from thunder.core.transform_common import Transform
 
 from thunder_cg import explain
+from thunder_cg.report.programs import locate
+from thunder_cg.runtime.program import Program
 
 
 def same(a: Any, b: Any) -> None:
@@ -78,20 +81,25 @@ def same_training(
     same_state(plain, graphed)
 
 
+def programs(jfn: Any) -> list[Program]:
+    """All programs of a compiled function, as its report has them: a report of each call would take longer than it."""
+    return [located.program for located in locate(jfn).programs]
+
+
 def regions(jfn: Any) -> list[dict[str, Any]]:
     """All regions of a compiled function, as its report has them."""
-    return [region for trace in explain(jfn).to_dict()["traces"] for region in trace["regions"]]
+    return [asdict(region) for trace in explain(jfn).traces for region in trace.regions]
 
 
 def replays(jfn: Any) -> int:
-    return sum(region["replays"] for region in regions(jfn))
+    return sum(region.stats.replays for program in programs(jfn) for region in program.regions)
 
 
 def fast_path_calls(jfn: Any) -> int:
     """How many calls went around Thunder's dispatch."""
-    return sum(trace["fast_path_calls"] for trace in explain(jfn).to_dict()["traces"])
+    return sum(program.fast_path_calls for program in programs(jfn))
 
 
 def no_fast_path(jfn: Any) -> list[str | None]:
     """Of each forward: why no call can go around Thunder's dispatch."""
-    return [trace["no_fast_path"] for trace in explain(jfn).to_dict()["traces"] if trace["kind"] == "forward"]
+    return [program.no_fast_path for program in programs(jfn) if program.kind == "forward"]

@@ -1300,6 +1300,7 @@ def test_outer_capture(twins, device, backend):
 def test_switches(twins, device):
     _, graphed = twins(MLP())
     x = torch.randn(4, 8, device=device)
+    torch.set_float32_matmul_precision("highest")  # from here on it is set, and no default
     with torch.no_grad():
         for _ in range(4):
             graphed(x)

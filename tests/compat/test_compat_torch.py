@@ -124,6 +124,8 @@ def set_precision(high: bool) -> None:
     ids=["matmul", "attention", "cudnn", "all"],
 )
 def test_settings_change_with_the_public_switches(group, switch) -> None:
+    if switch is set_precision:
+        set_precision(False)  # from here on it is set, and no default
     read, read_others = compat.kernel_settings(group), compat.kernel_settings(Settings.ALL & ~group)
     before = read(), read_others()
     switch(on := group is not Settings.ATTENTION)

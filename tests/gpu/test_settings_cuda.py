@@ -13,7 +13,11 @@ from thunder_cg.compat.torch import Settings, tree_leaves
 from thunder_cg.tools.operators.cases import cases
 from thunder_cg.tools.operators.samples import OperatorCase, Sample, seed_everything
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
 
 
 @contextmanager
@@ -94,8 +98,7 @@ def test_rules_name_all_settings_that_matter():
 
 
 @pytest.mark.parametrize(
-    ("name", "groups"),
-    [("nn_functional_linear", Settings.MATMUL), ("bmm", Settings.MATMUL), ("nn_functional_conv2d", Settings.CUDNN)],
+    ("name", "groups"), [("nn_functional_linear", Settings.MATMUL), ("nn_functional_conv2d", Settings.CUDNN)]
 )
 def test_settings_that_rules_name_do_matter(name, groups):
     case = next(case for key, case in cases("cuda").items() if key == name)
