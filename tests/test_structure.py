@@ -180,7 +180,8 @@ def test_importing_the_package_builds_and_probes_nothing() -> None:
         "guards.TensorGuards = guards.RootGuardManager = fail\n"
         "import thunder_cg\n"
         "from thunder_cg.compat.torch import attribute_writes_are_reported\n"
-        "assert attribute_writes_are_reported.cache_info().currsize == 0\n"
+        "import thunder_cg.runtime.cuda.copy_nodes as copies\n"
+        "assert attribute_writes_are_reported.cache_info().currsize == copies._kernels.cache_info().currsize == 0\n"
         "assert not torch.cuda.is_initialized()\n"
         "import sys; print(*sorted(name for name in sys.modules if name.startswith('thunder_cg.tools')))\n"
     )

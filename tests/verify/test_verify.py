@@ -484,7 +484,7 @@ def tokens(device, rows=2, length=8):
     ("model", "batch"),
     [
         (mlp, lambda d: (torch.randn(4, 16, device=d),)),
-        (lambda: GPT(layers=1, dropout=0.2), lambda d: (tokens(d), tokens(d))),
+        pytest.param(lambda: GPT(layers=1, dropout=0.2), lambda d: (tokens(d), tokens(d)), marks=pytest.mark.nightly),
         pytest.param(lambda: ResNet(4), lambda d: (torch.randn(2, 3, 8, 8, device=d),), marks=pytest.mark.nightly),
     ],
     ids=["mlp", "gpt", "resnet"],
