@@ -37,7 +37,8 @@ class Ranks:
         return self._answers(timeout, f"{task.__name__}{args}")
 
     def _start(self) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")  # which imports once what takes seconds
+        context.set_forkserver_preload(["thunder", "thunder_cg"])
         folder = tempfile.mkdtemp()
         for rank in range(self.size):
             mine, theirs = context.Pipe()
