@@ -20,6 +20,7 @@ from thunder_cg.errors import (  # noqa: E402  (the versions are checked before 
     OptionError,
     VersionError,
 )
+from thunder_cg.dynamo import thunderfx  # noqa: E402
 from thunder_cg.report.report import Report, explain  # noqa: E402
 from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform  # noqa: E402
 
@@ -35,4 +36,5 @@ __all__ = [
     "VersionError",
     "cudagraph_transform",
     "explain",
+    "thunderfx",
 ]

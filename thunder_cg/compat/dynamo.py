@@ -1,0 +1,51 @@
+"""Names of thunderfx's internals, which Thunder imports where they are used only. Checked with lightning-thunder 0.2.6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from thunder.dynamo import splitter, utils
+from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
+from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+__all__ = ["ThunderCompiler", "ThunderFXCompiledObject", "example", "get_torch_compile_kwargs", "keeping_fallbacks"]
+
+_FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
+
+
+def example(value: Any) -> Any:
+    """The arguments of a node, or a node, with fake tensors in the place of nodes, as Dynamo has left them there."""
+    return map_arg(value, lambda node: node.meta.get("example_value"))
+
+
+@contextmanager
+def keeping_fallbacks(objection: Callable[[Node, Callable[..., Any]], str | None]) -> Iterator[None]:
+    """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
+
+    The splitter asks a function and a set of its module, which are replaced. Dynamo compiles under one lock, so no
+    other compilation is affected.
+
+    Args:
+        objection: says of a node, and of the function that it calls, why Inductor gets it nevertheless.
+    """
+    is_supported = utils.is_node_supported_by_thunder
+
+    def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
+        target = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+        if target in _FALLBACKS and (problem := objection(node, target)) is not None:
+            info = f"node with name: {node.name} and target: {node.target} {problem}"
+            return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info)
+        return is_supported(node, options)
+
+    with (
+        patch.object(utils, "auto_register_ops", frozenset()),
+        patch.object(utils, "is_node_supported_by_thunder", is_kept),
+        patch.object(splitter, "is_node_supported_by_thunder", is_kept),
+    ):
+        yield
