@@ -20,9 +20,8 @@ from thunder_cg.errors import (  # noqa: E402  (the versions are checked before 
     OptionError,
     VersionError,
 )
-from thunder_cg.dynamo import thunderfx  # noqa: E402
 from thunder_cg.report.report import Report, explain  # noqa: E402
-from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform  # noqa: E402
+from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform, thunderfx  # noqa: E402
 
 __all__ = [
     "BackendError",

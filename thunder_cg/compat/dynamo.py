@@ -1,4 +1,4 @@
-"""Names of thunderfx's internals, which Thunder imports where they are used only. Checked with lightning-thunder 0.2.6."""
+"""Names of thunderfx's internals, imported where it is used only. Checked with lightning-thunder 0.2.6."""
 
 from __future__ import annotations
 
@@ -14,7 +14,15 @@ from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-__all__ = ["ThunderCompiler", "ThunderFXCompiledObject", "example", "get_torch_compile_kwargs", "keeping_fallbacks"]
+__all__ = [
+    "ThunderCompiler",
+    "ThunderFXCompiledObject",
+    "can_trace",
+    "example",
+    "for_splitter",
+    "get_torch_compile_kwargs",
+    "keeping_fallbacks",
+]
 
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
 
@@ -22,6 +30,23 @@ _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thun
 def example(value: Any) -> Any:
     """The arguments of a node, or a node, with fake tensors in the place of nodes, as Dynamo has left them there."""
     return map_arg(value, lambda node: node.meta.get("example_value"))
+
+
+def for_splitter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of that name that does the same, and that Thunder's splitter takes for an operator of Thunder's."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name.replace(".", "_")
+    call.thunder_supported = True  # type: ignore[attr-defined]
+    return call
+
+
+def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any]) -> bool:
+    """Whether Thunder can trace the function, and differentiate it if need be, with the arguments of the node."""
+    can, _ = utils.try_execute_thunder_symbol(function, node, options)
+    return can
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from thunder.core import dtypes, prims
 from thunder.core.baseutils import build_callable
 from thunder.core.codeutils import module_shortname
 from thunder.core.compile_data import get_compile_data
+from thunder.core.langctxs import Languages, langctx
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import OpTags, PrimIDs
@@ -23,14 +24,21 @@ from thunder.core.recipe import Plugin, PluginPolicy
 from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, from_trace, tracectx
 from thunder.core.transform_common import Transform
+from thunder.core.transforms import augmented_forward_impls, backward_impls
 from thunder.distributed import get_skip_data_parallel_grad_sync as skips_grad_sync
 from thunder.distributed.prims import DistributedReduceOps
 from thunder.executors.passes import del_last_used
 from thunder.executors.torch_autograd import connect_to_autograd
 from thunder.executors.torchex import ex as _torch_executor, no_autocast
-from thunder.extend import FusionExecutor, get_default_executors, get_executor, register_executor
+from thunder.extend import FusionExecutor, OperatorExecutor, get_default_executors, get_executor, register_executor
 from thunder.plugins import register_plugin
-from thunder.torch import _torch_to_thunder_function_map
+from thunder.torch import (
+    _torch_to_thunder_function_map,
+    _vjp_impl,
+    augmented_forward_adaptor,
+    backward_adaptor,
+    meta_adaptor,
+)
 
 # Traces
 
@@ -113,3 +121,18 @@ torch_executor_has: Callable[[str], bool] = _torch_executor.opmap.__contains__
 def symbols_of_functions() -> dict[Any, Any]:
     """Thunder's symbol for each function of PyTorch that it knows."""
     return _torch_to_thunder_function_map
+
+
+def register_function(
+    executor: OperatorExecutor, name: str, function: Callable[..., Any], *, differentiable: bool = True
+) -> Symbol:
+    """A new symbol of the executor that calls ``function``, and whose backward calls it again, under autograd."""
+    meta = langctx(Languages.TORCH)(meta_adaptor(function))
+    forward = executor.register_operator(name, meta=meta, fn=function)
+    augmented_forward_impls[forward.id] = augmented_forward_adaptor(forward)
+    if differentiable:
+        vjp = partial(_vjp_impl, function)
+        backward_impls[forward.id] = executor.register_operator(f"{name}_vjp", meta=backward_adaptor(function), fn=vjp)
+    else:
+        backward_impls[forward.id] = lambda saved, *gradients: (None,) * len(saved[0])
+    return forward

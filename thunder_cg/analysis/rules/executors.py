@@ -16,6 +16,8 @@ EXECUTORS: Mapping[str, ExecutorRule] = {
     "torchcompile_xentropy": ExecutorRule(fuses=True),
     # torch.library.custom_op checks this, and Thunder takes only operators that declare no mutation.
     "custom_op": ExecutorRule(is_pure=True),
+    # thunder_cg.dynamo takes only operators that neither write nor return an argument, as far as their schema says.
+    "torch_ops": ExecutorRule(is_pure=True),
 }
 
 
@@ -40,6 +42,12 @@ RULES: tuple[Rule, ...] = (
     *rows("sdpa", """
         sdpaex_scaled_dot_product_efficient_attention_backward sdpafx_scaled_dot_product_efficient_attention_backward
     """, CAPTURED, Evidence.MEASURED, settings=Settings.ATTENTION),
+
+    # Of thunder_cg.dynamo.operators: PyTorch's operators as they are
+    *rows("torch_ops", "interpolate interpolate_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
+    *rows("torch_ops", "bernoulli", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, draws=True),
+    *_eager("torch_ops", "grouped_mm grouped_mm_vjp", Reason.UNVERIFIED,
+            "its path depends on the GPU, and one of them loops over offsets read on the host", "aten/src/ATen/native"),
 
     *_eager("python", """
         abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_or bitwise_xor convert_element_type_prim div

@@ -1,0 +1,39 @@
+"""`thunderfx`, and what it gives Dynamo as a backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from thunder_cg.compat.dynamo import (
+    ThunderCompiler,
+    ThunderFXCompiledObject,
+    get_torch_compile_kwargs,
+    keeping_fallbacks,
+)
+from thunder_cg.dynamo.fallbacks import objection
+from thunder_cg.dynamo.rewrites import rewrite
+from thunder_cg.options import Options
+from thunder_cg.transform import cudagraph_transform
+
+
+class Compiler(ThunderCompiler):
+    """Gives Inductor less of a graph of Dynamo's than Thunder's own compiler does."""
+
+    def __call__(self, graph: torch.fx.GraphModule, *inputs: Any) -> Any:
+        rewrite(graph, self.thunder_options)
+        with keeping_fallbacks(objection):
+            return super().__call__(graph, *inputs)
+
+
+def thunderfx(fn: Callable[..., Any], **options: Any) -> ThunderFXCompiledObject:
+    """See :func:`thunder_cg.thunderfx`."""
+    ours = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
+    for_dynamo = get_torch_compile_kwargs(**options)
+    for_thunder = {name: value for name, value in options.items() if name not in for_dynamo}
+    for_thunder["transforms"] = [*(for_thunder.get("transforms") or ()), cudagraph_transform(**ours)]
+    backend = Compiler(**for_thunder)
+    return ThunderFXCompiledObject(backend, torch.compile(fn, backend=backend, **for_dynamo))

@@ -1,0 +1,50 @@
+"""Which operators that Thunder only calls as they are, its fallbacks, are left to Inductor, and why.
+
+Note [Fallbacks that Thunder traces wrongly]
+    The backward of a fallback runs the operator again, under autograd, so one that draws would draw other numbers.
+    Tensors in a list get no gradient. What a fallback writes is unknown to the trace. It runs without autocast. A few
+    others were found by comparing all fallbacks with PyTorch, values and gradients: tests/dynamo/test_fallbacks.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from thunder_cg.analysis import rules
+from thunder_cg.analysis.rules import Reason
+from thunder_cg.compat.dynamo import example
+from thunder_cg.compat.thunder import no_autocast, symbols_of_functions
+from thunder_cg.compat.torch import tree_leaves
+
+# Their gradients, or which results have one, are not PyTorch's.
+_WRONG = frozenset({"lu_unpack", "native_layer_norm", "norm"})
+
+
+def objection(node: torch.fx.Node, function: Callable[..., Any]) -> str | None:
+    """Why a call of a fallback is left to Inductor, to be read after its name; None if Thunder traces it right."""
+    id_ = symbols_of_functions()[function].id
+    rule = rules.find(None, id_)
+    if rule is None or rule.cause.reason is Reason.SIDE_EFFECT or rule.writes:
+        return "may write its inputs or other state, of which Thunder's fallback for it says nothing"
+    args, kwargs = example(node.args), example(node.kwargs)
+    if any(_requires_grad(leaf) for leaf in tree_leaves((args, kwargs))):
+        if id_.rsplit(".", 1)[-1] in _WRONG:
+            return "gets other gradients from Thunder's fallback for it than from PyTorch"
+        if rule.draws:
+            return "draws, and Thunder's fallback for it draws again in its backward"
+        if any(_requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):
+            return "takes a list of tensors, whose gradients Thunder's fallback for it loses"
+    if _dtypes(node.meta.get("example_value")) != _dtypes(no_autocast(function)(*args, **kwargs)):
+        return "has another dtype under autocast, which Thunder's fallback for it does not see"
+    return None
+
+
+def _requires_grad(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _dtypes(results: Any) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,68 @@
+"""Operators that Thunder has no symbol for, or one that takes fewer arguments: PyTorch runs them as they are.
+
+A symbol's values and gradients are PyTorch's own: its meta function runs the operator on fake tensors, and its backward
+runs it under autograd. Symbols are made where a graph first needs them, and belong to an executor of this package, so
+nothing of Thunder's changes.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from thunder_cg.compat.dynamo import for_splitter
+from thunder_cg.compat.thunder import OperatorExecutor, register_function
+from thunder_cg.compat.torch import is_mutable
+
+_executor = OperatorExecutor("torch_ops")
+_NAMES = {F.interpolate: "interpolate", F.grouped_mm: "grouped_mm", torch._grouped_mm: "grouped_mm"}
+
+
+def instead_of(function: Any) -> Callable[..., Any] | None:
+    """What a graph calls in the place of an operator of PyTorch's or of a library; None if the operator stays."""
+    if isinstance(function, torch._ops.OpOverloadPacket) and len(function.overloads()) == 1:
+        function = function.default
+    if isinstance(function, torch._ops.OpOverload):
+        return _of_library(function)
+    return _by_autograd(function, _NAMES[function]) if function in _NAMES else None
+
+
+def _of_library(function: Any) -> Callable[..., Any] | None:
+    """An operator of ``torch.library``, unless it writes or returns an argument."""
+    returns_views = any(value.alias_info is not None for value in function._schema.returns)
+    if function.namespace in ("aten", "prims", "higher_order") or is_mutable(function) or returns_views:
+        return None
+    return _by_autograd(function, f"{function.namespace}.{function._opname}")
+
+
+@cache
+def _by_autograd(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    return for_splitter(register_function(_executor, name, function), name)
+
+
+def _bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
+    return torch.empty_like(like).bernoulli_(p)
+
+
+@cache
+def bernoulli() -> Callable[..., Any]:
+    """``x.bernoulli_(p)`` of a tensor that nothing else sees, in a new one. It has no gradient."""
+    return for_splitter(register_function(_executor, "bernoulli", _bernoulli, differentiable=False), "bernoulli")
+
+
+@cache
+def attention(*, output_only: bool = False) -> Callable[..., Any]:
+    """``F.multi_head_attention_forward``, or the first of its results, as a function that Thunder traces into.
+
+    Thunder knows the original and calls it as it is, so this is a copy of it.
+    """
+    original = F.multi_head_attention_forward
+    copy = types.FunctionType(original.__code__, original.__globals__, original.__name__, original.__defaults__)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    traced = (lambda *args, **kwargs: copy(*args, **kwargs)[0]) if output_only else copy
+    return for_splitter(traced, "multi_head_attention_forward")

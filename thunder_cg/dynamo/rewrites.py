@@ -1,0 +1,102 @@
+"""What is written differently in a graph of Dynamo's, so that Thunder can trace it. The values are the same bits."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from thunder_cg.compat.dynamo import can_trace
+from thunder_cg.dynamo import operators
+
+
+def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
+    """Rewrites the graph in place.
+
+    Args:
+        options: those of ``thunder.jit`` that the graph is to be compiled with.
+    """
+    for node in [*module.graph.nodes]:
+        if node.op == "call_function" and node.target is torch.cat:
+            _drop_empty_parts(node)
+        elif node.op == "call_function" and node.target is operator.getitem:
+            _clamp_slices(node)
+        elif node.op == "call_method" and node.target == "bernoulli_":
+            _draw_out_of_place(node)
+        elif node.op == "call_function":
+            _use_own_operator(node, options)
+
+
+def _drop_empty_parts(node: Node) -> None:
+    """`torch.cat` skips empty vectors whatever the other parts are; Thunder's wants all to have as many dimensions.
+
+    A cache of keys and values begins as such a vector.
+    """
+    parts = node.args[0] if node.args else None
+    if not isinstance(parts, (list, tuple)):
+        return
+    kept = [part for part in parts if tuple(getattr(_value(part), "shape", ())) != (0,)]
+    if not kept or len(kept) == len(parts):
+        return
+    node.update_arg(0, kept)
+    for part in set(parts) - set(kept):
+        if isinstance(part, Node) and not part.users and part.target is torch.tensor:
+            node.graph.erase_node(part)
+
+
+def _clamp_slices(node: Node) -> None:
+    """Slices that reach beyond a tensor, as those of a sliding window do, end where it ends: Thunder refuses them."""
+    tensor, index = node.args
+    shape = getattr(_value(tensor), "shape", None)
+    parts = index if isinstance(index, tuple) else (index,)
+    if shape is None or not all(isinstance(size, int) for size in shape):
+        return
+    if not all(part is None or isinstance(part, (int, slice)) for part in parts):
+        return
+    sizes = iter(shape)
+    node.update_arg(1, tuple(None if part is None else _clamped(part, next(sizes)) for part in parts))
+
+
+def _clamped(part: Any, size: int) -> Any:
+    if not isinstance(part, slice) or part == slice(None):
+        return part
+    bounds = (part.start, part.stop, part.step)
+    is_constant = all(bound is None or isinstance(bound, int) for bound in bounds)
+    return slice(*part.indices(size)) if is_constant else part
+
+
+def _draw_out_of_place(node: Node) -> None:
+    """``x.new_empty(...).bernoulli_(p)``, as stochastic depth has it, draws into a tensor that nothing else sees."""
+    tensor = node.args[0]
+    if not isinstance(tensor, Node) or [*tensor.users] != [node] or node.kwargs or len(node.args) != 2:
+        return
+    if tensor.target in ("new_empty", torch.empty, torch.empty_like) and isinstance(node.args[1], float):
+        node.op, node.target = "call_function", operators.bernoulli()
+
+
+def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
+    if node.target is F.multi_head_attention_forward:
+        _trace_attention(node)
+    elif (own := operators.instead_of(node.target)) is not None and can_trace(own, node, options):
+        node.target = own
+
+
+def _trace_attention(node: Node) -> None:
+    """Thunder traces the function. Without the weights, it returns the output alone: the splitter wants no None."""
+    values = _value(node)
+    if not isinstance(values, tuple) or values[1] is not None:
+        node.target = operators.attention()
+        return
+    node.target = operators.attention(output_only=True)
+    node.meta["example_value"] = values[0]
+    for item in [*node.users]:
+        if item.args[1] == 0:
+            item.replace_all_uses_with(node)
+        item.graph.erase_node(item)
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("example_value") if isinstance(node, Node) else None
