@@ -32,6 +32,7 @@ LAYERS = (
     ("runtime", "verify"),
     ("report", "fastpath", "executor"),
     ("emit", "transform"),
+    ("dynamo",),
     ("__init__",),
     ("tools",),
     ("__main__",),
@@ -41,6 +42,7 @@ DEVELOPER_TOOLS = ("operators", "results", "suite")
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.
 KNOW_THUNDER = {
     "analysis/ops.py",
+    "compat/dynamo.py",
     "compat/thunder.py",
     "runtime/functions.py",
     "fastpath/accumulate.py",

@@ -11,6 +11,7 @@ from thunder_cg.compat.versions import check_versions
 
 check_versions()
 
+from thunder_cg.dynamo import thunderfx  # noqa: E402
 from thunder_cg.errors import (  # noqa: E402  (the versions are checked before Thunder is imported)
     BackendError,
     CaptureError,
@@ -21,7 +22,7 @@ from thunder_cg.errors import (  # noqa: E402  (the versions are checked before 
     VersionError,
 )
 from thunder_cg.report.report import Report, explain  # noqa: E402
-from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform, thunderfx  # noqa: E402
+from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform  # noqa: E402
 
 __all__ = [
     "BackendError",

@@ -6,7 +6,7 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Literal
@@ -252,30 +252,6 @@ def cudagraph_transform(
     """
     options = Options(allow, deny, backend, strict, verify, debug, max_recordings, max_arenas, capture_collectives)
     return CudagraphTransform(options)
-
-
-def thunderfx(fn: Callable[..., Any], /, **options: Any) -> Any:
-    """Compiles a function or module as ``thunder.dynamo.thunderfx`` does, with CUDA graphs, and with fewer cuts.
-
-    Operators that Thunder can trace stay in Thunder's traces, where Thunder's own ``thunderfx`` gives them to Inductor,
-    which might fuse them. So a model is mostly one graph forward and one backward. :func:`thunder_cg.explain` names
-    each operator that Inductor got, and says why.
-
-    Args:
-        fn: a function or module.
-        options: those of :func:`cudagraph_transform`, of ``torch.compile`` (``dynamic``, ``fullgraph``, ``mode``,
-            ``options``, ``disable``) and of ``thunder.jit`` (``executors``, ``transforms``, ...).
-
-    Returns:
-        What ``thunder.dynamo.thunderfx`` returns: a callable.
-
-    Raises:
-        OptionError: a value that an option cannot have.
-        BackendError: the backend does not work on this machine.
-    """
-    from thunder_cg.dynamo import compiler  # Dynamo takes long to import
-
-    return compiler.thunderfx(fn, **options)
 
 
 class CUDAGraphPlugin(compat.Plugin):

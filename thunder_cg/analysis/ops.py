@@ -10,6 +10,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import thunder
@@ -252,11 +253,12 @@ def _dtype(proxy: compat.TensorProxy | compat.FutureTensorProxy) -> str:
     return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
 
 
-_THUNDER = os.path.dirname(thunder.__file__) + os.sep  # lines in Thunder's files are not the user's
+# Lines in files of Thunder and of this package are not the user's.
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (os.path.dirname(thunder.__file__), Path(__file__).parents[1]))
 
 
 def _line(bound: compat.BoundSymbol) -> str | None:
-    if bound.source_filename is None or bound.source_positions is None or bound.source_filename.startswith(_THUNDER):
+    if bound.source_filename is None or bound.source_positions is None or bound.source_filename.startswith(_LIBRARIES):
         return None
     return f"{os.path.basename(bound.source_filename)}:{bound.source_positions.lineno}"
 

@@ -62,7 +62,7 @@ def keeping_fallbacks(objection: Callable[[Node, Callable[..., Any]], str | None
     is_supported = utils.is_node_supported_by_thunder
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
-        target = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+        target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
         if target in _FALLBACKS and (problem := objection(node, target)) is not None:
             info = f"node with name: {node.name} and target: {node.target} {problem}"
             return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info)

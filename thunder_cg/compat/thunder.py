@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -124,15 +125,22 @@ def symbols_of_functions() -> dict[Any, Any]:
 
 
 def register_function(
-    executor: OperatorExecutor, name: str, function: Callable[..., Any], *, differentiable: bool = True
+    executor: OperatorExecutor, id_: str, function: Callable[..., Any], *, differentiable: bool = True
 ) -> Symbol:
-    """A new symbol of the executor that calls ``function``, and whose backward calls it again, under autograd."""
-    meta = langctx(Languages.TORCH)(meta_adaptor(function))
-    forward = executor.register_operator(name, meta=meta, fn=function)
+    """A new symbol of the executor that calls ``function``, and whose backward calls it again, under autograd.
+
+    Args:
+        id_: of the symbol; traces print it with underscores in the place of dots.
+    """
+
+    def register(suffix: str, meta: Callable[..., Any], fn: Callable[..., Any]) -> Symbol:
+        symbol = executor.register_operator(id_.replace(".", "_") + suffix, meta=meta, fn=fn)
+        return replace(symbol, id=id_ + suffix)
+
+    forward = register("", langctx(Languages.TORCH)(meta_adaptor(function)), function)
     augmented_forward_impls[forward.id] = augmented_forward_adaptor(forward)
     if differentiable:
-        vjp = partial(_vjp_impl, function)
-        backward_impls[forward.id] = executor.register_operator(f"{name}_vjp", meta=backward_adaptor(function), fn=vjp)
+        backward_impls[forward.id] = register("_vjp", backward_adaptor(function), partial(_vjp_impl, function))
     else:
         backward_impls[forward.id] = lambda saved, *gradients: (None,) * len(saved[0])
     return forward

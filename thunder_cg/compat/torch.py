@@ -250,12 +250,45 @@ def has_accumulate_hooks(leaf: torch.Tensor) -> bool:
 is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 
 
+# Matrix products of groups of rows, each with its own matrix, under all names that this version has.
+grouped_mm: tuple[Callable[..., torch.Tensor], ...] = tuple(
+    getattr(module, name)
+    for module, name in ((torch.nn.functional, "grouped_mm"), (torch, "_grouped_mm"))
+    if hasattr(module, name)
+)
+
+
+def library_name(function: Any) -> str | None:
+    """The name of an operator of ``torch.library``, such as "my_ops.my_op"; None for anything else.
+
+    None also for an operator that writes an argument or returns one, as its schema says, or of which there are several.
+    """
+    if isinstance(function, torch._ops.OpOverloadPacket) and len(function.overloads()) == 1:
+        function = getattr(function, function.overloads()[0])
+    if not isinstance(function, torch._ops.OpOverload) or function.namespace in ("aten", "prims"):
+        return None
+    schema = function._schema
+    if schema.is_mutable or any(value.alias_info is not None for value in schema.returns):
+        return None
+    return f"{function.namespace}.{function._opname}"
+
+
 @contextmanager
 def composite_sees_views() -> Iterator[None]:
     """Inside, the parts of a composite operator make views in inference mode as they do outside of it."""
     with torch._C._PreserveDispatchKeyGuard():
         torch._C._dispatch_tls_set_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView, False)
         yield
+
+
+_AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+
+
+def below_autocast() -> AbstractContextManager[None]:
+    """Inside, operators run with the dtypes that they are given, whether autocast is enabled or not."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)
 
 
 # For the tools: Dynamo, cuBLAS, the allocator, PyTorch's table of operators

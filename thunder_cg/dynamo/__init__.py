@@ -5,10 +5,39 @@ what Thunder does not support. It also gives away each operator that Thunder onl
 Inductor might fuse it. Each cut costs more than that: the pieces have graphs, memory and checks of their own. What goes
 out: the same, with as few cuts as possible. A compiled function owns all that is made for it; nothing else changes.
 
-- ``compiler``: `thunderfx`, and what it gives Dynamo as a backend.
+- ``compiler``: what Dynamo gets as a backend.
 - ``fallbacks``: which fallbacks are left to Inductor nevertheless, and why.
 - ``rewrites``: what is written differently in a graph of Dynamo's, so that Thunder can trace it.
 - ``operators``: operators of PyTorch that Thunder has no symbol for, or one that takes fewer arguments.
 
-Nothing of it is imported before `thunderfx` is called: Dynamo takes long to import.
+Only `thunderfx` is imported before it is called: Dynamo takes long to import.
 """
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def thunderfx(fn: Callable[..., Any], /, **options: Any) -> Any:
+    """Compiles a function or module as ``thunder.dynamo.thunderfx`` does, with CUDA graphs, and with fewer cuts.
+
+    Operators that Thunder can trace stay in Thunder's traces, where Thunder's own ``thunderfx`` gives them to Inductor,
+    which might fuse them. So a model is mostly one graph forward and one backward. :func:`thunder_cg.explain` names
+    each operator that Inductor got, and says why.
+
+    Args:
+        fn: a function or module.
+        options: those of :func:`cudagraph_transform`, of ``torch.compile`` (``dynamic``, ``fullgraph``, ``mode``,
+            ``options``, ``disable``) and of ``thunder.jit`` (``executors``, ``transforms``, ...).
+
+    Returns:
+        What ``thunder.dynamo.thunderfx`` returns: a callable.
+
+    Raises:
+        OptionError: a value that an option cannot have.
+        BackendError: the backend does not work on this machine.
+    """
+    from thunder_cg.dynamo import compiler
+
+    return compiler.thunderfx(fn, **options)

@@ -1,4 +1,4 @@
-"""`thunderfx`, and what it gives Dynamo as a backend."""
+"""What `thunderfx` gives Dynamo as a backend."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ nothing of Thunder's changes.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
 from typing import Any
 
@@ -17,27 +17,16 @@ from torch.nn import functional as F
 
 from thunder_cg.compat.dynamo import for_splitter
 from thunder_cg.compat.thunder import OperatorExecutor, register_function
-from thunder_cg.compat.torch import is_mutable
+from thunder_cg.compat.torch import grouped_mm, library_name
 
 _executor = OperatorExecutor("torch_ops")
-_NAMES = {F.interpolate: "interpolate", F.grouped_mm: "grouped_mm", torch._grouped_mm: "grouped_mm"}
+_NAMES: dict[Any, str] = {F.interpolate: "interpolate", **dict.fromkeys(grouped_mm, "grouped_mm")}
 
 
 def instead_of(function: Any) -> Callable[..., Any] | None:
     """What a graph calls in the place of an operator of PyTorch's or of a library; None if the operator stays."""
-    if isinstance(function, torch._ops.OpOverloadPacket) and len(function.overloads()) == 1:
-        function = function.default
-    if isinstance(function, torch._ops.OpOverload):
-        return _of_library(function)
-    return _by_autograd(function, _NAMES[function]) if function in _NAMES else None
-
-
-def _of_library(function: Any) -> Callable[..., Any] | None:
-    """An operator of ``torch.library``, unless it writes or returns an argument."""
-    returns_views = any(value.alias_info is not None for value in function._schema.returns)
-    if function.namespace in ("aten", "prims", "higher_order") or is_mutable(function) or returns_views:
-        return None
-    return _by_autograd(function, f"{function.namespace}.{function._opname}")
+    name = library_name(function) or (_NAMES.get(function) if isinstance(function, Hashable) else None)
+    return _by_autograd(function, name) if name is not None else None
 
 
 @cache

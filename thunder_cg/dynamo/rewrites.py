@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
 from thunder_cg.compat.dynamo import can_trace
@@ -24,6 +25,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _drop_empty_parts(node)
         elif node.op == "call_function" and node.target is operator.getitem:
             _clamp_slices(node)
+        elif node.op == "call_function" and node.target is torch.Size:
+            _write_out(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
             _draw_out_of_place(node)
         elif node.op == "call_function":
@@ -66,6 +69,16 @@ def _clamped(part: Any, size: int) -> Any:
     bounds = (part.start, part.stop, part.step)
     is_constant = all(bound is None or isinstance(bound, int) for bound in bounds)
     return slice(*part.indices(size)) if is_constant else part
+
+
+def _write_out(size: Node) -> None:
+    """``x.view(torch.Size((batch, 4)))`` is ``x.view((batch, 4))``, where a size is known only at run time."""
+    takes_tuple = all(user.op == "call_method" and user.target in ("view", "reshape", "expand") for user in size.users)
+    sizes = size.args[0] if len(size.args) == 1 else None
+    if takes_tuple and isinstance(sizes, (list, tuple)):
+        for user in [*size.users]:
+            user.args = map_aggregate(user.args, lambda arg: (*sizes,) if arg is size else arg)
+        size.graph.erase_node(size)
 
 
 def _draw_out_of_place(node: Node) -> None:

@@ -243,7 +243,7 @@ class TapeGraph:
         if self._is_closed:
             raise ReplayRefused("it has been destroyed")
         by_sentinel = dict(zip(self.sentinels, scalars))
-        with torch.no_grad(), compat.disable_dispatch_modes():
+        with torch.no_grad(), compat.below_autocast(), compat.disable_dispatch_modes():
             try:
                 copy_all(self.buffers, sources)
             except Exception as error:

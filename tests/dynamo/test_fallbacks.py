@@ -1,0 +1,102 @@
+"""Every fallback that stays in Thunder has PyTorch's values and gradients, as far as PyTorch's own samples tell."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from thunder.dynamo.utils import auto_register_ops
+
+from thunder_cg.analysis import rules
+from thunder_cg.compat.thunder import symbols_of_functions
+from thunder_cg.compat.torch import operator_table, tree_leaves, tree_map
+from thunder_cg.dynamo.fallbacks import _WRONG
+
+_SAMPLES = 6
+_OFTEN = ("addmm", "new_ones", "detach", "min", "histc", "sinc", "addcmul", "softplus")
+
+
+def fallbacks() -> Iterator[tuple[str, Any, Callable[..., Any]]]:
+    for info in operator_table():
+        for function in {f for f in (info.op, info.method_variant) if f in auto_register_ops}:
+            yield f"{info.name}.{info.variant_test_name}", info, function
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def outcome(fn: Callable[..., Any], args: Any) -> tuple[list[Any], list[Any], list[bool]]:
+    """The results, the gradients of the arguments, and which results have one."""
+    torch.manual_seed(0)
+    copies = tree_map(lambda t: t.detach().clone().requires_grad_(t.requires_grad) if is_plain(t) else t, args)
+    found = fn(*copies)
+    results = tensors(found) or tree_leaves(found)
+    ends = [end for end in tensors(results) if end.requires_grad]
+    leaves = [leaf for leaf in tensors(copies) if leaf.requires_grad]
+    gradients = torch.autograd.grad(ends, leaves, [*map(torch.ones_like, ends)], allow_unused=True) if ends else ()
+    return results, list(gradients), [end.requires_grad for end in tensors(results)]
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def equal(one: Any, other: Any) -> bool:
+    if not is_plain(one) or not is_plain(other):  # a gradient that is zero may also be None
+        given = [value for value in (one, other) if is_plain(value)]
+        return not given[0].any() if given else type(one) is type(other)
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return alike and torch.allclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def problems(info: Any, function: Callable[..., Any]) -> set[str]:
+    """What differs from PyTorch. A call that Thunder refuses, the splitter gives to Inductor."""
+    dtype = torch.float32 if torch.float32 in info.dtypes else sorted(info.dtypes, key=str)[0]
+    differentiable = info.supports_autograd and dtype.is_floating_point
+    found = set()
+    for number, sample in enumerate(info.sample_inputs("cpu", dtype, requires_grad=differentiable)):
+        args = (sample.input, *sample.args)
+        in_lists = [leaf for arg in args if isinstance(arg, (list, tuple)) for leaf in tensors(arg)]
+        if number >= _SAMPLES or any(leaf.requires_grad for leaf in in_lists):
+            continue
+        call = lambda *args, kwargs=sample.kwargs: function(*args, **kwargs)  # noqa: E731
+        try:
+            expected = outcome(call, args)
+        except (RuntimeError, TypeError):
+            continue
+        try:
+            results = outcome(thunder.jit(call), args)
+        except (NotImplementedError, RuntimeError, ValueError, AssertionError, TypeError, KeyError, AttributeError):
+            continue
+        for what, ours, theirs in zip(("values", "gradients"), results, expected):
+            if len(ours) != len(theirs) or not all(map(equal, ours, theirs)):
+                found.add(what)
+        if results[2] != expected[2]:
+            found.add("which results have a gradient")
+    return found
+
+
+@pytest.mark.parametrize(
+    "names", [_OFTEN, pytest.param(None, marks=pytest.mark.nightly)], ids=["that models use", "all"]
+)
+def test_fallbacks_have_the_values_and_gradients_of_pytorch(names):
+    wrong = {}
+    checked = 0
+    for name, info, function in fallbacks():
+        symbol = symbols_of_functions()[function]
+        rule = rules.find(None, symbol.id)
+        is_left_to_inductor = rule is None or rule.writes or rule.draws or symbol.id.rsplit(".", 1)[-1] in _WRONG
+        if is_left_to_inductor or (names is not None and name.split(".")[0] not in names):
+            continue
+        signal.alarm(120)  # no operator takes that long
+        checked += 1
+        if found := problems(info, function):
+            wrong[name] = found
+        signal.alarm(0)
+    assert checked >= (6 if names is not None else 280)
+    assert not wrong, f"Thunder's fallbacks differ from PyTorch: {wrong}; add them to dynamo/fallbacks.py"

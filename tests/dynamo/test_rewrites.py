@@ -1,0 +1,190 @@
+"""Rewritten graphs, and operators that PyTorch runs as they are: PyTorch's bits in one region."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support import regions, same
+from torch import nn
+from torch.nn import functional as F
+
+from thunder_cg import explain, thunderfx
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+class Around(nn.Module):
+    """A function behind a layer whose weights it has to give gradients to."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        self.fn, self.linear = fn, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.fn(self.linear(x))
+
+
+def trains_alike(model: nn.Module, inputs: Callable[[], torch.Tensor], backend: str, **options: Any) -> Any:
+    """Compares a compiled model with PyTorch, outputs and gradients bit for bit, and returns the compiled one."""
+    twin = copy.deepcopy(model)
+    graphed = thunderfx(model, backend=backend, **options)
+    for step in range(4):
+        x = inputs()
+        for each in (model, twin):
+            each.zero_grad()
+        torch.manual_seed(step)
+        found = graphed(x)
+        found.square().sum().backward()
+        torch.manual_seed(step)
+        expected = twin(x)
+        expected.square().sum().backward()
+        same(found.detach(), expected.detach())
+        for one, other in zip(model.parameters(), twin.parameters()):
+            same(one.grad, other.grad)
+    return graphed
+
+
+def one_region_each_way(graphed: Any) -> bool:
+    report = explain(graphed)
+    assert not report.outside, report.outside
+    return [len(trace.regions) for trace in report.traces] == [1, 1] and all(
+        r["replays"] == 3 for r in regions(graphed)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"scale_factor": 2},
+        {"size": (5, 7), "mode": "bilinear"},
+        {"scale_factor": 1.5, "mode": "bilinear", "align_corners": False},
+        {"size": (5, 7), "mode": "bicubic", "align_corners": True},
+    ],
+    ids=str,
+)
+def test_interpolate(backend, device, deterministic, options):
+    model = Around(lambda x: F.interpolate(x, **options)).to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(2, 3, 8, 8, device=device), backend))
+
+
+def test_stochastic_depth(backend, device):
+    """As timm and torchvision have it. The draw is not repeated in the backward."""
+
+    def drop(x):
+        kept = x.new_empty((x.shape[0], 1)).bernoulli_(0.5)
+        return x * kept.div_(0.5)
+
+    assert one_region_each_way(trains_alike(Around(drop).to(device), lambda: torch.randn(8, 8, device=device), backend))
+
+
+def test_a_cache_that_begins_empty(backend, device):
+    def grow(x):
+        return torch.cat([torch.tensor([], device=x.device), x, x * 2], dim=-2)
+
+    assert one_region_each_way(
+        trains_alike(Around(grow).to(device), lambda: torch.randn(2, 3, 8, device=device), backend)
+    )
+
+
+@pytest.mark.parametrize("index", [slice(-100, None), (slice(None), slice(1, 100)), (slice(-9, 9, 2), None)], ids=str)
+def test_slices_that_reach_beyond(backend, device, index):
+    model = Around(lambda x: x[index] * 2).to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(5, 8, device=device), backend))
+
+
+class Attention(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_multi_head_attention_trains(backend, device, dropout):
+    """Thunder traces its parts, so bits differ from PyTorch's; with dropout, other elements are dropped."""
+    model = Attention(dropout).to(device)
+    twin = copy.deepcopy(model)
+    graphed = thunderfx(model, backend=backend)
+    for _ in range(4):
+        x = torch.randn(2, 5, 8, device=device)
+        for each in (model, twin):
+            each.zero_grad()
+        found, expected = graphed(x), twin(x)
+        assert found.shape == expected.shape and found.isfinite().all()
+        found.square().sum().backward()
+        expected.square().sum().backward()
+        if not dropout:
+            torch.testing.assert_close(found, expected)
+            for one, other in zip(model.parameters(), twin.parameters()):
+                torch.testing.assert_close(one.grad, other.grad)
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert one_region_each_way(graphed)
+
+
+def test_grouped_matmul(backend, device):
+    """The experts of a mixture, in one call."""
+    if device == "cpu" and torch.backends.mkldnn.is_available() is False:
+        pytest.skip("the CPU has no kernel")
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, 16, 32, dtype=torch.bfloat16))
+            self.register_buffer("ends", torch.tensor([4, 8, 16], dtype=torch.int32))
+
+        def forward(self, x):
+            return torch._grouped_mm(x, self.weight, offs=self.ends) * 2
+
+    inputs = lambda: torch.randn(16, 16, dtype=torch.bfloat16, device=device)  # noqa: E731
+    graphed = trains_alike(Experts().to(device), inputs, backend)
+    assert not explain(graphed).outside and len(explain(graphed).traces) == 2
+
+
+@pytest.fixture(scope="module")
+def twice():
+    @torch.library.custom_op("thunder_cg_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    twice.register_fake(torch.empty_like)
+    twice.register_autograd(lambda ctx, gradient: gradient * 2)
+    return torch.ops.thunder_cg_tests.twice
+
+
+@pytest.mark.parametrize(
+    "allow", [(), ("thunder_cg_tests.twice", "thunder_cg_tests.twice_vjp")], ids=["eager", "allowed"]
+)
+def test_operators_of_torch_library(backend, device, twice, allow):
+    model = Around(lambda x: torch.sin(twice(torch.cos(x)))).to(device)
+    graphed = trains_alike(model, lambda: torch.randn(2, 8, device=device), backend, allow=allow)
+    if allow:
+        assert one_region_each_way(graphed)
+    else:
+        assert not explain(graphed).outside and "torch_ops.thunder_cg_tests.twice" in str(explain(graphed))
+
+
+def test_operators_of_torch_library_that_write_are_left_alone(twice):
+    @torch.library.custom_op("thunder_cg_tests::double_", mutates_args=("x",))
+    def double_(x: torch.Tensor) -> None:
+        x.mul_(2)
+
+    def fn(x):
+        y = x + 1
+        torch.ops.thunder_cg_tests.double_(y)
+        return torch.sin(y)
+
+    graphed = thunderfx(fn, backend="tape")
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(4)
+            torch.testing.assert_close(graphed(x), fn(x))
+    assert any("double_" in part.reason for part in explain(graphed).outside)

@@ -1,0 +1,216 @@
+"""thunder_cg.thunderfx: a drop-in for Thunder's own, in which what Thunder can trace is one trace."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import thunder.dynamo
+import torch
+from support import fast_path_calls, programs, regions, replays, same, same_training
+from thunder.dynamo import utils
+from torch import nn
+
+from thunder_cg import OptionError, explain, thunderfx
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Dynamo counts how often it compiles a function, over all tests."""
+    torch._dynamo.reset()
+
+
+class Fallbacks(nn.Module):
+    """Operators that Thunder calls as they are, and that Thunder's own thunderfx gives to Inductor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4))
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = torch.addmm(self.bias, x, self.weight)
+        mask = y.new_ones(y.shape) * y.detach().sign()
+        return self.out(torch.sinc(y) * mask)
+
+
+def outside(compiled) -> list[str]:
+    return [part.reason for part in explain(compiled).outside]
+
+
+@pytest.fixture
+def pair(backend, device):
+    """A model compiled by Thunder's own thunderfx, and a copy compiled with graphs."""
+
+    def make(model, **options):
+        model = model.to(device)
+        twin = copy.deepcopy(model)
+        return model, thunder.dynamo.thunderfx(model), twin, thunderfx(twin, backend=backend, debug=True, **options)
+
+    return make
+
+
+def test_fallbacks_stay_in_one_region_each_way(pair, device):
+    model, plain, twin, graphed = pair(Fallbacks())
+    for _ in range(4):
+        x = torch.randn(3, 4, device=device, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        expected, found = plain(x), graphed(y)
+        torch.testing.assert_close(found, expected)
+        expected.square().sum().backward()
+        found.square().sum().backward()
+        torch.testing.assert_close(y.grad, x.grad)
+    for one, other in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(one.grad, other.grad)
+    assert [len(program.regions) for program in programs(graphed)] == [1, 1] and not outside(graphed)
+    assert replays(graphed) == 6
+    assert len(plain._backend.subgraph_infos[0].thunder_compiled_fns) > 1, "the test would not see what is different"
+
+
+def test_a_plain_thunderfx_is_not_affected(pair, device):
+    before = set(utils.auto_register_ops), utils.is_node_supported_by_thunder
+    model, plain, _, graphed = pair(Fallbacks())
+    x = torch.randn(3, 4, device=device)
+    graphed(x)
+    assert (utils.auto_register_ops, utils.is_node_supported_by_thunder) == before
+    plain(x)
+    reasons = [str(reason.info) for reason in plain._backend.subgraph_infos[0].split_reasons]
+    assert any("addmm only has an automatic torch fallback" in reason or "addmm" in reason for reason in reasons)
+    torch._dynamo.reset()
+    first = thunder.dynamo.thunderfx(model)
+    first(x)
+    assert len(first._backend.subgraph_infos[0].thunder_compiled_fns) > 1
+
+
+def test_several_shapes_and_no_grad(pair, device):
+    _, plain, _, graphed = pair(Fallbacks(), dynamic=False)
+    with torch.no_grad():
+        for rows in (2, 3, 2, 3, 2, 3, 2, 3):
+            x = torch.randn(rows, 4, device=device)
+            torch.testing.assert_close(graphed(x), plain(x))
+    assert len(programs(graphed)) == 2 and not outside(graphed)
+    assert [region["replays"] for region in regions(graphed)] == [3, 3] and fast_path_calls(graphed) > 0
+
+
+def test_dynamic_shapes(pair, device):
+    _, plain, _, graphed = pair(Fallbacks(), dynamic=True)
+    with torch.no_grad():
+        for rows in (2, 3, 4, 2, 3, 4, 2, 3, 4):
+            x = torch.randn(rows, 4, device=device)
+            torch.testing.assert_close(graphed(x), plain(x))
+
+
+def test_graph_breaks(pair, device):
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Fallbacks(), Fallbacks()
+
+        def forward(self, x):
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x)
+
+    _, plain, _, graphed = pair(Broken())
+    for _ in range(4):
+        x = torch.randn(3, 4, device=device)
+        torch.testing.assert_close(graphed(x), plain(x))
+        graphed(x).sum().backward()
+    assert {program.kind for program in programs(graphed)} == {"forward", "backward"} and not outside(graphed)
+    assert [len(program.regions) for program in programs(graphed)] == [1, 1, 1, 1]
+
+
+def test_training(backend, device):
+    """Without a fallback that Inductor would have got, both are the same program."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).to(device)
+    twin = copy.deepcopy(model)
+
+    class Named:
+        """What `same_training` needs of a compiled module."""
+
+        def __init__(self, module, compiled):
+            self.module, self.compiled = module, compiled
+            self.parameters, self.named_parameters = module.parameters, module.named_parameters
+            self.named_buffers, self.state_dict = module.named_buffers, module.state_dict
+
+        def __call__(self, *args):
+            return self.compiled(*args)
+
+    plain, graphed = thunder.dynamo.thunderfx(model), thunderfx(twin, backend=backend)
+    same_training(Named(model, plain), Named(twin, graphed), [(torch.randn(3, 4, device=device),) for _ in range(6)])
+    assert replays(graphed) == 10
+
+
+def test_two_models_in_one_process(backend, device):
+    torch.manual_seed(0)
+    models = [Fallbacks().to(device), Fallbacks().to(device)]
+    compiled = [thunderfx(model, backend=backend) for model in models]
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, 4, device=device)
+            for model, graphed in zip(models, compiled):
+                torch.testing.assert_close(graphed(x), model(x))
+    assert all(replays(graphed) == 2 for graphed in compiled)
+
+
+def test_options_reach_whom_they_are_for(backend, device):
+    seen = []
+
+    class Sees(thunder.core.transform_common.Transform):
+        def transform_trace_post_optimization(self, trace, **kwargs):
+            seen.append(trace)
+            return trace
+
+    def fn(x):
+        return torch.sin(x) * 2
+
+    options = {"backend": backend, "deny": ["sin"], "transforms": [Sees()], "fullgraph": True}
+    graphed = thunderfx(fn, **options)
+    graphed(torch.randn(4, device=device))
+    assert seen and options["transforms"][0] is not None and len(options["transforms"]) == 1
+    eager = [op.name for trace in explain(graphed).traces for op in trace.ops if op.verdict == "eager"]
+    assert eager[0] == "torch.sin"
+    with pytest.raises(OptionError):
+        thunderfx(fn, backend="no such")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        thunderfx(lambda x: (torch._dynamo.graph_break(), x)[1], backend=backend, fullgraph=True)(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        (lambda x: torch.hstack([x, x * 2]), "a list of tensors, whose gradients"),
+        (lambda x: torch.nn.functional.dropout1d(x[None])[0], "draws again in its backward"),
+        (lambda x: torch.norm(x, dim=0), "gets other gradients"),
+    ],
+    ids=["list", "draws", "norm"],
+)
+def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
+    graphed = thunderfx(lambda x: fn(torch.sin(x)), backend="tape")
+    for _ in range(3):
+        x = torch.randn(3, 4, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        torch.manual_seed(1)
+        found = graphed(x)
+        found.sum().backward()
+        torch.manual_seed(1)
+        expected = fn(torch.sin(y))
+        expected.sum().backward()
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(x.grad, y.grad)
+    assert len(outside(graphed)) == 1 and reason in outside(graphed)[0]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_autocast(inside):
+    def fn(b, x, w):
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            return torch.addmm(b, x, w) + 1
+
+    tensors = torch.randn(4), torch.randn(4, 4), torch.randn(4, 4)
+    graphed = thunderfx(fn, backend="tape")
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        for _ in range(3):
+            same(graphed(*tensors), fn(*tensors))
+    if inside:
+        assert "another dtype under autocast" in outside(graphed)[0]
