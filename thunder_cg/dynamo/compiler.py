@@ -32,8 +32,12 @@ class Compiler(ThunderCompiler):
 def thunderfx(fn: Callable[..., Any], **options: Any) -> ThunderFXCompiledObject:
     """See :func:`thunder_cg.thunderfx`."""
     ours = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
+    transforms = [*(options.pop("transforms", None) or ()), cudagraph_transform(**ours)]
+    return compile_with(fn, transforms=transforms, **options)
+
+
+def compile_with(fn: Callable[..., Any], **options: Any) -> ThunderFXCompiledObject:
+    """Compiles with the options of ``thunder.dynamo.thunderfx``, and with as few cuts; with graphs if a transform does."""
     for_dynamo = get_torch_compile_kwargs(**options)
-    for_thunder = {name: value for name, value in options.items() if name not in for_dynamo}
-    for_thunder["transforms"] = [*(for_thunder.get("transforms") or ()), cudagraph_transform(**ours)]
-    backend = Compiler(**for_thunder)
+    backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     return ThunderFXCompiledObject(backend, torch.compile(fn, backend=backend, **for_dynamo))

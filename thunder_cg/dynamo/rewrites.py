@@ -25,6 +25,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _drop_empty_parts(node)
         elif node.op == "call_function" and node.target is operator.getitem:
             _clamp_slices(node)
+        elif node.target is torch.cuda.get_device_capability and not node.users:  # Dynamo has used its result already
+            module.graph.erase_node(node)
         elif node.op == "call_function" and node.target is torch.Size:
             _write_out(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
