@@ -130,23 +130,48 @@ def test_multi_head_attention_trains(backend, device, dropout):
     assert one_region_each_way(graphed)
 
 
+class Experts(nn.Module):
+    """A mixture of experts: each group of rows has a matrix of its own, and the call says where groups end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16, 32, dtype=torch.bfloat16))
+
+    def forward(self, x, ends):
+        return torch._grouped_mm(x * 2, self.weight, offs=ends) * 2
+
+
 def test_grouped_matmul(backend, device):
-    """The experts of a mixture, in one call."""
-    if device == "cpu" and torch.backends.mkldnn.is_available() is False:
-        pytest.skip("the CPU has no kernel")
+    model = Experts().to(device)
+    twin = copy.deepcopy(model)
+    graphed = thunderfx(model, backend=backend)
+    for ends in ((4, 8, 12, 16), (0, 0, 16, 16), (1, 2, 3, 16), (16, 16, 16, 16)):
+        x = torch.randn(16, 16, dtype=torch.bfloat16, device=device)
+        ends = torch.tensor(ends, dtype=torch.int32, device=device)
+        for each in (model, twin):
+            each.zero_grad()
+        found, expected = graphed(x, ends), twin(x, ends)
+        same(found.detach(), expected.detach())
+        found.sum().backward()
+        expected.sum().backward()
+        same(model.weight.grad, twin.weight.grad)
+    assert one_region_each_way(graphed)
 
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 16, 32, dtype=torch.bfloat16))
-            self.register_buffer("ends", torch.tensor([4, 8, 16], dtype=torch.int32))
 
-        def forward(self, x):
-            return torch._grouped_mm(x, self.weight, offs=self.ends) * 2
+@pytest.mark.parametrize(("limits", "captured"), [({"min": 0, "max": 7}, True), ({}, False)], ids=["range", "no range"])
+def test_histogram(backend, device, limits, captured):
+    """How many tokens go to each expert."""
 
-    inputs = lambda: torch.randn(16, 16, dtype=torch.bfloat16, device=device)  # noqa: E731
-    graphed = trains_alike(Experts().to(device), inputs, backend)
-    assert not explain(graphed).outside and len(explain(graphed).traces) == 2
+    def fn(x):
+        return torch.histc((x * 2).to(torch.float32), bins=8, **limits) * 2
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(4):
+        x = torch.randint(0, 4, (64,), device=device)
+        same(graphed(x), fn(x))
+    assert not explain(graphed).outside
+    eager = [op.name for trace in explain(graphed).traces for op in trace.ops if op.verdict == "eager"]
+    assert ("torch.histc" not in eager) is captured
 
 
 @pytest.fixture(scope="module")

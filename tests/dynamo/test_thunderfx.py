@@ -59,9 +59,9 @@ def test_fallbacks_stay_in_one_region_each_way(pair, device):
         torch.testing.assert_close(found, expected)
         expected.square().sum().backward()
         found.square().sum().backward()
-        torch.testing.assert_close(y.grad, x.grad)
+        torch.testing.assert_close(y.grad, x.grad, rtol=1e-4, atol=1e-4)
     for one, other in zip(model.parameters(), twin.parameters()):
-        torch.testing.assert_close(one.grad, other.grad)
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
     assert [len(program.regions) for program in programs(graphed)] == [1, 1] and not outside(graphed)
     assert replays(graphed) == 6
     assert len(plain._backend.subgraph_infos[0].thunder_compiled_fns) > 1, "the test would not see what is different"
@@ -93,7 +93,7 @@ def test_several_shapes_and_no_grad(pair, device):
 
 
 def test_dynamic_shapes(pair, device):
-    _, plain, _, graphed = pair(Fallbacks(), dynamic=True)
+    plain, _, _, graphed = pair(Fallbacks(), dynamic=True)
     with torch.no_grad():
         for rows in (2, 3, 4, 2, 3, 4, 2, 3, 4):
             x = torch.randn(rows, 4, device=device)

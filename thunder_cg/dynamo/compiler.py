@@ -37,7 +37,7 @@ def thunderfx(fn: Callable[..., Any], **options: Any) -> ThunderFXCompiledObject
 
 
 def compile_with(fn: Callable[..., Any], **options: Any) -> ThunderFXCompiledObject:
-    """Compiles with the options of ``thunder.dynamo.thunderfx``, and with as few cuts; with graphs if a transform does."""
+    """Compiles with the options of Thunder's own ``thunderfx``, and with fewer cuts. Graphs are up to a transform."""
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     return ThunderFXCompiledObject(backend, torch.compile(fn, backend=backend, **for_dynamo))

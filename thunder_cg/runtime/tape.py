@@ -190,6 +190,7 @@ class _Tape(_Reuse):
         else:
             data = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe}
             bad = packet in _HOST_SYNC or not data.isdisjoint(func.tags)
+            bad = bad and not (packet is _aten.histc and len(args) == 4 and args[2] != args[3])  # the range is given
             # ``x[0] = 1.0`` lifts the number, which is a fill on a GPU. A list of numbers is a copy from the host.
             bad = bad and not (packet is _aten.lift_fresh and args[0].dim() == 0)
         if bad:

@@ -29,6 +29,7 @@ _POSITIONS: Mapping[str, Mapping[str, int]] = {
     "as_strided": {"input": 0, "size": 1, "stride": 2, "storage_offset": 3},
     "as_strided_scatter": {"input": 0, "size": 2, "stride": 3, "storage_offset": 4},
     "embedding_backward": {"sparse": 5},
+    "histc": {"input": 0, "bins": 1, "min": 2, "max": 3},
     "fused_moving_avg_obs_fake_quant": {"running_min": 3, "running_max": 4},
     "multinomial": {"seed": 3},
     "multinomial_helper": {"seed": 3},
@@ -74,6 +75,11 @@ def _is_given(*names: str) -> Callable[[Arguments], bool]:
 def _is_set(name: str) -> Callable[[Arguments], bool]:
     """Whether it is a probability other than zero, or a flag other than False. A value known at run time may be."""
     return lambda call: call.argument(name) is not None and call.argument(name) != 0
+
+
+def _is_range(least: Any, most: Any) -> bool:
+    """Whether both are known when the trace is made, and differ."""
+    return isinstance(least, (int, float)) and isinstance(most, (int, float)) and least != most
 
 
 def _uses_boolean_index(call: Arguments) -> bool:
@@ -170,6 +176,11 @@ SORTER = Condition(
     "uses_sorter", "A sorter is given.", _is_given("sorter"),
     Cause(Reason.HOST_SYNC, "PyTorch checks on the host whether the sorter is in range",
           "sort the values with it first: sorted_sequence.gather(-1, sorter)"), Evidence.MEASURED)
+READS_RANGE = Condition(
+    "reads_range", "No range is given: min and max are equal, as they are by default.",
+    lambda call: not _is_range(call.argument("min") or 0, call.argument("max") or 0),
+    Cause(Reason.HOST_SYNC, "it reads its input's range on the host", "give min= and max=", "aten::histc"),
+    Evidence.MEASURED)
 IN_PLACE = Condition("writes_in_place", "inplace=True is given.", _is_set("inplace"), aliases=FIRST, writes=FIRST)
 REDUCES_IN_PLACE = Condition(
     "reduces_in_place", "It waits for the result and skip_clone=True is given, so its result is its argument itself.",

@@ -176,6 +176,7 @@ RULES: tuple[Rule, ...] = (
         trapezoid trapz var var_mean
     """),
     *_rows("aminmax count_nonzero histogram", derivative=_UNMEASURED),
+    *_rows("histc", conditions=(when.READS_RANGE,)),
     *_rows("cumprod", derivative=_but(cause=_ASKS_THE_HOST)),
     *_rows("median min nanmedian", derivative=_but(conditions=(when.NAN_CHECK_ON_CPU,))),
 
@@ -303,7 +304,6 @@ RULES: tuple[Rule, ...] = (
     *_rows("new_tensor tensor", _COPIES_NUMBERS),
     *_rows("unravel_index", _COPIES_NUMBERS, derivative=_UNMEASURED),
     *_rows("batch_norm_gather_stats", _COPIES_NUMBERS, writes=ALL, derivative=_UNMEASURED),
-    *_rows("histc", _READS_RANGE),
     *_rows("fake_quantize_per_channel_affine", _READS_RANGE, evidence=MEASURED_ON_GPU, derivative=_UNMEASURED),
     *_rows("ops.rngprims.philox_rand", _SEED_ON_HOST, evidence=NOT_MEASURED),
     *_rows("get_and_update_rng_state_impl", _SEED_ON_HOST, draws=True, derivative=_but(draws=False)),
