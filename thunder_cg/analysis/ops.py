@@ -10,7 +10,6 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import thunder
@@ -253,8 +252,9 @@ def _dtype(proxy: compat.TensorProxy | compat.FutureTensorProxy) -> str:
     return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
 
 
-# Lines in files of Thunder and of this package are not the user's.
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (os.path.dirname(thunder.__file__), Path(__file__).parents[1]))
+# Lines in these files, of Thunder and of what calls an operator for it, are not the user's.
+_COMPAT = os.path.dirname(compat.__file__)
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (os.path.dirname(thunder.__file__), _COMPAT))
 
 
 def _line(bound: compat.BoundSymbol) -> str | None:
