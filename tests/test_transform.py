@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from functools import partial
 
 import pytest
@@ -189,3 +191,22 @@ def test_nothing_to_capture(twins, device):
         x = torch.randn(4, device=device)
         same(plain(x), graphed(x))
     assert regions(graphed) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"deny": ["torch.tahn"]}, "deny= names 'torch.tahn', .* did you mean 'torch.tanh'"),
+        ({"allow": ["my_opp"]}, None),
+        ({"deny": ["tanh"]}, None),
+    ],
+    ids=["misspelt", "of nobody", "right"],
+)
+def test_a_misspelt_name_is_a_warning_once(options, said):
+    compiled = thunder.jit(lambda x: torch.tanh(x) * 2, transforms=[cudagraph_transform(backend="tape", **options)])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in (2, 3):
+            compiled(torch.ones(size))
+    found = [str(warning.message) for warning in caught if "did you mean" in str(warning.message)]
+    assert len(found) == (said is not None) and (said is None or re.search(said, found[0]))

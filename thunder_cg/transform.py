@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.classify import UserRules, classify
+from thunder_cg.analysis.classify import UserRules, classify, names_of_ops, nearest
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
@@ -75,6 +76,7 @@ class CudagraphTransform(compat.Transform):
         self._arenas = Arenas(self._backend, options.max_arenas, options.debug or self._backend.poisons)
         self._numbers = count(1)
         self._compiling = _Compilation()
+        self._named: set[str] = set()  # patterns of the user's that ops have, or that a warning was about
 
     def transform_module(self, model: compat.ThunderModule) -> None:
         """Gives the compiled module its fast path to the graphs."""
@@ -118,6 +120,7 @@ class CudagraphTransform(compat.Transform):
             supports_scalar_updates=updates,
             captures_collectives=self.options.capture_collectives != "never",
         )
+        self._warn_of_misspelt_names(ops)
         plan = partition(ops, verdicts, aliasing)
         taken = taken_names(computation_trace)
         program = self._program(computation_trace, ops, plan, aliasing, forward, taken)
@@ -164,6 +167,18 @@ class CudagraphTransform(compat.Transform):
             hash_values = partial(verifier.hash_values, torch.device(planned.device))
             hashes = hash_function(name, mine, inputs, aliasing, self._backend, hash_values)
         return RuntimeRegion(name, planned, mine, io, function, hashes)
+
+    def _warn_of_misspelt_names(self, ops: Ops) -> None:
+        """Says once of each name in ``allow=`` and ``deny=`` that no op has, but one almost has."""
+        names = names_of_ops(ops)
+        for option in ("allow", "deny"):
+            for name in sorted(getattr(self.options, option) - self._named):
+                close = None if name in names else nearest(name, names)
+                if close is not None:
+                    said = f"{option}= names {name!r}, and the trace has no such operator; did you mean {close!r}?"
+                    warnings.warn(said, UserWarning, stacklevel=2)
+                if close is not None or name in names:
+                    self._named.add(name)
 
     def _forward_of(self, trace: TraceCtx) -> Program | None:
         """The program of the forward trace that this backward trace belongs to: they share one set of names."""

@@ -213,3 +213,22 @@ def test_operators_of_torch_library_that_write_are_left_alone(twice):
             x = torch.randn(4)
             torch.testing.assert_close(graphed(x), fn(x))
     assert any("double_" in part.reason for part in explain(graphed).outside)
+
+
+def test_an_operator_whose_author_says_that_no_graph_can_hold_it():
+    """Also if it is allowed: that is not for its user to say."""
+
+    @torch.library.custom_op("thunder_cg_tests::reads_host", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+    def reads_host(x: torch.Tensor) -> torch.Tensor:
+        return x + float(x.sum())
+
+    reads_host.register_fake(torch.empty_like)
+    graphed = thunderfx(
+        lambda x: torch.ops.thunder_cg_tests.reads_host(x * 2) + 1,
+        backend="tape",
+        allow=["torch_ops.thunder_cg_tests.reads_host"],
+    )
+    for _ in range(4):
+        x = torch.randn(4)
+        same(graphed(x), torch.ops.thunder_cg_tests.reads_host(x * 2) + 1)
+    assert "is tagged torch.Tag.cudagraph_unsafe by its author" in str(explain(graphed))

@@ -1,13 +1,14 @@
 """Decide for every op whether it may be captured, and say why.
 
-The order of the questions: bookkeeping; the user's ``deny=``; devices; numbers and sizes known only at run time; the
-user's ``allow=`` or else the rules, for the op and for what it is made of. ``allow=`` vouches for an operator, so it
-overrides a rule. It does not override a fact about the call: a number that a graph keeps is wrong at the next replay,
-whoever allowed the operator.
+The order of the questions: bookkeeping; the user's ``deny=``; the tag of the operator's author; devices; numbers and
+sizes known only at run time; the user's ``allow=`` or else the rules, for the op and for what it is made of. ``allow=``
+vouches for an operator, so it overrides a rule. It does not override a fact about the call: a number that a graph keeps
+is wrong at the next replay, whoever allowed the operator.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
 from thunder_cg.errors import OptionError
 
-__all__ = ["UserRules", "Verdict", "classify"]
+__all__ = ["UserRules", "Verdict", "classify", "names_of_ops", "nearest"]
 
 _AD_HOC = re.compile(r"__ad_hoc_executor_\d+")
 _AD_HOC_SUFFIX = re.compile(r"_\d+_\d+$")  # thunder.extend.TemporaryExecutor adds its address and a counter
@@ -64,6 +65,17 @@ class UserRules:
     def denies(self, op: Op) -> str | None:
         """The pattern that denies the op, if one does."""
         return next((name for name in _patterns(op) if name in self.deny), None) if self.deny else None
+
+
+def names_of_ops(ops: Ops) -> set[str]:
+    """All names by which ``allow=`` and ``deny=`` may name an op of the trace, or one that is inside of a fusion."""
+    return {name for op in ops.ops if not op.bookkeeping for inner in _walk(op) for name in _patterns(inner)}
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The one of the names that ``name`` may be a misspelling of. An operator and its derivative are in two traces."""
+    alike = sorted(other for other in names if other.endswith(rules.VJP) == name.endswith(rules.VJP))
+    return next(iter(difflib.get_close_matches(name, alike, n=1, cutoff=0.8)), None)
 
 
 def classify(
@@ -111,6 +123,7 @@ class _Classifier:
         device = next(iter(devices)) if len(devices) == 1 else None
         objection = (
             self.user_denies(op)
+            or self.is_unsafe(op)
             or self.on_device(op, devices)
             or self.takes_known(op)
             or self.objection(op)
@@ -138,6 +151,14 @@ class _Classifier:
                 inside = "" if inner is op else f", which is inside {op.name}"
                 return Cause(Reason.USER_DENY, f"deny= names {pattern!r}{inside}", f"remove {pattern!r} from deny=")
         return None
+
+    def is_unsafe(self, op: Op) -> Cause | None:
+        """Whether the author of an operator says that no graph can hold it. ``allow=`` does not know better."""
+        inner = next((inner for inner in _walk(op) if inner.is_tagged_unsafe), None)
+        if inner is None:
+            return None
+        detail = f"{inner.name} is tagged torch.Tag.cudagraph_unsafe by its author"
+        return Cause(Reason.UNVERIFIED, detail, "remove the tag where the operator is defined, if it is wrong")
 
     def on_device(self, op: Op, devices: Mapping[str, str]) -> Cause | None:
         """Whether all tensors are on one device, of the type that is captured."""

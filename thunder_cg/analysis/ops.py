@@ -18,7 +18,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
-from thunder_cg.compat.torch import Settings
+from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe
 
 __all__ = ["Op", "Ops", "Value", "computing", "process_groups", "read"]
 
@@ -61,6 +61,7 @@ class Op:
     line: str | None = None  # "model.py:12", where the user's code called it; None if Thunder does not know
     # Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence.
     tags: frozenset[str] = frozenset()
+    is_tagged_unsafe: bool = False  # its author has tagged it `torch.Tag.cudagraph_unsafe`
     conditions: frozenset[str] = frozenset()  # names of the conditions of its rule that hold for its arguments
     keywords: tuple[tuple[str, str], ...] = ()  # keyword arguments that are proxies, and the names of those
     symbol: Any = field(default=None, compare=False, repr=False)  # the bound symbol, for the transform
@@ -198,6 +199,7 @@ class _TraceReader:
             subs=self.ops(bound.subsymbols),
             line=_line(bound),
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
+            is_tagged_unsafe=any(map(is_cudagraph_unsafe, compat.bound_functions(bound).values())),
             conditions=_conditions(bound, executor, id_),
             keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, compat.Proxy)),
             symbol=bound,

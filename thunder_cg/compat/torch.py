@@ -258,6 +258,15 @@ grouped_mm: tuple[Callable[..., torch.Tensor], ...] = tuple(
 )
 
 
+def is_cudagraph_unsafe(function: Any) -> bool:
+    """Whether an operator of ``torch.library`` has the tag ``torch.Tag.cudagraph_unsafe``, or what a partial calls."""
+    if isinstance(function, partial):
+        return any(map(is_cudagraph_unsafe, (function.func, *function.args)))
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return any(is_cudagraph_unsafe(getattr(function, name)) for name in function.overloads())
+    return isinstance(function, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in function.tags
+
+
 def library_name(function: Any) -> str | None:
     """The name of an operator of ``torch.library``, such as "my_ops.my_op"; None for anything else.
 
