@@ -130,6 +130,17 @@ def test_multi_head_attention_trains(backend, device, dropout):
     assert one_region_each_way(graphed)
 
 
+def test_grouped_query_attention(backend, device, deterministic):
+    """Two heads of queries for each head of keys and values."""
+
+    def attend(x):
+        q = x.view(2, 5, 4, 2).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q[:, :2], q[:, 2:], is_causal=True, enable_gqa=True)
+
+    graphed = trains_alike(Around(attend).to(device), lambda: torch.randn(2, 5, 8, device=device), backend)
+    assert one_region_each_way(graphed)
+
+
 class Experts(nn.Module):
     """A mixture of experts: each group of rows has a matrix of its own, and the call says where groups end."""
 

@@ -45,6 +45,13 @@ def bernoulli() -> Callable[..., Any]:
 
 
 @cache
+def grouped_query_attention() -> Callable[..., Any]:
+    """``F.scaled_dot_product_attention``, of which Thunder's symbol does not take ``enable_gqa``. It must not draw."""
+    name = "scaled_dot_product_attention"
+    return for_splitter(register_function(_executor, name, F.scaled_dot_product_attention), name)
+
+
+@cache
 def attention(*, output_only: bool = False) -> Callable[..., Any]:
     """``F.multi_head_attention_forward``, or the first of its results, as a function that Thunder traces into.
 

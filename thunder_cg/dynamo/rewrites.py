@@ -95,6 +95,10 @@ def _draw_out_of_place(node: Node) -> None:
 def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
     if node.target is F.multi_head_attention_forward:
         _trace_attention(node)
+    elif node.target is F.scaled_dot_product_attention and node.kwargs.get("enable_gqa"):
+        draws = (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
+        if not draws:  # its backward would draw again
+            node.target = operators.grouped_query_attention()
     elif (own := operators.instead_of(node.target)) is not None and can_trace(own, node, options):
         node.target = own
 

@@ -1,0 +1,81 @@
+"""From prompt to tokens, as the documentation of Transformers and LitGPT has it: the same tokens, and a graph for each.
+
+Both packages are optional; the tests are skipped where they are not installed.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from support import regions
+
+from thunder_cg import explain, thunderfx
+
+TOKENS = 10
+NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+WORDS = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SIZES: dict[str, dict[str, Any]] = {
+    "Llama": {**NARROW, **WORDS, "num_key_value_heads": 2, "head_dim": 8},
+    "Qwen3": {**NARROW, **WORDS, "num_key_value_heads": 2, "head_dim": 8},
+    "GPT2": {**WORDS, "n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 64},
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+
+
+def prompts(device: str, *shapes: tuple[int, int]) -> list[torch.Tensor]:
+    return [torch.randint(3, 64, shape, device=device) for shape in shapes]
+
+
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", SIZES)
+def test_transformers(backend, device, name, sampled):
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(**SIZES[name])
+    model = getattr(transformers, f"{name}{'LMHeadModel' if name == 'GPT2' else 'ForCausalLM'}")(config)
+    model = model.to(device).eval()
+    plain = copy.deepcopy(model)
+    model.forward = thunderfx(model.forward, backend=backend)
+    settings = {"cache_implementation": "static", "max_new_tokens": TOKENS, "do_sample": sampled, "eos_token_id": None}
+    for prompt in prompts(device, (1, 5), (1, 9), (1, 5), (8, 7)):
+        found = []
+        for each in (model, plain):
+            torch.manual_seed(3)
+            found.append(each.generate(prompt, attention_mask=torch.ones_like(prompt), **settings))
+        assert torch.equal(*found)
+    report = explain(model.forward)
+    assert not report.outside, report.outside
+    assert all(len(trace.regions) == 1 and not trace.regions[0].failure for trace in report.traces)
+    decodes = [trace for trace in report.traces if trace.calls >= TOKENS - 1]
+    assert len(decodes) >= 2 and all(trace.regions[0].replays >= trace.calls - 1 for trace in decodes)
+
+
+@pytest.mark.parametrize("name", ["pythia-14m", "Llama-3.2-1B", "Qwen3-0.6B"])
+def test_litgpt(transform, device, name):
+    litgpt = pytest.importorskip("litgpt")
+    from litgpt.generate.base import generate
+
+    groups = 4 if name.startswith("pythia") else 2
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_query_groups": groups, "head_size": 8, "intermediate_size": 64}
+    config = litgpt.Config.from_name(name, **sizes, block_size=64, padded_vocab_size=64, vocab_size=60)
+    model = litgpt.GPT(config).to(device).eval()
+    plain = copy.deepcopy(model)
+    for each in (model, plain):
+        each.set_kv_cache(batch_size=1, device=device)
+    compiled = thunder.jit(model, transforms=[transform()]), thunder.jit(plain)
+    for prompt in prompts(device, (1, 5), (1, 9), (1, 5)):
+        found = []
+        for each in compiled:
+            torch.manual_seed(3)
+            found.append(generate(each, prompt[0], max_returned_tokens=prompt.shape[1] + TOKENS, top_k=5))
+        assert torch.equal(*found)
+    each = regions(compiled[0])
+    assert all(region["failure"] is None for region in each)
+    assert max(region["replays"] for region in each) >= 3 * (TOKENS - 1) - 2, "one function serves all prompts"
