@@ -79,3 +79,25 @@ def test_litgpt(transform, device, name):
     each = regions(compiled[0])
     assert all(region["failure"] is None for region in each)
     assert max(region["replays"] for region in each) >= 3 * (TOKENS - 1) - 2, "one function serves all prompts"
+
+
+@pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
+def test_experts_train(backend, device, name):
+    """With PyTorch's gradients, those of the routers, too."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {**SIZES["Llama"], "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    sizes["moe_intermediate_size"] = 32
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
+    model = model.to(device)
+    plain = copy.deepcopy(model)
+    compiled = thunderfx(model, backend=backend)
+    for (prompt,) in [prompts(device, (2, 8)) for _ in range(4)]:
+        for each in (model, plain):
+            each.zero_grad()
+        found, expected = compiled(input_ids=prompt, labels=prompt).loss, plain(input_ids=prompt, labels=prompt).loss
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+        for one, other in zip(model.parameters(), plain.parameters()):
+            torch.testing.assert_close(one.grad, other.grad)
+    assert not explain(compiled).outside and len(explain(compiled).traces) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,8 +11,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from thunder_cg.compat.dynamo import can_trace
+from thunder_cg.compat.dynamo import can_trace, example
+from thunder_cg.compat.torch import has_storage, storage_id, tree_leaves
 from thunder_cg.dynamo import operators
+
+_IN_PLACE = {
+    getattr(operator, f"i{name}"): getattr(operator, name)
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+}
 
 
 def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
@@ -20,6 +27,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     Args:
         options: those of ``thunder.jit`` that the graph is to be compiled with.
     """
+    for node in [*module.graph.nodes]:
+        _compute_out_of_place(node)
     for node in [*module.graph.nodes]:
         if node.op == "call_function" and node.target is torch.cat:
             _drop_empty_parts(node)
@@ -33,6 +42,48 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _draw_out_of_place(node)
         elif node.op == "call_function":
             _use_own_operator(node, options)
+
+
+def _compute_out_of_place(node: Node) -> None:
+    """``y /= y.sum()`` is ``y = y / y.sum()`` for a tensor that the graph makes, and that has no other name later.
+
+    Thunder's backward reads what the operator has overwritten, so its gradients would be wrong.
+    """
+    function = _out_of_place(node)
+    written = node.args[0] if node.args else None
+    result = _value(node)
+    if function is None or not isinstance(written, Node) or not getattr(result, "requires_grad", False):
+        return
+    position = {other: i for i, other in enumerate(node.graph.nodes)}
+    later = {other for other, i in position.items() if i > position[node]}
+    for other in (other for other in position if _shares_storage(_value(other), result)):
+        is_read_later = other not in (written, node) and other not in later and not later.isdisjoint(other.users)
+        if other.op in ("placeholder", "get_attr") or is_read_later:
+            return
+    kwargs = {**node.kwargs, "inplace": False} if "inplace" in node.kwargs else node.kwargs
+    fresh = function(*example(node.args), **example(kwargs))
+    if (fresh.dtype, fresh.shape, fresh.stride()) != (result.dtype, result.shape, result.stride()):
+        return
+    node.op, node.target, node.kwargs = "call_function", function, kwargs
+    for user in later.intersection(written.users):
+        user.replace_input_with(written, node)
+
+
+def _out_of_place(node: Node) -> Callable[..., Any] | None:
+    """The operator that computes what an operator in place writes to its first argument."""
+    if node.op == "call_function" and node.target in _IN_PLACE:
+        return _IN_PLACE[node.target]
+    if callable(node.target) and node.kwargs.get("inplace") is True:
+        return node.target
+    if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
+        function = getattr(torch.Tensor, str(node.target)[:-1], None)
+        return function if callable(function) else None
+    return None
+
+
+def _shares_storage(one: Any, other: torch.Tensor) -> bool:
+    tensors = [leaf for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)]
+    return any(has_storage(tensor) and storage_id(tensor) == storage_id(other) for tensor in tensors)
 
 
 def _drop_empty_parts(node: Node) -> None:
