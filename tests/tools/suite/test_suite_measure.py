@@ -150,7 +150,18 @@ def test_batches_are_fresh_and_the_same_for_both_sides() -> None:
 
 
 @pytest.mark.parametrize("mode", [FORWARD, TRAINING])
-@pytest.mark.parametrize("name", ["BERT base", "ViT B/16, torchvision", "EfficientNet B0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "BERT base",
+        "ViT B/16, torchvision",
+        "EfficientNet B0",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("GPT-2", "Mixtral 8x7B, 1 layer", "DeepSeek V3, 2 layers", "Gemma 3 1B", "Whisper tiny")
+        ),
+    ],
+)
 def test_models_of_other_packages(name: str, mode: str) -> None:
     model = models.MODELS[name]
     pytest.importorskip(model.package)

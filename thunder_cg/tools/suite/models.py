@@ -105,6 +105,26 @@ def _hugging_face_images(tiny: bool, trains: bool) -> ModelInputs:
     return ModelInputs(kwargs={**kwargs, "labels": plain.labels} if trains else kwargs)
 
 
+def _whisper(tiny: bool) -> nn.Module:
+    transformers = optional("transformers")
+    stacks = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 64))}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    lengths = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20}
+    small = {**_TINY, **stacks, **heads, **lengths, "d_model": 32} if tiny else {}
+    config = transformers.WhisperConfig(**small, decoder_start_token_id=1, use_cache=False)
+    model: nn.Module = transformers.WhisperForConditionalGeneration(config)
+    return model.train()
+
+
+def _speech(tiny: bool, trains: bool) -> ModelInputs:
+    """A spectrogram for each row, and the words of its text so far."""
+    rows, bins, frames, length = (2, 8, 40, 8) if tiny else (4 if trains else 1, 80, 3000, 64)
+    words = torch.randint(3, _TINY["vocab_size"], (rows, length))
+    return ModelInputs(
+        kwargs={"input_features": torch.randn(rows, bins, frames), "labels" if trains else "decoder_input_ids": words}
+    )
+
+
 # ------------------------------------------------------------------------------------------- torchvision, timm
 
 
@@ -227,6 +247,42 @@ _ENTRIES = (
         {**_GROUPED, "num_local_experts": 4},
         {"num_hidden_layers": 1, "use_cache": False},
     ),
+    _language(
+        "DeepSeek V3, 2 layers",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **_NARROW,
+            "moe_intermediate_size": 16,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "topk_group": 1,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "v_head_dim": 8,
+        },
+        {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 64, "use_cache": False},
+    ),
+    _language(
+        "Gemma 3 1B",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        _GROUPED,
+        {
+            "hidden_size": 1152,
+            "intermediate_size": 6912,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "use_cache": False,
+        },
+    ),
+    SuiteModel("Whisper tiny", "transformers", _whisper, _speech),
     SuiteModel("ResNet-50", "torchvision", _resnet, _images),
     SuiteModel("ViT B/16, torchvision", "torchvision", _torchvision_vit, _images),
     SuiteModel("FCN, ResNet-50", "torchvision", _fcn, _segments),
