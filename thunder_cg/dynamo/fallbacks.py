@@ -20,7 +20,7 @@ from thunder_cg.compat.thunder import no_autocast, symbols_of_functions
 from thunder_cg.compat.torch import tree_leaves
 
 # Their gradients, or which results have one, are not PyTorch's.
-_WRONG = frozenset({"lu_unpack", "native_layer_norm", "norm"})
+_WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
 
 def objection(node: torch.fx.Node, function: Callable[..., Any]) -> str | None:
