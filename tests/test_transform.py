@@ -199,8 +199,9 @@ def test_nothing_to_capture(twins, device):
         ({"deny": ["torch.tahn"]}, "deny= names 'torch.tahn', .* did you mean 'torch.tanh'"),
         ({"allow": ["my_opp"]}, None),
         ({"deny": ["tanh"]}, None),
+        ({"deny": ["atanh"]}, None),
     ],
-    ids=["misspelt", "of nobody", "right"],
+    ids=["misspelt", "of nobody", "right", "another"],
 )
 def test_a_misspelt_name_is_a_warning_once(options, said):
     compiled = thunder.jit(lambda x: torch.tanh(x) * 2, transforms=[cudagraph_transform(backend="tape", **options)])

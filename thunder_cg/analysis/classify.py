@@ -12,6 +12,7 @@ import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
@@ -73,9 +74,19 @@ def names_of_ops(ops: Ops) -> set[str]:
 
 
 def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The one of the names that ``name`` may be a misspelling of. An operator and its derivative are in two traces."""
+    """The one of the names that ``name`` may be a misspelling of: not if it is another operator's own name.
+
+    An operator and its derivative are in two traces.
+    """
+    if name.rsplit(".", 1)[-1] in _known_ids():
+        return None
     alike = sorted(other for other in names if other.endswith(rules.VJP) == name.endswith(rules.VJP))
     return next(iter(difflib.get_close_matches(name, alike, n=1, cutoff=0.8)), None)
+
+
+@cache
+def _known_ids() -> frozenset[str]:
+    return frozenset(str(id_).rsplit(".", 1)[-1] for _, id_ in rules.RULES)
 
 
 def classify(
