@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -124,4 +125,5 @@ def test_uneven_batches(ranks: Ranks, builder: str) -> None:
     first, second = ranks.run(what_runs, builder, "uneven batches", {})
     assert not first["differing"] and not second["differing"]
     assert not first["failures"] and first["replays"] == 2 * (STEPS - 1)
-    assert any("rank 0 did not answer within 0.5 s" in failure for failure in second["failures"])
+    waited = [re.search(r"rank 0 did not answer within ([\d.]+) s", failure) for failure in second["failures"]]
+    assert any(found is not None and float(found[1]) <= 0.25 for found in waited), second["failures"]  # at first, 0.5

@@ -7,7 +7,7 @@ Note [Agreement of ranks]
     Whoever captures in such a call puts a vote into the group's store and waits for those of the other ranks: once
     before the capture, once after it. Whoever neither captures nor replays puts down why, and waits for nobody. A rank
     that replays says nothing, so steady calls cost nothing. Who waits for it, or for a rank that is late, runs eagerly
-    after a while, and asks again at its next call, a few times.
+    after a while, and asks again at its next call, a few times, for half as long each time.
 
 Note [The end of a group]
     NCCL's communicator waits, on its way out, until all graphs that hold it are gone. So before a group is shut down or
@@ -26,7 +26,7 @@ from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.errors import RanksDiffer
 
 DESTROYED = "the process group of its collectives has been destroyed"
-_TIMEOUT = 5.0  # seconds to wait for the vote of another rank
+_TIMEOUT = 5.0  # seconds to wait for the vote of another rank, at first
 _MAX_TIMEOUTS = 6  # in a row, in one group; after that nothing more is captured that communicates in it
 _NO, _NEVER = "no: ", "never: "
 
@@ -107,14 +107,15 @@ def _compare(group: ProcessGroup, prefix: str, stage: str, subject: str) -> None
     state = _states[group]
     if state.timeouts >= _MAX_TIMEOUTS:
         raise RanksDiffer(f"ranks of its group have failed to answer {state.timeouts} times", may_pass=False)
-    deadline = time.monotonic() + _TIMEOUT
+    patience = _TIMEOUT / 2**state.timeouts  # the ranks met in the collectives since the last time
+    deadline = time.monotonic() + patience
     for rank in range(group.size()):
         if rank == group.rank():
             continue
         vote = _vote(group, [f"{prefix}/{each}/{rank}" for each in (stage, "")], deadline)
         if vote is None:
             state.timeouts += 1
-            problem = f"rank {rank} did not answer within {_TIMEOUT:g} s: it replays, or is busy"
+            problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"
             raise RanksDiffer(problem, may_pass=True)
         for word in (_NO, _NEVER):
             if vote.startswith(word):
