@@ -135,3 +135,26 @@ def test_settings_change_with_the_public_switches(group, switch) -> None:
     finally:
         switch(not on)
     assert (read(), read_others()) == before and hash((*before[0], *before[1]))
+
+
+def test_names_of_operators_of_libraries() -> None:
+    @torch.library.custom_op("thunder_cg_names::pure", mutates_args=())
+    def pure(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    @torch.library.custom_op("thunder_cg_names::writes", mutates_args=("x",))
+    def writes(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    tags = (torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)
+
+    @torch.library.custom_op("thunder_cg_names::draws", mutates_args=(), tags=tags)
+    def draws(x: torch.Tensor) -> torch.Tensor:
+        return torch.rand_like(x)
+
+    ours = torch.ops.thunder_cg_names
+    assert compat.library_name(ours.pure) == compat.library_name(ours.pure.default) == "thunder_cg_names.pure"
+    others = (ours.writes, ours.draws, torch.ops.aten.add, torch.ops._c10d_functional.wait_tensor, torch.add, "add")
+    assert [compat.library_name(other) for other in others] == [None] * len(others)
+    assert compat.is_cudagraph_unsafe(ours.draws) and compat.is_cudagraph_unsafe(partial(print, ours.draws.default))
+    assert not compat.is_cudagraph_unsafe(ours.pure) and not compat.is_cudagraph_unsafe(print)

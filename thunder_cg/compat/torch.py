@@ -267,14 +267,24 @@ def is_cudagraph_unsafe(function: Any) -> bool:
     return isinstance(function, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in function.tags
 
 
+# Namespaces of PyTorch's own operators: those of the distributed ones communicate.
+_NAMESPACES = frozenset({
+    "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "aten", "c10d", "fsdp", "inductor", "prims",
+    "quantized", "symm_mem",
+})  # fmt: skip
+
+
 def library_name(function: Any) -> str | None:
     """The name of an operator of ``torch.library``, such as "my_ops.my_op"; None for anything else.
 
-    None also for an operator that writes an argument or returns one, as its schema says, or of which there are several.
+    None also for an operator of PyTorch's own, of which there are several, or that draws, writes an argument or returns
+    one, as its tags and its schema say.
     """
     if isinstance(function, torch._ops.OpOverloadPacket) and len(function.overloads()) == 1:
         function = getattr(function, function.overloads()[0])
-    if not isinstance(function, torch._ops.OpOverload) or function.namespace in ("aten", "prims"):
+    if not isinstance(function, torch._ops.OpOverload) or function.namespace in _NAMESPACES:
+        return None
+    if torch.Tag.nondeterministic_seeded in function.tags:
         return None
     schema = function._schema
     if schema.is_mutable or any(value.alias_info is not None for value in schema.returns):
