@@ -25,11 +25,6 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 def prompts(device: str, *shapes: tuple[int, int]) -> list[torch.Tensor]:
     return [torch.randint(3, 64, shape, device=device) for shape in shapes]
 

@@ -15,11 +15,6 @@ from torch.nn import functional as F
 from thunder_cg import explain, thunderfx
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    torch._dynamo.reset()
-
-
 class Around(nn.Module):
     """A function behind a layer whose weights it has to give gradients to."""
 

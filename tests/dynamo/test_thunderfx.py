@@ -14,12 +14,6 @@ from torch import nn
 from thunder_cg import OptionError, explain, thunderfx
 
 
-@pytest.fixture(autouse=True)
-def fresh():
-    """Dynamo counts how often it compiles a function, over all tests."""
-    torch._dynamo.reset()
-
-
 class Fallbacks(nn.Module):
     """Operators that Thunder calls as they are, and that Thunder's own thunderfx gives to Inductor."""
 
