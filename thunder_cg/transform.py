@@ -170,15 +170,16 @@ class CudagraphTransform(compat.Transform):
 
     def _warn_of_misspelt_names(self, ops: Ops) -> None:
         """Says once of each name in ``allow=`` and ``deny=`` that no op has, but one almost has."""
-        names = names_of_ops(ops)
-        for option in ("allow", "deny"):
-            for name in sorted(getattr(self.options, option) - self._named):
-                close = None if name in names else nearest(name, names)
-                if close is not None:
-                    said = f"{option}= names {name!r}, and the trace has no such operator; did you mean {close!r}?"
-                    warnings.warn(said, UserWarning, stacklevel=2)
-                if close is not None or name in names:
-                    self._named.add(name)
+        unmatched = {option: sorted(getattr(self.options, option) - self._named) for option in ("allow", "deny")}
+        names = names_of_ops(ops) if any(unmatched.values()) else set()
+        for option, name in ((option, name) for option, given in unmatched.items() for name in given):
+            close = name if name in names else nearest(name, names)
+            if close is None:
+                continue
+            self._named.add(name)
+            if close != name:
+                said = f"{option}= names {name!r}, and the trace has no such operator; did you mean {close!r}?"
+                warnings.warn(said, UserWarning, stacklevel=2)
 
     def _forward_of(self, trace: TraceCtx) -> Program | None:
         """The program of the forward trace that this backward trace belongs to: they share one set of names."""

@@ -184,6 +184,22 @@ def test_grouped_query_attention(backend, device, deterministic):
     assert one_region_each_way(graphed)
 
 
+def test_own_operators_do_not_hide_autocast():
+    """Attention is computed in bfloat16 there, so Inductor gets it."""
+
+    def attend(x):
+        q = x.view(2, 5, 4, 2).transpose(1, 2)
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.scaled_dot_product_attention(q, q[:, :2], q[:, 2:], enable_gqa=True)
+
+    graphed = thunderfx(attend, backend="tape")
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(2, 5, 8)
+            same(graphed(x), attend(x))
+    assert any("scaled_dot_product_attention" in part.reason for part in explain(graphed).outside)
+
+
 class Experts(nn.Module):
     """A mixture of experts: each group of rows has a matrix of its own, and the call says where groups end."""
 

@@ -69,7 +69,7 @@ def test_a_plain_thunderfx_is_not_affected(pair, device):
     assert (utils.auto_register_ops, utils.is_node_supported_by_thunder) == before
     plain(x)
     reasons = [str(reason.info) for reason in plain._backend.subgraph_infos[0].split_reasons]
-    assert any("addmm only has an automatic torch fallback" in reason or "addmm" in reason for reason in reasons)
+    assert any("addmm" in reason and "only has an automatic torch fallback" in reason for reason in reasons)
     torch._dynamo.reset()
     first = thunder.dynamo.thunderfx(model)
     first(x)
@@ -161,7 +161,7 @@ def test_options_reach_whom_they_are_for(backend, device):
     options = {"backend": backend, "deny": ["sin"], "transforms": [Sees()], "fullgraph": True}
     graphed = thunderfx(fn, **options)
     graphed(torch.randn(4, device=device))
-    assert seen and options["transforms"][0] is not None and len(options["transforms"]) == 1
+    assert seen and len(options["transforms"]) == 1
     eager = [op.name for trace in explain(graphed).traces for op in trace.ops if op.verdict == "eager"]
     assert eager[0] == "torch.sin"
     with pytest.raises(OptionError):

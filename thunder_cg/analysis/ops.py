@@ -255,8 +255,7 @@ def _dtype(proxy: compat.TensorProxy | compat.FutureTensorProxy) -> str:
 
 
 # Lines in these files, of Thunder and of what calls an operator for it, are not the user's.
-_COMPAT = os.path.dirname(compat.__file__)
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (os.path.dirname(thunder.__file__), _COMPAT))
+_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (thunder, compat))
 
 
 def _line(bound: compat.BoundSymbol) -> str | None:

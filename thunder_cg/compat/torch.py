@@ -217,9 +217,14 @@ _SETTINGS: Mapping[Settings, tuple[Callable[[], Any], ...]] = {
 }
 
 
-def kernel_settings(groups: Settings) -> Callable[[], list[Any]]:
-    """A function that reads the settings of these groups. A graph has the kernels that they choose baked in."""
-    getters = [getter for group, getters in _SETTINGS.items() if group in groups for getter in getters]
+def kernel_settings(groups: Settings | None) -> Callable[[], list[Any]]:
+    """A function that reads the settings of these groups. A graph has the kernels that they choose baked in.
+
+    Args:
+        groups: None for no settings at all, not even those that any kernel may depend on.
+    """
+    chosen = [getters for group, getters in _SETTINGS.items() if groups is not None and group in groups]
+    getters = [getter for each in chosen for getter in each]
     return lambda: [get() for get in getters]
 
 
@@ -286,8 +291,7 @@ def library_name(function: Any) -> str | None:
         return None
     if torch.Tag.nondeterministic_seeded in function.tags:
         return None
-    schema = function._schema
-    if schema.is_mutable or any(value.alias_info is not None for value in schema.returns):
+    if is_mutable(function) or any(value.alias_info is not None for value in function._schema.returns):
         return None
     return f"{function.namespace}.{function._opname}"
 

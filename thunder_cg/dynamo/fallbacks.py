@@ -25,21 +25,34 @@ _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
 def objection(node: torch.fx.Node, function: Callable[..., Any]) -> str | None:
     """Why a call of a fallback is left to Inductor, to be read after its name; None if Thunder traces it right."""
+    args = example(node.args)
+    with_gradient = any(_requires_grad(leaf) for leaf in tree_leaves((args, example(node.kwargs))))
+    if (problem := objection_to_operator(function, with_gradient=with_gradient)) is not None:
+        return problem
+    if any(_requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):
+        return "takes a list of tensors, whose gradients Thunder's fallback for it loses"
+    if depends_on_autocast(node, function):
+        return "has another dtype under autocast, which Thunder's fallback for it does not see"
+    return None
+
+
+def objection_to_operator(function: Callable[..., Any], *, with_gradient: bool) -> str | None:
+    """Why all calls of a fallback are left to Inductor, or all where a gradient is wanted."""
     id_ = symbols_of_functions()[function].id
     rule = rules.find(None, id_)
     if rule is None or rule.cause.reason is Reason.SIDE_EFFECT or rule.writes:
         return "may write its inputs or other state, of which Thunder's fallback for it says nothing"
-    args, kwargs = example(node.args), example(node.kwargs)
-    if any(_requires_grad(leaf) for leaf in tree_leaves((args, kwargs))):
-        if id_.rsplit(".", 1)[-1] in _WRONG:
-            return "gets other gradients from Thunder's fallback for it than from PyTorch"
-        if rule.draws:
-            return "draws, and Thunder's fallback for it draws again in its backward"
-        if any(_requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):
-            return "takes a list of tensors, whose gradients Thunder's fallback for it loses"
-    if _dtypes(node.meta.get("example_value")) != _dtypes(no_autocast(function)(*args, **kwargs)):
-        return "has another dtype under autocast, which Thunder's fallback for it does not see"
+    if with_gradient and id_.rsplit(".", 1)[-1] in _WRONG:
+        return "gets other gradients from Thunder's fallback for it than from PyTorch"
+    if with_gradient and rule.draws:
+        return "draws, and Thunder's fallback for it draws again in its backward"
     return None
+
+
+def depends_on_autocast(node: torch.fx.Node, function: Callable[..., Any]) -> bool:
+    """Whether the function that a node calls has results of other dtypes without the autocast that Dynamo saw."""
+    found = no_autocast(function)(*example(node.args), **example(node.kwargs))
+    return _dtypes(node.meta.get("example_value")) != _dtypes(found)
 
 
 def _requires_grad(value: Any) -> bool:

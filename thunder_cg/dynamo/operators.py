@@ -20,7 +20,11 @@ from thunder_cg.compat.thunder import OperatorExecutor, register_function
 from thunder_cg.compat.torch import grouped_mm, library_name
 
 _executor = OperatorExecutor("torch_ops")
-_NAMES: dict[Any, str] = {F.interpolate: "interpolate", **dict.fromkeys(grouped_mm, "grouped_mm")}
+_NAMES: dict[Any, str] = {
+    F.interpolate: "interpolate",
+    F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
+    **dict.fromkeys(grouped_mm, "grouped_mm"),
+}
 
 
 def instead_of(function: Any) -> Callable[..., Any] | None:
@@ -42,13 +46,6 @@ def _bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
 def bernoulli() -> Callable[..., Any]:
     """``x.bernoulli_(p)`` of a tensor that nothing else sees, in a new one. It has no gradient."""
     return for_splitter(register_function(_executor, "bernoulli", _bernoulli, differentiable=False), "bernoulli")
-
-
-@cache
-def grouped_query_attention() -> Callable[..., Any]:
-    """``F.scaled_dot_product_attention``, of which Thunder's symbol does not take ``enable_gqa``. It must not draw."""
-    name = "scaled_dot_product_attention"
-    return for_splitter(register_function(_executor, name, F.scaled_dot_product_attention), name)
 
 
 @cache

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from thunder_cg.compat.dynamo import can_trace, example
 from thunder_cg.compat.torch import has_storage, storage_id, tree_leaves
 from thunder_cg.dynamo import operators
+from thunder_cg.dynamo.fallbacks import depends_on_autocast
 
 _IN_PLACE = {
     getattr(operator, f"i{name}"): getattr(operator, name)
@@ -146,11 +147,14 @@ def _draw_out_of_place(node: Node) -> None:
 def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
     if node.target is F.multi_head_attention_forward:
         _trace_attention(node)
-    elif node.target is F.scaled_dot_product_attention and node.kwargs.get("enable_gqa"):
+        return
+    if node.target is F.scaled_dot_product_attention:
         draws = (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
-        if not draws:  # its backward would draw again
-            node.target = operators.grouped_query_attention()
-    elif (own := operators.instead_of(node.target)) is not None and can_trace(own, node, options):
+        if draws or not node.kwargs.get("enable_gqa"):  # its backward would draw again; Thunder's own symbol is better
+            return
+    function: Any = node.target
+    own = operators.instead_of(function)
+    if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
         node.target = own
 
 

@@ -64,10 +64,10 @@ def inference_fast_path(
     positional, keywords, sharing_is_expected = guard.positional, guard.keywords, guard.sharing_is_expected
     is_alone = keywords is not None and positional + len(keywords) == 1  # one argument shares no memory
     look_up, cache, parameters_key = guard.look_up, guard.parameters_cache, guard.parameters_key
-    global_state_holds, attributes, settings_hold = (
+    global_state_holds, settings_hold, attributes = (
         guard.global_state.holds,
-        guard.attributes,
         region.guard.settings_hold,
+        guard.attributes,
     )
     graph, stats, arena, collectives = region.graph, region.stats, recording.arena, program.collectives
     # A replay that only copies is launched from here; the usual call returns one of the copies.

@@ -11,7 +11,7 @@ from typing import Any
 from thunder_cg.analysis.rules import RULES, VJP, AliasedInputs, Condition, Evidence, Key, Rule, find
 from thunder_cg.compat.torch import Settings
 
-_GROUPS = (Settings.MATMUL, Settings.ATTENTION, Settings.CUDNN, Settings.LINALG)
+_GROUPS = tuple(group for group in Settings if group not in (Settings.NONE, Settings.ALL))
 RESULTS = Path(__file__).parents[1] / "tools" / "results"  # in the repository only; a wheel has none
 _TESTS = "tests/analysis/test_rules.py, tests/analysis/test_classify.py, tests/tools/operators/test_check.py"
 

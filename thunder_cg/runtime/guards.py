@@ -43,7 +43,7 @@ class Guard:
         self._overlap = OverlapGuard.of(tensors, fixed, written) if written else None
         self._leaves = [(i, t.is_leaf) for i, t in present if i in written and t.requires_grad]
         self.settings = settings
-        self._read_settings = kernel_settings(settings) if settings is not None else list[Any]
+        self._read_settings = kernel_settings(settings)
         self._settings = self._read_settings()
 
     def holds(self, tensors: list[Any]) -> bool:

@@ -7,7 +7,8 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -112,10 +113,8 @@ class Program:
             region.refuses_leaves = self.refuses_leaves
             region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
             in_pool |= region.stays
-        self.settings = Settings.NONE  # by which kernels of the regions may be chosen
-        for region in self.regions:
-            for op in region.ops:
-                self.settings |= op.settings
+        # By which kernels of the regions may be chosen.
+        self.settings = reduce(or_, (op.settings for region in self.regions for op in region.ops), Settings.NONE)
         self._read_settings = kernel_settings(self.settings)
         # Whether replays write to nothing but the arena and their results, and draw nothing.
         writes = any(each.written for region in self.regions for each in region.io.inputs)
