@@ -27,7 +27,10 @@ class Around(nn.Module):
 
 
 def trains_alike(model: nn.Module, inputs: Callable[[], torch.Tensor], backend: str, **options: Any) -> Any:
-    """Compares a compiled model with PyTorch, outputs and gradients bit for bit, and returns the compiled one."""
+    """Compares a compiled model with PyTorch, outputs bit for bit, and returns the compiled one.
+
+    Its gradients are those of PyTorch but for rounding: Thunder adds them in another order.
+    """
     twin = copy.deepcopy(model)
     graphed = thunderfx(model, backend=backend, **options)
     for step in range(4):
@@ -42,7 +45,7 @@ def trains_alike(model: nn.Module, inputs: Callable[[], torch.Tensor], backend: 
         expected.square().sum().backward()
         same(found.detach(), expected.detach())
         for one, other in zip(model.parameters(), twin.parameters()):
-            same(one.grad, other.grad)
+            torch.testing.assert_close(one.grad, other.grad)
     return graphed
 
 

@@ -76,6 +76,24 @@ def test_a_plain_thunderfx_is_not_affected(pair, device):
     assert len(first._backend.subgraph_infos[0].thunder_compiled_fns) > 1
 
 
+def test_a_torch_compile_around_it(pair, device):
+    """`generate` of Transformers compiles the whole model on a GPU: without care, it would inline the original."""
+    plain, _, _, graphed = pair(Fallbacks())
+    compiled_outside = []
+
+    def outer(graph, inputs):
+        compiled_outside.append(graph)
+        return graph
+
+    whole = torch.compile(lambda x: graphed(x * 2) + 1, backend=outer)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(3, 4, device=device)
+            torch.testing.assert_close(whole(x), plain(x * 2) + 1)
+    assert len(compiled_outside) == 2, "what is before it, and what is behind"
+    assert [region["replays"] for region in regions(graphed)] == [3]
+
+
 def test_several_shapes_and_no_grad(pair, device):
     _, plain, _, graphed = pair(Fallbacks(), dynamic=False)
     with torch.no_grad():

@@ -79,7 +79,8 @@ def depends(case: OperatorCase, groups: Settings) -> bool:
                 found = result(sample, case.differentiable)
         except (RuntimeError, TypeError, NotImplementedError):
             continue  # it has no backward for these arguments, or its backward needs others
-        if not same(found, expected) and same(result(sample, case.differentiable), expected):
+        again = [result(sample, case.differentiable) for _ in range(8)] if not same(found, expected) else []
+        if again and all(same(each, expected) for each in again):
             return True
     return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -11,25 +11,52 @@ import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from thunder_cg.compat.torch import tree_leaves
+
 __all__ = [
+    "CompiledFunction",
     "ThunderCompiler",
-    "ThunderFXCompiledObject",
     "can_trace",
     "example",
     "for_splitter",
     "get_torch_compile_kwargs",
     "keeping_fallbacks",
+    "on_examples",
 ]
 
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
 
 
+class CompiledFunction(ThunderFXCompiledObject):
+    """What Thunder's ``thunderfx`` returns; a ``torch.compile`` around it calls it, and does not compile the original.
+
+    ``generate`` of Transformers has one around the whole model.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._breaking_the_graph(*args, **kwargs)
+        return self._func(*args, **kwargs)
+
+    @torch.compiler.disable(reason="thunder_cg.thunderfx has compiled it")
+    def _breaking_the_graph(self, *args: Any, **kwargs: Any) -> Any:
+        return self._func(*args, **kwargs)
+
+
 def example(value: Any) -> Any:
     """The arguments of a node, or a node, with fake tensors in the place of nodes, as Dynamo has left them there."""
     return map_arg(value, lambda node: node.meta.get("example_value"))
+
+
+def on_examples(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a function returns for fake tensors. Tensors that it makes itself are fake, too."""
+    modes = (leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
+    with next(modes, nullcontext()):
+        return function(*args, **kwargs)
 
 
 def for_splitter(function: Callable[..., Any], name: str) -> Callable[..., Any]:

@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.dynamo import (
-    ThunderCompiler,
-    ThunderFXCompiledObject,
-    get_torch_compile_kwargs,
-    keeping_fallbacks,
-)
+from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objection
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.options import Options
@@ -29,15 +24,15 @@ class Compiler(ThunderCompiler):
             return super().__call__(graph, *inputs)
 
 
-def thunderfx(fn: Callable[..., Any], **options: Any) -> ThunderFXCompiledObject:
+def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """See :func:`thunder_cg.thunderfx`."""
     ours = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
     transforms = [*(options.pop("transforms", None) or ()), cudagraph_transform(**ours)]
     return compile_with(fn, transforms=transforms, **options)
 
 
-def compile_with(fn: Callable[..., Any], **options: Any) -> ThunderFXCompiledObject:
+def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """Compiles with the options of Thunder's own ``thunderfx``, and with fewer cuts. Graphs are up to a transform."""
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
-    return ThunderFXCompiledObject(backend, torch.compile(fn, backend=backend, **for_dynamo))
+    return CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo))

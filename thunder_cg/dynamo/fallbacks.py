@@ -15,7 +15,7 @@ import torch
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
-from thunder_cg.compat.dynamo import example
+from thunder_cg.compat.dynamo import example, on_examples
 from thunder_cg.compat.thunder import no_autocast, symbols_of_functions
 from thunder_cg.compat.torch import tree_leaves
 
@@ -51,7 +51,7 @@ def objection_to_operator(function: Callable[..., Any], *, with_gradient: bool) 
 
 def depends_on_autocast(node: torch.fx.Node, function: Callable[..., Any]) -> bool:
     """Whether the function that a node calls has results of other dtypes without the autocast that Dynamo saw."""
-    found = no_autocast(function)(*example(node.args), **example(node.kwargs))
+    found = on_examples(no_autocast(function), example(node.args), example(node.kwargs))
     return _dtypes(node.meta.get("example_value")) != _dtypes(found)
 
 

@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from thunder_cg.compat.dynamo import can_trace, example
+from thunder_cg.compat.dynamo import can_trace, example, on_examples
 from thunder_cg.compat.torch import has_storage, storage_id, tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast
@@ -62,7 +62,7 @@ def _compute_out_of_place(node: Node) -> None:
         if other.op in ("placeholder", "get_attr") or is_read_later:
             return
     kwargs = {**node.kwargs, "inplace": False} if "inplace" in node.kwargs else node.kwargs
-    fresh = function(*example(node.args), **example(kwargs))
+    fresh = on_examples(function, example(node.args), example(kwargs))
     if (fresh.dtype, fresh.shape, fresh.stride()) != (result.dtype, result.shape, result.stride()):
         return
     node.op, node.target, node.kwargs = "call_function", function, kwargs
