@@ -1,0 +1,144 @@
+"""Measures one model in one variant."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import thunder
+import torch
+from thunder.transforms.cudagraph import CUDAGraphTransform
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from thunder_cg.tools.generation.models import LITGPT, VOCABULARY, GeneratingModel
+from thunder_cg.transform import cudagraph_transform
+
+EAGER = "eager"
+THUNDER = "thunder"
+THUNDER_OWN = "thunder + CUDAGraphTransform"
+REDUCE_OVERHEAD = "torch.compile, reduce-overhead"
+OURS = "thunder_cg"
+OURS_FUSED = "thunder_cg, torch.compile fusions"
+VARIANTS = (EAGER, THUNDER, THUNDER_OWN, REDUCE_OVERHEAD, OURS, OURS_FUSED)
+
+SEED = 5
+PROMPT = 16  # tokens
+WARM_UPS = 3  # generations that compile, warm up and capture prompt and token
+ROUNDS = 5
+
+
+@dataclass(slots=True)
+class GenerationRow:
+    """The results of one model in one variant.
+
+    Attributes:
+        tokens_per_second: of all rows of the batch, from the call of `generate` with the prompt to its return; a
+            median. 0 where not measured.
+        launches: kernels, graphs and copies that the host launches for one token, of the sampling too; 0 where not
+            measured.
+        first_s: seconds of the first generation, which compiles.
+        digest: equal for equal tokens of the measured generations.
+        failure: why there are no results, "" if there are.
+    """
+
+    model: str
+    package: str
+    variant: str
+    batch: int
+    tokens_per_second: float = 0.0
+    launches: float = 0.0
+    first_s: float = 0.0
+    digest: str = ""
+    failure: str = ""
+
+
+def measure(
+    entry: GeneratingModel, variant: str, device: torch.device, new: int, ready: Callable[[GenerationRow], None]
+) -> GenerationRow:
+    """The row of a model in a variant.
+
+    Args:
+        new: tokens after the prompt.
+        ready: called with the row so far, before the timing. It returns when nothing else runs on the machine.
+    """
+    row = GenerationRow(entry.name, entry.package, variant, entry.batch)
+    generate = _prepared(entry, variant, device, new)
+    torch.manual_seed(SEED)
+    vocabulary = VOCABULARY if device.type == "cpu" else 30_000  # the smallest of the published ones
+    prompts = [torch.randint(3, vocabulary, (entry.batch, PROMPT)).to(device) for _ in range(WARM_UPS + ROUNDS)]
+    start = time.perf_counter()
+    generate(prompts[0])
+    _synchronize(device)
+    row.first_s = time.perf_counter() - start
+    for prompt in prompts[1:WARM_UPS]:
+        generate(prompt)
+    ready(row)
+    seconds, found = [], []
+    for prompt in prompts[WARM_UPS:]:
+        gc.collect()
+        _synchronize(device)
+        start = time.perf_counter()
+        found.append(generate(prompt))
+        _synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    row.digest = hashlib.sha256(b"".join(tokens.cpu().numpy().tobytes() for tokens in found)).hexdigest()[:16]
+    if device.type == "cuda":
+        row.tokens_per_second = entry.batch * new / median(seconds)
+        row.launches = _launches(lambda: generate(prompts[-1])) / new
+    return row
+
+
+def _prepared(entry: GeneratingModel, variant: str, device: torch.device, new: int) -> Callable[[Tensor], Tensor]:
+    torch.manual_seed(SEED)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32 if device.type == "cpu" else torch.bfloat16)
+    try:
+        with device:
+            model = entry.make(device.type == "cpu")
+    finally:
+        torch.set_default_dtype(before)
+    compiled = entry.compile(model.requires_grad_(False), _compiler(variant, entry, device))
+    return lambda prompt: entry.generate(compiled, prompt, new)
+
+
+def _compiler(variant: str, entry: GeneratingModel, device: torch.device) -> Callable[[Any], Any]:
+    backend = "cuda" if device.type == "cuda" else "tape"
+    options: Mapping[str, Mapping[str, Any]] = {
+        THUNDER: {},
+        THUNDER_OWN: {"transforms": [CUDAGraphTransform()]},
+        OURS: {"transforms": [cudagraph_transform(backend=backend)]},
+        OURS_FUSED: {"transforms": [cudagraph_transform(backend=backend)], "executors": ["torchcompile"]},
+    }
+    if variant == EAGER:
+        return lambda fn: fn
+    if variant == REDUCE_OVERHEAD:
+        return lambda fn: torch.compile(fn, mode="reduce-overhead")
+    if entry.package == LITGPT:
+        return lambda model: thunder.jit(model, **options[variant])
+    from thunder_cg.dynamo.compiler import compile_with  # it is slow to import
+
+    # All have the cuts of `thunder_cg.thunderfx`: graphs are all that is different.
+    return lambda fn: compile_with(fn, **options[variant])
+
+
+_LAUNCHES = ("LaunchKernel", "GraphLaunch", "Memcpy", "Memset")
+
+
+def _launches(run: Callable[[], object]) -> int:
+    """How many kernels, graphs and copies the host launches."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in found.events() if event.name.startswith("cu")]
+    return sum(any(part in name for part in _LAUNCHES) for name in names)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,75 @@
+"""The result file, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from thunder_cg.tools.generation.measure import OURS, THUNDER, VARIANTS, GenerationRow
+from thunder_cg.tools.results import MeasuredResults
+
+PACKAGES = ("transformers", "litgpt")
+
+
+@dataclass(slots=True)
+class GenerationResults(MeasuredResults):
+    """All rows of one machine."""
+
+    rows: list[GenerationRow] = field(default_factory=list)
+
+    def add(self, row: GenerationRow, order: Sequence[str]) -> None:
+        """Adds a row, in place of an earlier one of the same model and variant; `order` is that of the models."""
+        others = [other for other in self.rows if (other.model, other.variant) != (row.model, row.variant)]
+        place = {name: index for index, name in enumerate(order)}
+        by_place = [*others, row]
+        self.rows = sorted(by_place, key=lambda r: (place.get(r.model, len(place)), VARIANTS.index(r.variant)))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"environment": self.environment, "rows": [asdict(row) for row in self.rows]}
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> GenerationResults:
+        return cls(content["environment"], [GenerationRow(**row) for row in content["rows"]])
+
+
+def markdown(rows: Sequence[GenerationRow], environment: Mapping[str, str]) -> str:
+    """Tokens per second of each model in each variant, and the machine and versions."""
+    models = [*dict.fromkeys(row.model for row in rows)]
+    lines = [_line(["tokens/s", *VARIANTS, "launches a token", "same tokens"]), _line(["---"] * (len(VARIANTS) + 3))]
+    for model in models:
+        found = {row.variant: row for row in rows if row.model == model}
+        rates = [_rate(found.get(variant)) for variant in VARIANTS]
+        lines.append(_line([model, *rates, _launches(found), _same(found)]))
+    failures = [f"\n{row.model}, {row.variant}: {row.failure}" for row in rows if row.failure]
+    versions = ", ".join(f"{k} {v}" for k, v in environment.items() if k not in ("device", "backend", "date") and v)
+    where = f"\n{environment.get('device', '?')}, {versions}, {environment.get('date', '?')}; greedy, random weights."
+    return "\n".join([*lines, *failures, where])
+
+
+def differ(rows: Sequence[GenerationRow]) -> list[str]:
+    """The models whose tokens are not those of uncaptured Thunder."""
+    tokens = {(row.model, row.variant): row.digest for row in rows if not row.failure}
+    models = dict.fromkeys(row.model for row in rows)
+    both = [model for model in models if {(model, OURS), (model, THUNDER)} <= tokens.keys()]
+    return [model for model in both if tokens[model, OURS] != tokens[model, THUNDER]]
+
+
+def _rate(row: GenerationRow | None) -> str:
+    if row is None or row.failure:
+        return "--" if row is None else "fails"
+    return f"{row.tokens_per_second:,.0f}" if row.tokens_per_second else "ran"
+
+
+def _launches(found: Mapping[str, GenerationRow]) -> str:
+    counts = [found[name].launches for name in (THUNDER, OURS) if name in found and found[name].launches]
+    return " → ".join(f"{count:,.0f}" for count in counts)
+
+
+def _same(found: Mapping[str, GenerationRow]) -> str:
+    rows = [found[name] for name in (THUNDER, OURS) if name in found and not found[name].failure]
+    return ("no" if differ(rows) else "yes") if len(rows) == 2 else "--"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
