@@ -38,7 +38,7 @@ LAYERS = (
     ("__main__",),
 )
 # The tools that only developers run. A wheel does not have them.
-DEVELOPER_TOOLS = ("operators", "results", "suite")
+DEVELOPER_TOOLS = ("generation", "operators", "results", "suite")
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.
 KNOW_THUNDER = {
     "analysis/ops.py",

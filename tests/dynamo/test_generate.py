@@ -78,21 +78,25 @@ def test_litgpt(transform, device, name):
 
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe"])
 def test_experts_train(backend, device, name):
-    """With PyTorch's gradients, those of the routers, too."""
+    """With PyTorch's gradients, those of the routers, too.
+
+    In float32, Transformers has an operator of its own, whose backward reads the groups on the host in some versions.
+    """
     transformers = pytest.importorskip("transformers")
     sizes = {**SIZES["Llama"], "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2}
     sizes["moe_intermediate_size"] = 32
     model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes))
-    model = model.to(device)
+    model = model.to(device, torch.bfloat16 if backend == "cuda" else torch.float32)
+    tolerance = 0.1 if backend == "cuda" else 1e-5
     plain = copy.deepcopy(model)
     compiled = thunderfx(model, backend=backend)
     for (prompt,) in [prompts(device, (2, 8)) for _ in range(4)]:
         for each in (model, plain):
             each.zero_grad()
         found, expected = compiled(input_ids=prompt, labels=prompt).loss, plain(input_ids=prompt, labels=prompt).loss
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=0)
         found.backward()
         expected.backward()
         for one, other in zip(model.parameters(), plain.parameters()):
-            torch.testing.assert_close(one.grad, other.grad)
+            torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=tolerance * float(other.grad.abs().max()))
     assert not explain(compiled).outside and len(explain(compiled).traces) == 2

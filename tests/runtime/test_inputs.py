@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support import fast_path_calls, regions, same
 
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionInput, RegionIO
@@ -40,3 +41,27 @@ def test_an_input_on_another_device_than_the_trace_says_is_refused():
     region = RuntimeRegion("CUDAGraph1", Region((), "meta", ""), (), io, lambda inputs: ())
     with pytest.raises(CaptureRefused, match="input 'seed' is on cpu, and the graph on meta"):
         region._check_inputs([torch.empty(2, device="meta"), torch.tensor(0)], frozenset())
+
+
+def test_what_a_graph_writes_is_not_copied(twins, device):
+    """A cache of keys and values is larger than all else that a step reads. Each new one is captured, up to a bound."""
+
+    def write(cache, x, at):
+        cache.index_copy_(0, at, x)
+        return (cache * 2).sum(0)
+
+    plain, graphed = twins(write)
+    captures, kept = [], []
+    for _ in range(6):
+        caches = [torch.zeros(64, 4, device=device) for _ in range(2)]
+        for at in range(4):
+            x, place = torch.randn(1, 4, device=device), torch.tensor([at], device=device)
+            same(plain(caches[0], x, place), graphed(caches[1], x, place))
+            same(*caches)
+        (region,) = regions(graphed)
+        captures.append((region["captures"], region["bytes_in"]))
+        kept += caches  # so that each cache is at a new address
+    assert [many for many, _ in captures] == [1, 2, 3, 4, 4, 4]
+    assert captures[0][1] == 4 * 4 + 8, "the row and its place"
+    assert captures[-1][1] == 64 * 4 * 4 + 4 * 4 + 8, "a cache that moves again and again is copied"
+    assert fast_path_calls(graphed) == 0 and region["failure"] is None

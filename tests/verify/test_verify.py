@@ -414,9 +414,11 @@ def test_memory_that_results_share_with_inputs(planted, twins, device, at_first,
         return op(x), torch.sin(x) * 2
 
     plain, graphed = twins(fn, jit=planted.jit, allow=["perhaps"], verify=1)
+    x, y = (torch.empty(4, device=device) for _ in range(2))
     for step in range(6):
         shares[0] = at_first == (step < 4)
-        x, y = (torch.arange(4.0, device=device) for _ in range(2))
+        for each in (x, y):
+            each.copy_(torch.arange(4.0))
         with caught() as found:
             made, mine = plain(x), graphed(y)
         same(made, mine)

@@ -101,9 +101,12 @@ class Program:
         inputs = (each.name for region in self.regions for each in region.io.inputs)
         self.inputs = tuple(dict.fromkeys(name for name in inputs if name in outside))
         self._position = position = {name: i for i, name in enumerate(self.inputs)}
-        self._static = [ops.values[name].static for name in self.inputs]
         written = (each.name for region in self.regions for each in region.io.inputs if each.written)
         self.written = frozenset(position[name] for name in written if name in position)
+        # What is written is mostly a cache that stays where it is. What only may be written is mostly something else.
+        certain = (op.index for region in self.regions for op in region.ops if op.rule is not None or op.subs)
+        caches = {memory for index in certain for memory in aliasing.writes[index]}
+        self._static = [ops.values[name].static or aliasing.sets.get(name) in caches for name in self.inputs]
         in_pool = {name for region in pair.regions for name in region.stays} if pair is not self else set()
         # What the forward left in the pool follows from the forward's own layout.
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in in_pool]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from thunder_cg.tools.bench.models import optional
 
+Compile = Callable[[Any], Any]
 TRANSFORMERS, LITGPT = "transformers", "litgpt"
 VOCABULARY = 64  # of a tiny model
 
@@ -23,7 +24,7 @@ class GeneratingModel:
         make: makes the model, on the default device and in the default dtype. The argument is `tiny`: small enough for
             a CPU, or as published.
         compile: compiles, with the function that is given, what the documentation of the package compiles. It returns
-            the model to generate with.
+            the model to generate with. None stands for ``torch.compile(mode="reduce-overhead")``.
         generate: the tokens, int64 (batch, length), with a prompt (batch, shorter) and as many new ones as is said.
         batch: rows of a prompt.
     """
@@ -31,7 +32,7 @@ class GeneratingModel:
     name: str
     package: str
     make: Callable[[bool], nn.Module]
-    compile: Callable[[nn.Module, Callable[[Any], Any]], Any]
+    compile: Callable[[nn.Module, Compile | None], Any]
     generate: Callable[[Any, Tensor, int], Tensor]
     batch: int = 1
 
@@ -59,8 +60,11 @@ def _hugging_face(name: str, model: str, config: str, batch: int, tiny: Mapping[
     return GeneratingModel(f"{name}, batch {batch}", TRANSFORMERS, make, _compile_forward, _generate, batch)
 
 
-def _compile_forward(model: Any, compile: Callable[[Any], Any]) -> Any:
-    model.forward = compile(model.forward)
+def _compile_forward(model: Any, compile: Compile | None) -> Any:
+    """On a GPU, `generate` itself compiles all steps but the prompt with reduce-overhead, unless it is told not to."""
+    model.generation_config.disable_compile = compile is not None
+    if compile is not None:
+        model.forward = compile(model.forward)
     return model
 
 
@@ -73,7 +77,6 @@ def _generate(model: Any, prompt: Tensor, new: int) -> Tensor:
         max_new_tokens=new,
         eos_token_id=None,
         pad_token_id=0,
-        disable_compile=True,  # else Transformers compiles what no variant has compiled
     )
     return found
 
@@ -92,7 +95,11 @@ def _litgpt(name: str, **tiny: Any) -> GeneratingModel:
         made: nn.Module = model.eval()
         return made
 
-    return GeneratingModel(f"{name}, LitGPT", LITGPT, make, lambda model, compile: compile(model), _litgpt_generate)
+    return GeneratingModel(f"{name}, LitGPT", LITGPT, make, _compile_model, _litgpt_generate)
+
+
+def _compile_model(model: nn.Module, compile: Compile | None) -> Any:
+    return torch.compile(model, mode="reduce-overhead") if compile is None else compile(model)
 
 
 def _litgpt_generate(model: Any, prompt: Tensor, new: int) -> Tensor:

@@ -36,7 +36,10 @@ class GenerationResults(MeasuredResults):
 def markdown(rows: Sequence[GenerationRow], environment: Mapping[str, str]) -> str:
     """Tokens per second of each model in each variant, and the machine and versions."""
     models = [*dict.fromkeys(row.model for row in rows)]
-    lines = [_line(["tokens/s", *VARIANTS, "launches a token", "same tokens"]), _line(["---"] * (len(VARIANTS) + 3))]
+    lines = [
+        _line(["tokens/s", *VARIANTS, "its launches a token", "same tokens"]),
+        _line(["---"] * (len(VARIANTS) + 3)),
+    ]
     for model in models:
         found = {row.variant: row for row in rows if row.model == model}
         rates = [_rate(found.get(variant)) for variant in VARIANTS]
@@ -62,8 +65,8 @@ def _rate(row: GenerationRow | None) -> str:
 
 
 def _launches(found: Mapping[str, GenerationRow]) -> str:
-    counts = [found[name].launches for name in (THUNDER, OURS) if name in found and found[name].launches]
-    return " → ".join(f"{count:,.0f}" for count in counts)
+    row = found.get(OURS)
+    return f"{row.launches:,.0f}" if row is not None and row.launches else "--"
 
 
 def _same(found: Mapping[str, GenerationRow]) -> str:
