@@ -32,6 +32,7 @@ from thunder_cg.runtime.verifier import Verifier
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
+_LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
 _MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
 
 _CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
@@ -253,7 +254,8 @@ class Program:
             for i, (name, tensor) in enumerate(zip(self.inputs, inputs))
             if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
         ]
-        call.trace = TraceRecording(Guard(inputs, static, self.written, self.settings), [None] * len(self.regions))
+        guard = Guard(inputs, static, self.written, self.settings)
+        call.trace = TraceRecording(guard, [None] * len(self.regions), since=self.calls)
         call.verifies = self.options.verify is not None
         self._count_sample()
         return call.enter(Mode.CAPTURE)
@@ -321,8 +323,9 @@ class Program:
         return ((*self._read_settings(),), tuple(layout(inputs[i]) for i in self._keyed))
 
     def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
-        """Counts the static inputs that are at another address than in the newest of these recordings."""
-        moved = [self.inputs[i] for trace in traces[:1] for i in trace.guard.moved(inputs)]
+        """Counts static inputs that are at another address than in the newest of these recordings, if it is young."""
+        young = [trace for trace in traces[:1] if self.calls - trace.since <= _LASTING]
+        moved = [self.inputs[i] for trace in young for i in trace.guard.moved(inputs)]
         self._pair._moves.update(moved)
         self._pair._captures_for_moves += bool(moved)
 

@@ -14,7 +14,7 @@ from thunder_cg.runtime.backend import Graph
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import Outputs
-from thunder_cg.runtime.tensors import copy_all
+from thunder_cg.runtime.tensors import copy_all, is_whole
 
 
 class RegionGraph:
@@ -38,7 +38,9 @@ class RegionGraph:
 
     def __init__(self, copied: Sequence[CopiedInput], written: Set[int]) -> None:
         self._copied = tuple(copied)
-        self._copied_back = tuple(each for each in copied if each.arg in written)
+        back = [each for each in copied if each.arg in written]
+        self._copied_back = tuple(each for each in back if is_whole(each.buffer))  # by the graph
+        self._copied_after = tuple(each for each in back if not is_whole(each.buffer))  # by operators
         self.touched = frozenset()
         self.scalars = slice(0, 0)
         self.targets = [each.target for each in copied]
@@ -48,7 +50,17 @@ class RegionGraph:
     def is_simple(self) -> bool:
         """Whether a replay copies arguments in, runs, and copies results out, and nothing else."""
         flat = any(each.is_flat for each in self._copied)
-        return self.outputs.is_plain and not (self._copied_back or self.touched or flat)
+        back = self._copied_back or self._copied_after
+        return self.outputs.is_plain and not (back or self.touched or flat)
+
+    def sources(self) -> list[torch.Tensor]:
+        """The memory that the graph copies out: of results, and of arguments that it has written."""
+        return [*self.outputs.sources(), *(each.buffer for each in self._copied_back)]
+
+    @property
+    def nbytes_out(self) -> int:
+        written = (each.target for each in (*self._copied_back, *self._copied_after))
+        return self.outputs.nbytes + sum(t.numel() * t.element_size() for t in written)
 
     @property
     def copied(self) -> list[int]:
@@ -64,27 +76,27 @@ class RegionGraph:
         copy_all(self.targets, [each.source(args) for each in self._copied])
 
     def replay(self, args: Sequence[Any]) -> list[Any]:
-        """Copies in, runs, copies out, writes back what the region wrote, and hands out the results.
+        """Copies in, runs, copies out and back what the region wrote, and hands out the results.
 
         Raises:
             ReplayRefused: nothing of it happened.
         """
         results = self.fixed.copy()
         try:
-            targets = self.outputs.allocate(results)
+            targets = [*self.outputs.allocate(results), *(args[each.arg].data for each in self._copied_back)]
             sources = [each.source(args) for each in self._copied]
         except Exception as error:
             raise ReplayRefused(error) from error
         self.graph.replay(sources, targets, args[self.scalars])
-        if self._copied_back or not self.outputs.is_plain:
+        if self._copied_after or not self.outputs.is_plain:
             with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
-                for each in self._copied_back:
+                for each in self._copied_after:
                     target = args[each.arg]
                     (target if each.arg in self.touched else target.data).copy_(each.buffer)
                 self.outputs.derive(results, args)
         if self.touched:
-            copied_back = {each.arg for each in self._copied_back}
-            torch.autograd.graph.increment_version([args[i] for i in self.touched if i not in copied_back])
+            counted = {each.arg for each in self._copied_after}
+            torch.autograd.graph.increment_version([args[i] for i in self.touched if i not in counted])
         return results
 
     def without_running(self, args: Sequence[Any]) -> list[Any]:
@@ -102,6 +114,7 @@ class TraceRecording:
 
     guard: Guard
     graphs: list[RegionGraph | None]  # by region; None: that region is eager
+    since: int = 0  # how many calls its program had made
 
 
 @dataclass(slots=True, eq=False)

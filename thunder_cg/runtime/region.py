@@ -380,7 +380,7 @@ class RuntimeRegion:
             self.failure = None
         self.stats.captures += 1
         self.stats.replays += 1
-        self.stats.bytes_in, self.stats.bytes_out = graph.nbytes_in, graph.outputs.nbytes
+        self.stats.bytes_in, self.stats.bytes_out = graph.nbytes_in, graph.nbytes_out
         call.trace.graphs[self.index] = graph
         return results
 
@@ -403,7 +403,7 @@ class RuntimeRegion:
             self._check_results(results)
             produced.extend(results)
             graph.outputs = Outputs(produced, aliased, self._leaves, self.device, pool.alias)
-            return graph.outputs.sources()
+            return graph.sources()
 
         try:
             scalars = sentinels(len(self.io.scalars))
