@@ -18,7 +18,7 @@ from unittest.mock import patch
 import thunder
 from thunder.transforms.cudagraph import CUDAGraphTransform
 
-from thunder_cg.transform import cudagraph_transform
+from thunder_cg.transform import CudagraphTransform, cudagraph_transform
 
 BENCHMARKS = {name: f"thunder.benchmarks.benchmark_{name}" for name in ("litgpt", "inference")}
 TRANSFORMS: Mapping[str, Callable[[], Any] | None] = {
@@ -48,22 +48,22 @@ def main(argv: Sequence[str]) -> None:
 @contextmanager
 def compiling_with(transform: Callable[[], Any] | None) -> Iterator[None]:
     """Inside, ``thunder.jit``, ``thunderfx`` and Thunder's backend of Dynamo get one more transform."""
-    from thunder import dynamo  # it is slow to import
-
-    from thunder_cg.dynamo.compiler import Compiler, compile_with
+    from thunder_cg.dynamo.compiler import Compiler, compile_with  # it is slow to import
 
     if transform is None:
         yield
         return
 
     def added(options: dict[str, Any]) -> dict[str, Any]:
-        return {**options, "transforms": [*(options.get("transforms") or ()), transform()]}
+        before = [*(options.get("transforms") or ())]
+        has_one = any(isinstance(each, (CudagraphTransform, CUDAGraphTransform)) for each in before)
+        return options if has_one else {**options, "transforms": [*before, transform()]}  # backends call thunder.jit
 
     jit = thunder.jit
     with (
-        patch.object(thunder, "jit", lambda fn, /, **options: jit(fn, **added(options))),
-        patch.object(dynamo, "ThunderCompiler", lambda **options: Compiler(**added(options))),
-        patch.object(dynamo.compiler, "thunderfx", lambda fn, /, **options: compile_with(fn, **added(options))),
+        patch("thunder.jit", lambda fn, /, **options: jit(fn, **added(options))),
+        patch("thunder.dynamo.ThunderCompiler", lambda **options: Compiler(**added(options))),
+        patch("thunder.dynamo.compiler.thunderfx", lambda fn, /, **options: compile_with(fn, **added(options))),
     ):
         yield
 
