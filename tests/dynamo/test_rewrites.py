@@ -82,6 +82,14 @@ def test_stochastic_depth(backend, device):
     assert one_region_each_way(trains_alike(Around(drop).to(device), lambda: torch.randn(8, 8, device=device), backend))
 
 
+def test_sizes_by_name(backend, device):
+    def fn(x):
+        y = torch.reshape(x, shape=(4, 2, 2)).permute(dims=(1, 0, 2)).reshape(shape=(-1, 8)).repeat(repeats=(2, 1))
+        return y[:1].expand(size=(3, 8)) + x.view(size=(2, 8))[:1]
+
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
+
+
 def test_a_cache_that_begins_empty(backend, device):
     def grow(x):
         return torch.cat([torch.tensor([], device=x.device), x, x * 2], dim=-2)

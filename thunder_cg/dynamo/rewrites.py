@@ -21,6 +21,8 @@ _IN_PLACE = {
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 }
 
+_SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
+
 
 def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     """Rewrites the graph in place.
@@ -30,6 +32,7 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     """
     for node in [*module.graph.nodes]:
         _compute_out_of_place(node)
+        _pass_sizes_by_position(node)
     for node in [*module.graph.nodes]:
         if node.op == "call_function" and node.target is torch.cat:
             _drop_empty_parts(node)
@@ -85,6 +88,15 @@ def _out_of_place(node: Node) -> Callable[..., Any] | None:
 def _shares_storage(one: Any, other: torch.Tensor) -> bool:
     tensors = [leaf for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)]
     return any(has_storage(tensor) and storage_id(tensor) == storage_id(other) for tensor in tensors)
+
+
+def _pass_sizes_by_position(node: Node) -> None:
+    """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    keyword = _SIZES.get(str(name))
+    if keyword in node.kwargs and len(node.args) == 1:
+        node.args = (*node.args, node.kwargs[keyword])
+        node.kwargs = {key: value for key, value in node.kwargs.items() if key != keyword}
 
 
 def _drop_empty_parts(node: Node) -> None:

@@ -1,4 +1,4 @@
-"""The models of the suite: from other packages, with random weights, each in its published size and a tiny one."""
+"""The models of the suite, mostly of other packages, with random weights, as published and in a tiny size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thunder_cg.tools.bench.models import optional
+from thunder_cg.tools.bench.models import Dlrm, optional
 
 LEARNING_RATE = 0.01
 
@@ -27,9 +27,15 @@ class ModelInputs:
         return model(*self.args, **(self.kwargs or {}))
 
     def loss(self, output: Any) -> Tensor:
-        """The loss that the model returned, or the mean cross-entropy of its logits (batch, classes, ...)."""
+        """The loss that the model returned, or the mean cross-entropy of its logits (batch, classes, ...).
+
+        Of a model that denoises, it is the mean square of what is left of the noise.
+        """
         if self.labels is None:
-            loss: Tensor = output.loss
+            denoised = getattr(output, "sample", None)
+            if denoised is not None and not isinstance(output, Tensor):
+                return denoised.float().square().mean()
+            loss: Tensor = output if isinstance(output, Tensor) else output.loss
             return loss
         logits = output["out"] if isinstance(output, Mapping) else output
         classes = logits.shape[1]
@@ -186,6 +192,60 @@ def _timm(name: str, model: str, tiny: str, **settings: Any) -> SuiteModel:
     return SuiteModel(name, "timm", make, _images)
 
 
+# ------------------------------------------------------------------------------------- LitGPT, diffusers, our own
+
+
+class _ClassesFirst(nn.Module):
+    """A language model whose logits are (batch, vocabulary, length)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.model(tokens)
+        return logits.transpose(1, 2)
+
+
+def _pythia(tiny: bool) -> nn.Module:
+    litgpt = optional("litgpt")
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "head_size": 8, "n_query_groups": 4, "intermediate_size": 64}
+    words = {"padded_vocab_size": 64, "vocab_size": 64, "block_size": 64}
+    return _ClassesFirst(litgpt.GPT(litgpt.Config.from_name("pythia-160m", **({**sizes, **words} if tiny else {}))))
+
+
+def _text(tiny: bool, trains: bool) -> ModelInputs:
+    rows, length, vocabulary = (2, 16, 64) if tiny else (4 if trains else 1, 128, _VOCABULARY)
+    tokens = torch.randint(vocabulary, (rows, length))
+    return ModelInputs((tokens,), labels=torch.randint(vocabulary, (rows, length)))
+
+
+def _diffusion_transformer(tiny: bool) -> nn.Module:
+    diffusers = optional("diffusers")
+    heads, layers, sides = (2, 2, 8) if tiny else (12, 12, 32)
+    size = {"num_attention_heads": heads, "attention_head_dim": 8 if tiny else 64, "num_layers": layers}
+    model: nn.Module = diffusers.DiTTransformer2DModel(
+        **size, in_channels=4, sample_size=sides, patch_size=2, norm_num_groups=4
+    )
+    return model.train()
+
+
+def _latents(tiny: bool, trains: bool) -> ModelInputs:
+    rows, sides = (2, 8) if tiny else (16 if trains else 1, 32)
+    steps, classes = torch.randint(1000, (rows,)), torch.randint(1000, (rows,))
+    return ModelInputs((torch.randn(rows, 4, sides, sides), steps, classes))
+
+
+def _dlrm(tiny: bool) -> nn.Module:
+    return Dlrm(4, 50, 8, (16,), (16,)) if tiny else Dlrm(26, 10_000, 64, (512, 256), (512, 256))
+
+
+def _clicks(tiny: bool, trains: bool) -> ModelInputs:
+    rows, tables, entries = (16, 4, 50) if tiny else (2048, 26, 10_000)
+    indices = torch.randint(entries, (rows, tables))
+    return ModelInputs((torch.randn(rows, 13), indices, torch.randint(2, (rows,)).float()))
+
+
 _ENTRIES = (
     _language(
         "Llama 3.2 1B, 12 layers",
@@ -287,6 +347,9 @@ _ENTRIES = (
     SuiteModel("ViT B/16, torchvision", "torchvision", _torchvision_vit, _images),
     SuiteModel("FCN, ResNet-50", "torchvision", _fcn, _segments),
     _timm("ConvNeXt tiny", "convnext_tiny", "test_convnext", drop_path_rate=0.1),
+    SuiteModel("pythia-160m", "litgpt", _pythia, _text),
+    SuiteModel("DiT B/2", "diffusers", _diffusion_transformer, _latents),
+    SuiteModel("DLRM", "torch", _dlrm, _clicks),
     _timm("EfficientNet B0", "efficientnet_b0", "test_efficientnet", drop_rate=0.2, drop_path_rate=0.2),
 )
 

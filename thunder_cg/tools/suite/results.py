@@ -13,7 +13,7 @@ NOTE = (
     "Times in microseconds: medians of synchronised steps, uncaptured Thunder and captured in turns in one process; 0 "
     "where not measured. SuiteRow in thunder_cg/tools/suite/row.py says the rest."
 )
-PACKAGES = ("transformers", "torchvision", "timm")
+PACKAGES = ("transformers", "torchvision", "timm", "litgpt", "diffusers")
 
 
 @dataclass(slots=True)
