@@ -94,6 +94,26 @@ def test_a_torch_compile_around_it(pair, device):
     assert [region["replays"] for region in regions(graphed)] == [3]
 
 
+@pytest.mark.parametrize("how", ["vmap", "grad"])
+def test_transforms_of_torch_func(backend, device, how):
+    """Masks of Transformers 4 are made with vmap, where Thunder's own thunderfx raises. Inductor gets them."""
+
+    def fn(x):
+        if how == "vmap":
+            inside = torch.vmap(lambda row, scale: torch.sin(row) * scale + row.sum(), in_dims=(0, None))(x, x[0] * 2)
+        else:
+            inside = torch.func.grad(lambda y: (torch.sin(y) * y).sum())(x * 2)
+        return torch.tanh(inside) + x
+
+    graphed = thunderfx(fn, backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, 4, device=device)
+            torch.testing.assert_close(graphed(x), fn(x))
+    assert "is inside of torch.vmap or another transform of torch.func" in str(explain(graphed))
+    assert replays(graphed) > 0
+
+
 def test_several_shapes_and_no_grad(pair, device):
     _, plain, _, graphed = pair(Fallbacks(), dynamic=False)
     with torch.no_grad():

@@ -12,7 +12,7 @@ from thunder.dynamo import splitter, utils
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from thunder_cg.compat.torch import tree_leaves
@@ -24,6 +24,7 @@ __all__ = [
     "example",
     "for_splitter",
     "get_torch_compile_kwargs",
+    "inside_transforms",
     "keeping_fallbacks",
     "on_examples",
 ]
@@ -77,8 +78,8 @@ def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any])
 
 
 @contextmanager
-def keeping_fallbacks(objection: Callable[[Node, Callable[..., Any]], str | None]) -> Iterator[None]:
-    """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
+def keeping_fallbacks(graph: Graph, objection: Callable[[Node, Callable[..., Any]], str | None]) -> Iterator[None]:
+    """Inside, Thunder's splitter keeps operators of the graph that Thunder calls as they are, if it can trace them.
 
     The splitter asks a function and a set of its module, which are replaced. Dynamo compiles under one lock, so no
     other compilation is affected.
@@ -87,13 +88,19 @@ def keeping_fallbacks(objection: Callable[[Node, Callable[..., Any]], str | None
         objection: says of a node, and of the function that it calls, why Inductor gets it nevertheless.
     """
     is_supported = utils.is_node_supported_by_thunder
+    transformed = inside_transforms(graph)
+
+    def problem_with(node: Node) -> str | None:
+        if node.name in transformed:
+            return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
+        target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+        return objection(node, target) if target in _FALLBACKS else None
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
-        target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
-        if target in _FALLBACKS and (problem := objection(node, target)) is not None:
-            info = f"node with name: {node.name} and target: {node.target} {problem}"
-            return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info)
-        return is_supported(node, options)
+        if (problem := problem_with(node)) is None:
+            return is_supported(node, options)
+        info = f"node with name: {node.name} and target: {node.target} {problem}"
+        return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info)
 
     with (
         patch.object(utils, "auto_register_ops", frozenset()),
@@ -101,3 +108,16 @@ def keeping_fallbacks(objection: Callable[[Node, Callable[..., Any]], str | None
         patch.object(splitter, "is_node_supported_by_thunder", is_kept),
     ):
         yield
+
+
+def inside_transforms(graph: Graph) -> frozenset[str]:
+    """Names of the nodes inside of transforms of ``torch.func``: their tensors are not what they seem to be."""
+    found = set()
+    depth = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            found.add(node.name)
+        depth -= name.endswith("_decrement_nesting")
+    return frozenset(found)

@@ -18,10 +18,10 @@ from thunder_cg.transform import cudagraph_transform
 class Compiler(ThunderCompiler):
     """Gives Inductor less of a graph of Dynamo's than Thunder's own compiler does."""
 
-    def __call__(self, graph: torch.fx.GraphModule, *inputs: Any) -> Any:
-        rewrite(graph, self.thunder_options)
-        with keeping_fallbacks(objection):
-            return super().__call__(graph, *inputs)
+    def __call__(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
+        rewrite(module, self.thunder_options)
+        with keeping_fallbacks(module.graph, objection):
+            return super().__call__(module, *inputs)
 
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:

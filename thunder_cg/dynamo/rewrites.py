@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from thunder_cg.compat.dynamo import can_trace, example, on_examples
+from thunder_cg.compat.dynamo import can_trace, example, inside_transforms, on_examples
 from thunder_cg.compat.torch import has_storage, storage_id, tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast
@@ -30,10 +30,12 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     Args:
         options: those of ``thunder.jit`` that the graph is to be compiled with.
     """
-    for node in [*module.graph.nodes]:
+    transformed = inside_transforms(module.graph)
+    nodes = [node for node in module.graph.nodes if node.name not in transformed]
+    for node in nodes:
         _compute_out_of_place(node)
         _pass_sizes_by_position(node)
-    for node in [*module.graph.nodes]:
+    for node in nodes:
         if node.op == "call_function" and node.target is torch.cat:
             _drop_empty_parts(node)
         elif node.op == "call_function" and node.target is operator.getitem:
