@@ -29,7 +29,7 @@ class Fallbacks(nn.Module):
 
 
 def outside(compiled) -> list[str]:
-    return [part.reason for part in explain(compiled).outside]
+    return [f"{part.operator} at {part.line}: {part.reason}" for part in explain(compiled).outside]
 
 
 @pytest.fixture

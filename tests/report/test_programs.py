@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from html import escape
+from pathlib import Path
 
 import pytest
 import thunder
@@ -11,6 +13,7 @@ import torch
 
 from thunder_cg import cudagraph_transform, explain
 from thunder_cg.errors import NotCompiledError
+from thunder_cg.report.programs import understood
 
 
 class Net(torch.nn.Module):
@@ -94,8 +97,34 @@ def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.Monke
     report = explain(compiled)
     assert len(report.traces) == 1
     (outside,) = report.outside
-    assert outside.function == "half_supported, graph 0" and "sinc" in outside.reason
-    assert outside.reason in str(report) and "Inductor" in report._repr_html_()
+    assert (outside.function, outside.operator, outside.count) == ("half_supported, graph 0", "sinc", 1)
+    assert outside.line == f"{Path(__file__).name}:{half_supported.__code__.co_firstlineno + 1}"
+    assert f"sinc at {outside.line}: {outside.reason}" in str(report)
+    cost = "half_supported, graph 0, cut into 1 piece of Thunder's and 1 of Inductor's:"
+    assert cost in str(report) and escape(cost) in report._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (
+            "node with name: x and target: <built-in method addmm of type object at 0x7f> only has a fallback.",
+            ("x", "addmm", "it only has a fallback"),
+        ),
+        (
+            "node with name: r_1 and target: new_ones only has a fallback.",
+            ("r_1", "new_ones", "it only has a fallback"),
+        ),
+        ("node with name: o and target: my.op didn't have any mapping.", ("o", "my.op", "it didn't have any mapping")),
+        (
+            "Failed while running meta for node with name: x and target: <function interpolate at 0x7f>: no corners",
+            ("x", "interpolate", "Failed while running meta for it: no corners"),
+        ),
+        ("something else", ("", "a part of the graph", "something else")),
+    ],
+)
+def test_thunders_words_are_understood(said: str, expected: tuple[str, str, str]) -> None:
+    assert understood(said) == expected
 
 
 @pytest.mark.parametrize("given", [function, Net(), None, torch.compile(function), torch.compile(Net())])

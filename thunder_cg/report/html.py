@@ -37,8 +37,8 @@ def render(report: Report) -> str:
 
 
 def _outside(outside: Sequence[Outside]) -> str:
-    items = "".join(f"<li>{escape(part.function)}: {escape(part.reason)}</li>" for part in outside)
-    return f"<p>{escape(text.OUTSIDE)}</p><ul>{items}</ul>" if outside else ""
+    said = escape("\n".join(text.outside(outside)))
+    return f"<p>{escape(text.OUTSIDE)}</p><pre>{said}</pre>" if outside else ""
 
 
 def _trace(trace: TraceReport) -> str:

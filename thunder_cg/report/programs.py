@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import inspect
 import linecache
+import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import thunder
@@ -20,6 +24,7 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.runtime.program import Program
 
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
 
 
@@ -34,10 +39,20 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """Something in a Dynamo graph that Thunder does not support, so that Inductor compiled it and no trace has it."""
+    """An operator in a graph of Dynamo's that Thunder does not trace, so that Inductor runs it and no trace has it.
+
+    Attributes:
+        line: where the user called it, as "model.py:38", or None if that is unknown.
+        count: how many calls are alike.
+        cost: how many pieces the graph is cut into because of all such operators.
+    """
 
     function: str
+    operator: str
+    line: str | None
     reason: str
+    count: int
+    cost: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +91,53 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
             programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
-        # The splitter may look at an operator twice.
-        outside += dict.fromkeys(Outside(label, _reason(split)) for split in graph.split_reasons or ())
+        outside += _outside(label, graph)
     return Found(tuple(programs), tuple(outside))
+
+
+def _outside(label: str, graph: Any) -> Iterator[Outside]:
+    """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
+    lines = {node.name: _line(node.stack_trace) for node in graph.original_graph_module.graph.nodes}
+    kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
+    ours = len(graph.thunder_compiled_fns or ())
+    cost = (
+        f"cut into {ours} {'piece' if ours == 1 else 'pieces'} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
+    )
+    reasons = dict.fromkeys(_reason(split) for split in graph.split_reasons or ())
+    alike: Counter[tuple[str, str | None, str]] = Counter()
+    for said in reasons:
+        name, operator, reason = understood(said)
+        alike[operator, lines.get(name), reason] += 1
+    for (operator, line, reason), count in alike.items():
+        yield Outside(label, operator, line, reason, count, cost)
 
 
 def _reason(split: Any) -> str:
     """Why Thunder gave an operator away, with what was raised where it was tried."""
     said = str(split.info).replace(", see exception field", "")
     return f"{said}: {str(split.exception).strip().splitlines()[0]}" if split.exception else said
+
+
+_NODE = re.compile(
+    r"(?P<before>.*?)node with name: (?P<name>\S+) and target: (?P<target><[^>]*>|[\w.]+)(?P<after>.*)", re.DOTALL
+)
+
+
+def understood(split: str) -> tuple[str, str, str]:
+    """The node, the operator and the reason in a splitter's "node with name: x and target: f only has ..."."""
+    found = _NODE.match(split)
+    if found is None:
+        return "", "a part of the graph", split.strip()
+    words = found["target"].strip("<>").split()
+    operator = next((b for a, b in pairwise(words) if a in ("method", "function")), words[0])
+    return found["name"], operator, f"{found['before']}it{found['after']}".strip().rstrip(".")
+
+
+def _line(stack_trace: str | None) -> str | None:
+    """The innermost line of a stack trace that is not PyTorch's own, as "model.py:38"."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")
+    frames = [(file, line) for file, line in frames if not file.startswith(_TORCH)]
+    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else None
 
 
 def _in_caches(label: str, jitted: Any) -> Iterator[Located]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thunder_cg.report.collectives import CollectiveReport
+    from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
@@ -106,7 +107,19 @@ def _summary(report: Report) -> Iterator[str]:
         yield from _indent(_eager(eager))
     if report.outside:
         yield OUTSIDE
-        yield from _indent(f"{outside.function}: {outside.reason}" for outside in report.outside)
+        yield from _indent(outside(report.outside))
+
+
+def outside(parts: Sequence[Outside]) -> Iterator[str]:
+    """For each graph, the pieces that it is cut into, and what cuts it."""
+    graphs: dict[tuple[str, str], list[Outside]] = {}
+    for part in parts:
+        graphs.setdefault((part.function, part.cost), []).append(part)
+    for (function, cost), mine in graphs.items():
+        yield f"{function}, {cost}:"
+        for part in mine:
+            times = f" x{part.count}" if part.count > 1 else ""
+            yield f"    {part.operator}{times} at {part.line or 'a line unknown to Dynamo'}: {part.reason}"
 
 
 def _eager(ops: Iterable[OpReport]) -> Iterator[str]:

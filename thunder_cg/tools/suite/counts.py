@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 
 from thunder_cg.compat.torch import dynamo_counters
 from thunder_cg.report.report import Report, TraceReport
@@ -33,7 +31,9 @@ def fill_counts(row: SuiteRow, reports: Sequence[Report], breaks: Counter[str]) 
     ran = [t for t in after.traces if not t.regions or t.calls > getattr(earlier.get(_key(t)), "calls", 0)]
     if not ran:
         raise RuntimeError("Thunder compiled nothing of the model, or nothing of it ran in the last step")
-    left = Counter(dropped_operator(part.reason) for part in after.outside)
+    left: Counter[tuple[str, str]] = Counter()
+    for part in after.outside:
+        left[part.operator, part.reason] += part.count
     row.captured = sum(trace.counts["capture"] for trace in ran)
     row.ops = row.captured + sum(trace.counts["eager"] for trace in ran) + left.total()
     row.graphs = len({trace.function for trace in ran})
@@ -63,16 +63,3 @@ def _not_replayed(before: TraceReport | None, after: TraceReport) -> Iterator[st
         if region.replays <= earlier.get(region.name, 0):
             why = "; ".join(after.fallbacks) or "its trace ran without graphs"
             yield region.failure or why
-
-
-_NODE = re.compile(r"(?P<before>.*?)node with name: \S+ and target: (?P<target><[^>]*>|[\w.]+)(?P<after>.*)", re.DOTALL)
-
-
-def dropped_operator(split: str) -> tuple[str, str]:
-    """The operator and the reason in thunderfx's message "node with name: x and target: f only has ..."."""
-    found = _NODE.match(split)
-    if found is None:
-        return "a part of the graph", split.strip()
-    words = found["target"].strip("<>").split()
-    name = next((b for a, b in pairwise(words) if a in ("method", "function")), words[0])
-    return name, f"{found['before']}it{found['after']}".strip().rstrip(".")
