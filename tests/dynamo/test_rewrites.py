@@ -195,6 +195,66 @@ def test_grouped_query_attention(backend, device, deterministic):
     assert one_region_each_way(graphed)
 
 
+class Twice(torch.autograd.Function):
+    """Its gradients are not those of what it computes."""
+
+    @staticmethod
+    def forward(ctx, x, y, factor):
+        ctx.save_for_backward(x, y)
+        ctx.factor = factor
+        return torch.tanh(x) * y * factor, x + y
+
+    @staticmethod
+    def backward(ctx, grad, other):
+        x, y = ctx.saved_tensors
+        return grad * y * 3 + other, grad * x * ctx.factor + other * 2, None
+
+
+class TwiceInPlace(Twice):
+    @staticmethod
+    def backward(ctx, grad, other):
+        x, y = ctx.saved_tensors
+        return (grad * y).mul_(3) + other, grad * x * ctx.factor + other * 2, None
+
+
+@pytest.mark.parametrize("function", [Twice, TwiceInPlace])
+@pytest.mark.parametrize("unused", [False, True])
+def test_autograd_functions(backend, device, function, unused):
+    """They have the user's gradients. Inductor gets one that writes in place."""
+
+    def fn(x):
+        one, other = function.apply(x * 2, torch.sin(x), 1.5)
+        return one if unused else one + other.exp()
+
+    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend)
+    if function is Twice:
+        assert one_region_each_way(graphed)
+    else:
+        assert [part.operator for part in explain(graphed).outside] == ["autograd_function_apply"]
+
+
+def test_autograd_functions_of_dynamic_shapes(backend, device):
+    graphed = thunderfx(fn := lambda x: Twice.apply(x * 2, torch.sin(x), 1.5)[0].exp(), backend=backend, dynamic=True)
+    for rows in (2, 3, 4, 2, 3):
+        x = torch.randn(rows, 4, device=device, requires_grad=True)
+        y = x.detach().requires_grad_()
+        for one, function in ((x, graphed), (y, fn)):
+            function(one).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_autograd_functions_under_autocast(backend, device):
+    def fn(x):
+        with torch.autocast(device, torch.bfloat16):
+            return function_of_product(x)
+
+    def function_of_product(x):
+        return Twice.apply(x @ x.T, x.sum(1), 1.5)[0].float()
+
+    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(8, 8, device=device), backend)
+    assert "autograd_function_apply" in [part.operator for part in explain(graphed).outside]
+
+
 def test_own_operators_do_not_hide_autocast():
     """Attention is computed in bfloat16 there, so Inductor gets it."""
 

@@ -12,7 +12,7 @@ from thunder.dynamo import splitter, utils
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from thunder_cg.compat.torch import tree_leaves
@@ -21,6 +21,7 @@ __all__ = [
     "CompiledFunction",
     "ThunderCompiler",
     "can_trace",
+    "can_trace_all",
     "example",
     "for_splitter",
     "get_torch_compile_kwargs",
@@ -93,6 +94,8 @@ def keeping_fallbacks(graph: Graph, objection: Callable[[Node, Callable[..., Any
     def problem_with(node: Node) -> str | None:
         if node.name in transformed:
             return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
+        if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
+            return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
         target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
         return objection(node, target) if target in _FALLBACKS else None
 
@@ -108,6 +111,12 @@ def keeping_fallbacks(graph: Graph, objection: Callable[[Node, Callable[..., Any
         patch.object(splitter, "is_node_supported_by_thunder", is_kept),
     ):
         yield
+
+
+def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:
+    """Whether Thunder can trace all of a graph, without fallbacks."""
+    can, _ = utils.is_graphmodule_supported_by_thunder(module, options)
+    return bool(can)
 
 
 def inside_transforms(graph: Graph) -> frozenset[str]:

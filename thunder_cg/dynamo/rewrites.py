@@ -11,8 +11,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from thunder_cg.compat.dynamo import can_trace, example, inside_transforms, on_examples
-from thunder_cg.compat.torch import has_storage, storage_id, tree_leaves
+from thunder_cg.compat.dynamo import can_trace, can_trace_all, example, inside_transforms, on_examples
+from thunder_cg.compat.torch import any_autocast_enabled, has_storage, storage_id, tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast
 
@@ -46,6 +46,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _write_out(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
             _draw_out_of_place(node)
+        elif node.target is torch.ops.higher_order.autograd_function_apply:
+            _write_as_before(node, module, options)
         elif node.op == "call_function":
             _use_own_operator(node, options)
 
@@ -156,6 +158,31 @@ def _draw_out_of_place(node: Node) -> None:
         return
     if tensor.target in ("new_empty", torch.empty, torch.empty_like) and isinstance(node.args[1], float):
         node.op, node.target = "call_function", operators.bernoulli()
+
+
+def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
+    """A ``torch.autograd.Function`` as releases of PyTorch before 2.10 wrote it, which Thunder 0.2 can trace.
+
+    Its graphs, forward and backward, took an object of Python first, and the call said which arguments are tensors.
+    """
+    bodies = [module.get_submodule(str(arg.target)) for arg in call.args[:2] if isinstance(arg, Node)]
+    graphs = [body for body in bodies if isinstance(body, GraphModule) and can_trace_all(body, options)]
+    writes = any(_writes(node) for graph in graphs for node in graph.graph.nodes)
+    casts = any_autocast_enabled() or any("autocast" in getattr(n.target, "__name__", "") for n in module.graph.nodes)
+    is_new = "args_tensor_mask" not in call.kwargs and not call.kwargs.get("non_differentiable_idx")
+    takes_tensors = all(isinstance(_value(arg), torch.Tensor) for arg in call.args[2:])  # and no size
+    if not (is_new and takes_tensors) or writes or casts or len(graphs) < 2:
+        return
+    for graph in graphs:
+        first = next(iter(graph.graph.nodes))
+        with graph.graph.inserting_before(first):
+            graph.graph.placeholder("ctx")
+        graph.recompile()
+    call.kwargs = {**call.kwargs, "args_tensor_mask": [True] * (len(call.args) - 2)}
+
+
+def _writes(node: Node) -> bool:
+    return _out_of_place(node) is not None or node.target is operator.setitem or "out" in node.kwargs
 
 
 def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
