@@ -255,6 +255,46 @@ def test_autograd_functions_under_autocast(backend, device):
     assert "autograd_function_apply" in [part.operator for part in explain(graphed).outside]
 
 
+@pytest.mark.parametrize("layer", [nn.Hardswish(True), nn.SiLU(True)], ids=repr)
+def test_layers_in_place(backend, device, layer):
+    """They pass `inplace` by position. Thunder's gradients of them would be wrong."""
+
+    def fn(x):
+        return layer(torch.sin(x) * 3) * 2
+
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
+
+
+def test_dropout_in_place(backend, device):
+    """Thunder refuses it, in inference, too. Out of place, it draws the same."""
+    compiled = [
+        thunderfx(lambda x, i=in_place: F.dropout(torch.sin(x), 0.5, True, i) * 2, backend=backend)
+        for in_place in (True, False)
+    ]
+    with torch.no_grad():
+        for step in range(4):
+            x, found = torch.randn(4, 8, device=device), []
+            for each in compiled:
+                torch.manual_seed(step)
+                found.append(each(x))
+            same(*found)
+    assert not explain(compiled[0]).outside and len(explain(compiled[0]).traces[0].regions) == 1
+
+
+@pytest.mark.parametrize("fn", [F.max_pool2d, F.max_pool1d])
+def test_pooling_with_ceil_mode(backend, device, fn):
+    """Thunder's symbol refuses it."""
+
+    def pools(x):
+        x = x.view(1, 2, 8) if fn is F.max_pool1d else x.view(1, 2, 2, 4)
+        name = fn(x, 3, stride=2, ceil_mode=True)  # Dynamo names the value by the operator
+        return name * fn(x, 2)[..., :1]
+
+    assert one_region_each_way(
+        trains_alike(Around(pools).to(device), lambda: torch.randn(2, 8, device=device), backend)
+    )
+
+
 def test_own_operators_do_not_hide_autocast():
     """Attention is computed in bfloat16 there, so Inductor gets it."""
 

@@ -130,11 +130,12 @@ def register_function(
     """A new symbol of the executor that calls ``function``, and whose backward calls it again, under autograd.
 
     Args:
-        id_: of the symbol; traces print it with underscores in the place of dots.
+        id_: of the symbol; traces print it behind the executor's name, since a value of the trace may have its name.
     """
 
     def register(suffix: str, meta: Callable[..., Any], fn: Callable[..., Any]) -> Symbol:
-        symbol = executor.register_operator(id_.replace(".", "_") + suffix, meta=meta, fn=fn)
+        name = f"{executor.name}.{id_}{suffix}".replace(".", "_")
+        symbol = executor.register_operator(name, meta=meta, fn=fn)
         return replace(symbol, id=id_ + suffix)
 
     forward = register("", langctx(Languages.TORCH)(meta_adaptor(function)), function)

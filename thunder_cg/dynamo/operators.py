@@ -23,6 +23,7 @@ _executor = OperatorExecutor("torch_ops")
 _NAMES: dict[Any, str] = {
     F.interpolate: "interpolate",
     F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
+    **{pool: f"max_pool{n}d" for n, pool in ((1, F.max_pool1d), (2, F.max_pool2d), (3, F.max_pool3d))},  # ceil_mode
     **dict.fromkeys(grouped_mm, "grouped_mm"),
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +23,7 @@ _IN_PLACE = {
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 }
 
+_POOLS = (F.max_pool1d, F.max_pool2d, F.max_pool3d)  # Thunder's symbols refuse ceil_mode
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 
 
@@ -33,6 +36,7 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     transformed = inside_transforms(module.graph)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
+        _name_inplace(node)
         _compute_out_of_place(node)
         _pass_sizes_by_position(node)
     for node in nodes:
@@ -52,15 +56,27 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _use_own_operator(node, options)
 
 
+def _name_inplace(node: Node) -> None:
+    """``hardswish(x, True)`` is ``hardswish(x, inplace=True)``: modules pass it by position."""
+    if not isinstance(node.target, types.FunctionType):
+        return
+    parameters = [*inspect.signature(node.target).parameters]
+    if parameters[-1:] == ["inplace"] and len(node.args) == len(parameters):
+        node.kwargs = {**node.kwargs, "inplace": node.args[-1]}
+        node.args = node.args[:-1]
+
+
 def _compute_out_of_place(node: Node) -> None:
     """``y /= y.sum()`` is ``y = y / y.sum()`` for a tensor that the graph makes, and that has no other name later.
 
-    Thunder's backward reads what the operator has overwritten, so its gradients would be wrong.
+    Thunder's backward reads what the operator has overwritten, so its gradients would be wrong. Its dropout refuses.
     """
     function = _out_of_place(node)
     written = node.args[0] if node.args else None
     result = _value(node)
-    if function is None or not isinstance(written, Node) or not getattr(result, "requires_grad", False):
+    if function is None or not isinstance(written, Node) or not isinstance(result, torch.Tensor):
+        return
+    if not (result.requires_grad or function is F.dropout):
         return
     position = {other: i for i, other in enumerate(node.graph.nodes)}
     later = {other for other, i in position.items() if i > position[node]}
@@ -194,6 +210,8 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         if draws or not node.kwargs.get("enable_gqa"):  # its backward would draw again; Thunder's own symbol is better
             return
     function: Any = node.target
+    if function in _POOLS and not (node.args[5] if len(node.args) > 5 else node.kwargs.get("ceil_mode")):
+        return
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
         node.target = own

@@ -44,7 +44,9 @@ RULES: tuple[Rule, ...] = (
     """, CAPTURED, Evidence.MEASURED, settings=Settings.ATTENTION),
 
     # Of thunder_cg.dynamo.operators: PyTorch's operators as they are
-    *rows("torch_ops", "interpolate interpolate_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
+    *rows("torch_ops", """
+        interpolate interpolate_vjp max_pool1d max_pool1d_vjp max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp
+    """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
     *rows("torch_ops", "scaled_dot_product_attention scaled_dot_product_attention_vjp", CAPTURED, Evidence.KNOWN,
           conditions=(when.DROPOUT,)),
     *rows("torch_ops", "bernoulli", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, draws=True),
