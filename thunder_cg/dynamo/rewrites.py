@@ -191,9 +191,10 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
         return
     for graph in graphs:
         first = next(iter(graph.graph.nodes))
-        with graph.graph.inserting_before(first):
-            graph.graph.placeholder("ctx")
-        graph.recompile()
+        if first.name != "ctx":  # else another call has the same graph
+            with graph.graph.inserting_before(first):
+                graph.graph.placeholder("ctx")
+            graph.recompile()
     call.kwargs = {**call.kwargs, "args_tensor_mask": [True] * (len(call.args) - 2)}
 
 
