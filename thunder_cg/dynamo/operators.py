@@ -19,11 +19,14 @@ from thunder_cg.compat.dynamo import for_splitter
 from thunder_cg.compat.thunder import OperatorExecutor, register_function
 from thunder_cg.compat.torch import grouped_mm, library_name
 
+# Thunder's symbols refuse ceil_mode.
+MAX_POOLS = {F.max_pool1d: "max_pool1d", F.max_pool2d: "max_pool2d", F.max_pool3d: "max_pool3d"}
+
 _executor = OperatorExecutor("torch_ops")
 _NAMES: dict[Any, str] = {
     F.interpolate: "interpolate",
     F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
-    **{pool: f"max_pool{n}d" for n, pool in ((1, F.max_pool1d), (2, F.max_pool2d), (3, F.max_pool3d))},  # ceil_mode
+    **MAX_POOLS,
     **dict.fromkeys(grouped_mm, "grouped_mm"),
 }
 

@@ -23,7 +23,6 @@ _IN_PLACE = {
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
 }
 
-_POOLS = (F.max_pool1d, F.max_pool2d, F.max_pool3d)  # Thunder's symbols refuse ceil_mode
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 
 
@@ -181,13 +180,15 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
 
     Its graphs, forward and backward, took an object of Python first, and the call said which arguments are tensors.
     """
-    bodies = [module.get_submodule(str(arg.target)) for arg in call.args[:2] if isinstance(arg, Node)]
-    graphs = [body for body in bodies if isinstance(body, GraphModule) and can_trace_all(body, options)]
-    writes = any(_writes(node) for graph in graphs for node in graph.graph.nodes)
-    casts = any_autocast_enabled() or any("autocast" in getattr(n.target, "__name__", "") for n in module.graph.nodes)
     is_new = "args_tensor_mask" not in call.kwargs and not call.kwargs.get("non_differentiable_idx")
     takes_tensors = all(isinstance(_value(arg), torch.Tensor) for arg in call.args[2:])  # and no size
-    if not (is_new and takes_tensors) or writes or casts or len(graphs) < 2:
+    casts = any_autocast_enabled() or any("autocast" in getattr(n.target, "__name__", "") for n in module.graph.nodes)
+    if casts or not (is_new and takes_tensors):
+        return
+    bodies = [module.get_submodule(str(arg.target)) for arg in call.args[:2] if isinstance(arg, Node)]
+    graphs = [body for body in bodies if isinstance(body, GraphModule)]
+    writes = any(_writes(node) for graph in graphs for node in graph.graph.nodes)
+    if writes or len(graphs) < 2 or not all(can_trace_all(graph, options) for graph in graphs):
         return
     for graph in graphs:
         first = next(iter(graph.graph.nodes))
@@ -211,7 +212,7 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         if draws or not node.kwargs.get("enable_gqa"):  # its backward would draw again; Thunder's own symbol is better
             return
     function: Any = node.target
-    if function in _POOLS and not (node.args[5] if len(node.args) > 5 else node.kwargs.get("ceil_mode")):
+    if function in operators.MAX_POOLS and not (node.args[5] if len(node.args) > 5 else node.kwargs.get("ceil_mode")):
         return
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):

@@ -22,6 +22,7 @@ import torch
 
 from thunder_cg.analysis.ops import Op
 from thunder_cg.errors import NotCompiledError
+from thunder_cg.report.text import count
 from thunder_cg.runtime.program import Program
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -99,17 +100,15 @@ def _outside(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
     lines = {node.name: _line(node.stack_trace) for node in graph.original_graph_module.graph.nodes}
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
-    ours = len(graph.thunder_compiled_fns or ())
-    cost = (
-        f"cut into {ours} {'piece' if ours == 1 else 'pieces'} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
-    )
+    pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
+    cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
     reasons = dict.fromkeys(_reason(split) for split in graph.split_reasons or ())
     alike: Counter[tuple[str, str | None, str]] = Counter()
     for said in reasons:
         name, operator, reason = understood(said)
         alike[operator, lines.get(name), reason] += 1
-    for (operator, line, reason), count in alike.items():
-        yield Outside(label, operator, line, reason, count, cost)
+    for (operator, line, reason), times in alike.items():
+        yield Outside(label, operator, line, reason, times, cost)
 
 
 def _reason(split: Any) -> str:

@@ -144,6 +144,16 @@ def environment(device: torch.device, packages: Iterable[str] = ()) -> dict[str,
     return found
 
 
+def origin(environment: Mapping[str, str]) -> str:
+    """Where and when something was measured, as text: device, driver, versions, date."""
+    versions = [f"{name} {value}" for name, value in environment.items() if name not in _UNVERSIONED]
+    driver = [f"driver {environment['driver']}"] if environment.get("driver") else []
+    return ", ".join([environment.get("device", "?"), *driver, *versions, environment.get("date", "?")])
+
+
+_UNVERSIONED = ("device", "driver", "backend", "date")
+
+
 def driver() -> str:
     """The version of NVIDIA's driver on Linux, such as 580.159.04, or "" where it cannot be read."""
     try:
@@ -153,4 +163,4 @@ def driver() -> str:
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
-__all__ = ["FOLDER", "Journal", "MeasuredResults", "check_environment", "driver", "environment"]
+__all__ = ["FOLDER", "Journal", "MeasuredResults", "check_environment", "driver", "environment", "origin"]

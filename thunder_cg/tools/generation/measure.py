@@ -16,15 +16,10 @@ from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
 from thunder_cg.tools.generation.models import LITGPT, VOCABULARY, Compile, GeneratingModel
 from thunder_cg.transform import cudagraph_transform
 
-EAGER = "eager"
-THUNDER = "thunder"
-THUNDER_OWN = "thunder + CUDAGraphTransform"
-REDUCE_OVERHEAD = "torch.compile, reduce-overhead"
-OURS = "thunder_cg"
-OURS_FUSED = "thunder_cg, torch.compile fusions"
 VARIANTS = (EAGER, THUNDER, THUNDER_OWN, REDUCE_OVERHEAD, OURS, OURS_FUSED)
 
 SEED = 5

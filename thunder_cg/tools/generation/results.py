@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from thunder_cg.tools.generation.measure import OURS, THUNDER, VARIANTS, GenerationRow
-from thunder_cg.tools.results import MeasuredResults
+from thunder_cg.tools.bench.report import line
+from thunder_cg.tools.bench.variants import OURS, THUNDER
+from thunder_cg.tools.generation.measure import VARIANTS, GenerationRow
+from thunder_cg.tools.results import MeasuredResults, origin
 
 PACKAGES = ("transformers", "litgpt")
 
@@ -36,18 +38,13 @@ class GenerationResults(MeasuredResults):
 def markdown(rows: Sequence[GenerationRow], environment: Mapping[str, str]) -> str:
     """Tokens per second of each model in each variant, and the machine and versions."""
     models = [*dict.fromkeys(row.model for row in rows)]
-    lines = [
-        _line(["tokens/s", *VARIANTS, "its launches a token", "same tokens"]),
-        _line(["---"] * (len(VARIANTS) + 3)),
-    ]
+    lines = [line(["tokens/s", *VARIANTS, "its launches a token", "same tokens"]), line(["---"] * (len(VARIANTS) + 3))]
     for model in models:
         found = {row.variant: row for row in rows if row.model == model}
         rates = [_rate(found.get(variant)) for variant in VARIANTS]
-        lines.append(_line([model, *rates, _launches(found), _same(found)]))
+        lines.append(line([model, *rates, _launches(found), _same(found)]))
     failures = [f"\n{row.model}, {row.variant}: {row.failure}" for row in rows if row.failure]
-    versions = ", ".join(f"{k} {v}" for k, v in environment.items() if k not in ("device", "backend", "date") and v)
-    where = f"\n{environment.get('device', '?')}, {versions}, {environment.get('date', '?')}; greedy, random weights."
-    return "\n".join([*lines, *failures, where])
+    return "\n".join([*lines, *failures, f"\n{origin(environment)}; greedy, random weights."])
 
 
 def differ(rows: Sequence[GenerationRow]) -> list[str]:
@@ -72,7 +69,3 @@ def _launches(found: Mapping[str, GenerationRow]) -> str:
 def _same(found: Mapping[str, GenerationRow]) -> str:
     rows = [found[name] for name in (THUNDER, OURS) if name in found and not found[name].failure]
     return ("no" if differ(rows) else "yes") if len(rows) == 2 else "--"
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"

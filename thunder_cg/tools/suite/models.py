@@ -32,10 +32,9 @@ class ModelInputs:
         Of a model that denoises, it is the mean square of what is left of the noise.
         """
         if self.labels is None:
-            denoised = getattr(output, "sample", None)
-            if denoised is not None and not isinstance(output, Tensor):
-                return denoised.float().square().mean()
-            loss: Tensor = output if isinstance(output, Tensor) else output.loss
+            if isinstance(output, Tensor):
+                return output
+            loss: Tensor = output.sample.float().square().mean() if hasattr(output, "sample") else output.loss
             return loss
         logits = output["out"] if isinstance(output, Mapping) else output
         classes = logits.shape[1]

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from thunder_cg.tools.bench.report import line as table_line
+from thunder_cg.tools.results import origin
 from thunder_cg.tools.suite.row import BREAK, EAGER, FORWARD, INDUCTOR, NOT_REPLAYED, TRAINING, NotCaptured, SuiteRow
 
 BEGIN, END = "<!-- suite -->", "<!-- /suite -->"
@@ -34,12 +36,12 @@ def markdown(rows: Sequence[SuiteRow], environment: Mapping[str, str]) -> str:
     by_model: dict[str, dict[str, SuiteRow]] = {}
     for row in rows:
         by_model.setdefault(row.model, {})[row.mode] = row
-    lines = [_line(_HEADER), _line(("---",) * len(_HEADER))]
+    lines = [table_line(_HEADER), table_line(("---",) * len(_HEADER))]
     for model, modes in by_model.items():
         forward, training = modes.get(FORWARD), modes.get(TRAINING)
         mine = [row for row in (forward, training) if row is not None]
         cells = (_name(model, mine), *_cells(forward), *_cells(training), _outside(mine))
-        lines.append(_line(cells))
+        lines.append(table_line(cells))
     return "\n".join([*lines, "", *_caption(environment, [row for row in rows if not row.failure])])
 
 
@@ -116,17 +118,8 @@ def _why(part: NotCaptured) -> str:
 
 
 def _caption(environment: Mapping[str, str], rows: Sequence[SuiteRow]) -> Iterator[str]:
-    versions = ", ".join(f"{name} {value}" for name, value in environment.items() if name not in _ENVIRONMENT)
-    driver = f", driver {environment['driver']}" if environment.get("driver") else ""
     timed = [row for row in rows if row.captured_us]
     sizes = "bfloat16, real sizes" if timed else "tiny sizes; the `tape` backend, whose times say nothing"
     ran = [row for row in rows if not row.failure]
     rest = " What has no times here was compared, and not timed." if 0 < len(timed) < len(ran) else ""
-    yield f"{environment.get('device', '?')}{driver}, {versions}, {environment.get('date', '?')}; {sizes}.{rest}"
-
-
-_ENVIRONMENT = ("device", "driver", "backend", "date")
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    yield f"{origin(environment)}; {sizes}.{rest}"
