@@ -71,6 +71,8 @@ Every test compares with uncaptured Thunder, bit for bit.
 | two threads share memory                                      | test_threads                           |
 | more calls in flight than arenas                              | test_too_many_in_flight                |
 | a model in many parts, all in flight at once                  | test_an_arena_for_each_function        |
+| backwards of several parts overwrite each other's memory      | test_backwards_that_share_memory       |
+| so do those that run on several threads                       | test_backwards_on_several_threads      |
 | memory that a region may reuse has another name               | test_memory_with_two_names             |
 | so has memory that the forward saved                          | test_saved_memory_with_two_names       |
 | so has memory that a region without a graph passes on         | test_memory_that_is_passed_on          |
@@ -101,7 +103,7 @@ import pytest
 import thunder
 import torch
 from models import Dropout, LayerNorm, Linear
-from support import regions, replays, same, same_state
+from support import programs, regions, replays, same, same_state
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -1272,6 +1274,78 @@ def test_an_arena_for_each_function(transform, device):
             same_state(a, b)
     assert [replays(model) for model in graphed] == [6] * 4
     assert not any(trace["fallbacks"] for model in graphed for trace in explain(model).to_dict()["traces"])
+
+
+def test_backwards_that_share_memory(transform, device):
+    """In the order of autograd and in others, with gradients of other layouts, and with a graph that is retained."""
+    shared = transform()
+    models = [MLP().to(device) for _ in range(3)]
+    plain = [thunder.jit(copy.deepcopy(model)) for model in models]
+    graphed = [thunder.jit(model, transforms=[shared]) for model in models]
+
+    def in_order(some, x):
+        for model in some:
+            x = model(x).tanh()
+        x.square().sum().backward()
+
+    def apart(some, x):
+        losses = [model(x) for model in some]
+        for i, loss in enumerate(losses):
+            loss.backward(torch.full_like(loss, 0.5) if i else torch.ones_like(loss).t().contiguous().t())
+
+    def retained(some, x):
+        losses = [model(x).square().sum() for model in some]
+        losses[1].backward(retain_graph=True)
+        for loss in losses:
+            loss.backward()
+
+    for step in (in_order, in_order, in_order, apart, apart, apart, in_order, retained, retained, in_order, apart):
+        x = torch.randn(4, 8, device=device)
+        step(plain, x)
+        step(graphed, x)
+        for a, b in zip(plain, graphed):
+            same_state(a, b)
+    arenas = [recording.scratch for model in graphed for recording in _backwards(model)]
+    assert len(set(map(id, arenas))) == 1 and arenas[0] is not None
+    scratch = weakref.ref(arenas[0])
+    del models, graphed, arenas, a, b
+    gc.collect()
+    assert scratch() is None, "a scratch arena outlives the models that used it"
+
+
+def _backwards(jmodel):
+    return [backward for recording in programs(jmodel)[0].recordings for backward in recording.backwards]
+
+
+def test_backwards_on_several_threads(transform, device):
+    """One thread's backward finds the other's in the memory that it was captured in, and runs eagerly."""
+    shared = transform()
+    models = [MLP().to(device) for _ in range(4)]
+    plain = [thunder.jit(copy.deepcopy(model)) for model in models]
+    graphed = [thunder.jit(model, transforms=[shared]) for model in models]
+    errors = []
+
+    def train(some, seed):
+        generator = torch.Generator().manual_seed(seed)
+        try:
+            for _ in range(20):
+                x = torch.randn(4, 8, generator=generator).to(device)
+                for model in some:
+                    x = model(x).tanh()
+                x.square().sum().backward()
+        except Exception as error:
+            errors.append(error)
+
+    for some in (plain, graphed):
+        train(some, 7)  # Thunder compiles on one thread at a time
+        threads = [threading.Thread(target=train, args=(some[i : i + 2], i)) for i in (0, 2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not errors, errors[0]
+    for a, b in zip(plain, graphed):
+        same_state(a, b)
 
 
 def test_outer_capture(twins, device, backend):

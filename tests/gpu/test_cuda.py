@@ -235,6 +235,27 @@ def test_gradients_exist_once():
     assert found[1] <= found[0] + 128 * MB, found  # results that wait for a common copy, and workspaces of cuBLAS
 
 
+def test_memory_of_backwards_exists_once():
+    """Functions in a row, as graph breaks leave them, share what their backwards need for a while."""
+    x = torch.randn(4096, 1024, device="cuda")
+    found = []
+    for transforms in ([], [cudagraph_transform()]):
+        torch.manual_seed(0)
+        parts = [nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda() for _ in range(8)]
+        compiled = [thunder.jit(part, transforms=transforms) for part in parts]
+        before = reserved()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(4):
+            y = x
+            for part in compiled:
+                part.zero_grad(set_to_none=True)
+                y = part(y)
+            y.square().mean().backward()
+        found.append(torch.cuda.max_memory_reserved() - before)
+        del parts, compiled, part, y
+    assert found[1] <= 1.1 * found[0], [nbytes // MB for nbytes in found]
+
+
 def test_a_broken_capture_leaves_nothing_behind():
     backend = CudaBackend()
     pool = backend.pool(torch.device("cuda", 0))

@@ -168,6 +168,7 @@ class BackwardGraph:
         self.are_apart = region.graph.outputs.is_plain and len(set(given)) == len(given)
         self._passed = passed
         self._varying: tuple[list[int], Guard] | None = None
+        self.scratch = recorded.scratch
 
     def holds(self, tensors: list[Any]) -> bool:
         """The region's guard. What the forward left in the arena is checked once: it is at the same place each time."""
@@ -221,7 +222,7 @@ class BackwardReplay:
         if arena is not None and not discards and self._may_replay():
             for graph in self._known_graphs():
                 tensors = [collections[kind][i] for kind, i in graph.sources]
-                if graph.holds(tensors):
+                if graph.holds(tensors) and call.allocates_in(graph.scratch):
                     arena.enter()
                     with suppress(ReplayRefused):
                         results = graph.replay(tensors)

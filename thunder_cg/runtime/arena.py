@@ -78,12 +78,20 @@ class Arenas:
     """The arenas of one transform, up to a limit for each trace pair: what was split has many calls in flight at once.
 
     Programs keep an arena alive; when the last one that used it is gone, it goes too.
+
+    Note [Scratch arenas]
+        A forward holds its arena until its backward is over, so calls in flight have an arena each. If each backward
+        had its temporary memory in the arena of its forward, there would be as much of it as there are calls in flight,
+        although backwards run one after the other. So once there are two arenas, a backward allocates in a scratch
+        arena, which it holds only while it runs: all backwards share it. Where one call is in flight at a time, a
+        backward allocates in its forward's arena, and reuses the memory of saved values that it needs no more.
     """
 
     def __init__(self, backend: Backend, limit: int, poison: bool) -> None:
         self._backend, self._limit, self._poison = backend, limit, poison
         self._lock = threading.Lock()
         self._arenas: list[weakref.ref[Arena]] = []
+        self._scratch: list[weakref.ref[Arena]] = []
         self._pairs: weakref.WeakSet[object] = weakref.WeakSet()
 
     def join(self, pair: object) -> None:
@@ -95,8 +103,16 @@ class Arenas:
         for arena in preferred:
             if arena.try_hold():
                 return arena
+        return self._hold_one_of(self._arenas)
+
+    def hold_scratch(self) -> Arena | None:
+        """Takes a scratch arena for a backward; None where it should allocate in the arena of its forward."""
+        several = len(_alive(self._arenas)) > 1
+        return self._hold_one_of(self._scratch) if several else None
+
+    def _hold_one_of(self, arenas: list[weakref.ref[Arena]]) -> Arena | None:
         with self._lock:
-            alive = [arena for arena in (ref() for ref in self._arenas) if arena is not None]
+            alive = _alive(arenas)
             for arena in alive:
                 if arena.try_hold():
                     return arena
@@ -104,5 +120,9 @@ class Arenas:
                 return None
             arena = Arena(self._backend, self._poison)
             arena.try_hold()
-            self._arenas = [weakref.ref(a) for a in (*alive, arena)]
+            arenas[:] = [weakref.ref(a) for a in (*alive, arena)]
             return arena
+
+
+def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:
+    return [arena for arena in (ref() for ref in arenas) if arena is not None]

@@ -47,6 +47,7 @@ class Call:
         self.mode = Mode.EAGER
         self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
+        self.scratch: Arena | None = None  # that its backward holds besides: see Note [Scratch arenas]
         self.recording: Recording | None = None
         self.trace: TraceRecording | None = None  # the part of the recording that is for the trace that runs
         self.key: Any = None  # the layout that a warm-up is for
@@ -84,14 +85,35 @@ class Call:
         """Drops what the call recorded, with the memory of what failed."""
         self.recording = self.trace = None
         if self.arena is not None:
-            self.arena.trim()
+            self.memory.trim()
 
     def release(self) -> None:
         """Gives the arena back. Nothing in its memory may be used any more."""
-        arena, self.arena = self.arena, None
+        scratch, self.scratch, arena, self.arena = self.scratch, None, self.arena, None
         self.owned = {}
+        if scratch is not None:
+            scratch.release()
         if arena is not None:
             arena.release()
+
+    @property
+    def memory(self) -> Arena:
+        """Where what the call makes from here on is allocated."""
+        arena = self.scratch if self.scratch is not None else self.arena
+        assert arena is not None
+        return arena
+
+    def allocates_in(self, scratch: Arena | None) -> bool:
+        """Takes the scratch arena that a recorded backward allocates in, if any. False if another call has it."""
+        if scratch is not self.scratch:
+            if scratch is not None and not scratch.try_hold():
+                return False
+            if self.scratch is not None:
+                self.scratch.release()
+            self.scratch = scratch
+        if scratch is not None:
+            scratch.enter()
+        return True
 
     def owns(self, name: str, tensor: Any) -> bool:
         """Whether ``tensor`` is the arena's value of that name. One that a saved-tensor hook replaced is not."""

@@ -79,6 +79,7 @@ class Program:
         # Of a pair, kept by the program that owns it:
         self.recordings: list[Recording] = []  # what later calls may replay, newest first
         self._used: list[Arena] = []  # kept alive from the warm-up on
+        self._used_scratch: list[Arena] = []
         self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is still to come
         self._moves: Counter[str] = Counter()  # how often a static input was at another address
         self._captures_for_moves = 0
@@ -193,11 +194,12 @@ class Program:
             return call.run_eagerly(skip_reasons.WATCHED, strict=False)
         if call.recording is not None:
             for trace in call.recording.backwards:
-                if trace.guard.holds(inputs):
+                if trace.guard.holds(inputs) and call.allocates_in(trace.scratch):
                     call.trace, call.verifies = trace, self._is_due()
                     return call.enter(Mode.REPLAY)
         if (reason := self._unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
+        self._hold_scratch(call)
         if call.recording is None:
             call.key = self._key(inputs)
             return call.enter(Mode.WARMUP)
@@ -237,6 +239,14 @@ class Program:
             self._used.append(arena)
         return arena
 
+    def _hold_scratch(self, call: Call) -> None:
+        """Takes a scratch arena for a backward that is warmed up or captured, if it is to have one."""
+        if call.scratch is None and (scratch := self._arenas.hold_scratch()) is not None:
+            call.scratch = scratch
+            scratch.enter()
+            if scratch not in self._pair._used_scratch:
+                self._pair._used_scratch.append(scratch)
+
     def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
         key = self._key(inputs)
         if key not in self._warm:
@@ -255,7 +265,7 @@ class Program:
             if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
         ]
         guard = Guard(inputs, static, self.written, self.settings)
-        call.trace = TraceRecording(guard, [None] * len(self.regions), since=self.calls)
+        call.trace = TraceRecording(guard, [None] * len(self.regions), self.calls, call.scratch)
         call.verifies = self.options.verify is not None
         self._count_sample()
         return call.enter(Mode.CAPTURE)
@@ -378,7 +388,7 @@ class Program:
             if not recording.incomplete:
                 self._pair.admit(recording)
             if call.arena is not None:
-                call.arena.forget(call.owned.values(), recording.owned.values())
+                call.memory.forget(call.owned.values(), recording.owned.values())
 
     def admit(self, recording: Recording) -> None:
         """Keeps a recording for later calls; past the bound, the arena's oldest goes."""
@@ -434,7 +444,7 @@ class Program:
 
     def arena_bytes(self) -> int:
         """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""
-        return sum(arena.nbytes() for arena in self._pair._used)
+        return sum(arena.nbytes() for arena in (*self._pair._used, *self._pair._used_scratch))
 
 
 def _writes_with_grad(op: Op) -> bool:

@@ -115,6 +115,7 @@ class TraceRecording:
     guard: Guard
     graphs: list[RegionGraph | None]  # by region; None: that region is eager
     since: int = 0  # how many calls its program had made
+    scratch: Arena | None = None  # of a backward that does not allocate in the recording's arena
 
 
 @dataclass(slots=True, eq=False)

@@ -193,7 +193,6 @@ class RuntimeRegion:
         Raises:
             _NotRun: nothing of it ran.
         """
-        assert call.arena is not None
         began = False
 
         def function(inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
@@ -204,7 +203,7 @@ class RuntimeRegion:
         may_rerun = not (self.written or self.communicates) and self.io.alive.issuperset(call.owned)
         while True:
             try:
-                pool = call.arena.pool(self.device)
+                pool = call.memory.pool(self.device)
                 in_pool = self._in_pool(call, args)
                 taken = self._take(call, args, in_pool)
                 aliased = self._aliased_inputs(taken, in_pool)
@@ -254,9 +253,8 @@ class RuntimeRegion:
         for i in in_pool:
             taken[i] = call.owned[self.input_names[i]]
         given_up = [call.owned.pop(name) for name in [n for n in call.owned if n not in self.io.alive]]
-        assert call.arena is not None
         kept = call.recording.owned.values() if call.recording is not None else ()
-        call.arena.forget(given_up, [*(taken[i] for i in in_pool), *call.owned.values(), *kept])
+        call.memory.forget(given_up, [*(taken[i] for i in in_pool), *call.owned.values(), *kept])
         return taken
 
     def _aliased_inputs(self, taken: Sequence[Any], in_pool: frozenset[int]) -> list[AliasedInput]:
@@ -342,8 +340,8 @@ class RuntimeRegion:
     def _record(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Captures the region's ops, replays the graph, and keeps it in the recording."""
         recording = call.recording
-        assert call.arena is not None and recording is not None and call.trace is not None
-        pool = call.arena.pool(self.device)
+        assert recording is not None and call.trace is not None
+        pool = call.memory.pool(self.device)
         tensors = args[: len(self.input_names)]
         in_pool = self._in_pool(call, tensors)
         static = in_pool | frozenset(
@@ -388,8 +386,7 @@ class RuntimeRegion:
         self, call: Call, graph: RegionGraph, args: Sequence[Any], buffers: list[Any], in_pool: frozenset[int]
     ) -> list[Any]:
         """Records the ops into ``graph``; returns the results that have an address."""
-        assert call.arena is not None
-        pool = call.arena.pool(self.device)
+        pool = call.memory.pool(self.device)
         captured = with_buffers(self._take(call, args, in_pool), buffers)
         buffers.clear()  # the list of inputs alone owns them, so that their memory is reused after their last use
         aliased = self._aliased_inputs(captured, in_pool)
