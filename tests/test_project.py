@@ -29,7 +29,7 @@ PACKAGE = ROOT / "thunder_cg"
 LAYERS = (
     ("errors", "options", "compat"),
     ("analysis",),
-    ("runtime", "verify"),
+    ("runtime", "verify", "kernels"),
     ("report", "fastpath", "executor"),
     ("emit", "transform"),
     ("dynamo",),

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # Inductor takes half a minute to compile the fusions, which other tests capture.
-INSTEAD = {'executors=["torchcompile"], ': ""}
+INSTEAD = {"executors=executors(), ": ""}
 
 
 def blocks(language: str) -> Iterator[tuple[int, str]]:

@@ -21,6 +21,7 @@ from thunder_cg.errors import (  # noqa: E402  (the versions are checked before 
     OptionError,
     VersionError,
 )
+from thunder_cg.kernels import executors  # noqa: E402
 from thunder_cg.report.report import Report, explain  # noqa: E402
 from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform  # noqa: E402
 
@@ -35,6 +36,7 @@ __all__ = [
     "Report",
     "VersionError",
     "cudagraph_transform",
+    "executors",
     "explain",
     "thunderfx",
 ]

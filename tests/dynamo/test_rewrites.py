@@ -26,8 +26,10 @@ class Around(nn.Module):
         return self.fn(self.linear(x))
 
 
-def trains_alike(model: nn.Module, inputs: Callable[[], torch.Tensor], backend: str, **options: Any) -> Any:
-    """Compares a compiled model with PyTorch, outputs bit for bit, and returns the compiled one.
+def trains_alike(
+    model: nn.Module, inputs: Callable[[], torch.Tensor], backend: str, rounding: float = 0.0, **options: Any
+) -> Any:
+    """Compares a compiled model with PyTorch, outputs bit for bit or up to `rounding`, and returns the compiled one.
 
     Its gradients are those of PyTorch but for rounding: Thunder adds them in another order.
     """
@@ -43,9 +45,11 @@ def trains_alike(model: nn.Module, inputs: Callable[[], torch.Tensor], backend: 
         torch.manual_seed(step)
         expected = twin(x)
         expected.square().sum().backward()
-        same(found.detach(), expected.detach())
+        torch.testing.assert_close(found, expected, rtol=rounding, atol=rounding)
         for one, other in zip(model.parameters(), twin.parameters()):
-            torch.testing.assert_close(one.grad, other.grad)
+            torch.testing.assert_close(
+                one.grad, other.grad, **({"rtol": rounding, "atol": rounding} if rounding else {})
+            )
     return graphed
 
 
@@ -253,7 +257,8 @@ def test_autograd_functions_under_autocast(backend, device):
     def function_of_product(x):
         return Twice.apply(x @ x.T, x.sum(1), 1.5)[0].float()
 
-    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(8, 8, device=device), backend)
+    # Inductor keeps what it fuses in float32.
+    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(8, 8, device=device), backend, rounding=2e-2)
     assert "autograd_function_apply" in [part.operator for part in explain(graphed).outside]
 
 

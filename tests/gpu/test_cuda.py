@@ -14,6 +14,7 @@ from support import regions, replays, same, same_state, same_training, twice
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
+from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.cuda import CudaBackend
 from thunder_cg.tools.bench.cases import cases
 from thunder_cg.tools.bench.measure import Contender, subject
@@ -231,29 +232,33 @@ def test_gradients_exist_once():
             compiled(x).sum().backward()
         found.append(torch.cuda.max_memory_reserved() - before)
         del model, compiled
-    assert found[0] >= layers * width * width * 4
-    assert found[1] <= found[0] + 128 * MB, found  # results that wait for a common copy, and workspaces of cuBLAS
+    assert found[1] <= max(found[0], layers * width * width * 4) + 128 * MB, (
+        found
+    )  # results that wait for a common copy, and workspaces of cuBLAS
 
 
-def test_memory_of_backwards_exists_once():
+def test_memory_of_backwards_exists_once(monkeypatch):
     """Functions in a row, as graph breaks leave them, share what their backwards need for a while."""
-    x = torch.randn(4096, 1024, device="cuda")
-    found = []
-    for transforms in ([], [cudagraph_transform()]):
+
+    def peak(*transforms):
         torch.manual_seed(0)
         parts = [nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda() for _ in range(8)]
         compiled = [thunder.jit(part, transforms=transforms) for part in parts]
         before = reserved()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(4):
-            y = x
+            y = torch.ones(4096, 1024, device="cuda")
             for part in compiled:
                 part.zero_grad(set_to_none=True)
                 y = part(y)
             y.square().mean().backward()
-        found.append(torch.cuda.max_memory_reserved() - before)
-        del parts, compiled, part, y
-    assert found[1] <= 1.1 * found[0], [nbytes // MB for nbytes in found]
+        return (torch.cuda.max_memory_reserved() - before) // MB
+
+    plain, shared = peak(), peak(cudagraph_transform())
+    monkeypatch.setattr(Arenas, "hold_scratch", lambda self: None)
+    apart = peak(cudagraph_transform())
+    assert shared <= 1.4 * plain, (plain, shared, apart)  # forwards have 8 arenas, and each a workspace of cuBLAS
+    assert apart - shared >= 6 * 64, (plain, shared, apart)  # a hidden layer is 64 MB
 
 
 def test_a_broken_capture_leaves_nothing_behind():

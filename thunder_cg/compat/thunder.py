@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -13,7 +13,7 @@ import torch
 from thunder import CacheEntry
 from thunder.core import dtypes, prims
 from thunder.core.baseutils import build_callable
-from thunder.core.codeutils import module_shortname
+from thunder.core.codeutils import SigInfo, module_shortname
 from thunder.core.compile_data import get_compile_data
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.module import ThunderModule
@@ -28,10 +28,19 @@ from thunder.core.transform_common import Transform
 from thunder.core.transforms import augmented_forward_impls, backward_impls
 from thunder.distributed import get_skip_data_parallel_grad_sync as skips_grad_sync
 from thunder.distributed.prims import DistributedReduceOps
-from thunder.executors.passes import del_last_used
+from thunder.executors.nvfuserex import nvfuserex
+from thunder.executors.passes import del_last_used, transform_for_execution
 from thunder.executors.torch_autograd import connect_to_autograd
+from thunder.executors.torch_compile import TorchCompileExecutor
 from thunder.executors.torchex import ex as _torch_executor, no_autocast
-from thunder.extend import FusionExecutor, OperatorExecutor, get_default_executors, get_executor, register_executor
+from thunder.extend import (
+    FusionExecutor,
+    ImplInfo,
+    OperatorExecutor,
+    get_default_executors,
+    get_executor,
+    register_executor,
+)
 from thunder.plugins import register_plugin
 from thunder.torch import (
     _torch_to_thunder_function_map,
@@ -39,6 +48,7 @@ from thunder.torch import (
     augmented_forward_adaptor,
     backward_adaptor,
     meta_adaptor,
+    sum,
 )
 
 # Traces
@@ -117,6 +127,35 @@ def drop_self_references(entry: CacheEntry) -> None:
 
 # Whether the torch executor has a symbol of that name. It has none for derivatives that Thunder writes out.
 torch_executor_has: Callable[[str], bool] = _torch_executor.opmap.__contains__
+
+
+def torch_implementations() -> Mapping[Any, ImplInfo]:
+    """What the torch executor has for each symbol, by the symbol's id."""
+    return _torch_executor.implmap
+
+
+def torch_operators() -> Iterable[str]:
+    """The ids of the torch executor's own symbols."""
+    return _torch_executor.opmap
+
+
+def in_torch(symbols: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]) -> Callable[..., Any]:
+    """A function that runs these symbols with PyTorch's operators, one after the other."""
+    trace = TraceCtx()
+    trace.args = tuple(inputs)
+    trace._siginfo = SigInfo("run")
+    trace._siginfo.args = [(proxy.name, None) for proxy in inputs]
+    proxies = [
+        *inputs,
+        *(p for symbol in symbols for each in (symbol, *symbol.subsymbols) for p in each.flat_proxy_outs),
+    ]
+    trace.names = {proxy.name for proxy in proxies}
+    with tracectx(trace):
+        for proxy in inputs:
+            prims.unpack_trivial(proxy, name=proxy.name)
+    trace.bound_symbols += [*symbols, prims.python_return.bind(tuple(outputs), output=None)]
+    claimed = del_last_used(transform_for_execution(trace, [_torch_executor]))
+    return no_autocast(torch.no_grad()(claimed.python_callable(include_decorators=False)))
 
 
 def symbols_of_functions() -> dict[Any, Any]:

@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 from torch._C._dynamo import guards as _guards
 from torch._C._dynamo.guards import TensorGuards
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardManagerType
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
@@ -30,6 +31,17 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as disable_dispatch_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+# What `torch.compile` raises where it cannot compile a function, before any of it runs.
+CompileError = TorchDynamoException
+
+
+def free_layouts() -> AbstractContextManager[None]:
+    """Inside, Inductor leaves the results of what it compiles in whatever layout it has them."""
+    import torch._inductor.config as config  # it is slow to import
+
+    return config.patch(keep_output_stride=False)
+
 
 # Tensors
 

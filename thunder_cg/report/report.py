@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from thunder_cg.analysis.ops import Op
+from thunder_cg.compat.thunder import bound_functions
+from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import html, text
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.programs import Located, Outside, locate, source
@@ -150,13 +153,20 @@ def _op(program: Program, index: int, region: str | None) -> OpReport:
         executor=op.executor,
         verdict="bookkeeping" if op.bookkeeping else "capture" if verdict.capture else "eager",
         reason=verdict.reason.value,
-        detail=verdict.detail,
+        detail="; ".join([verdict.detail, *_failures(op)]),
         fix=verdict.fix,
         line=program.ops.line(op),
         source=source(origin) if origin is not None else None,
         region=region,
         fused=tuple(sub.name for sub in op.subs) if op.is_fusion else (),
     )
+
+
+def _failures(op: Op) -> list[str]:
+    """What the fuser could not do."""
+    functions = bound_functions(op.symbol).values() if op.is_fusion else ()
+    failures = [fn.failure for fn in functions if isinstance(fn, Fusion) and fn.failure is not None]
+    return [f"Inductor cannot compile it, so it runs op by op: {failure}" for failure in failures]
 
 
 def _region(region: RuntimeRegion) -> RegionReport:

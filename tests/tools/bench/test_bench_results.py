@@ -9,7 +9,7 @@ import torch
 from thunder_cg.tools.bench.cases import MLP, SMALL_GPT
 from thunder_cg.tools.bench.measure import BenchmarkRow
 from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
-from thunder_cg.tools.bench.variants import OURS
+from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD
 from thunder_cg.tools.results import FOLDER, environment
 
 CPU = torch.device("cpu")
@@ -31,3 +31,13 @@ def test_results_are_read_as_they_were_written_and_added_to(tmp_path: Path, resu
 def test_results_of_the_release_can_be_read() -> None:
     results = BenchmarkResults.read(FOLDER / "h200.json")
     assert results.rows and results.points and results.goals and results.environment["device"] == "NVIDIA H200"
+
+
+def test_readme_has_the_times_of_fused_kernels() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text(encoding="utf-8")
+    rows = {(row.case, row.variant): row for row in BenchmarkResults.read(FOLDER / "kernels-h200.json").rows}
+    for case in {case for case, _ in rows}:
+        eager, other, ours = (rows[case, variant] for variant in (EAGER, REDUCE_OVERHEAD, OURS_FUSED))
+        times = f"{eager.back_to_back:,.0f} | {other.back_to_back:,.0f} | **{ours.back_to_back:,.0f}**"
+        assert f"| {case} | {times} | {ours.compile_s:.0f} ({other.compile_s:.0f}) |" in readme
+        assert ours.back_to_back < eager.back_to_back

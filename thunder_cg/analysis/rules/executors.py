@@ -11,11 +11,13 @@ from thunder_cg.compat.torch import Settings
 
 EXECUTORS: Mapping[str, ExecutorRule] = {
     "nvfuser": ExecutorRule(fuses=True, kernel_scalars={"UNIFORM_PHILOX": frozenset({"seed", "offset"})}),
+    "inductor": ExecutorRule(fuses=True),
     "torchcompile": ExecutorRule(fuses=True),
     "torchcompile_cat": ExecutorRule(fuses=True),
     "torchcompile_xentropy": ExecutorRule(fuses=True),
     # torch.library.custom_op checks this, and Thunder takes only operators that declare no mutation.
     "custom_op": ExecutorRule(is_pure=True),
+    "derivatives": ExecutorRule(is_pure=True),
     # thunder_cg.dynamo takes only operators that neither write nor return an argument, as far as their schema says.
     "torch_ops": ExecutorRule(is_pure=True),
 }
@@ -53,6 +55,10 @@ RULES: tuple[Rule, ...] = (
     # On an H200 with torch 2.11, both ways, with ends of groups that change from call to call. A GPU that has no kernel
     # for it reads them on the host, which fails the capture.
     *rows("torch_ops", "grouped_mm grouped_mm_vjp", CAPTURED, Evidence.KNOWN),
+
+    # Of thunder_cg.kernels.derivatives
+    *rows("derivatives", "convolution_backward_input convolution_backward_weight", CAPTURED, Evidence.KNOWN,
+          settings=Settings.CUDNN | Settings.MATMUL),
 
     *_eager("python", """
         abs acos acosh add asin asinh atan atan2 atanh bitwise_and bitwise_or bitwise_xor convert_element_type_prim div

@@ -22,7 +22,8 @@ def main(argv: Sequence[str]) -> int:
     settings = BenchmarkSettings(
         device_of(arguments, parser),
         arguments.quick,
-        arguments.only,
+        tuple(arguments.cases or [arguments.only]),
+        tuple(arguments.variants),
         arguments.calls,
         arguments.jobs,
         json=arguments.json,
@@ -79,6 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--quick", action="store_true", help="a few small cases and calls: less than a minute")
     add("--only", default="", metavar="TEXT", help="measure the cases that have this in their names")
+    add(
+        "--cases", nargs="+", default=[], metavar="TEXT", help="measure the cases that have one of these in their names"
+    )
+    add("--variants", nargs="+", default=[], metavar="TEXT", help="the variants that have one of these in their names")
     add("--list", action="store_true", help="print the names of all cases and scaling series, and stop")
     add("--calls", type=positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")
     add("--jobs", type=positive, default=1, metavar="N", help="cases to prepare at once, each in its own process")
@@ -88,8 +93,6 @@ def _parser() -> argparse.ArgumentParser:
     several(
         "--gpus", type=positive, metavar="N", help="measure steps under ddp, fsdp and tensor parallelism on N ranks"
     )
-    several("--cases", nargs="+", default=[], metavar="TEXT", help="cases that have one of these in their names")
-    several("--variants", nargs="+", default=[], metavar="TEXT", help="variants that have one of these in their names")
     several("--layers", type=positive, metavar="N", help="of the language models (default: GPT 12, Llama 16)")
     several("--tokens", nargs="+", type=_tokens, default=[], metavar="BxT", help="GPT's batches (default: 2x128 8x512)")
     return parser

@@ -14,7 +14,7 @@ from thunder_cg.tools.bench.measure import EVERY_VARIANT
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
 from thunder_cg.tools.bench.report import line
-from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, THUNDER
+from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, THUNDER, is_meant
 from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import MeasuredResults, environment
@@ -54,12 +54,7 @@ class RankSettings:
 
     def chosen_variants(self, case: RankCase) -> list[str]:
         names = variants(case.parallel, self.device, self.quick and not self.variants)
-        return [name for name in names if not self.variants or _is_meant(name, names, self.variants)]
-
-
-def _is_meant(name: str, names: Sequence[str], texts: Sequence[str]) -> bool:
-    """A text means the variant that it names, else all that hold it: `thunder` is one of three."""
-    return any(text == name or (text in name and text not in names) for text in texts)
+        return [name for name in names if not self.variants or is_meant(name, names, self.variants)]
 
 
 @dataclass(slots=True)

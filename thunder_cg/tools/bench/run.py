@@ -21,7 +21,7 @@ from thunder_cg.tools.bench.models import optional
 from thunder_cg.tools.bench.plots import write_plots
 from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
 from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
-from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, variants
+from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, is_meant, variants
 from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.workers import Supervisor, Workers
@@ -37,7 +37,8 @@ class BenchmarkSettings:
 
     Attributes:
         quick: a few small cases and calls.
-        only: measure the cases and scaling series whose names hold this.
+        names: measure the cases and scaling series whose names hold one of these.
+        variants: measure the variants that these mean, see `is_meant`; none for all.
         calls: of a turn, at most; None for 100, or 10 if `quick`.
         jobs: how many cases are prepared at once, each in a process of its own; with 1, all run in this process.
         json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
@@ -46,7 +47,8 @@ class BenchmarkSettings:
 
     device: torch.device
     quick: bool = False
-    only: str = ""
+    names: Sequence[str] = ("",)
+    variants: Sequence[str] = ()
     calls: int | None = None
     jobs: int = 1
     json: Path | None = None
@@ -55,14 +57,15 @@ class BenchmarkSettings:
     @property
     def chosen(self) -> list[BenchmarkCase | ScalingSeries]:
         everything: tuple[BenchmarkCase | ScalingSeries, ...] = (*cases(self.device, self.quick), *SCALING)
-        return [each for each in everything if self.only in each.name]
+        return [each for each in everything if any(name in each.name for name in self.names)]
 
     def sizes(self, series: ScalingSeries) -> tuple[int, ...]:
         return series.small if self.quick or self.device.type != "cuda" else series.sizes
 
-    def names(self, size: int = 0) -> list[str]:
+    def chosen_variants(self, size: int = 0) -> list[str]:
         """The variants of a case, or of a scaling series at some size."""
         names = [*variants(self.device)]
+        names = [name for name in names if not self.variants or is_meant(name, names, self.variants)]
         if size:
             names = [name for name in names if name in IN_SCALING]
         return [name for name in names if name in (OURS, FLOOR)] if size > LARGEST else names
@@ -89,7 +92,12 @@ def run(settings: BenchmarkSettings) -> int:
         ModuleNotFoundError: plots are wanted and matplotlib is not installed.
     """
     if not settings.chosen:
-        raise ValueError(f"--only {settings.only}: no case has that in its name; --list shows all")
+        raise ValueError(f"--only {' '.join(settings.names)}: no case has that in its name; --list shows all")
+    if not settings.chosen_variants():
+        known = ", ".join(variants(settings.device))
+        raise ValueError(
+            f"--variants {' '.join(settings.variants)}: no variant has that in its name; there are {known}"
+        )
     if settings.plots is not None:
         optional("matplotlib")
     results = BenchmarkResults.read_or_new(settings.json, environment(settings.device))
@@ -131,10 +139,12 @@ def _measure_all(settings: BenchmarkSettings, results: BenchmarkResults) -> None
 
 def _tasks(settings: BenchmarkSettings, each: BenchmarkCase | ScalingSeries) -> list[BenchmarkTask]:
     if isinstance(each, BenchmarkCase):
-        alone = replace(settings, only=each.name)
-        return [BenchmarkTask(each.name, ticks(settings.names()), _measure, (alone, None, 0))]
+        alone = replace(settings, names=(each.name,))
+        return [BenchmarkTask(each.name, ticks(settings.chosen_variants()), _measure, (alone, None, 0))]
     return [
-        BenchmarkTask(each.case(size).name, ticks(settings.names(size)), _measure, (settings, each.unit, size))
+        BenchmarkTask(
+            each.case(size).name, ticks(settings.chosen_variants(size)), _measure, (settings, each.unit, size)
+        )
         for size in settings.sizes(each)
     ]
 
@@ -204,7 +214,7 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 
 def _warm_up(settings: BenchmarkSettings) -> None:
     """Runs a small case, so that the first case does not pay for loading kernels and the compiler."""
-    names = settings.names(1)
+    names = settings.chosen_variants(1)
     measure_case(SCALING[0].case(1), settings.device, names, 1, Progress(ticks(names), StringIO()), compare=False)
 
 
@@ -215,7 +225,7 @@ def _measure(
     progress: Progress,
     ready: Callable[[], None] | None = None,
 ) -> list[BenchmarkRow]:
-    """Measures a case, which `settings.only` names, or one size of a scaling series.
+    """Measures a case, which `settings.names` has, or one size of a scaling series.
 
     Args:
         ready: called once all variants are prepared; None if this process is not the measurement's own.
@@ -223,7 +233,7 @@ def _measure(
     if ready is not None:
         _warm_up(settings)
     if unit is None:
-        case = next(each for each in settings.chosen if isinstance(each, BenchmarkCase) and each.name == settings.only)
+        case = next(each for each in settings.chosen if isinstance(each, BenchmarkCase) and each.name in settings.names)
     else:
         case = next(series for series in SCALING if series.unit == unit).case(size)
     calls = settings.calls or (10 if settings.quick else 100)
@@ -231,7 +241,7 @@ def _measure(
         return measure_case(
             case,
             settings.device,
-            settings.names(size),
+            settings.chosen_variants(size),
             calls,
             progress,
             compare=unit is None,

@@ -16,6 +16,7 @@ from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import Tensor, nn
 
 from thunder_cg.compat.torch import end_allocate_to_pool
+from thunder_cg.kernels import executors
 from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.models import MaskRcnn
 from thunder_cg.transform import CudagraphTransform, cudagraph_transform
@@ -131,9 +132,9 @@ def _ours(subject: Subject) -> Prepared:
 
 
 def _ours_fused(subject: Subject) -> Prepared:
-    """With Thunder's executor that compiles as much as it can with Inductor: fewer and other kernels."""
+    """With kernels that are chosen for the machine: fewer and other ones than Thunder's own."""
     transform = cudagraph_transform(backend="cuda" if subject.device.type == "cuda" else "tape")
-    return Prepared(step_of(subject, _jit(subject, [transform], executors=["torchcompile"])))
+    return Prepared(step_of(subject, _jit(subject, [transform], executors=executors())))
 
 
 def _jit(subject: Subject, transforms: list[Any], **options: Any) -> Any:
@@ -236,3 +237,8 @@ ON_CPU = (EAGER, THUNDER, OURS)
 def variants(device: torch.device) -> Sequence[str]:
     """The names of the variants for a device. The hand-made graph comes last, because it is the lower bound."""
     return tuple(VARIANTS) if device.type == "cuda" else ON_CPU
+
+
+def is_meant(name: str, names: Sequence[str], texts: Sequence[str]) -> bool:
+    """Whether one of the texts means this variant: it is its name, or a part of it and no other variant's name."""
+    return any(text == name or (text in name and text not in names) for text in texts)

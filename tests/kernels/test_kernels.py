@@ -1,0 +1,194 @@
+"""`thunder_cg.executors()`: what they fuse, and that values, gradients and layouts are PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import thunder
+import torch
+from support import programs, same, same_state
+from torch import nn
+from torch.nn import functional as F
+
+import thunder_cg
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.torch import CompileError
+from thunder_cg.kernels import inductor
+
+
+class ConvNet(nn.Module):
+    """All kinds of convolutions, with padding, strides, groups and biases, BatchNorm and pooling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.strided = nn.Conv2d(8, 8, 3, stride=(2, 1), padding=(1, 0), groups=4, bias=False)
+        self.dilated = nn.Conv2d(8, 6, 3, dilation=2)
+        self.head = nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = F.max_pool2d(torch.relu(self.norm(self.first(x))), 2)
+        images = self.dilated(self.strided(x))
+        return images, self.head(F.adaptive_avg_pool2d(images, 1).flatten(1))
+
+
+class Clicks(nn.Module):
+    """Thunder takes the derivative of its loss with PyTorch's autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x, clicked):
+        return F.binary_cross_entropy_with_logits(self.head(F.silu(self.table(x))).squeeze(1), clicked)
+
+
+class WithItem(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x):
+        x = torch.relu(self.layers[0](x)).exp()
+        scale = x.mean().item()
+        return torch.tanh(self.layers[1](x) * 2) + scale
+
+
+@pytest.fixture
+def step(device):
+    """A training step, from one seed."""
+
+    def run(model, *inputs):
+        model.zero_grad()
+        torch.manual_seed(3)
+        found = model(*inputs)
+        found = found if isinstance(found, tuple) else (found,)
+        sum(each.float().square().sum() for each in found).backward()
+        return [each.detach() for each in found]
+
+    return run
+
+
+def compiled(model, *transforms):
+    return thunder.jit(model, executors=thunder_cg.executors(), transforms=transforms)
+
+
+def fusions(jfn):
+    return [op for program in programs(jfn) for op in program.ops.ops if op.is_fusion and op.executor == "inductor"]
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_convolutions_are_pytorchs(transform, device, step, memory_format):
+    torch.manual_seed(0)
+    model = ConvNet().double().to(device, memory_format=memory_format)
+    plain, graphed = copy.deepcopy(model), copy.deepcopy(model)
+    uncaptured, captured = compiled(model), compiled(graphed, transform())
+    for _ in range(4):
+        x = torch.randn(4, 3, 24, 24, dtype=torch.float64, device=device).to(memory_format=memory_format)
+        with torch.backends.cudnn.flags(deterministic=True):
+            expected, found, replayed = step(plain, x), step(uncaptured, x), step(captured, x)
+        same(found, replayed)
+    same_state(model, graphed)
+    for a, b in zip((*expected, *_state(plain)), (*found, *_state(model))):
+        torch.testing.assert_close(a, b)
+        assert a.stride() == b.stride()
+    assert [len(op.subs) > 20 for op in fusions(captured)] == [True, True], "one fusion each way"
+
+
+def _state(model):
+    return [*(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def test_a_convolution_in_three_dimensions(device, step):
+    model = nn.Sequential(nn.Conv3d(2, 3, 2, padding=1), nn.GELU(), nn.ConvTranspose3d(3, 2, 2)).double().to(device)
+    plain = copy.deepcopy(model)
+    x = torch.randn(2, 2, 4, 4, 4, dtype=torch.float64, device=device)
+    same_values = zip((*step(plain, x), *_state(plain)), (*step(compiled(model), x), *_state(model)))
+    for a, b in same_values:
+        torch.testing.assert_close(a, b)
+
+
+def test_what_dynamo_cannot_trace_is_left_out(transform, device, step):
+    torch.manual_seed(0)
+    model = Clicks().to(device)
+    plain, graphed = copy.deepcopy(model), copy.deepcopy(model)
+    uncaptured, captured = compiled(model), compiled(graphed, transform(strict=True))
+    for _ in range(4):
+        inputs = torch.randint(20, (6,), device=device), torch.rand(6, device=device)
+        expected = step(plain, *inputs)
+        same(step(uncaptured, *inputs), step(captured, *inputs))
+    same_state(model, graphed)
+    torch.testing.assert_close(expected, step(uncaptured, *inputs))
+    backward = programs(captured)[1]
+    assert [op.id for op in backward.ops.ops if not op.is_fusion and not op.bookkeeping] == [
+        "binary_cross_entropy_with_logits_vjp"
+    ]
+    assert len(backward.regions) == 1
+
+
+def test_what_no_graph_holds_is_not_fused(transform, device):
+    model = WithItem().to(device)
+    plain = copy.deepcopy(model)
+    captured = compiled(model, transform())
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(4, 8, device=device)
+            torch.testing.assert_close(captured(x), plain(x))
+    (program,) = programs(captured)
+    assert next(op.id for op in program.ops.ops if not op.bookkeeping and not op.is_fusion) == "item"
+    assert len(fusions(captured)) == 2
+
+
+def test_a_fusion_that_does_not_compile_runs_op_by_op(transform, device, monkeypatch):
+    def fails(self, region, counter):
+        symbol = _fuse(self, region, counter)
+        (fusion,) = compat.bound_functions(symbol).values()
+
+        def run(*args):
+            raise CompileError("no kernel for this\nand much more")
+
+        fusion._run = run
+        return symbol
+
+    _fuse = inductor.InductorExecutor.fuse
+    monkeypatch.setattr(inductor.InductorExecutor, "fuse", fails)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)).to(device)
+    plain = thunder.jit(copy.deepcopy(model))
+    captured = compiled(model, transform())
+    x = torch.randn(4, 8, device=device)
+    with torch.no_grad():
+        with pytest.warns(UserWarning, match="TorchCompile0, which runs op by op: .*no kernel for this"):
+            captured(x)
+        for _ in range(3):
+            torch.testing.assert_close(captured(x), plain(x))
+    (op,) = [op for op in thunder_cg.explain(captured).traces[0].ops if op.fused]
+    assert op.detail.endswith(
+        "Inductor cannot compile it, so it runs op by op: TorchDynamoException: no kernel for this"
+    )
+
+
+def test_nvfuser_where_thunder_can_use_it(monkeypatch):
+    sdpa = compat.get_executor("sdpa")
+    assert thunder_cg.executors()[0] is sdpa
+    monkeypatch.setattr(compat, "nvfuserex", None)
+    assert thunder_cg.executors()[-1] is inductor.executor
+    nvfuser = object()
+    monkeypatch.setattr(compat, "nvfuserex", nvfuser)
+    assert thunder_cg.executors()[-1] is nvfuser
+
+
+def test_through_thunderfx(device, backend):
+    model = ConvNet().to(device).eval()
+    captured = thunder_cg.thunderfx(model, executors=thunder_cg.executors(), backend=backend)
+    x = torch.randn(4, 3, 24, 24, device=device)
+    with torch.no_grad():
+        for _ in range(3):
+            found = captured(x)
+        for a, b in zip(model(x), found):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+    assert [op.executor for trace in thunder_cg.explain(captured).traces for op in trace.ops if op.fused] == [
+        "inductor"
+    ]

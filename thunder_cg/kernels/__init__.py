@@ -1,0 +1,28 @@
+"""The executors to pass to ``thunder.jit``: a graph replays the kernels that they choose.
+
+Without a fuser, Thunder runs a kernel of PyTorch for each of its prims, and computes gradients of convolutions with
+convolutions. Both are slower than eager PyTorch. What goes out is a list for ``thunder.jit(..., executors=...)``:
+PyTorch's own kernels where they are the best (attention, derivatives of convolutions), and a fuser for the rest. What
+comes in, later and from Thunder, are traces: ``derivatives`` has operators with better kernels, ``inductor`` the fuser
+for machines without nvFuser. Thunder's registry owns the executors, each trace owns what was compiled for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thunder_cg.compat import thunder as compat
+from thunder_cg.kernels import derivatives, inductor
+
+
+def executors() -> list[Any]:
+    """The executors to train and serve with on this machine: ``thunder.jit(model, executors=thunder_cg.executors())``.
+
+    nvFuser fuses where Thunder can use it, else Inductor. Other executors have other kernels, which round differently:
+    give the same ones to both sides of a comparison.
+    """
+    fuser = inductor.executor if compat.nvfuserex is None else compat.nvfuserex
+    return [compat.get_executor("sdpa"), derivatives.executor, fuser]
+
+
+__all__ = ["executors"]

@@ -1,0 +1,143 @@
+"""A fuser that has Inductor compile as much of a trace as a graph can hold."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.classify import UserRules, classify
+from thunder_cg.analysis.ops import read
+from thunder_cg.analysis.rules import VJP
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.torch import CompileError, free_layouts
+from thunder_cg.kernels import derivatives
+from thunder_cg.kernels.derivatives import has_channels_last
+
+
+class InductorExecutor(compat.TorchCompileExecutor):
+    """Has Inductor compile whole stretches of a trace, as Thunder's executor ``torchcompile`` does, with four changes.
+
+    - An operator keeps the derivative that Thunder has for PyTorch's kernel of it. Thunder's executor hides it.
+    - What a graph cannot hold is not fused: one such operator would keep the whole fusion eager.
+    - So is a derivative that Thunder takes with PyTorch's autograd, which Dynamo cannot trace.
+    - A stretch that Inductor cannot compile runs operator by operator, and `explain` says so.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._compiling = _FusionPass()
+        for id_, implementation in compat.torch_implementations().items():
+            self.register_supported(id_, implementation.checker, grad_transform=implementation.grad_transform)
+        for name in (*compat.torch_operators(), *derivatives.executor.opmap):  # what derivatives call
+            self.register_supported(name)
+        for id_ in [id_ for id_ in self.implmap if str(id_).endswith(VJP)]:
+            del self.implmap[id_]
+
+    def can_fuse(self, bsym: compat.BoundSymbol) -> bool:
+        """Whether the executor takes the symbol. In a fusion pass, that depends on the operator's arguments, too."""
+        return id(bsym) not in self._compiling.eager and super().can_fuse(bsym)
+
+    def fusion_pass(self, trace: compat.TraceCtx) -> compat.TraceCtx:
+        leaves, _ = compat.tree_flatten(trace.bound_symbols[-1].args)
+        self._compiling.returned = frozenset(leaf.name for leaf in leaves if isinstance(leaf, compat.Proxy))
+        self._compiling.eager = _eager_symbols(trace)
+        try:
+            return super().fusion_pass(trace)
+        finally:
+            self._compiling.eager = frozenset()
+
+    def fuse(self, region: Any, fusion_counter: int) -> compat.BoundSymbol:
+        symbol = super().fuse(region, fusion_counter)
+        ((name, compiled),) = compat.bound_functions(symbol).items()
+        in_torch = partial(compat.in_torch, symbol.subsymbols, symbol.args, symbol.output)
+        returned = [i for i, proxy in enumerate(symbol.output) if proxy.name in self._compiling.returned]
+        convolves = any("conv" in inner.sym.name for inner in _walk(symbol.subsymbols))
+        fusion = Fusion(name, compiled, in_torch, returned if convolves else None)
+        return compat.rebind(symbol, {name: fusion})
+
+
+class _FusionPass(threading.local):
+    eager: frozenset[int] = frozenset()  # addresses of the symbols of the trace that no graph can hold
+    returned: frozenset[str] = frozenset()  # results of the trace, gradients included
+
+
+def _eager_symbols(trace: compat.TraceCtx) -> frozenset[int]:
+    ops = read(trace)
+    aliasing = Aliasing.of(ops)
+    devices = {value.device.split(":")[0] for value in ops.values.values() if value.device is not None}
+    captured = {
+        op.index
+        for device in devices
+        for op, verdict in zip(ops.ops, classify(ops, aliasing, UserRules(), device))
+        if verdict.capture and not op.communicates
+    }
+    return frozenset(id(op.symbol) for op in ops.ops if op.index not in captured)
+
+
+def _walk(symbols: Iterable[compat.BoundSymbol]) -> Iterator[compat.BoundSymbol]:
+    for symbol in symbols:
+        yield symbol
+        yield from _walk(symbol.subsymbols)
+
+
+class Fusion:
+    """A stretch of a trace, compiled by Inductor at its first call.
+
+    Note [Layouts of convolutions]
+        Convolutions are fastest with channels last, so Inductor converts to that and, at the end of what it compiles,
+        back. Where a forward and its backward are compiled apart, it would convert whatever the forward saves. So a
+        stretch with convolutions leaves its results as they are, and only what the caller gets is converted back.
+
+    Args:
+        in_torch: makes the function that runs the stretch operator by operator.
+        returned: of a stretch with convolutions, the positions of the results that the caller gets.
+
+    Attributes:
+        failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        compiled: Callable[..., Any],
+        in_torch: Callable[[], Callable[..., Any]],
+        returned: Sequence[int] | None,
+    ) -> None:
+        self.__name__ = name
+        self._run, self._in_torch, self._returned = compiled, in_torch, returned
+        self.failure: str | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        try:
+            if self._returned is None:
+                return self._run(*args)
+            with free_layouts():
+                results = [*self._run(*args)]
+            for i in self._returned:
+                results[i] = _laid_out_for_caller(results[i], args)
+            return results
+        except CompileError as error:  # raised before anything ran
+            self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            warnings.warn(f"Inductor cannot compile {self.__name__}, which runs op by op: {self.failure}", stacklevel=2)
+        self._run, self._returned = self._in_torch(), None
+        return self._run(*args)
+
+
+def _laid_out_for_caller(result: Any, args: Sequence[Any]) -> Any:
+    """A result with channels last as PyTorch has it: contiguous, unless the model has channels last itself."""
+    if has_channels_last(result) is not True:
+        return result
+    images = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == result.dim()]
+    alike = [arg for arg in images if arg.shape == result.shape] or images
+    keeps = all(has_channels_last(arg) is not False for arg in alike) and any(map(has_channels_last, alike))
+    return result if keeps else result.contiguous()
+
+
+executor = InductorExecutor("inductor")
+compat.register_executor(executor)
