@@ -36,9 +36,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m thunder_cg.tools.suite",
         description="Runs models of transformers, torchvision and timm, with random weights, through Thunder without "
-        "and with cudagraph_transform(): a forward, and training steps. Counts what is captured, says what is not and "
-        "why, compares results bit for bit, and on a GPU times a step. On a CPU: tiny models, the tape backend, no "
-        "times. Exits with 1 if the results of a model differ.",
+        "and with cudagraph_transform(): a forward, training steps, and one new token with a static cache. Counts what "
+        "is captured, says what is not and why, compares results bit for bit, and on a GPU times a step. On a CPU: "
+        "tiny models, the tape backend, no times. Exits with 1 if the results of a model differ.",
     )
     add_device(parser)
     add = parser.add_argument

@@ -49,7 +49,7 @@ class CompiledSide:
     ) -> None:
         self.trains = mode == TRAINING
         self._deterministic = deterministic
-        model = make_model(entry, self.trains, device)
+        model = make_model(entry, mode, device)
         if path == JIT:
             self.compiled: Any = thunder.jit(model, transforms=[*transforms])
             self.module: nn.Module = self.compiled
@@ -91,7 +91,7 @@ class CompiledSide:
             self._sgd.step()
 
 
-def make_model(entry: SuiteModel, trains: bool, device: torch.device) -> nn.Module:
+def make_model(entry: SuiteModel, mode: str, device: torch.device) -> nn.Module:
     """The model, with equal weights at each call: tiny and float32 on a CPU, of real size and bfloat16 on a GPU."""
     torch.manual_seed(SEED)
     small = device.type == "cpu"
@@ -99,7 +99,7 @@ def make_model(entry: SuiteModel, trains: bool, device: torch.device) -> nn.Modu
     torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
     try:
         with device:
-            return entry.make(small).train(trains).to(device)
+            return entry.make_for(mode, small).train(mode == TRAINING).to(device)
     finally:
         torch.set_default_dtype(before)
 
@@ -109,7 +109,7 @@ def model_inputs(entry: SuiteModel, mode: str, device: torch.device) -> Iterator
     generator = torch.Generator().manual_seed(SEED)
     while True:
         with _seeded(int(torch.randint(2**31, (), generator=generator))):
-            batch = entry.batch(device.type == "cpu", mode == TRAINING)
+            batch = entry.batch_for(mode, device.type == "cpu")
         yield _to(batch, device)
 
 

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_cg.tools.bench.models import Dlrm, optional
+from thunder_cg.tools.suite.language import HuggingFaceDecoder, litgpt_decoder
+from thunder_cg.tools.suite.row import DECODE, MODES, TRAINING
 
 LEARNING_RATE = 0.01
 
@@ -49,15 +51,40 @@ class SuiteModel:
         package: the Python package that has its code.
         make: makes the model in training mode. The argument is `tiny`: small enough for a CPU, or as published.
         batch: makes random inputs on the CPU, from `tiny` and `trains`. Their shapes are always the same.
+        decoder: makes the model with a static cache, which decodes one token for each row; None if it cannot. See
+            :mod:`language`.
     """
 
     name: str
     package: str
     make: Callable[[bool], nn.Module]
     batch: Callable[[bool, bool], ModelInputs]
+    decoder: Callable[[bool], nn.Module] | None = None
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return tuple(mode for mode in MODES if mode != DECODE or self.decoder is not None)
+
+    def make_for(self, mode: str, tiny: bool) -> nn.Module:
+        return self.decoder(tiny) if self.decoder is not None and mode == DECODE else self.make(tiny)
+
+    def batch_for(self, mode: str, tiny: bool) -> ModelInputs:
+        return _next_token(tiny) if mode == DECODE else self.batch(tiny, mode == TRAINING)
 
 
 # ------------------------------------------------------------------------------------------------ transformers
+
+
+def _next_token(tiny: bool) -> ModelInputs:
+    """Tokens (rows, 1) and their position (1,) in the cache."""
+    rows, length = _cache_size(tiny)
+    tokens = torch.randint(3, _TINY["vocab_size"] if tiny else _VOCABULARY, (rows, 1))
+    return ModelInputs((tokens, torch.randint(length, (1,))))
+
+
+def _cache_size(tiny: bool) -> tuple[int, int]:
+    """Rows and tokens."""
+    return (2, 32) if tiny else (1, 512)
 
 
 def _language(name: str, model: str, config: str, tiny: dict[str, Any], real: dict[str, Any]) -> SuiteModel:
@@ -81,7 +108,11 @@ def _language(name: str, model: str, config: str, tiny: dict[str, Any], real: di
             kwargs["decoder_input_ids"] = torch.randint(3, vocabulary, (rows, length))
         return ModelInputs(kwargs=kwargs)
 
-    return SuiteModel(name, "transformers", make, batch)
+    def decoder(small: bool) -> nn.Module:
+        return HuggingFaceDecoder(make(small), *_cache_size(small))
+
+    decodes = model.endswith(("ForCausalLM", "LMHeadModel"))
+    return SuiteModel(name, "transformers", make, batch, decoder if decodes else None)
 
 
 _VOCABULARY = 30_000  # the smallest of the published ones, so that any model knows all tokens
@@ -207,10 +238,18 @@ class _ClassesFirst(nn.Module):
 
 
 def _pythia(tiny: bool) -> nn.Module:
+    return _ClassesFirst(_litgpt(tiny))
+
+
+def _pythia_decoder(tiny: bool) -> nn.Module:
+    return litgpt_decoder(_litgpt(tiny), *_cache_size(tiny))
+
+
+def _litgpt(tiny: bool) -> Any:
     litgpt = optional("litgpt")
     sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "head_size": 8, "n_query_groups": 4, "intermediate_size": 64}
     words = {"padded_vocab_size": 64, "vocab_size": 64, "block_size": 64}
-    return _ClassesFirst(litgpt.GPT(litgpt.Config.from_name("pythia-160m", **({**sizes, **words} if tiny else {}))))
+    return litgpt.GPT(litgpt.Config.from_name("pythia-160m", **({**sizes, **words} if tiny else {})))
 
 
 def _text(tiny: bool, trains: bool) -> ModelInputs:
@@ -346,7 +385,7 @@ _ENTRIES = (
     SuiteModel("ViT B/16, torchvision", "torchvision", _torchvision_vit, _images),
     SuiteModel("FCN, ResNet-50", "torchvision", _fcn, _segments),
     _timm("ConvNeXt tiny", "convnext_tiny", "test_convnext", drop_path_rate=0.1),
-    SuiteModel("pythia-160m", "litgpt", _pythia, _text),
+    SuiteModel("pythia-160m", "litgpt", _pythia, _text, _pythia_decoder),
     SuiteModel("DiT B/2", "diffusers", _diffusion_transformer, _latents),
     SuiteModel("DLRM", "torch", _dlrm, _clicks),
     _timm("EfficientNet B0", "efficientnet_b0", "test_efficientnet", drop_rate=0.2, drop_path_rate=0.2),

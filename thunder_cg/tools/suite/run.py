@@ -16,7 +16,7 @@ from thunder_cg.tools.results import environment
 from thunder_cg.tools.suite.measure import measure
 from thunder_cg.tools.suite.models import SuiteModel
 from thunder_cg.tools.suite.results import PACKAGES, SuiteResults
-from thunder_cg.tools.suite.row import MODES, SuiteRow
+from thunder_cg.tools.suite.row import SuiteRow
 from thunder_cg.tools.suite.table import line, markdown, write_table
 from thunder_cg.tools.workers import Supervisor, Workers
 
@@ -91,7 +91,7 @@ def run(settings: SuiteSettings) -> int:
     tasks = [
         SuiteTask(settings.catalogue, model.name, model.package, mode, settings.device, settings.calls)
         for model in settings.chosen
-        for mode in MODES
+        for mode in model.modes
     ]
     progress = Progress(len(tasks))
     progress.tick(f"{len(tasks)} rows", 0)
