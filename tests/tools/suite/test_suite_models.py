@@ -32,8 +32,8 @@ def test_only_language_models_decode() -> None:
 def test_a_decoder_computes_what_its_model_does(name: str) -> None:
     model = models.MODELS[name]
     pytest.importorskip(model.package)
-    decoder = model.make_for(DECODE, tiny=True).eval()
-    tokens = torch.randint(3, 64, (2, 4))
+    decoder = model.maker(DECODE)(True).eval()
+    tokens = torch.randint(3, 64, (1, 4))
     logits = [decoder(tokens[:, i : i + 1], torch.tensor([i])) for i in range(4)]
     plain = getattr(decoder, "model", decoder)(tokens)
     torch.testing.assert_close(torch.cat(logits, 1), getattr(plain, "logits", plain))
