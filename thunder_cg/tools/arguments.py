@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 
 import torch
+
+JOBS = max(1, (os.cpu_count() or 1) // 2)  # the default of --jobs
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda if there is one, else cpu")
+
+
+def add_rows(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a tool that measures each row of a model in a process of its own."""
+    add = parser.add_argument
+    add("--only", default="", metavar="TEXT", help="the models that have this in their names")
+    add("--jobs", type=positive, default=JOBS, metavar="N", help="rows that are prepared at once (default: CPUs / 2)")
+    add("--timeout", type=positive, default=600, metavar="S", help="seconds to prepare a row (default: 600)")
+    add("--json", type=Path, metavar="FILE", help="write the rows there; those of other models stay")
 
 
 def device_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> torch.device:

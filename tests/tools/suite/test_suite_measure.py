@@ -14,7 +14,18 @@ from suite_models import MODELS, Small, entry, measured
 
 from thunder_cg import cudagraph_transform
 from thunder_cg.tools.suite import measure, models
-from thunder_cg.tools.suite.row import BREAK, EAGER, FORWARD, FX, INDUCTOR, JIT, NOT_REPLAYED, TRAINING, SuiteRow
+from thunder_cg.tools.suite.row import (
+    BREAK,
+    DECODE,
+    EAGER,
+    FORWARD,
+    FX,
+    INDUCTOR,
+    JIT,
+    NOT_REPLAYED,
+    TRAINING,
+    SuiteRow,
+)
 
 CPU = torch.device("cpu")
 
@@ -170,3 +181,23 @@ def test_models_of_other_packages(name: str, mode: str) -> None:
         pytest.skip(found.failure)  # with some versions of torchvision
     assert (found.failure, found.agrees) == ("", "yes")
     assert found.replayed == found.regions > 0
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama 3.2 1B, 12 layers",
+        "pythia-160m",
+        *(
+            pytest.param(name, marks=pytest.mark.nightly)
+            for name in ("Qwen3 0.6B", "GPT-2", "Gemma 3 1B", "OLMoE 1B-7B, 2 layers", "Mixtral 8x7B, 1 layer")
+        ),
+    ],
+)
+def test_a_decoded_token(name: str) -> None:
+    model = models.MODELS[name]
+    pytest.importorskip(model.package)
+    found = measure.measure(model, DECODE, CPU, calls=1)
+    assert (found.failure, found.agrees) == ("", "yes")
+    assert found.replayed == found.regions
+    assert found.regions == 1 or "grouped_mm_fallback" in str(found.outside)

@@ -79,7 +79,7 @@ def test_command_rewrites_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--only", "nothing"], "--only nothing: no model has that in its name; --list shows all"),
+        (["--only", "nothing"], "--only nothing: no model has that in its name; there are Llama 3.2 1B, 12 layers"),
         (["--table", "README.md"], "--table needs --json FILE, the rows of the table"),
         (["--table", "README.md", "--json", "none.json"], "--json none.json: there is no such file"),
         (["--table", "pyproject.toml", "--json", RESULTS], f"pyproject.toml: it has no lines {BEGIN} and {END}"),

@@ -9,7 +9,7 @@ from samples import ENVIRONMENT, SAMPLE
 from thunder_cg.tools.results import FOLDER
 from thunder_cg.tools.suite import models
 from thunder_cg.tools.suite.results import SuiteResults
-from thunder_cg.tools.suite.row import FORWARD, TRAINING, SuiteRow
+from thunder_cg.tools.suite.row import FORWARD, JIT, MODES, TRAINING, SuiteRow
 from thunder_cg.tools.suite.table import line, markdown, rewrite
 
 ROOT = Path(__file__).parents[3]
@@ -19,16 +19,24 @@ def test_table() -> None:
     lines = markdown(SAMPLE, ENVIRONMENT).splitlines()
     assert lines[2] == (
         "| A (jit) | 100 of 100 ops, 1 region, 2.00 → **0.50** ms | yes | 1,299 of 1,300 ops, 3 regions | yes "
-        "| eager (it reads): `item` |"
+        "| -- | -- | eager (it reads): `item` |"
     )
     assert lines[3] == (
-        "| B (thunderfx) | 10 of 20 ops, 2 regions | Thunder varies | fails | -- | thunderfx leaves to Inductor: "
-        "`addmm` ×8, `diff`; training fails: TypeError: no; forward: Thunder varies: loss of step 1 |"
+        "| B (thunderfx) | 10 of 20 ops, 2 regions | Thunder varies | fails | -- | -- | -- "
+        "| thunderfx leaves to Inductor: `addmm` ×8, `diff`; training fails: TypeError: no; "
+        "forward: Thunder varies: loss of step 1 |"
     )
     caption = "a GPU, driver 1.2, torch 2.11.0, 2026-11-21; bfloat16, real sizes."
     assert lines[-1] == f"{caption} What has no times here was compared, and not timed."
     timed = [row for row in SAMPLE if row.captured_us]
     assert markdown(timed, ENVIRONMENT).splitlines()[-1] == caption
+
+
+def test_a_table_has_all_modes() -> None:
+    rows = [SuiteRow("D", "p", mode, JIT, ops=i, captured=i, agrees="yes") for i, mode in enumerate(MODES)]
+    header, _, cells, *_ = markdown(rows, ENVIRONMENT).splitlines()
+    assert header.split(" | ")[1:-1] == ["forward", "same bits", "training", "same bits", "decode", "same bits"]
+    assert [cell.split(" of ")[0] for cell in cells.split(" | ")[1:6:2]] == ["0", "1", "2"]
 
 
 def test_what_fails_alike_is_said_once() -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
-from thunder_cg.tools.arguments import add_device, device_of, positive
+from thunder_cg.tools.arguments import add_device, add_rows, device_of, positive
 from thunder_cg.tools.generation.measure import VARIANTS
 from thunder_cg.tools.generation.run import GenerationSettings, run
 
@@ -16,11 +15,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns 1 if tokens differ from those of uncaptured Thunder, else 0."""
     parser = _parser()
     given = parser.parse_args(argv)
-    settings = GenerationSettings(
-        device_of(given, parser), given.only, given.variants, given.tokens, given.jobs, given.timeout, given.json
-    )
+    given.device = device_of(given, parser)
     try:
-        return run(settings)
+        return run(GenerationSettings(**vars(given)))
     except ValueError as error:
         parser.error(str(error))
 
@@ -33,13 +30,10 @@ def _parser() -> argparse.ArgumentParser:
         "Thunder. On a CPU: tiny models, the tape backend, no times. Exits with 1 if tokens differ.",
     )
     add_device(parser)
+    add_rows(parser)
     add = parser.add_argument
-    add("--only", default="", metavar="TEXT", help="the models that have this in their names")
     add("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, metavar="NAME", help=f"of: {', '.join(VARIANTS)}")
     add("--tokens", type=positive, metavar="N", help="new tokens after the prompt (default: 128, on a CPU 8)")
-    add("--jobs", type=positive, metavar="N", help="rows that are prepared at once (default: CPUs / 2)")
-    add("--timeout", type=positive, default=600, metavar="S", help="seconds to prepare a row (default: 600)")
-    add("--json", type=Path, metavar="FILE", help="write the rows there; those of other models stay")
     return parser
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
-from thunder_cg.tools.generation.models import LITGPT, VOCABULARY, Compile, GeneratingModel
+from thunder_cg.tools.generation.models import LITGPT, Compile, GeneratingModel
+from thunder_cg.tools.suite.language import vocabulary
+from thunder_cg.tools.suite.measure import make_model
 from thunder_cg.transform import cudagraph_transform
 
 VARIANTS = (EAGER, THUNDER, THUNDER_OWN, REDUCE_OVERHEAD, OURS, OURS_FUSED)
@@ -65,8 +67,8 @@ def measure(
     row = GenerationRow(entry.name, entry.package, variant, entry.batch)
     generate = _prepared(entry, variant, device, new)
     torch.manual_seed(SEED)
-    vocabulary = VOCABULARY if device.type == "cpu" else 30_000  # the smallest of the published ones
-    prompts = [torch.randint(3, vocabulary, (entry.batch, PROMPT)).to(device) for _ in range(WARM_UPS + ROUNDS)]
+    words, shape = vocabulary(device.type == "cpu"), (entry.batch, PROMPT)
+    prompts = [torch.randint(3, words, shape).to(device) for _ in range(WARM_UPS + ROUNDS)]
     start = time.perf_counter()
     generate(prompts[0])
     _synchronize(device)
@@ -91,15 +93,8 @@ def measure(
 
 
 def _prepared(entry: GeneratingModel, variant: str, device: torch.device, new: int) -> Callable[[Tensor], Tensor]:
-    torch.manual_seed(SEED)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if device.type == "cpu" else torch.bfloat16)
-    try:
-        with device:
-            model = entry.make(device.type == "cpu")
-    finally:
-        torch.set_default_dtype(before)
-    compiled = entry.compile(model.requires_grad_(False), _compiler(variant, entry, device))
+    model = make_model(entry.make, device, SEED).eval().requires_grad_(False)
+    compiled = entry.compile(model, _compiler(variant, entry, device))
     return lambda prompt: entry.generate(compiled, prompt, new)
 
 

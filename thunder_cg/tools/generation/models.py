@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from thunder_cg.tools.bench.models import optional
+from thunder_cg.tools.suite.language import GROUPED, LLAMA, NARROW_GPT2, QWEN, Sizes, hugging_face, litgpt_decoder
 
 Compile = Callable[[Any], Any]
 TRANSFORMERS, LITGPT = "transformers", "litgpt"
-VOCABULARY = 64  # of a tiny model
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,24 +40,9 @@ class GeneratingModel:
 
 # ---------------------------------------------------------------------------------------------------- transformers
 
-_TINY: Mapping[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_NARROW: Mapping[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
 
-
-def _hugging_face(name: str, model: str, config: str, batch: int, tiny: Mapping[str, Any], **sizes: Any) -> Any:
-    def make(small: bool) -> nn.Module:
-        transformers = optional(TRANSFORMERS)
-        settings = {**sizes, **_TINY, **tiny} if small else sizes
-        made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings))
-        return made.eval()
-
+def _hugging_face(name: str, batch: int, model: str, narrow: Sizes, sizes: Sizes) -> GeneratingModel:
+    make = partial(hugging_face, model, sizes, narrow)
     return GeneratingModel(f"{name}, batch {batch}", TRANSFORMERS, make, _compile_forward, _generate, batch)
 
 
@@ -84,18 +70,8 @@ def _generate(model: Any, prompt: Tensor, new: int) -> Tensor:
 # ---------------------------------------------------------------------------------------------------------- LitGPT
 
 
-def _litgpt(name: str, **tiny: Any) -> GeneratingModel:
-    def make(small: bool) -> nn.Module:
-        litgpt = optional(LITGPT)
-        sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "head_size": 8, "intermediate_size": 64}
-        words = {"padded_vocab_size": VOCABULARY, "vocab_size": VOCABULARY, "block_size": 64}
-        model: Any = litgpt.GPT(litgpt.Config.from_name(name, **({**sizes, **words, **tiny} if small else {})))
-        model.max_seq_length = min(512, model.config.block_size)
-        model.set_kv_cache(batch_size=1, device=torch.get_default_device(), dtype=torch.get_default_dtype())
-        made: nn.Module = model.eval()
-        return made
-
-    return GeneratingModel(f"{name}, LitGPT", LITGPT, make, _compile_model, _litgpt_generate)
+def _litgpt(name: str) -> GeneratingModel:
+    return GeneratingModel(f"{name}, LitGPT", LITGPT, partial(litgpt_decoder, name), _compile_model, _litgpt_generate)
 
 
 def _compile_model(model: nn.Module, compile: Compile | None) -> Any:
@@ -108,33 +84,13 @@ def _litgpt_generate(model: Any, prompt: Tensor, new: int) -> Tensor:
     return found.unsqueeze(0)
 
 
-_LLAMA: Mapping[str, Any] = {
-    "vocab_size": 128_256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": True,
-}
-_QWEN: Mapping[str, Any] = {
-    "vocab_size": 151_936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
-
 _ENTRIES = (
-    _hugging_face("Llama 3.2 1B", "LlamaForCausalLM", "LlamaConfig", 1, _NARROW, **_LLAMA),
-    _hugging_face("Llama 3.2 1B", "LlamaForCausalLM", "LlamaConfig", 8, _NARROW, **_LLAMA),
-    _hugging_face("Qwen3 0.6B", "Qwen3ForCausalLM", "Qwen3Config", 1, _NARROW, **_QWEN),
-    _hugging_face("GPT-2", "GPT2LMHeadModel", "GPT2Config", 1, {"n_embd": 32, "n_layer": 2, "n_head": 4}),
-    _litgpt("pythia-160m", n_query_groups=4),
-    _litgpt("Llama-3.2-1B", n_query_groups=2),
+    _hugging_face("Llama 3.2 1B", 1, "LlamaForCausalLM", GROUPED, LLAMA),
+    _hugging_face("Llama 3.2 1B", 8, "LlamaForCausalLM", GROUPED, LLAMA),
+    _hugging_face("Qwen3 0.6B", 1, "Qwen3ForCausalLM", GROUPED, QWEN),
+    _hugging_face("GPT-2", 1, "GPT2LMHeadModel", NARROW_GPT2, {}),
+    _litgpt("pythia-160m"),
+    _litgpt("Llama-3.2-1B"),
 )
 
 MODELS: Mapping[str, GeneratingModel] = {entry.name: entry for entry in _ENTRIES}

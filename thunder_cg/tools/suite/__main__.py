@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from thunder_cg.tools.arguments import add_device, device_of, positive
+from thunder_cg.tools.arguments import add_device, add_rows, device_of
 from thunder_cg.tools.suite.run import SuiteSettings, rewrite_table, run
 
 
@@ -15,13 +15,12 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns 1 if the results of a model differ, else 0."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    device = device_of(arguments, parser)
-    jobs, timeout = arguments.jobs, arguments.timeout
-    settings = SuiteSettings(device, arguments.only, jobs=jobs, timeout=timeout, json=arguments.json)
-    if arguments.list:
-        print(*(model.name for model in settings.chosen), sep="\n")
-        return 0
+    device, jobs, timeout = device_of(arguments, parser), arguments.jobs, arguments.timeout
+    settings = SuiteSettings(device, only=arguments.only, jobs=jobs, timeout=timeout, json=arguments.json)
     try:
+        if arguments.list:
+            print(*(model.name for model in settings.chosen()), sep="\n")
+            return 0
         if arguments.table is None:
             return run(settings)
         if arguments.json is None:
@@ -36,17 +35,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m thunder_cg.tools.suite",
         description="Runs models of transformers, torchvision and timm, with random weights, through Thunder without "
-        "and with cudagraph_transform(): a forward, and training steps. Counts what is captured, says what is not and "
-        "why, compares results bit for bit, and on a GPU times a step. On a CPU: tiny models, the tape backend, no "
-        "times. Exits with 1 if the results of a model differ.",
+        "and with cudagraph_transform(): a forward, training steps, and one new token with a static cache. Counts what "
+        "is captured, says what is not and why, compares results bit for bit, and on a GPU times a step. On a CPU: "
+        "tiny models, the tape backend, no times. Exits with 1 if the results of a model differ.",
     )
     add_device(parser)
+    add_rows(parser)
     add = parser.add_argument
-    add("--only", default="", metavar="TEXT", help="the models that have this in their names")
     add("--list", action="store_true", help="print the names of all models, and stop")
-    add("--jobs", type=positive, metavar="N", help="rows that are prepared at once (default: CPUs / 2)")
-    add("--timeout", type=positive, default=300, metavar="S", help="seconds for a row (default: 300)")
-    add("--json", type=Path, metavar="FILE", help="write the rows there; those of other models stay")
     add("--table", type=Path, metavar="FILE", help="only put the table of --json into this Markdown file")
     return parser
 

@@ -49,7 +49,7 @@ class CompiledSide:
     ) -> None:
         self.trains = mode == TRAINING
         self._deterministic = deterministic
-        model = make_model(entry, self.trains, device)
+        model = make_model(entry.maker(mode), device, SEED).train(self.trains)
         if path == JIT:
             self.compiled: Any = thunder.jit(model, transforms=[*transforms])
             self.module: nn.Module = self.compiled
@@ -91,15 +91,15 @@ class CompiledSide:
             self._sgd.step()
 
 
-def make_model(entry: SuiteModel, trains: bool, device: torch.device) -> nn.Module:
-    """The model, with equal weights at each call: tiny and float32 on a CPU, of real size and bfloat16 on a GPU."""
-    torch.manual_seed(SEED)
-    small = device.type == "cpu"
+def make_model(make: Callable[[bool], nn.Module], device: torch.device, seed: int) -> nn.Module:
+    """The model, with equal weights for equal seeds: tiny and float32 on a CPU, as published and bfloat16 on a GPU."""
+    torch.manual_seed(seed)
+    tiny = device.type == "cpu"
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32 if small else torch.bfloat16)
+    torch.set_default_dtype(torch.float32 if tiny else torch.bfloat16)
     try:
         with device:
-            return entry.make(small).train(trains).to(device)
+            return make(tiny).to(device)
     finally:
         torch.set_default_dtype(before)
 
@@ -109,7 +109,7 @@ def model_inputs(entry: SuiteModel, mode: str, device: torch.device) -> Iterator
     generator = torch.Generator().manual_seed(SEED)
     while True:
         with _seeded(int(torch.randint(2**31, (), generator=generator))):
-            batch = entry.batch(device.type == "cpu", mode == TRAINING)
+            batch = entry.batch_for(mode, device.type == "cpu")
         yield _to(batch, device)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_cg.tools.bench.models import Dlrm, optional
+from thunder_cg.tools.suite.language import (
+    GROUPED,
+    LLAMA,
+    NARROW,
+    NARROW_GPT2,
+    QWEN,
+    TINY,
+    HuggingFaceDecoder,
+    Sizes,
+    cache_length,
+    hugging_face,
+    litgpt,
+    litgpt_decoder,
+    vocabulary,
+)
+from thunder_cg.tools.suite.row import DECODE, MODES, TRAINING
 
 LEARNING_RATE = 0.01
 
@@ -49,50 +66,64 @@ class SuiteModel:
         package: the Python package that has its code.
         make: makes the model in training mode. The argument is `tiny`: small enough for a CPU, or as published.
         batch: makes random inputs on the CPU, from `tiny` and `trains`. Their shapes are always the same.
+        decoder: makes the model with a static cache, which decodes one token; None if it cannot. See
+            :mod:`language`.
     """
 
     name: str
     package: str
     make: Callable[[bool], nn.Module]
     batch: Callable[[bool, bool], ModelInputs]
+    decoder: Callable[[bool], nn.Module] | None = None
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        return tuple(mode for mode in MODES if mode != DECODE or self.decoder is not None)
+
+    def maker(self, mode: str) -> Callable[[bool], nn.Module]:
+        return self.decoder if self.decoder is not None and mode == DECODE else self.make
+
+    def batch_for(self, mode: str, tiny: bool) -> ModelInputs:
+        return _next_token(tiny) if mode == DECODE else self.batch(tiny, mode == TRAINING)
 
 
 # ------------------------------------------------------------------------------------------------ transformers
 
 
-def _language(name: str, model: str, config: str, tiny: dict[str, Any], real: dict[str, Any]) -> SuiteModel:
-    """A language model. The tiny one overrides `real` with `tiny`; all tiny ones have the same small vocabulary."""
+def _language(name: str, model: str, narrow: Sizes, sizes: Sizes) -> SuiteModel:
+    """A language model of transformers; `narrow` are the sizes of the tiny one."""
 
-    def settings(small: bool) -> dict[str, Any]:
-        return {**real, **_TINY, **tiny} if small else real
+    def make(tiny: bool) -> nn.Module:
+        return hugging_face(model, {**sizes, "use_cache": False}, narrow, tiny).train()
 
-    def make(small: bool) -> nn.Module:
-        transformers = optional("transformers")
-        created: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**settings(small)))
-        return created.train()
-
-    def batch(small: bool, trains: bool) -> ModelInputs:
-        rows, length, vocabulary = (2, 16, _TINY["vocab_size"]) if small else (4 if trains else 1, 128, _VOCABULARY)
-        tokens = torch.randint(3, vocabulary, (rows, length))
+    def batch(tiny: bool, trains: bool) -> ModelInputs:
+        tokens, labels = _tokens(tiny, trains), _tokens(tiny, trains)
         kwargs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         if trains:
-            kwargs["labels"] = torch.randint(3, vocabulary, (rows, length))
-        elif config == "T5Config":
-            kwargs["decoder_input_ids"] = torch.randint(3, vocabulary, (rows, length))
+            kwargs["labels"] = labels
+        elif model == "T5ForConditionalGeneration":
+            kwargs["decoder_input_ids"] = labels
         return ModelInputs(kwargs=kwargs)
 
-    return SuiteModel(name, "transformers", make, batch)
+    def decoder(tiny: bool) -> nn.Module:
+        return HuggingFaceDecoder(make(tiny), cache_length(tiny))
+
+    decodes = model.endswith(("ForCausalLM", "LMHeadModel"))
+    return SuiteModel(name, "transformers", make, batch, decoder if decodes else None)
 
 
-_VOCABULARY = 30_000  # the smallest of the published ones, so that any model knows all tokens
-_TINY = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_NARROW = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-_GROUPED = {**_NARROW, "num_key_value_heads": 2, "head_dim": 8}
+def _tokens(tiny: bool, trains: bool) -> Tensor:
+    return torch.randint(3, vocabulary(tiny), (2, 16) if tiny else (4 if trains else 1, 128))
+
+
+def _next_token(tiny: bool) -> ModelInputs:
+    """What a decoder takes: a token, and a position in its cache."""
+    return ModelInputs((torch.randint(3, vocabulary(tiny), (1, 1)), torch.randint(cache_length(tiny), (1,))))
 
 
 def _hugging_face_vit(tiny: bool) -> nn.Module:
     transformers = optional("transformers")
-    small = {**_NARROW, "image_size": 32, "patch_size": 8} if tiny else {}
+    small = {**NARROW, "image_size": 32, "patch_size": 8} if tiny else {}
     config = transformers.ViTConfig(
         **small,
         num_labels=10 if tiny else 1000,
@@ -115,7 +146,7 @@ def _whisper(tiny: bool) -> nn.Module:
     stacks = {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 1), ("ffn_dim", 64))}
     heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
     lengths = {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20}
-    small = {**_TINY, **stacks, **heads, **lengths, "d_model": 32} if tiny else {}
+    small = {**TINY, **stacks, **heads, **lengths, "d_model": 32} if tiny else {}
     config = transformers.WhisperConfig(**small, decoder_start_token_id=1, use_cache=False)
     model: nn.Module = transformers.WhisperForConditionalGeneration(config)
     return model.train()
@@ -124,7 +155,7 @@ def _whisper(tiny: bool) -> nn.Module:
 def _speech(tiny: bool, trains: bool) -> ModelInputs:
     """A spectrogram for each row, and the words of its text so far."""
     rows, bins, frames, length = (2, 8, 40, 8) if tiny else (4 if trains else 1, 80, 3000, 64)
-    words = torch.randint(3, _TINY["vocab_size"], (rows, length))
+    words = torch.randint(3, vocabulary(tiny=True), (rows, length))
     return ModelInputs(
         kwargs={"input_features": torch.randn(rows, bins, frames), "labels" if trains else "decoder_input_ids": words}
     )
@@ -206,17 +237,8 @@ class _ClassesFirst(nn.Module):
         return logits.transpose(1, 2)
 
 
-def _pythia(tiny: bool) -> nn.Module:
-    litgpt = optional("litgpt")
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "head_size": 8, "n_query_groups": 4, "intermediate_size": 64}
-    words = {"padded_vocab_size": 64, "vocab_size": 64, "block_size": 64}
-    return _ClassesFirst(litgpt.GPT(litgpt.Config.from_name("pythia-160m", **({**sizes, **words} if tiny else {}))))
-
-
 def _text(tiny: bool, trains: bool) -> ModelInputs:
-    rows, length, vocabulary = (2, 16, 64) if tiny else (4 if trains else 1, 128, _VOCABULARY)
-    tokens = torch.randint(vocabulary, (rows, length))
-    return ModelInputs((tokens,), labels=torch.randint(vocabulary, (rows, length)))
+    return ModelInputs((_tokens(tiny, trains),), labels=_tokens(tiny, trains))
 
 
 def _diffusion_transformer(tiny: bool) -> nn.Module:
@@ -246,72 +268,32 @@ def _clicks(tiny: bool, trains: bool) -> ModelInputs:
 
 
 _ENTRIES = (
-    _language(
-        "Llama 3.2 1B, 12 layers",
-        "LlamaForCausalLM",
-        "LlamaConfig",
-        _GROUPED,
-        {
-            "vocab_size": 128_256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "tie_word_embeddings": True,
-            "use_cache": False,
-        },
-    ),
-    _language(
-        "Qwen3 0.6B",
-        "Qwen3ForCausalLM",
-        "Qwen3Config",
-        _GROUPED,
-        {
-            "vocab_size": 151_936,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "tie_word_embeddings": True,
-            "use_cache": False,
-        },
-    ),
-    _language(
-        "GPT-2", "GPT2LMHeadModel", "GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4}, {"use_cache": False}
-    ),
-    _language("BERT base", "BertForMaskedLM", "BertConfig", _NARROW, {}),
+    _language("Llama 3.2 1B, 12 layers", "LlamaForCausalLM", GROUPED, {**LLAMA, "num_hidden_layers": 12}),
+    _language("Qwen3 0.6B", "Qwen3ForCausalLM", GROUPED, QWEN),
+    _language("GPT-2", "GPT2LMHeadModel", NARROW_GPT2, {}),
+    _language("BERT base", "BertForMaskedLM", NARROW, {}),
     _language(
         "T5 small",
         "T5ForConditionalGeneration",
-        "T5Config",
         {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4},
         # Through thunderfx, the fused attention of a GPU refuses the strides of T5's bias, without graphs too.
-        {"use_cache": False, "decoder_start_token_id": 0, "attn_implementation": "eager"},
+        {"decoder_start_token_id": 0, "attn_implementation": "eager"},
     ),
     SuiteModel("ViT B/16, Hugging Face", "transformers", _hugging_face_vit, _hugging_face_images),
     _language(
         "OLMoE 1B-7B, 2 layers",
         "OlmoeForCausalLM",
-        "OlmoeConfig",
-        {**_NARROW, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2},
-        {"num_hidden_layers": 2, "use_cache": False},
+        {**NARROW, "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2},
+        {"num_hidden_layers": 2},
     ),
     _language(
-        "Mixtral 8x7B, 1 layer",
-        "MixtralForCausalLM",
-        "MixtralConfig",
-        {**_GROUPED, "num_local_experts": 4},
-        {"num_hidden_layers": 1, "use_cache": False},
+        "Mixtral 8x7B, 1 layer", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}, {"num_hidden_layers": 1}
     ),
     _language(
         "DeepSeek V3, 2 layers",
         "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
         {
-            **_NARROW,
+            **NARROW,
             "moe_intermediate_size": 16,
             "num_key_value_heads": 4,
             "n_routed_experts": 4,
@@ -324,13 +306,12 @@ _ENTRIES = (
             "qk_nope_head_dim": 4,
             "v_head_dim": 8,
         },
-        {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 64, "use_cache": False},
+        {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 64},
     ),
     _language(
         "Gemma 3 1B",
         "Gemma3ForCausalLM",
-        "Gemma3TextConfig",
-        _GROUPED,
+        GROUPED,
         {
             "hidden_size": 1152,
             "intermediate_size": 6912,
@@ -338,7 +319,6 @@ _ENTRIES = (
             "num_attention_heads": 4,
             "num_key_value_heads": 1,
             "head_dim": 256,
-            "use_cache": False,
         },
     ),
     SuiteModel("Whisper tiny", "transformers", _whisper, _speech),
@@ -346,7 +326,13 @@ _ENTRIES = (
     SuiteModel("ViT B/16, torchvision", "torchvision", _torchvision_vit, _images),
     SuiteModel("FCN, ResNet-50", "torchvision", _fcn, _segments),
     _timm("ConvNeXt tiny", "convnext_tiny", "test_convnext", drop_path_rate=0.1),
-    SuiteModel("pythia-160m", "litgpt", _pythia, _text),
+    SuiteModel(
+        "pythia-160m",
+        "litgpt",
+        lambda tiny: _ClassesFirst(litgpt("pythia-160m", tiny)),
+        _text,
+        partial(litgpt_decoder, "pythia-160m"),
+    ),
     SuiteModel("DiT B/2", "diffusers", _diffusion_transformer, _latents),
     SuiteModel("DLRM", "torch", _dlrm, _clicks),
     _timm("EfficientNet B0", "efficientnet_b0", "test_efficientnet", drop_rate=0.2, drop_path_rate=0.2),

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-FORWARD, TRAINING = "forward", "training"
-MODES = (FORWARD, TRAINING)
+FORWARD, TRAINING, DECODE = "forward", "training", "decode"
+MODES = (FORWARD, TRAINING, DECODE)
 JIT, FX = "thunder.jit", "thunderfx"
 
 EAGER = "eager in Thunder's trace"
@@ -35,6 +35,7 @@ class SuiteRow:
     """The results of one model in one mode.
 
     Attributes:
+        mode: `FORWARD`, `TRAINING`, or `DECODE`: one new token, with a static cache.
         path: how Thunder compiles the model: `JIT`, or `FX` where `JIT` fails; `not_jit` is the reason.
         ops: all ops of the last step, forward and backward; `captured` of them are in graphs.
         graphs: how many functions Thunder compiled: graph breaks and thunderfx's splits cut the model.

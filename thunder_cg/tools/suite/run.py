@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import importlib
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from thunder_cg.compat.torch import dynamo_recompile_limit
+from thunder_cg.tools.arguments import JOBS
 from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.suite.measure import measure
-from thunder_cg.tools.suite.models import SuiteModel
 from thunder_cg.tools.suite.results import PACKAGES, SuiteResults
-from thunder_cg.tools.suite.row import MODES, SuiteRow
+from thunder_cg.tools.suite.row import SuiteRow
 from thunder_cg.tools.suite.table import line, markdown, write_table
 from thunder_cg.tools.workers import Supervisor, Workers
 
@@ -33,30 +33,47 @@ ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True)
-class SuiteSettings:
-    """What to measure, and where the rows go.
+class CatalogueSettings:
+    """The models to measure, in how many processes, and where the rows go.
 
     Attributes:
+        catalogue: the module whose `MODELS` are measured.
         only: the models that have this in their names, in upper or lower case.
-        calls: synchronized steps in a turn, at most.
-        jobs: rows that are prepared at once; None for one on each two processors. Rows are timed one by one.
+        jobs: rows that are prepared at once. Rows are timed one by one.
         timeout: seconds to prepare a row, and again to time it.
         json: a file for the rows. Its rows of other models stay, if they are from this machine.
-        catalogue: the module whose `MODELS` are measured.
     """
 
     device: torch.device
+    catalogue: str
     only: str = ""
-    calls: int = 50
-    jobs: int | None = None
-    timeout: float = 300.0
+    jobs: int = JOBS
+    timeout: float = 600.0
     json: Path | None = None
-    catalogue: str = "thunder_cg.tools.suite.models"
 
     @property
-    def chosen(self) -> list[SuiteModel]:
-        models = importlib.import_module(self.catalogue).MODELS
-        return [model for name, model in models.items() if self.only.lower() in name.lower()]
+    def models(self) -> Mapping[str, Any]:
+        models: Mapping[str, Any] = importlib.import_module(self.catalogue).MODELS
+        return models
+
+    def chosen(self) -> list[Any]:
+        """The models that `only` chooses. ValueError if there are none."""
+        chosen = [model for name, model in self.models.items() if self.only.lower() in name.lower()]
+        if not chosen:
+            raise ValueError(f"--only {self.only}: no model has that in its name; there are {', '.join(self.models)}")
+        return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteSettings(CatalogueSettings):
+    """What to measure.
+
+    Attributes:
+        calls: synchronized steps in a turn, at most.
+    """
+
+    catalogue: str = "thunder_cg.tools.suite.models"
+    calls: int = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +101,17 @@ def run(settings: SuiteSettings) -> int:
     Raises:
         ValueError: the settings do not fit: nothing is chosen, or `json` has rows from elsewhere.
     """
-    if not settings.chosen:
-        raise ValueError(f"--only {settings.only}: no model has that in its name; --list shows all")
-    results = SuiteResults.read_or_new(settings.json, environment(settings.device, PACKAGES))
-    order = [*importlib.import_module(settings.catalogue).MODELS]
     tasks = [
         SuiteTask(settings.catalogue, model.name, model.package, mode, settings.device, settings.calls)
-        for model in settings.chosen
-        for mode in MODES
+        for model in settings.chosen()
+        for mode in model.modes
     ]
+    results = SuiteResults.read_or_new(settings.json, environment(settings.device, PACKAGES))
     progress = Progress(len(tasks))
     progress.tick(f"{len(tasks)} rows", 0)
     differ = False
-    for row in measure_all(tasks, settings.jobs or max(1, (os.cpu_count() or 1) // 2), settings.timeout):
-        results.add(row, order)
+    for row in measure_all(tasks, settings.jobs, settings.timeout):
+        results.add(row, [*settings.models])
         if settings.json is not None:
             results.write(settings.json)
         final = settings.device.type != "cuda" or bool(row.failure) or row.captured_us > 0
@@ -149,4 +163,4 @@ def rewrite_table(json: Path, markdown_file: Path) -> None:
     write_table(markdown_file, results.rows, results.environment)
 
 
-__all__ = ["SuiteSettings", "rewrite_table", "run"]
+__all__ = ["CatalogueSettings", "SuiteSettings", "rewrite_table", "run"]

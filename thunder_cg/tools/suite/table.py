@@ -9,11 +9,11 @@ from pathlib import Path
 
 from thunder_cg.tools.bench.report import line as table_line
 from thunder_cg.tools.results import origin
-from thunder_cg.tools.suite.row import BREAK, EAGER, FORWARD, INDUCTOR, NOT_REPLAYED, TRAINING, NotCaptured, SuiteRow
+from thunder_cg.tools.suite.row import BREAK, EAGER, INDUCTOR, MODES, NOT_REPLAYED, NotCaptured, SuiteRow
 
 BEGIN, END = "<!-- suite -->", "<!-- /suite -->"
 
-_HEADER = ("model", "forward", "same bits", "training", "same bits", "not in a graph, and why")
+_HEADER = ("model", *(text for mode in MODES for text in (mode, "same bits")), "not in a graph, and why")
 _SAID = {
     EAGER: "eager",
     INDUCTOR: "thunderfx leaves to Inductor",
@@ -38,10 +38,9 @@ def markdown(rows: Sequence[SuiteRow], environment: Mapping[str, str]) -> str:
         by_model.setdefault(row.model, {})[row.mode] = row
     lines = [table_line(_HEADER), table_line(("---",) * len(_HEADER))]
     for model, modes in by_model.items():
-        forward, training = modes.get(FORWARD), modes.get(TRAINING)
-        mine = [row for row in (forward, training) if row is not None]
-        cells = (_name(model, mine), *_cells(forward), *_cells(training), _outside(mine))
-        lines.append(table_line(cells))
+        mine = [modes[mode] for mode in MODES if mode in modes]
+        cells = [cell for mode in MODES for cell in _cells(modes.get(mode))]
+        lines.append(table_line((_name(model, mine), *cells, _outside(mine))))
     return "\n".join([*lines, "", *_caption(environment, [row for row in rows if not row.failure])])
 
 
@@ -87,7 +86,7 @@ def _captured(row: SuiteRow) -> str:
 
 
 def _outside(rows: Sequence[SuiteRow]) -> str:
-    """What a model's rows do not capture. If both rows have an entry, it is listed once, with the larger number."""
+    """What a model's rows do not capture. An entry of several rows is listed once, with the largest number."""
     counts: dict[tuple[str, str, str], int] = {}
     for row in rows:
         merged: Counter[tuple[str, str, str]] = Counter()
