@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from thunder_cg import cudagraph_transform, explain
+from thunder_cg import cudagraph_transform, executors, explain
 from thunder_cg.runtime.tape import TapePool
 
 WIDTH = 16
@@ -74,8 +74,8 @@ def tokens(step: int, *, shared: bool = False, batch: int = 4) -> torch.Tensor:
 # Each builder takes what makes the graphs, or nothing, and returns the compiled module.
 
 
-def ddp(*graphs: Any) -> Any:
-    return thunder_distributed.ddp(thunder.jit(model(), transforms=list(graphs)))
+def ddp(*graphs: Any, **options: Any) -> Any:
+    return thunder_distributed.ddp(thunder.jit(model(), transforms=list(graphs), **options))
 
 
 def ddp_last(*graphs: Any) -> Any:
@@ -85,9 +85,9 @@ def ddp_last(*graphs: Any) -> Any:
     return compiled
 
 
-def fsdp(*graphs: Any, zero: str = "ZERO2", bucketing: str = "NONE") -> Any:
+def fsdp(*graphs: Any, zero: str = "ZERO2", bucketing: str = "NONE", **options: Any) -> Any:
     return thunder_distributed.fsdp(
-        thunder.jit(model(), transforms=list(graphs)),
+        thunder.jit(model(), transforms=list(graphs), **options),
         sharding_strategy=thunder_distributed.FSDPType[zero],
         bucketing_strategy=thunder_distributed.FSDPBucketingStrategy[bucketing],
         device=device(),
@@ -118,6 +118,8 @@ def tensor_parallel(order: str, *graphs: Any) -> Any:
 BUILDERS: dict[str, Callable[..., Any]] = {
     "ddp": ddp,
     "ddp, transform last": ddp_last,
+    "fused ddp": lambda *g: ddp(*g, executors=executors()),
+    "fused fsdp": lambda *g: fsdp(*g, executors=executors()),
     "fsdp zero2": fsdp,
     "fsdp zero2, transform last": fsdp_transform_last,
     "fsdp zero3": lambda *g: fsdp(*g, zero="ZERO3"),

@@ -14,6 +14,8 @@ ORDERS = (
     pytest.param("fsdp zero3, buckets", marks=pytest.mark.nightly),
     "tensor parallel",
     "tensor parallel, transform last",
+    pytest.param("fused ddp", marks=pytest.mark.nightly),
+    pytest.param("fused fsdp", marks=pytest.mark.nightly),
 )
 
 

@@ -160,7 +160,7 @@ def test_a_fusion_that_does_not_compile_runs_op_by_op(transform, device, monkeyp
     captured = compiled(model, transform())
     x = torch.randn(4, 8, device=device)
     with torch.no_grad():
-        with pytest.warns(UserWarning, match="TorchCompile0, which runs op by op: .*no kernel for this"):
+        with pytest.warns(UserWarning, match="Inductor0, which runs op by op: .*no kernel for this"):
             captured(x)
         for _ in range(3):
             torch.testing.assert_close(captured(x), plain(x))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -19,7 +19,16 @@ from thunder.core.langctxs import Languages, langctx
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
 from thunder.core.prims import OpTags, PrimIDs
-from thunder.core.proxies import AnyProxy, CollectionProxy, FutureTensorProxy, NumberProxy, Proxy, ProxyTag, TensorProxy
+from thunder.core.proxies import (
+    AnyProxy,
+    CollectionProxy,
+    FutureTensorProxy,
+    NumberProxy,
+    Proxy,
+    ProxyTag,
+    TensorProxy,
+    unvariableify,
+)
 from thunder.core.pytree import tree_flatten, tree_flatten_with_dataclass, tree_map
 from thunder.core.recipe import Plugin, PluginPolicy
 from thunder.core.symbol import BoundSymbol, Symbol
@@ -27,9 +36,9 @@ from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, f
 from thunder.core.transform_common import Transform
 from thunder.core.transforms import augmented_forward_impls, backward_impls
 from thunder.distributed import get_skip_data_parallel_grad_sync as skips_grad_sync
-from thunder.distributed.prims import DistributedReduceOps
+from thunder.distributed.prims import DistributedReduceOps, PrimIDs as _Communication
 from thunder.executors.nvfuserex import nvfuserex
-from thunder.executors.passes import del_last_used, transform_for_execution
+from thunder.executors.passes import _transform_for_operator_executor_execution, del_last_used
 from thunder.executors.torch_autograd import connect_to_autograd
 from thunder.executors.torch_compile import TorchCompileExecutor
 from thunder.executors.torchex import ex as _torch_executor, no_autocast
@@ -130,13 +139,14 @@ torch_executor_has: Callable[[str], bool] = _torch_executor.opmap.__contains__
 
 
 def torch_implementations() -> Mapping[Any, ImplInfo]:
-    """What the torch executor has for each symbol, by the symbol's id."""
-    return _torch_executor.implmap
+    """What the torch executor has for each symbol but those that communicate, by the symbol's id."""
+    return {id_: found for id_, found in _torch_executor.implmap.items() if not isinstance(id_, _Communication)}
 
 
-def torch_operators() -> Iterable[str]:
-    """The ids of the torch executor's own symbols."""
-    return _torch_executor.opmap
+def torch_operators() -> set[str]:
+    """The ids of the torch executor's own symbols but those that communicate."""
+    communicate = {found.symbol.id for id_, found in _torch_executor.implmap.items() if isinstance(id_, _Communication)}
+    return {*_torch_executor.opmap} - communicate
 
 
 def in_torch(symbols: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]) -> Callable[..., Any]:
@@ -145,17 +155,20 @@ def in_torch(symbols: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: S
     trace.args = tuple(inputs)
     trace._siginfo = SigInfo("run")
     trace._siginfo.args = [(proxy.name, None) for proxy in inputs]
-    proxies = [
-        *inputs,
-        *(p for symbol in symbols for each in (symbol, *symbol.subsymbols) for p in each.flat_proxy_outs),
-    ]
-    trace.names = {proxy.name for proxy in proxies}
+    inside = [each for symbol in symbols for each in (symbol, *symbol.subsymbols)]
+    trace.names = {proxy.name for proxy in (*inputs, *(p for each in inside for p in each.flat_proxy_outs))}
     with tracectx(trace):
         for proxy in inputs:
             prims.unpack_trivial(proxy, name=proxy.name)
     trace.bound_symbols += [*symbols, prims.python_return.bind(tuple(outputs), output=None)]
-    claimed = del_last_used(transform_for_execution(trace, [_torch_executor]))
-    return no_autocast(torch.no_grad()(claimed.python_callable(include_decorators=False)))
+    # Thunder's whole pass would look for gradients of data parallelism to put into buckets.
+    claimed = _transform_for_operator_executor_execution(trace, [_torch_executor])
+    return del_last_used(claimed).python_callable(include_decorators=False)
+
+
+def outside_of_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As Thunder calls its traces: without gradients and without autocast, whatever the caller has."""
+    return no_autocast(torch.no_grad()(function))
 
 
 def symbols_of_functions() -> dict[Any, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,13 +52,14 @@ class InductorExecutor(compat.TorchCompileExecutor):
             self._compiling.eager = frozenset()
 
     def fuse(self, region: Any, fusion_counter: int) -> compat.BoundSymbol:
-        symbol = super().fuse(region, fusion_counter)
-        ((name, compiled),) = compat.bound_functions(symbol).items()
-        in_torch = partial(compat.in_torch, symbol.subsymbols, symbol.args, symbol.output)
-        returned = [i for i, proxy in enumerate(symbol.output) if proxy.name in self._compiling.returned]
-        convolves = any("conv" in inner.sym.name for inner in _walk(symbol.subsymbols))
-        fusion = Fusion(name, compiled, in_torch, returned if convolves else None)
-        return compat.rebind(symbol, {name: fusion})
+        inputs, outputs = ([compat.unvariableify(each) for each in found] for found in (region.inputs, region.outputs))
+        convolves = any("conv" in inner.sym.name for inner in _walk(region.bound_symbols))
+        returned = [i for i, proxy in enumerate(outputs) if proxy.name in self._compiling.returned]
+        name = f"Inductor{fusion_counter}"
+        in_torch = compat.in_torch(region.bound_symbols, inputs, outputs)
+        context = {name: Fusion(name, in_torch, returned if convolves else None)}
+        symbol = compat.Symbol(name, meta=None, is_fusion=True, executor=self)
+        return compat.BoundSymbol(symbol, inputs, {}, outputs, region.bound_symbols, _call_ctx=context)
 
 
 class _FusionPass(threading.local):
@@ -95,22 +95,17 @@ class Fusion:
         stretch with convolutions leaves its results as they are, and only what the caller gets is converted back.
 
     Args:
-        in_torch: makes the function that runs the stretch operator by operator.
+        in_torch: the stretch with PyTorch's operators.
         returned: of a stretch with convolutions, the positions of the results that the caller gets.
 
     Attributes:
         failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
     """
 
-    def __init__(
-        self,
-        name: str,
-        compiled: Callable[..., Any],
-        in_torch: Callable[[], Callable[..., Any]],
-        returned: Sequence[int] | None,
-    ) -> None:
+    def __init__(self, name: str, in_torch: Callable[..., Any], returned: Sequence[int] | None) -> None:
         self.__name__ = name
-        self._run, self._in_torch, self._returned = compiled, in_torch, returned
+        self._in_torch, self._returned = compat.outside_of_autograd(in_torch), returned
+        self._run = compat.outside_of_autograd(torch.compile(in_torch, fullgraph=True, dynamic=False))
         self.failure: str | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -125,7 +120,7 @@ class Fusion:
         except CompileError as error:  # raised before anything ran
             self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
             warnings.warn(f"Inductor cannot compile {self.__name__}, which runs op by op: {self.failure}", stacklevel=2)
-        self._run, self._returned = self._in_torch(), None
+        self._run, self._returned = self._in_torch, None
         return self._run(*args)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thunder_cg import cudagraph_transform
+from thunder_cg import cudagraph_transform, executors
 from thunder_cg.compat.distributed import coalescing
 from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.variants import (
@@ -25,6 +25,7 @@ from thunder_cg.tools.bench.variants import (
     FLOOR,
     FLOOR_OF_THUNDER,
     OURS,
+    OURS_FUSED,
     REDUCE_OVERHEAD,
     THUNDER,
     recovering_pool,
@@ -69,8 +70,7 @@ def variants(parallel: str, device: torch.device, quick: bool) -> Sequence[str]:
         return (EAGER, THUNDER, COLLECTIVES_EAGER, OURS)
     if quick:
         return (EAGER, THUNDER, OURS, FLOOR_OF_THUNDER, FLOOR)
-    # Not with executors=["torchcompile"]: in Thunder 0.2.6 its fusions take collectives in, and cannot be compiled.
-    return (EAGER, COMPILE, REDUCE_OVERHEAD, THUNDER, COLLECTIVES_EAGER, OURS, FLOOR_OF_THUNDER, FLOOR)
+    return (EAGER, COMPILE, REDUCE_OVERHEAD, THUNDER, COLLECTIVES_EAGER, OURS, OURS_FUSED, FLOOR_OF_THUNDER, FLOOR)
 
 
 def prepare(name: str, subject: RankSubject) -> RankStep:
@@ -152,9 +152,8 @@ def _split(subject: RankSubject, mesh: Any) -> None:
 # -------------------------------------------------------------------------------------------------------------- Thunder
 
 
-def _thunder(subject: RankSubject, collectives: str | None = None) -> RankStep:
+def _thunder(subject: RankSubject, collectives: str | None = None, **options: Any) -> RankStep:
     """Args: collectives: `capture_collectives=` of the transform; None to run without graphs."""
-    options: dict[str, Any] = {}
     if collectives is not None:
         backend: Any = "cuda" if subject.device.type == "cuda" else "tape"
         transform = cudagraph_transform(backend=backend, capture_collectives=collectives)  # type: ignore[arg-type]
@@ -324,6 +323,7 @@ _VARIANTS: Mapping[str, Callable[[RankSubject], RankStep]] = {
     THUNDER: _thunder,
     COLLECTIVES_EAGER: partial(_thunder, collectives="never"),
     OURS: partial(_thunder, collectives="auto"),
+    OURS_FUSED: partial(_thunder, collectives="auto", executors=executors()),
     FLOOR_OF_THUNDER: partial(_hand_made, make_step=_thunder),
     FLOOR: partial(_hand_made, make_step=step_by_hand),
 }
