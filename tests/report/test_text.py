@@ -4,7 +4,11 @@ from dataclasses import replace
 from html import escape
 
 import pytest
+import thunder
+import torch
+from torch import nn
 
+from thunder_cg import cudagraph_transform, explain
 from thunder_cg.report import CollectiveReport, Report, text
 
 
@@ -13,8 +17,9 @@ def test_empty_report_says_what_to_do() -> None:
 
 
 def test_first_lines_answer_how_much_and_why_not(report: Report) -> None:
-    assert str(report).splitlines()[:6] == [
-        "CUDA graphs: 2 regions with 2 of 4 ops; 2 ops eager",
+    assert str(report).splitlines()[:7] == [
+        "CUDA graphs: 2 of 5 calls replayed; 2 regions with 2 of 4 ops; 2 ops eager",
+        "Not replayed: 1 warm-up; 1 capture; 1 x strides changed",
         "Eager, and why:",
         "  Tensor.item x2 at model.py:14: data-dependent",
         "      in: if x.item() < 0:",
@@ -82,3 +87,53 @@ def test_collectives_of_a_kind_are_one_line(report: Report) -> None:
     assert [line.strip() for line in str(found).splitlines() if "all_reduce" in line] == lines
     assert all(escape(line) in found._repr_html_() for line in lines)
     assert found.to_dict()["traces"][0]["collectives"][1]["nbytes"] == 2048
+
+
+def test_headline_says_what_ran(backend, device) -> None:
+    """Not what was planned: of a model that never replays, the reason comes first."""
+    graphs = cudagraph_transform(backend=backend)
+    model = thunder.jit(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(device), transforms=[graphs])
+
+    def lines() -> list[str]:
+        return str(explain(model)).splitlines()[:2]
+
+    x = torch.randn(2, 4, device=device, requires_grad=True)
+    assert lines() == [text.NOTHING_COMPILED]
+    model(x).sum().backward()
+    said = "2 regions with 21 of 21 ops; 0 ops eager"
+    assert lines() == [
+        f"CUDA graphs: 0 of 1 call and 0 of 1 backward replayed; {said}",
+        "Not replayed: 2 warm-ups; the next call with inputs laid out like these captures",
+    ]
+    for _ in range(4):
+        model(x).sum().backward()
+    assert lines() == [
+        f"CUDA graphs: 3 of 5 calls and 3 of 5 backwards replayed; {said}",
+        "Not replayed: 2 warm-ups; 2 captures",
+    ]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        model(x).sum().backward()
+    assert lines()[1].startswith("Not replayed: 2 warm-ups; 2 captures; 1 x saved-tensor hooks are active")
+    assert lines()[1] in explain(model)._repr_html_()
+
+
+def test_a_function_that_thunder_cannot_compile(backend) -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    compiled = thunder.jit(branches, transforms=[cudagraph_transform(backend=backend)])
+    for _ in range(2):
+        with pytest.raises(NotImplementedError):
+            compiled(torch.ones(3))
+    said = str(explain(compiled))
+    assert said.startswith("Thunder raised in each of 2 calls, so nothing is compiled.") and "thunderfx" in said
+    assert escape(said) in explain(compiled)._repr_html_()
+
+
+def test_a_function_with_nothing_to_capture(backend) -> None:
+    compiled = thunder.jit(lambda x: x.item() + 1, transforms=[cudagraph_transform(backend=backend)])
+    for _ in range(3):
+        compiled(torch.ones(()))
+    said = str(explain(compiled))
+    assert said.startswith("CUDA graphs: none, in 3 calls; 0 regions with 0 of 2 ops; 2 ops eager")
+    assert "nothing in it is captured, so its calls are not counted" in said

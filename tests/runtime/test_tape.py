@@ -29,6 +29,16 @@ def test_replay_reads_and_writes_the_captured_addresses(pool):
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
 
 
+def test_a_result_may_be_expanded(pool):
+    """A fusion may return one, in new memory."""
+    x = torch.arange(3.0)
+    fusion = TapeBackend().fusion(lambda t: (t * 2).unsqueeze(1).expand(3, 4))
+    graph, (y,) = pool.capture(lambda t: [fusion(t)], [x])
+    x.add_(1)
+    graph.replay()
+    torch.testing.assert_close(y, (x * 2).unsqueeze(1).expand(3, 4), rtol=0, atol=0)
+
+
 def test_capture_executes_nothing(pool):
     x = torch.zeros(4)
     torch.manual_seed(0)

@@ -31,8 +31,10 @@ _HEADER = f"{_LEFT}; background-color: rgba(128, 128, 128, 0.25)"
 def render(report: Report) -> str:
     """The whole report; safe to place in any page, all text in it is escaped."""
     if not report.traces and not report.outside:
-        return f"<div><p>{escape(text.NOTHING_COMPILED)}</p></div>"
-    headline = f"<p><b>CUDA graphs: {escape(text.headline(report.traces))}</b></p>"
+        return f"<div><p>{escape(text.nothing(report))}</p></div>"
+    first, *rest = text.ran(report)
+    said = "".join(f"<br>{escape(line)}" for line in rest)
+    headline = f"<p><b>CUDA graphs: {escape(first)}; {escape(text.headline(report.traces))}</b>{said}</p>"
     return f"<div>{headline}{_outside(report.outside)}{''.join(map(_trace, report.traces))}</div>"
 
 

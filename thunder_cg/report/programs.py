@@ -58,9 +58,14 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """All programs, oldest first, each forward before its backward; empty if the function was not called yet."""
+    """All programs, oldest first, each forward before its backward.
+
+    Attributes:
+        calls: how often the function was called, as Thunder counts. With no programs, Thunder raised in these calls.
+    """
 
     programs: tuple[Located, ...]
+    calls: int = 0
     outside: tuple[Outside, ...] = ()
 
 
@@ -75,7 +80,7 @@ def locate(fn: Any) -> Found:
         programs = tuple(_in_caches(_name(fn), fn))
         if not programs and not _has_transform(thunder.list_transforms(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
-        return Found(programs)
+        return Found(programs, thunder.compile_stats(fn).calls)
     if (backend := _dynamo_backend(fn)) is None:
         raise NotCompiledError(fn, "Thunder did not compile this")
     return _of_dynamo(fn, backend)
@@ -93,7 +98,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         for part, jitted in enumerate(compiled):
             programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
         outside += _outside(label, graph)
-    return Found(tuple(programs), tuple(outside))
+    return Found(tuple(programs), outside=tuple(outside))
 
 
 def _outside(label: str, graph: Any) -> Iterator[Outside]:

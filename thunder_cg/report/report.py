@@ -74,8 +74,19 @@ class TraceReport:
     arena_bytes: int
     fast_path_calls: int = 0  # calls that went around Thunder's dispatch
     no_fast_path: str | None = None  # why others did not
+    warm_ups: int = 0  # of the calls without graphs: the first one with each layout of inputs
     remark: str | None = None  # what the user should know besides
     collectives: tuple[CollectiveReport, ...] = ()  # in the order in which the plan runs them
+
+    @property
+    def captures(self) -> int:
+        """Calls that captured graphs, and then ran them."""
+        return max((region.captures for region in self.regions), default=0)
+
+    @property
+    def replays(self) -> int:
+        """Calls that replayed a graph that an earlier call captured."""
+        return max((region.replays - region.captures for region in self.regions), default=0)
 
     @property
     def counts(self) -> Counter[str]:
@@ -89,6 +100,7 @@ class Report:
 
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
+    calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -116,7 +128,7 @@ def explain(fn: Any) -> Report:
         NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
     """
     found = locate(fn)
-    return Report(tuple(map(_trace, found.programs)), found.outside)
+    return Report(tuple(map(_trace, found.programs)), found.outside, found.calls)
 
 
 def _trace(located: Located) -> TraceReport:
@@ -129,6 +141,7 @@ def _trace(located: Located) -> TraceReport:
         regions=tuple(map(_region, program.regions)),
         calls=program.calls,
         eager_calls=program.eager_calls,
+        warm_ups=program.warm_ups,
         fast_path_calls=program.fast_path_calls,
         no_fast_path=program.no_fast_path,
         remark=program.remark,

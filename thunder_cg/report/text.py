@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
+FAILED = (
+    "Thunder raised in each of {calls}, so nothing is compiled. Its error says where. For a branch on data, or for "
+    "`.tolist()`, use thunder_cg.thunderfx, which leaves that to Python; for an operator of torch.library, register it "
+    "with an executor of Thunder (README, Your own operators)."
+)
 
 OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 
@@ -19,8 +24,40 @@ OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 def render(report: Report) -> str:
     """The text of the whole report, without a newline at its end."""
     if not report.traces and not report.outside:
-        return NOTHING_COMPILED
+        return nothing(report)
     return "\n\n".join(["\n".join(_summary(report)), *("\n".join(_trace(trace)) for trace in report.traces)])
+
+
+def nothing(report: Report) -> str:
+    """What to say of a function of which nothing is compiled."""
+    return FAILED.format(calls=count(report.calls, "call")) if report.calls else NOTHING_COMPILED
+
+
+def ran(report: Report) -> Iterator[str]:
+    """How many calls replayed, and why the others did not; how often it was called if there is nothing to replay."""
+    having = [trace for trace in report.traces if trace.regions]
+    if not having:
+        yield f"none, in {count(report.calls, 'call')}" if report.calls else "none"
+        return
+    said = []
+    for kind, noun in (("forward", "call"), ("backward", "backward")):
+        of_kind = [trace for trace in having if trace.kind == kind]
+        calls = sum(trace.calls for trace in of_kind)
+        if calls:
+            said.append(f"{sum(trace.replays for trace in of_kind):,} of {count(calls, noun)}")
+    yield f"{' and '.join(said)} replayed" if said else "no call yet"
+    if why := [*_not_replayed(having)]:
+        yield f"Not replayed: {'; '.join(why)}"
+
+
+def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
+    for number, noun in ((sum(t.warm_ups for t in traces), "warm-up"), (sum(t.captures for t in traces), "capture")):
+        if number:
+            yield count(number, noun)
+    reasons = sum((Counter(trace.fallbacks) for trace in traces), Counter[str]())
+    yield from (f"{times:,} x {reason}" for reason, times in reasons.most_common())
+    if not reasons and not any(trace.captures for trace in traces):
+        yield "the next call with inputs laid out like these captures"
 
 
 def headline(traces: Sequence[TraceReport]) -> str:
@@ -39,6 +76,8 @@ def title(trace: TraceReport) -> str:
 
 def calls(trace: TraceReport) -> str:
     """How often the trace ran, how often without its graphs and why, and the memory that it and its backward use."""
+    if not trace.regions:
+        return "nothing in it is captured, so its calls are not counted"
     said = f"{count(trace.calls, 'call')}, {trace.eager_calls} of them without graphs"
     if trace.fallbacks:
         said += f" ({', '.join(f'{reason}: {times}' for reason, times in trace.fallbacks.items())})"
@@ -101,7 +140,9 @@ def size(nbytes: int) -> str:
 
 
 def _summary(report: Report) -> Iterator[str]:
-    yield f"CUDA graphs: {headline(report.traces)}"
+    first, *rest = ran(report)
+    yield f"CUDA graphs: {first}; {headline(report.traces)}"
+    yield from rest
     if eager := [op for trace in report.traces for op in trace.ops if op.verdict == "eager"]:
         yield "Eager, and why:"
         yield from _indent(_eager(eager))

@@ -69,6 +69,7 @@ class Call:
             strict: whether the option ``strict=True`` makes an error of that.
         """
         self.mode = mode
+        self.program.warm_ups += mode is Mode.WARMUP
         if mode is Mode.WARMUP or (mode is Mode.EAGER and reason):
             self.program.eager_calls += 1
         if reason:

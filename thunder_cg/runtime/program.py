@@ -64,7 +64,7 @@ class Program:
     ) -> None:
         self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
         self.options, self.backend, self.verifier = options, backend, verifier
-        self.calls = self.eager_calls = 0
+        self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
         self.no_fast_path: str | None = None  # why none can
         self.remark: str | None = None  # what the user should know besides

@@ -263,9 +263,17 @@ class TapeGraph:
                 if step.results:
                     leaves = compat.tree_leaves(output)
                     for leaf, tensor in step.results:
-                        tensor.copy_(leaves[leaf])
+                        _once(tensor, tensor).copy_(_once(leaves[leaf], tensor))
                 _poison(self.free)
             copy_all(targets[copied:], self.copied_out[copied:])
+
+
+def _once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Without the elements that ``like`` has in the same place as others: an expanded tensor cannot be written."""
+    for dimension, stride in enumerate(like.stride()):
+        if stride == 0:
+            tensor = tensor.narrow(dimension, 0, min(1, like.shape[dimension]))
+    return tensor
 
 
 class TapePool:
