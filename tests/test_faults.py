@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import re
+import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -727,3 +728,22 @@ def test_nothing_is_left_of_a_model_with_faults(transform, device):
             torch.cuda.synchronize()
             allocated.append(torch.cuda.memory_allocated())
     assert allocated == sorted(allocated, reverse=True)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_error_says_which_op_raised_it(transform, device):
+    """An index that is out of range on the CPU: in the warm-up, and in a call that cannot be captured."""
+    if device == "cuda":
+        pytest.skip("it would end the CUDA context")
+    table = nn.Embedding(4, 4)
+    compiled = thunder.jit(lambda x, w: torch.relu(nn.functional.embedding(x, w) * 2), transforms=[transform()])
+    good, bad = torch.tensor([0, 3]), torch.tensor([0, 4])
+    notes = []
+    for x in (bad, good, bad, good, good):
+        try:
+            with torch.no_grad():
+                compiled(x, table.weight)
+        except IndexError as error:
+            notes += error.__notes__
+    said = r"\S*embedding at test_faults.py:\d+ raised this, in CUDAGraph1. It ran as without CUDA graphs."
+    assert [bool(re.fullmatch(said, note)) for note in notes] == [True, True]

@@ -192,3 +192,26 @@ def test_through_thunderfx(device, backend):
     assert [op.executor for trace in thunder_cg.explain(captured).traces for op in trace.ops if op.fused] == [
         "inductor"
     ]
+
+
+def _symbols(function):
+    """What Thunder traces of a function of one tensor, and the argument."""
+    compiled = thunder.jit(function)
+    compiled(torch.ones(4))
+    trace = thunder.last_traces(compiled)[0]
+    (a,) = trace.args
+    return [symbol for symbol in trace.bound_symbols if symbol.sym.name not in ("unpack_trivial", "python_return")], a
+
+
+def test_a_fusion_has_all_that_it_reads():
+    """Thunder's rematerialization forgets symbols without arguments."""
+    (zeros, add), a = _symbols(lambda a: a + torch.zeros(4))
+    makers = {zeros.output.name: zeros}
+    assert inductor._complete([add], [a], makers) == (zeros, add)
+    assert inductor._complete([zeros, add], [a], makers) == (zeros, add)
+
+
+def test_a_random_draw_is_not_made_again():
+    (draw, add), a = _symbols(lambda a: a + torch.rand(4))
+    with pytest.raises(RuntimeError, match="lost a random draw"):
+        inductor._complete([add], [a], {draw.output.name: draw})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,25 +46,30 @@ class InductorExecutor(compat.TorchCompileExecutor):
         leaves, _ = compat.tree_flatten(trace.bound_symbols[-1].args)
         self._compiling.returned = frozenset(leaf.name for leaf in leaves if isinstance(leaf, compat.Proxy))
         self._compiling.eager = _eager_symbols(trace)
+        self._compiling.makers = {
+            proxy.name: symbol for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs
+        }
         try:
             return super().fusion_pass(trace)
         finally:
-            self._compiling.eager = frozenset()
+            self._compiling.eager, self._compiling.makers = frozenset(), {}
 
     def fuse(self, region: Any, fusion_counter: int) -> compat.BoundSymbol:
         inputs, outputs = ([compat.unvariableify(each) for each in found] for found in (region.inputs, region.outputs))
-        convolves = any("conv" in inner.sym.name for inner in _walk(region.bound_symbols))
+        symbols = _complete(region.bound_symbols, inputs, self._compiling.makers)
+        convolves = any("conv" in inner.sym.name for inner in _walk(symbols))
         returned = [i for i, proxy in enumerate(outputs) if proxy.name in self._compiling.returned]
         name = f"Inductor{fusion_counter}"
-        in_torch = compat.in_torch(region.bound_symbols, inputs, outputs)
+        in_torch = compat.in_torch(symbols, inputs, outputs)
         context = {name: Fusion(name, in_torch, returned if convolves else None)}
         symbol = compat.Symbol(name, meta=None, is_fusion=True, executor=self)
-        return compat.BoundSymbol(symbol, inputs, {}, outputs, region.bound_symbols, _call_ctx=context)
+        return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols, _call_ctx=context)
 
 
 class _FusionPass(threading.local):
     eager: frozenset[int] = frozenset()  # addresses of the symbols of the trace that no graph can hold
     returned: frozenset[str] = frozenset()  # results of the trace, gradients included
+    makers: Mapping[str, compat.BoundSymbol] = {}  # of the trace: the symbol that makes each value
 
 
 def _eager_symbols(trace: compat.TraceCtx) -> frozenset[int]:
@@ -78,6 +83,31 @@ def _eager_symbols(trace: compat.TraceCtx) -> frozenset[int]:
         if verdict.capture and not op.communicates
     }
     return frozenset(id(op.symbol) for op in ops.ops if op.index not in captured)
+
+
+def _complete(
+    symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], makers: Mapping[str, compat.BoundSymbol]
+) -> tuple[compat.BoundSymbol, ...]:
+    """The symbols of a fusion, and before each what it reads and nothing in the fusion makes.
+
+    Where Thunder (0.2.6) recomputes a value of the forward in the backward's fusion, it forgets what a symbol without
+    arguments makes, such as zeros.
+    """
+    found: list[compat.BoundSymbol] = []
+    known = {proxy.name for proxy in inputs}
+
+    def add(symbol: compat.BoundSymbol) -> None:
+        for proxy in symbol.flat_proxy_args:
+            if proxy.name not in known:
+                add(makers[proxy.name])
+        found.append(symbol)
+        known.update(proxy.name for proxy in symbol.flat_proxy_outs)
+
+    for symbol in (symbols := tuple(symbols)):
+        add(symbol)
+    if any(compat.OpTags.RANDOM_OP in (inner.sym.tags or ()) for inner in _walk(set(found) - set(symbols))):
+        raise RuntimeError("Thunder's rematerialization lost a random draw; executors=['torchcompile'] has that, too")
+    return tuple(found)
 
 
 def _walk(symbols: Iterable[compat.BoundSymbol]) -> Iterator[compat.BoundSymbol]:

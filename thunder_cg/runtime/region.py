@@ -92,6 +92,16 @@ class RuntimeRegion:
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
         """What the region does in a call, with its inputs: what stands behind its symbol in the trace."""
+        try:
+            return self._run(call, args)
+        except Exception as error:
+            op = self._failing_op(error)
+            if op is not None and hasattr(error, "add_note"):  # Python 3.11
+                line = call.program.ops.line(op) or "an unknown line"
+                error.add_note(f"{op.name} at {line} raised this, in {self.name}. It ran as without CUDA graphs.")
+            raise
+
+    def _run(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         if call.mode is Mode.REPLAY:
             assert call.trace is not None
             graph = call.trace.graphs[self.index]
