@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="commands:\n" + "\n".join(f"  {name:10}{command.__doc__}" for name, command in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"thunder-cg {version('thunder-cg')}")
     parser.add_argument("command", choices=_COMMANDS, metavar="command", help="see below; command --help says more")
     command = parser.parse_args(words[:1]).command
     return _COMMANDS[command](words[1:])
@@ -58,8 +60,15 @@ def _explain(argv: Sequence[str]) -> int:
     return explain.main(argv)
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    """say what this machine has for CUDA graphs, which kernels are chosen, and what to change"""
+    from thunder_cg.tools import doctor
+
+    return doctor.main(argv)
+
+
 _COMMANDS: Mapping[str, Callable[[Sequence[str]], int]]
-_COMMANDS = {"demo": _demo, "bench": _bench, "rules": _rules, "explain": _explain}
+_COMMANDS = {"demo": _demo, "bench": _bench, "rules": _rules, "explain": _explain, "doctor": _doctor}
 
 if __name__ == "__main__":
     sys.exit(main())

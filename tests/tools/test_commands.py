@@ -94,7 +94,7 @@ def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
         main(["--help"])
     assert left.value.code == 0
     listed = [line.split()[0] for line in capsys.readouterr().out.partition("commands:\n")[2].splitlines()]
-    assert listed == ["demo", "bench", "rules", "explain"]
+    assert listed == ["demo", "bench", "rules", "explain", "doctor"]
 
 
 def test_rules_prints_the_record_of_each_operator(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,6 +39,11 @@ def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | 
     backend = torch.distributed.get_backend(group)
     if "nccl" not in backend:
         return f"the group communicates through {backend}, and only NCCL's kernels can be captured", "use NCCL"
+    return capture_problem_of_settings()
+
+
+def capture_problem_of_settings() -> tuple[str, str] | None:
+    """Why no graph can hold collectives with the variables that are set, and the fix; None if one can."""
     if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "true", "y", "yes"):
         return "TORCH_NCCL_BLOCKING_WAIT=1 makes the host wait in each collective", "unset TORCH_NCCL_BLOCKING_WAIT"
     return None

@@ -1,0 +1,71 @@
+"""`python -m thunder_cg doctor` and `--version`."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from itertools import pairwise
+
+import pytest
+import torch
+
+from thunder_cg.__main__ import main
+from thunder_cg.tools import doctor
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in doctor._VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(rf"^torch +{re.escape(torch.__version__.split('+')[0])}", said, re.MULTILINE)
+    assert re.search(r"^thunder_cg.executors\(\) +sdpa, derivatives, (inductor|nvfuser)$", said, re.MULTILINE)
+    if not torch.cuda.is_available():
+        assert "the tape backend stands in" in said
+    assert "to change" not in said
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "fix"),
+    [
+        ("CUDA_LAUNCH_BLOCKING", "1", "unset it: the host waits"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "unset TORCH_NCCL_BLOCKING_WAIT: TORCH_NCCL_BLOCKING_WAIT=1 makes"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "never end goes on"),
+    ],
+)
+def test_it_says_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str, fix: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    assert main(["doctor"]) == 1
+    lines = pairwise(capsys.readouterr().out.splitlines())
+    line, after = next((line, after) for line, after in lines if line.startswith(variable))
+    assert line.endswith(value) and fix in after
+
+
+def test_what_only_a_gpu_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    kind = type("Properties", (), {"name": "A GPU", "total_memory": 80 * 2**30})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: kind)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "A GPU, 80 GiB" in said and "to change: unset backend: in PYTORCH_CUDA_ALLOC_CONF" in said
+
+
+def test_a_driver_without_cuda_in_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "driver", lambda: "580.1")
+    assert main(["doctor"]) == 1
+    assert "torch sees none, and there is a driver 580.1" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"thunder-cg {version('thunder-cg')}\n"
