@@ -80,7 +80,9 @@ def fusions(jfn):
     return [op for program in programs(jfn) for op in program.ops.ops if op.is_fusion and op.executor == "inductor"]
 
 
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    "memory_format", [torch.contiguous_format, pytest.param(torch.channels_last, marks=pytest.mark.nightly)]
+)
 def test_convolutions_are_pytorchs(transform, device, step, memory_format):
     torch.manual_seed(0)
     model = ConvNet().double().to(device, memory_format=memory_format)
@@ -180,6 +182,7 @@ def test_nvfuser_where_thunder_can_use_it(monkeypatch):
     assert thunder_cg.executors()[-1] is nvfuser
 
 
+@pytest.mark.nightly
 def test_through_thunderfx(device, backend):
     model = ConvNet().to(device).eval()
     captured = thunder_cg.thunderfx(model, executors=thunder_cg.executors(), backend=backend)

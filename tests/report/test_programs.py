@@ -115,6 +115,10 @@ def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.Monke
             "node with name: r_1 and target: new_ones only has a fallback.",
             ("r_1", "new_ones", "it only has a fallback"),
         ),
+        (
+            "node with name: p and target: <function boolean_dispatch.<locals>.fn at 0x7f> only has a fallback.",
+            ("p", "boolean_dispatch", "it only has a fallback"),
+        ),
         ("node with name: o and target: my.op didn't have any mapping.", ("o", "my.op", "it didn't have any mapping")),
         (
             "Failed while running meta for node with name: x and target: <function interpolate at 0x7f>: no corners",

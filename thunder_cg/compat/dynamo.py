@@ -78,29 +78,26 @@ def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any])
     return can
 
 
+def fallback_of(node: Node) -> Callable[..., Any] | None:
+    """The operator that a node calls, if Thunder only calls it as it is; None for all others."""
+    target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    return target if target in _FALLBACKS else None
+
+
 @contextmanager
-def keeping_fallbacks(graph: Graph, objection: Callable[[Node, Callable[..., Any]], str | None]) -> Iterator[None]:
-    """Inside, Thunder's splitter keeps operators of the graph that Thunder calls as they are, if it can trace them.
+def keeping_fallbacks(objection: Callable[[Node], str | None]) -> Iterator[None]:
+    """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
 
     The splitter asks a function and a set of its module, which are replaced. Dynamo compiles under one lock, so no
     other compilation is affected.
 
     Args:
-        objection: says of a node, and of the function that it calls, why Inductor gets it nevertheless.
+        objection: says of any node of the graph why Inductor gets it nevertheless.
     """
     is_supported = utils.is_node_supported_by_thunder
-    transformed = inside_transforms(graph)
-
-    def problem_with(node: Node) -> str | None:
-        if node.name in transformed:
-            return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
-        if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
-            return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
-        target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
-        return objection(node, target) if target in _FALLBACKS else None
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
-        if (problem := problem_with(node)) is None:
+        if (problem := objection(node)) is None:
             return is_supported(node, options)
         info = f"node with name: {node.name} and target: {node.target} {problem}"
         return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info)

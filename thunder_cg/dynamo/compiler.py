@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
-from thunder_cg.dynamo.fallbacks import objection
+from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.options import Options
 from thunder_cg.transform import cudagraph_transform
@@ -20,7 +20,7 @@ class Compiler(ThunderCompiler):
 
     def __call__(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         rewrite(module, self.thunder_options)
-        with keeping_fallbacks(module.graph, objection):
+        with keeping_fallbacks(objections(module.graph)):
             return super().__call__(module, *inputs)
 
 

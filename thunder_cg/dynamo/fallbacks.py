@@ -1,4 +1,4 @@
-"""Which operators that Thunder only calls as they are, its fallbacks, are left to Inductor, and why.
+"""What is left to Inductor, and why: mostly operators that Thunder only calls as they are, its fallbacks.
 
 Note [Fallbacks that Thunder traces wrongly]
     The backward of a fallback runs the operator again, under autograd, so one that draws would draw other numbers.
@@ -15,7 +15,7 @@ import torch
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
-from thunder_cg.compat.dynamo import example, on_examples
+from thunder_cg.compat.dynamo import example, fallback_of, inside_transforms, on_examples
 from thunder_cg.compat.thunder import no_autocast, symbols_of_functions
 from thunder_cg.compat.torch import tree_leaves
 
@@ -23,8 +23,23 @@ from thunder_cg.compat.torch import tree_leaves
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
 
-def objection(node: torch.fx.Node, function: Callable[..., Any]) -> str | None:
-    """Why a call of a fallback is left to Inductor, to be read after its name; None if Thunder traces it right."""
+def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
+    """Says of a node of the graph why it is left to Inductor, to be read after its name; None if Thunder traces it."""
+    transformed = inside_transforms(graph)
+
+    def objection(node: torch.fx.Node) -> str | None:
+        if node.name in transformed:
+            return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
+        if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
+            return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
+        function = fallback_of(node)
+        return objection_to_fallback(node, function) if function is not None else None
+
+    return objection
+
+
+def objection_to_fallback(node: torch.fx.Node, function: Callable[..., Any]) -> str | None:
+    """Why a call of a fallback is left to Inductor; None if Thunder traces it right."""
     args = example(node.args)
     with_gradient = any(_requires_grad(leaf) for leaf in tree_leaves((args, example(node.kwargs))))
     if (problem := objection_to_operator(function, with_gradient=with_gradient)) is not None:

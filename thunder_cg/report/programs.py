@@ -123,7 +123,8 @@ def _reason(split: Any) -> str:
 
 
 _NODE = re.compile(
-    r"(?P<before>.*?)node with name: (?P<name>\S+) and target: (?P<target><[^>]*>|[\w.]+)(?P<after>.*)", re.DOTALL
+    r"(?P<before>.*?)node with name: (?P<name>\S+) and target: (?P<target><(?:[^<>]|<[^<>]*>)*>|[\w.]+)(?P<after>.*)",
+    re.DOTALL,
 )
 
 
@@ -134,6 +135,7 @@ def understood(split: str) -> tuple[str, str, str]:
         return "", "a part of the graph", split.strip()
     words = found["target"].strip("<>").split()
     operator = next((b for a, b in pairwise(words) if a in ("method", "function")), words[0])
+    operator = operator.partition(".<locals>")[0]
     return found["name"], operator, f"{found['before']}it{found['after']}".strip().rstrip(".")
 
 
