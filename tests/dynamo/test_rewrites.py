@@ -420,3 +420,70 @@ def test_an_operator_whose_author_says_that_no_graph_can_hold_it():
         x = torch.randn(4)
         same(graphed(x), torch.ops.thunder_cg_tests.reads_host(x * 2) + 1)
     assert "is tagged torch.Tag.cudagraph_unsafe by its author" in str(explain(graphed))
+
+
+def _copy_(y, x):
+    y[:, :2].copy_(x[:, 2:4])
+    y[:, 2:4].copy_(x[:, :2] * 3)
+
+
+def _add_(y, x):
+    y[:, 0].add_(x[:, 1] ** 2)
+
+
+def _masked_fill_(y, x):
+    y[:, :2].masked_fill_(x[:, :2] > 0, 0.5)
+
+
+def _zero_(y, x):
+    y[0].zero_()
+
+
+def _exp_(y, x):
+    y[1].exp_()
+
+
+def _twice(y, x):
+    part = y[:, :2]
+    part.mul_(2)
+    part.add_(x[:, :2] ** 2)
+
+
+@pytest.mark.parametrize("write", [_copy_, _add_, _masked_fill_, _zero_, _exp_, _twice])
+def test_slices_written_in_place(backend, device, write):
+    """Thunder loses the gradient of what is written through a view, without a word."""
+
+    def fn(x):
+        y = x * 2
+        write(y, x)
+        return y * x
+
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_index_put_is_left_to_inductor(backend, device, accumulate):
+    """Thunder's gradient of it is wrong."""
+    rows = torch.tensor([0, 1], device=device)
+
+    def fn(x):
+        return (x * 2).index_put((rows,), x[:2].sin(), accumulate=accumulate) * x
+
+    graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend)
+    assert [part.operator for part in explain(graphed).outside] == ["index_put"]
+
+
+def test_other_views_written_in_place_are_never_silent(backend, device):
+    """Inductor gets the write, and PyTorch refuses it there."""
+
+    def fn(x):
+        y = x * 2
+        y.t().add_(x.t() ** 2)
+        return y * x
+
+    graphed = thunderfx(fn, backend=backend)
+    try:
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            graphed(torch.randn(3, 4, device=device, requires_grad=True))
+    finally:
+        torch.set_grad_enabled(True)  # an error between two pieces of a graph leaves it off

@@ -17,7 +17,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.dynamo import example, fallback_of, inside_transforms, on_examples
 from thunder_cg.compat.thunder import no_autocast, symbols_of_functions
-from thunder_cg.compat.torch import tree_leaves
+from thunder_cg.compat.torch import has_storage, storage_id, tree_leaves
 
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
@@ -32,6 +32,12 @@ def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
             return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
         if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
             return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
+        if _requires_grad(result := example(node)) and node.op.startswith("call"):
+            name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+            if name.rstrip("_") == "index_put":
+                return "gets other gradients from Thunder than from PyTorch"
+            if name.endswith("_") and not name.endswith("__") and _writes_view(node, result):
+                return "writes in place through a view, whose gradient Thunder loses"
         function = fallback_of(node)
         return objection_to_fallback(node, function) if function is not None else None
 
@@ -68,6 +74,16 @@ def depends_on_autocast(node: torch.fx.Node, function: Callable[..., Any]) -> bo
     """Whether the function that a node calls has results of other dtypes without the autocast that Dynamo saw."""
     found = on_examples(no_autocast(function), example(node.args), example(node.kwargs))
     return _dtypes(node.meta.get("example_value")) != _dtypes(found)
+
+
+def _writes_view(node: torch.fx.Node, result: torch.Tensor) -> bool:
+    """Whether an operator in place has written to a view of another tensor of the graph."""
+    written = node.args[0]
+    sources = [example(source) for source in written.all_input_nodes] if isinstance(written, torch.fx.Node) else []
+    return has_storage(result) and any(
+        isinstance(source, torch.Tensor) and has_storage(source) and storage_id(source) == storage_id(result)
+        for source in sources
+    )
 
 
 def _requires_grad(value: Any) -> bool:

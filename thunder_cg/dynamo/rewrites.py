@@ -37,6 +37,7 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     for node in nodes:
         _name_inplace(node)
         _compute_out_of_place(node)
+        _write_slice_as_item(node)
         _pass_sizes_by_position(node)
     for node in nodes:
         if node.op == "call_function" and node.target is torch.cat:
@@ -90,6 +91,43 @@ def _compute_out_of_place(node: Node) -> None:
     node.op, node.target, node.kwargs = "call_function", function, kwargs
     for user in later.intersection(written.users):
         user.replace_input_with(written, node)
+
+
+def _write_slice_as_item(node: Node) -> None:
+    """``y[:, 0].add_(z)`` is ``y[:, 0] = y[:, 0] + z``: Thunder loses gradients of what is written through a view."""
+    written: Any = node.args[0] if node.args else None
+    if node.op != "call_method" or not isinstance(written, Node) or written.target is not operator.getitem:
+        return
+    whole: Any
+    index: Any
+    whole, index = written.args
+    base, result = _value(whole), _value(node)
+    if not isinstance(base, torch.Tensor) or not isinstance(result, torch.Tensor) or not result.requires_grad:
+        return
+    function = _out_of_place(node)
+    items = {"copy_": node.args[-1], "fill_": node.args[-1], "zero_": 0.0}
+    if not _shares_storage(result, base) or (function is None and node.target not in items):
+        return
+    nodes = [*node.graph.nodes]
+    later = {*nodes[nodes.index(node) + 1 :]}
+    for other in nodes[: nodes.index(node)]:
+        is_other_view = other not in (whole, written) and _shares_storage(_value(other), base)
+        if is_other_view and (other.op in ("placeholder", "get_attr") or not later.isdisjoint(other.users)):
+            return
+    if whole.op in ("placeholder", "get_attr"):
+        return
+    with node.graph.inserting_before(node):
+        item: Any = items.get(str(node.target))
+        if function is not None:
+            item = node.graph.call_function(function, node.args, node.kwargs)
+            item.meta["example_value"] = on_examples(function, example(node.args), example(node.kwargs))
+        node.graph.call_function(operator.setitem, (whole, index, item))
+        again = node.graph.call_function(operator.getitem, (whole, index))
+        again.meta.update(written.meta)
+    node.replace_all_uses_with(again)
+    for user in later.intersection(written.users):
+        user.replace_input_with(written, again)
+    node.graph.erase_node(node)
 
 
 def _out_of_place(node: Node) -> Callable[..., Any] | None:
