@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,10 +18,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="commands:\n" + "\n".join(f"  {name:10}{command.__doc__}" for name, command in _COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"thunder-cg {version('thunder-cg')}")
+    parser.add_argument("--version", action="version", version=f"thunder-cg {_version()}")
     parser.add_argument("command", choices=_COMMANDS, metavar="command", help="see below; command --help says more")
     command = parser.parse_args(words[:1]).command
     return _COMMANDS[command](words[1:])
+
+
+def _version() -> str:
+    try:
+        return version("thunder-cg")
+    except PackageNotFoundError:
+        return "from a source tree"
 
 
 def _demo(argv: Sequence[str]) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 
 import pytest
 import torch
 
+from thunder_cg import __main__ as command_line
 from thunder_cg.__main__ import main
 from thunder_cg.tools import doctor
 
@@ -63,6 +64,16 @@ def test_a_driver_without_cuda_in_torch(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(doctor, "driver", lambda: "580.1")
     assert main(["doctor"]) == 1
     assert "torch sees none, and there is a driver 580.1" in capsys.readouterr().out
+
+
+def test_version_of_a_source_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def missing(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(command_line, "version", missing)
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == "thunder-cg from a source tree\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
