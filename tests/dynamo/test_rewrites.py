@@ -443,13 +443,25 @@ def _exp_(y, x):
     y[1].exp_()
 
 
+def _copy_without_waiting_(y, x):
+    y[:, :2].copy_(x[:, 2:4], True)
+
+
+def _copy_by_name_(y, x):
+    y[:, :2].copy_(x[:, 2:4], non_blocking=True)
+
+
+def _fill_(y, x):
+    y[:, 0].fill_(0.5)
+
+
 def _twice(y, x):
     part = y[:, :2]
     part.mul_(2)
     part.add_(x[:, :2] ** 2)
 
 
-@pytest.mark.parametrize("write", [_copy_, _add_, _masked_fill_, _zero_, _exp_, _twice])
+@pytest.mark.parametrize("write", [_copy_, _copy_by_name_, _add_, _masked_fill_, _zero_, _fill_, _exp_, _twice])
 def test_slices_written_in_place(backend, device, write):
     """Thunder loses the gradient of what is written through a view, without a word."""
 
@@ -459,6 +471,22 @@ def test_slices_written_in_place(backend, device, write):
         return y * x
 
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend))
+
+
+def test_a_slice_is_copied_without_waiting(backend, device):
+    """The second argument by position is no value: the write is not an item then, and PyTorch refuses what is left."""
+
+    def fn(x):
+        y = x * 2
+        _copy_without_waiting_(y, x)
+        return y * x
+
+    x = torch.randn(3, 8, device=device, requires_grad=True)
+    try:
+        with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+            thunderfx(fn, backend=backend)(x)
+    finally:
+        torch.set_grad_enabled(True)  # an error between two pieces of a graph leaves it off
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

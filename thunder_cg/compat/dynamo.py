@@ -78,6 +78,11 @@ def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any])
     return can
 
 
+def operator_name(node: Node) -> str:
+    """The name of the function or of the method that a node calls; "" if it has none."""
+    return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
+
+
 def fallback_of(node: Node) -> Callable[..., Any] | None:
     """The operator that a node calls, if Thunder only calls it as it is; None for all others."""
     target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target

@@ -57,7 +57,7 @@ from thunder.torch import (
     augmented_forward_adaptor,
     backward_adaptor,
     meta_adaptor,
-    sum,
+    sum as torch_sum,
 )
 
 # Traces

@@ -364,6 +364,12 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def shares_storage(values: Any, tensor: torch.Tensor) -> bool:
+    """Whether any tensor in ``values`` shares its storage with ``tensor``."""
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return any(has_storage(other) and storage_id(other) == storage_id(tensor) for other in tensors)
+
+
 @cache
 def operator_table() -> tuple[Any, ...]:
     """``op_db``, the table of operators with sample inputs that PyTorch's tests use.

@@ -15,9 +15,9 @@ import torch
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
-from thunder_cg.compat.dynamo import example, fallback_of, inside_transforms, on_examples
+from thunder_cg.compat.dynamo import example, fallback_of, inside_transforms, on_examples, operator_name
 from thunder_cg.compat.thunder import no_autocast, symbols_of_functions
-from thunder_cg.compat.torch import has_storage, storage_id, tree_leaves
+from thunder_cg.compat.torch import has_storage, shares_storage, tree_leaves
 
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
@@ -33,7 +33,7 @@ def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
         if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
             return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
         if _requires_grad(result := example(node)) and node.op.startswith("call"):
-            name = str(node.target) if node.op == "call_method" else getattr(node.target, "__name__", "")
+            name = operator_name(node)
             if name.rstrip("_") == "index_put":
                 return "gets other gradients from Thunder than from PyTorch"
             if name.endswith("_") and not name.endswith("__") and _writes_view(node, result):
@@ -79,11 +79,8 @@ def depends_on_autocast(node: torch.fx.Node, function: Callable[..., Any]) -> bo
 def _writes_view(node: torch.fx.Node, result: torch.Tensor) -> bool:
     """Whether an operator in place has written to a view of another tensor of the graph."""
     written = node.args[0]
-    sources = [example(source) for source in written.all_input_nodes] if isinstance(written, torch.fx.Node) else []
-    return has_storage(result) and any(
-        isinstance(source, torch.Tensor) and has_storage(source) and storage_id(source) == storage_id(result)
-        for source in sources
-    )
+    sources = written.all_input_nodes if isinstance(written, torch.fx.Node) else []
+    return has_storage(result) and shares_storage(example(sources), result)
 
 
 def _requires_grad(value: Any) -> bool:

@@ -13,8 +13,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from thunder_cg.compat.dynamo import can_trace, can_trace_all, example, inside_transforms, on_examples
-from thunder_cg.compat.torch import any_autocast_enabled, has_storage, storage_id, tree_leaves
+from thunder_cg.compat.dynamo import can_trace, can_trace_all, example, inside_transforms, on_examples, operator_name
+from thunder_cg.compat.torch import any_autocast_enabled, shares_storage
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast
 
@@ -78,12 +78,9 @@ def _compute_out_of_place(node: Node) -> None:
         return
     if not (result.requires_grad or function is F.dropout):
         return
-    position = {other: i for i, other in enumerate(node.graph.nodes)}
-    later = {other for other, i in position.items() if i > position[node]}
-    for other in (other for other in position if _shares_storage(_value(other), result)):
-        is_read_later = other not in (written, node) and other not in later and not later.isdisjoint(other.users)
-        if other.op in ("placeholder", "get_attr") or is_read_later:
-            return
+    later = _later(node)
+    if _has_other_names(result, later, (written, node)):
+        return
     kwargs = {**node.kwargs, "inplace": False} if "inplace" in node.kwargs else node.kwargs
     fresh = on_examples(function, example(node.args), example(kwargs))
     if (fresh.dtype, fresh.shape, fresh.stride()) != (result.dtype, result.shape, result.stride()):
@@ -105,19 +102,15 @@ def _write_slice_as_item(node: Node) -> None:
     if not isinstance(base, torch.Tensor) or not isinstance(result, torch.Tensor) or not result.requires_grad:
         return
     function = _out_of_place(node)
-    items = {"copy_": node.args[-1], "fill_": node.args[-1], "zero_": 0.0}
-    if not _shares_storage(result, base) or (function is None and node.target not in items):
+    item: Any = 0.0 if node.target == "zero_" else None
+    if node.target in ("copy_", "fill_") and len(node.args) == 2:
+        item = node.args[1]
+    later = _later(node)
+    if not shares_storage(result, base) or _has_other_names(base, later, (whole, written, node)):
         return
-    nodes = [*node.graph.nodes]
-    later = {*nodes[nodes.index(node) + 1 :]}
-    for other in nodes[: nodes.index(node)]:
-        is_other_view = other not in (whole, written) and _shares_storage(_value(other), base)
-        if is_other_view and (other.op in ("placeholder", "get_attr") or not later.isdisjoint(other.users)):
-            return
-    if whole.op in ("placeholder", "get_attr"):
+    if function is None and item is None:
         return
     with node.graph.inserting_before(node):
-        item: Any = items.get(str(node.target))
         if function is not None:
             item = node.graph.call_function(function, node.args, node.kwargs)
             item.meta["example_value"] = on_examples(function, example(node.args), example(node.kwargs))
@@ -142,15 +135,25 @@ def _out_of_place(node: Node) -> Callable[..., Any] | None:
     return None
 
 
-def _shares_storage(one: Any, other: torch.Tensor) -> bool:
-    tensors = [leaf for leaf in tree_leaves(one) if isinstance(leaf, torch.Tensor)]
-    return any(has_storage(tensor) and storage_id(tensor) == storage_id(other) for tensor in tensors)
+def _later(node: Node) -> set[Node]:
+    """The nodes of the graph that come after this one."""
+    nodes = [*node.graph.nodes]
+    return {*nodes[nodes.index(node) + 1 :]}
+
+
+def _has_other_names(tensor: torch.Tensor, later: set[Node], known: tuple[Node, ...]) -> bool:
+    """Whether the tensor's memory is not the graph's own, or is read later under a name that is not known."""
+    for other in known[0].graph.nodes:
+        if shares_storage(_value(other), tensor):
+            is_read_later = other not in known and other not in later and not later.isdisjoint(other.users)
+            if other.op in ("placeholder", "get_attr") or is_read_later:
+                return True
+    return False
 
 
 def _pass_sizes_by_position(node: Node) -> None:
     """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    keyword = _SIZES.get(str(name))
+    keyword = _SIZES.get(operator_name(node))
     if keyword in node.kwargs and len(node.args) == 1:
         node.args = (*node.args, node.kwargs[keyword])
         node.kwargs = {key: value for key, value in node.kwargs.items() if key != keyword}

@@ -69,7 +69,7 @@ def _convolution(
     compat.prims.put_grad(a, _of_input(gradient, a, weight, *geometry))
     compat.prims.put_grad(weight, _of_weight(gradient, a, weight, *geometry))
     if bias is not None:
-        compat.prims.put_grad(bias, compat.sum(gradient, [0, *range(2, a.ndim)]))
+        compat.prims.put_grad(bias, compat.torch_sum(gradient, [0, *range(2, a.ndim)]))
     return result
 
 

@@ -92,16 +92,6 @@ class RuntimeRegion:
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
         """What the region does in a call, with its inputs: what stands behind its symbol in the trace."""
-        try:
-            return self._run(call, args)
-        except Exception as error:
-            op = self._failing_op(error)
-            if op is not None and hasattr(error, "add_note"):  # Python 3.11
-                line = call.program.ops.line(op) or "an unknown line"
-                error.add_note(f"{op.name} at {line} raised this, in {self.name}. It ran as without CUDA graphs.")
-            raise
-
-    def _run(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         if call.mode is Mode.REPLAY:
             assert call.trace is not None
             graph = call.trace.graphs[self.index]
@@ -166,7 +156,11 @@ class RuntimeRegion:
         owners = list(args)
         for i in self._in_pool(call, args):
             owners[i] = call.owned[self.input_names[i]]
-        results = list(self.function(owners))
+        try:
+            results = list(self.function(owners))
+        except Exception as error:
+            self._name_failing_op(call, error)
+            raise
         for i in self._twice:  # what leaves becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
         if held := {_memory(args[i]) for i in self.aliased_in_pool} - {0}:
@@ -223,6 +217,7 @@ class RuntimeRegion:
                 if not began:
                     raise _NotRun(error) from error
                 if not (may_rerun and isinstance(error, torch.OutOfMemoryError)):
+                    self._name_failing_op(call, error)
                     raise
                 may_rerun = False
         self.stats.eager_runs += 1
@@ -333,6 +328,13 @@ class RuntimeRegion:
         self.tries = self.tries - 1 if may_pass else 0
         again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
         self.failure = text + (again if self.tries else "")
+
+    def _name_failing_op(self, call: Call, error: Exception) -> None:
+        """Notes on an error that goes to the user which op of the region raised it."""
+        op = self._failing_op(error)
+        if op is not None and hasattr(error, "add_note"):  # Python 3.11
+            line = call.program.ops.line(op) or "an unknown line"
+            error.add_note(f"{op.name} at {line} raised this, in {self.name}. It ran as without CUDA graphs.")
 
     def _failing_op(self, error: BaseException) -> Op | None:
         """The op of the region that raised the error, if it was one of them."""

@@ -71,13 +71,13 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _kernels() -> Iterator[Finding]:
-    fuser = executors()[-1]
-    yield Finding("thunder_cg.executors()", ", ".join(str(each.name) for each in executors()))
+    chosen = [str(each.name) for each in executors()]
+    yield Finding("thunder_cg.executors()", ", ".join(chosen))
     installed = next((name for name in ("nvfuser_direct", "nvfuser") if find_spec(name) is not None), None)
     if nvfuserex is not None:
         yield Finding("nvFuser", f"Thunder uses it: {_version(installed or 'nvfuser')}")
     elif installed is None:
-        yield Finding("nvFuser", f"not installed; {fuser.name} fuses instead")
+        yield Finding("nvFuser", f"not installed; {chosen[-1]} fuses instead")
     else:
         fix = "install the nvFuser that was built for this torch: pip install '.[nvfuser]' takes a pair that fits"
         yield Finding("nvFuser", f"{installed} is installed, and Thunder cannot use it", fix if driver() else "")
