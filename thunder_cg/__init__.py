@@ -23,6 +23,7 @@ from thunder_cg.errors import (  # noqa: E402  (the versions are checked before 
 )
 from thunder_cg.kernels import executors  # noqa: E402
 from thunder_cg.report.report import Report, explain  # noqa: E402
+from thunder_cg.step import graphed_step  # noqa: E402
 from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform  # noqa: E402
 
 __all__ = [
@@ -38,5 +39,6 @@ __all__ = [
     "cudagraph_transform",
     "executors",
     "explain",
+    "graphed_step",
     "thunderfx",
 ]

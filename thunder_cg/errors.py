@@ -10,10 +10,12 @@ class CudagraphError(Exception):
 
 
 class OptionError(CudagraphError, ValueError):
-    """An option of :func:`thunder_cg.cudagraph_transform` has a value that it cannot have."""
+    """An option of a function of this package has a value that it cannot have."""
 
-    def __init__(self, option: str, given: object, expected: str, fix: str) -> None:
-        super().__init__(f"cudagraph_transform({option}={given!r}): expected {expected}; {fix}")
+    def __init__(
+        self, option: str, given: object, expected: str, fix: str, function: str = "cudagraph_transform"
+    ) -> None:
+        super().__init__(f"{function}({option}={given!r}): expected {expected}; {fix}")
 
 
 class BackendError(CudagraphError, RuntimeError):

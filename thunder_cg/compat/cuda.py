@@ -109,6 +109,11 @@ def last_captured_node(stream: int) -> Any:
     return node
 
 
+def graph_under_capture(stream: int) -> Any:
+    """The driver's graph that the capture under way on the stream is making."""
+    return next(part for part in check(driver.cuStreamGetCaptureInfo(stream)) if isinstance(part, driver.CUgraph))
+
+
 def new_pool(index: int) -> PoolId:
     """The id of a new private pool. The pool exists until `release_pool` was called once."""
     pool: PoolId = torch.cuda.graph_pool_handle()

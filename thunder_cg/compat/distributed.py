@@ -23,6 +23,7 @@ __all__ = [
     "coalesce",
     "coalescing",
     "is_alive",
+    "is_distributed",
     "store",
     "timeout",
     "wait",
@@ -47,6 +48,12 @@ def capture_problem_of_settings() -> tuple[str, str] | None:
     if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "true", "y", "yes"):
         return "TORCH_NCCL_BLOCKING_WAIT=1 makes the host wait in each collective", "unset TORCH_NCCL_BLOCKING_WAIT"
     return None
+
+
+def is_distributed() -> bool:
+    """Whether this process is one of several that communicate."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_alive(group: ProcessGroup) -> bool:

@@ -27,10 +27,12 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardManagerType
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as disable_dispatch_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 # What `torch.compile` raises where it cannot compile a function, before any of it runs.
 CompileError = TorchDynamoException
@@ -126,6 +128,11 @@ def _add_guard(add: Callable[..., None], value: Any) -> None:
         add(value, [], None)
     except TypeError:  # torch before 2.11
         add(value, [])
+
+
+def module_dictionaries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
+    """The dictionaries with a module's attributes, parameters, buffers and children."""
+    return vars(module), module._parameters, module._buffers, module._modules
 
 
 def attribute_dictionaries(module: torch.nn.Module) -> tuple[Mapping[str, Any], ...]:
@@ -261,6 +268,35 @@ def has_accumulate_hooks(leaf: torch.Tensor) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
+# Hooks
+
+_HOOKS = (
+    "_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks", "_optimizer_step_post_hooks",
+    "_optimizer_step_pre_hooks", "_post_accumulate_grad_hooks",
+)  # fmt: skip
+
+
+def registered_hooks() -> int:
+    """How many hooks were registered from Python so far, in this process."""
+    return RemovableHandle.next_id
+
+
+def hooks_of(value: Any) -> Iterator[Callable[..., Any]]:
+    """The hooks of a module, an optimizer or a tensor that run when it is used."""
+    for name in _HOOKS:
+        yield from (getattr(value, name, None) or {}).values()
+
+
+def global_hooks() -> list[tuple[str, Mapping[Any, Any]]]:
+    """The hooks of all modules and all optimizers, by what they are for."""
+    modules = torch.nn.modules.module
+    return [
+        ("forwards of modules", {**modules._global_forward_hooks, **modules._global_forward_pre_hooks}),
+        ("backwards of modules", {**modules._global_backward_hooks, **modules._global_backward_pre_hooks}),
+        ("steps of optimizers", {**_global_optimizer_pre_hooks, **_global_optimizer_post_hooks}),
+    ]
+
+
 # Dispatch
 
 # Whether an operator's schema says that it writes to an argument.
@@ -362,6 +398,11 @@ def end_allocate_to_pool(device: int, pool: Any) -> None:
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors have in common if they share their storage."""
     return tensor.untyped_storage()._cdata
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """How many tensors have the tensor's storage."""
+    return int(torch._C._storage_Use_Count(storage_id(tensor)))
 
 
 def shares_storage(values: Any, tensor: torch.Tensor) -> bool:

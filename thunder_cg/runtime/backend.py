@@ -11,7 +11,7 @@ Note [Scalars of a graph]
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ class Graph(Protocol):
         Raises:
             ReplayRefused: nothing ran but copies to the buffers.
         """
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """The tensors that it keeps alive, if it is made of tensors."""
 
     def close(self, *, may_wait: bool) -> None:
         """Destroys it, after its work is done if that may be waited for. It refuses to be replayed afterwards."""
@@ -91,6 +94,9 @@ class Pool(Protocol):
     def trim(self) -> None:
         """Gives memory back if no graph needs any."""
 
+    def ranges(self) -> Sequence[tuple[int, int]]:
+        """The pool's memory: where each piece begins and ends."""
+
     def nbytes(self) -> int:
         """Bytes of device memory that the pool occupies."""
 
@@ -116,6 +122,12 @@ class Backend(Protocol):
 
     def busy(self) -> bool:
         """Whether the caller is inside a capture already. It is somebody else's, so regions run their ops in it."""
+
+    def captured_addresses(self) -> list[int]:
+        """Numbers that may be addresses, among what the operations got that this thread has captured up to now.
+
+        None that is an address is missing, but for addresses in the device's own memory.
+        """
 
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, a compiled fusion, as a region has to call it."""

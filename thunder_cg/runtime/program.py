@@ -159,6 +159,8 @@ class Program:
                 recording.arena.enter()
                 call.verifies = self._is_due()
                 return call
+        if skip_reasons.is_held_back():
+            return Call(self).run_eagerly(skip_reasons.IN_STEP, strict=False)
         if (reason := self._unsupported(inputs)) is not None:
             return Call(self).run_eagerly(reason)
         call = Call(self)

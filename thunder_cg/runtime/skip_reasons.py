@@ -2,11 +2,39 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from thunder_cg.compat import torch as compat
 from thunder_cg.runtime.backend import Backend
 
 WATCHED = "a torch dispatch or function mode is active, which has to see each operator, and a replay shows it none"
 RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
+
+IN_STEP = "inside a graphed step, whose own graph is to hold it"
+
+
+class _OfThread(threading.local):
+    is_held_back = False
+
+
+_thread = _OfThread()
+
+
+@contextmanager
+def held_back(yes: bool) -> Iterator[None]:
+    """Inside, if ``yes``, calls on this thread capture nothing, because a step around them is to be captured."""
+    before, _thread.is_held_back = _thread.is_held_back, yes
+    try:
+        yield
+    finally:
+        _thread.is_held_back = before
+
+
+def is_held_back() -> bool:
+    """Whether `held_back` is in force."""
+    return _thread.is_held_back
 
 
 def skip_reason(backend: Backend, *, saves: bool) -> str | None:

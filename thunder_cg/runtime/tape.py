@@ -51,6 +51,10 @@ class TapeBackend:
     def busy(self) -> bool:
         return getattr(_active, "tape", None) is not None
 
+    def captured_addresses(self) -> list[int]:
+        recorded = (_tensors_in(step) for step in _active.tape.steps)
+        return [tensor.data_ptr() for tensors in recorded for tensor in tensors if compat.has_storage(tensor)]
+
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A dispatch mode cannot see into a compiled fusion: on the tape it is one call."""
 
@@ -86,6 +90,14 @@ class _RecordedCall:
 
 
 _Step = _RecordedCall | list[torch.Tensor]  # a list: these are copied out before the end
+
+
+def _tensors_in(step: _Step) -> list[torch.Tensor]:
+    """The tensors that a step of the tape keeps."""
+    if isinstance(step, list):
+        return step
+    leaves = compat.tree_leaves((step.args, step.kwargs))
+    return [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *(tensor for _, tensor in step.results)]
 
 
 def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
@@ -135,6 +147,8 @@ class _Tape(_Reuse):
         return kept
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if _is_meta(args, kwargs):  # it touches no memory
+            return func(*args, **kwargs)
         self._refuse(func, args, kwargs)
         if func.overloadpacket in _RESHAPES:
             return func(*args, **kwargs)
@@ -214,6 +228,13 @@ class _Tape(_Reuse):
         self._before.clear()
 
 
+def _is_meta(args: Any, kwargs: Any) -> bool:
+    """Whether an operator makes a tensor without memory, or gets nothing else."""
+    tensors = [leaf for leaf in compat.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    devices = {tensor.device.type for tensor in tensors} or {torch.device(kwargs.get("device") or "cpu").type}
+    return devices == {"meta"}
+
+
 def _copied(tensors: Tensors) -> list[torch.Tensor]:
     copies = [torch.empty_like(tensor) for tensor in tensors]
     copy_all(copies, tensors)
@@ -236,6 +257,9 @@ class TapeGraph:
         self._has_sentinel = [not found.isdisjoint(self.sentinels) for found in integers]
         check_sentinels(self.sentinels, set().union(*integers))
         self._is_closed = False
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        return [tensor for step in self.steps for tensor in _tensors_in(step)]
 
     def close(self, *, may_wait: bool) -> None:
         self._is_closed, self.steps, self._has_sentinel = True, [], []
@@ -346,6 +370,9 @@ class TapePool:
 
     def trim(self) -> None:
         """Memory that nobody owns is free already."""
+
+    def ranges(self) -> list[tuple[int, int]]:
+        return [(start, start + storage.nbytes()) for start, storage in self._storages().items()]
 
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())

@@ -10,6 +10,7 @@ import torch
 from thunder_cg.compat import cuda, distributed
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.errors import BackendError
+from thunder_cg.runtime.cuda.nodes import addresses
 from thunder_cg.runtime.cuda.pool import CudaPool
 from thunder_cg.runtime.cuda.streams import capture_lock
 from thunder_cg.runtime.cuda.watchdog import watchdog
@@ -33,6 +34,10 @@ class CudaBackend:
         return CudaPool(device)
 
     busy = staticmethod(cuda.is_current_stream_capturing)
+
+    def captured_addresses(self) -> list[int]:
+        stream = cuda.current_raw_stream(cuda.current_device())
+        return addresses(cuda.graph_under_capture(stream))
 
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn

@@ -53,6 +53,9 @@ class CudaGraph:
     def __del__(self) -> None:
         self._destroy()
 
+    def tensors(self) -> Sequence[torch.Tensor]:
+        return ()
+
     def close(self, *, may_wait: bool) -> None:
         if may_wait:
             torch.cuda.synchronize(self._index)

@@ -57,6 +57,22 @@ def _is_on_host(memory: Any, address: Any) -> bool:
     return bool(error) or kind != types.CU_MEMORYTYPE_DEVICE  # CUDA does not know pageable memory of the host
 
 
+def addresses(graph: Any) -> list[int]:
+    """All numbers of eight bytes among the arguments of the driver's ``graph``: the addresses are among them."""
+    kinds = cuda.driver.CUgraphNodeType
+    found: list[int] = []
+    for node, kind in nodes(graph):
+        if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
+            for argument in _arguments(check(cuda.driver.cuGraphKernelNodeGetParams(node))):
+                found += memoryview(argument)[: len(argument) // 8 * 8].cast("B").cast("Q")
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
+            copy = check(cuda.driver.cuGraphMemcpyNodeGetParams(node))
+            found += int(copy.srcDevice), int(copy.dstDevice)
+        elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
+            found.append(int(check(cuda.driver.cuGraphMemsetNodeGetParams(node)).dst))
+    return found
+
+
 class KernelScalars:
     """The scalars of a captured graph of the driver, set before each launch. See Note [Scalars of a graph]."""
 

@@ -249,6 +249,10 @@ class CudaPool:
             with suppress(Exception), capturing(self._index):  # the next capture fails as well then, and recovers
                 self._keep_pool_alive(torch.cuda.current_stream(self._index))
 
+    def ranges(self) -> list[tuple[int, int]]:
+        segments = cuda.pool_segments([pool.id for pool in self._private_pools])
+        return [(segment["address"], segment["address"] + segment["total_size"]) for segment in segments]
+
     def nbytes(self) -> int:
         return sum(segment["total_size"] for segment in cuda.pool_segments([p.id for p in self._private_pools]))
 

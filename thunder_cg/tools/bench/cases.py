@@ -40,6 +40,7 @@ class BenchmarkCase:
     Attributes:
         inputs: made on the CPU from a fixed seed; those of floating point get the case's `dtype`.
         trains: a call is a forward and a backward, else a forward without gradients.
+        steps: a call that trains also clips the gradients and updates the parameters, with a fused AdamW.
         dynamo: the Thunder variants go through `thunderfx`, because `thunder.jit` cannot trace the model.
         exact: results are compared with a float64 copy. Else they are compared with the eager model: where a copy is
             too large, or where rounding changes decisions that depend on data.
@@ -49,6 +50,7 @@ class BenchmarkCase:
     model: Callable[[], nn.Module]
     inputs: Inputs
     trains: bool = False
+    steps: bool = False
     dtype: torch.dtype = torch.bfloat16
     dynamo: bool = False
     exact: bool = True
@@ -72,7 +74,8 @@ def cases(device: torch.device, quick: bool) -> tuple[BenchmarkCase, ...]:
     """The cases for a GPU, or small cases for a CPU; with `quick`, the quickest of the small ones."""
     if quick:
         return tuple(case for case in _small() if case.name in QUICK)
-    return _large() if device.type == "cuda" else _small()
+    found = _large() if device.type == "cuda" else _small()
+    return (*found, *(_whole_step(case) for case in found if case.trains and not case.dynamo))
 
 
 QUICK = ("MLP, 4 layers", "MLP with .item(), 4 layers", "DLRM, training")
@@ -133,6 +136,11 @@ def _large() -> tuple[BenchmarkCase, ...]:
             exact=False,
         ),
     )
+
+
+def _whole_step(case: BenchmarkCase) -> BenchmarkCase:
+    """The case with clipping and an optimizer."""
+    return replace(case, name=case.name.replace("training", "whole step"), steps=True)
 
 
 def _small() -> tuple[BenchmarkCase, ...]:

@@ -1,4 +1,4 @@
-"""The variants: ten ways to run the same step of the same model."""
+"""The variants: twelve ways to run the same step of the same model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import thunder
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from thunder_cg.compat.torch import end_allocate_to_pool
 from thunder_cg.kernels import executors
+from thunder_cg.step import graphed_step
 from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.models import MaskRcnn
 from thunder_cg.transform import CudagraphTransform, cudagraph_transform
@@ -31,6 +33,8 @@ COMPILE = "torch.compile"
 REDUCE_OVERHEAD = "torch.compile, reduce-overhead"
 GRAPHED_CALLABLES = "make_graphed_callables"
 OURS_FUSED = "thunder_cg, torch.compile fusions"
+GRAPHED_STEP = "thunder_cg, graphed_step"
+GRAPHED_STEP_FUSED = "thunder_cg, graphed_step, torch.compile fusions"
 FLOOR_OF_THUNDER = "hand-made graph of Thunder's kernels"
 FLOOR = "hand-made graph"
 
@@ -90,7 +94,7 @@ def step_of(subject: Subject, model: Callable[..., Any]) -> Step:
     """One call of `model`, the subject's or what it was compiled to.
 
     Inference returns the output. Training returns the loss; it sets gradients to None before, and leaves the
-    new ones on the parameters.
+    new ones on the parameters. A whole step also clips them and updates the parameters.
     """
     inputs = subject.inputs
     if not subject.case.trains:
@@ -100,6 +104,8 @@ def step_of(subject: Subject, model: Callable[..., Any]) -> Step:
                 return model(*inputs)
 
         return infer
+    if subject.case.steps:
+        return partial(_whole_step(subject, model), *inputs)
     parameters = list(subject.model.parameters())
 
     def train() -> Any:
@@ -110,6 +116,34 @@ def step_of(subject: Subject, model: Callable[..., Any]) -> Step:
         return loss.detach()
 
     return train
+
+
+def _whole_step(subject: Subject, model: Callable[..., Any]) -> Callable[..., Any]:
+    """A step as users write it, to be called with the inputs."""
+    parameters = list(subject.model.parameters())
+    on_gpu = subject.device.type == "cuda"
+    optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=on_gpu)
+
+    def step(*inputs: Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = model(*inputs)
+        loss.backward()
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def _graphed_step(subject: Subject, **options: Any) -> Prepared:
+    backend = "cuda" if subject.device.type == "cuda" else "tape"
+    compiled = _jit(subject, [cudagraph_transform(backend=backend)], **options)
+    step = graphed_step(_whole_step(subject, compiled), modules=[compiled], backend=backend)
+    return Prepared(partial(step, *subject.inputs))
+
+
+def _graphed_step_fused(subject: Subject) -> Prepared:
+    return _graphed_step(subject, executors=executors())
 
 
 def _eager(subject: Subject) -> Prepared:
@@ -228,15 +262,24 @@ VARIANTS: dict[str, Callable[[Subject], Prepared]] = {
     REDUCE_OVERHEAD: _reduce_overhead,
     GRAPHED_CALLABLES: _graphed_callables,
     OURS_FUSED: _ours_fused,
+    GRAPHED_STEP: _graphed_step,
+    GRAPHED_STEP_FUSED: _graphed_step_fused,
     FLOOR_OF_THUNDER: _hand_made_of_thunder,
     FLOOR: _hand_made,
 }
 ON_CPU = (EAGER, THUNDER, OURS)
+_OF_WHOLE_STEPS = (GRAPHED_STEP, GRAPHED_STEP_FUSED)
+_NOT_OF_WHOLE_STEPS = (THUNDER_OWN, GRAPHED_CALLABLES)  # they say nothing that training without updates does not
 
 
 def variants(device: torch.device) -> Sequence[str]:
     """The names of the variants for a device. The hand-made graph comes last, because it is the lower bound."""
     return tuple(VARIANTS) if device.type == "cuda" else ON_CPU
+
+
+def is_of(case: BenchmarkCase, name: str) -> bool:
+    """Whether the case has this variant."""
+    return name not in (_NOT_OF_WHOLE_STEPS if case.steps else _OF_WHOLE_STEPS)
 
 
 def is_meant(name: str, names: Sequence[str], texts: Sequence[str]) -> bool:

@@ -1,0 +1,74 @@
+"""Runs a training step as it is and as a graphed step, on twins of a model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from support import same, same_state
+from torch import nn
+
+from thunder_cg import cudagraph_transform, graphed_step
+
+
+class Twins:
+    """Two trainings of equal models, one in Python without graphs, one with its step graphed."""
+
+    def __init__(self, backend: str, device: str) -> None:
+        self.backend, self.device = backend, device
+
+    def compiled(self, model: nn.Module) -> nn.Module:
+        return thunder.jit(model, transforms=[cudagraph_transform(backend=self.backend)])
+
+    def model(self, *layers: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        default = nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)
+        return nn.Sequential(*(layers or default)).to(self.device)
+
+    def batch(self, size: int = 5) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = torch.randn(size, 4), torch.randint(0, 3, (size,))
+        return x.to(self.device), y.to(self.device)
+
+    def graphed(self, fn: Callable[..., Any], **options: Any) -> Any:
+        return graphed_step(fn, backend=self.backend, **options)
+
+    def train(self, make: Callable[..., Any], calls: int = 8, between: Callable[..., None] | None = None) -> Any:
+        """Trains twice and compares results, models and random numbers; returns the graphed step.
+
+        Args:
+            make: of a model without and with the transform, makes the function of a step.
+            between: is called after each call with its number and the model, its step's function, and the batch.
+        """
+        model = self.model()
+        models = [thunder.jit(copy.deepcopy(model)), self.compiled(model)]
+        results, states, steps = [], [], []
+        for compiled, is_graphed in zip(models, (False, True)):
+            torch.manual_seed(1)
+            fn = make(compiled)
+            step = self.graphed(fn) if is_graphed else fn
+            found = []
+            for i in range(calls):
+                batch = self.batch()
+                found.append(detached(step(*batch)))
+                if between is not None:
+                    between(i, compiled, fn, batch)
+            results.append(found)
+            states.append([torch.get_rng_state(), *([torch.cuda.get_rng_state()] if self.device == "cuda" else [])])
+            steps.append(step)
+        same(results[0], results[1])
+        same_state(*models)
+        same(states[0], states[1])
+        return steps[1]
+
+
+def detached(result: Any) -> Any:
+    return torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), result)
+
+
+@pytest.fixture
+def step_twins(backend: str, device: str) -> Twins:
+    return Twins(backend, device)

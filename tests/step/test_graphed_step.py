@@ -1,0 +1,794 @@
+"""A graphed step leaves what the plain step leaves, bit for bit, and says why where it runs in Python."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from functools import partial
+
+import pytest
+import thunder
+import torch
+from support import same, same_state
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from thunder_cg import OptionError, graphed_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def usual(model, make=SGD, after=lambda: None):
+    """The step that most people write."""
+    optimizer = make(model.parameters())
+
+    def step(x, y):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        after()
+        return loss
+
+    step.optimizer = optimizer
+    return step
+
+
+def why(step):
+    return "; ".join(step.in_python)
+
+
+# ---------------------------------------------------------------------------------------------------------- optimizers
+
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "momentum": SGD,
+    "nesterov": partial(SGD, nesterov=True, weight_decay=0.1),
+    "sgd, one by one": partial(SGD, foreach=False),
+    "sgd, fused": partial(SGD, fused=True),
+    "adam, fused": partial(torch.optim.Adam, fused=True),
+    "adam, amsgrad": partial(torch.optim.Adam, fused=True, amsgrad=True),
+    "adamw, fused": partial(torch.optim.AdamW, fused=True, weight_decay=0.1),
+    "adamw, lr as a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), fused=True),
+}
+# They read a counter on the host, so on the tape each of them runs in Python; on CUDA those that may be `capturable`.
+ON_HOST = {
+    name: getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(step_twins, name):
+    make = OPTIMIZERS[name]
+    if name == "adamw, lr as a tensor" and step_twins.device == "cuda":
+        make = lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01, device="cuda"), fused=True)
+    step = step_twins.train(partial(usual, make=make), 30)
+    assert step.captures == 1 and step.replays >= 26, why(step)
+
+
+@pytest.mark.parametrize("name", ON_HOST)
+def test_optimizers_that_read_a_counter_on_the_host(step_twins, name):
+    step = step_twins.train(partial(usual, make=ON_HOST[name]), 12)
+    assert step.replays >= 9 or "(optimizer.step()); the optimizer reads" in why(step), why(step)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", sorted(ON_HOST.keys() - {"Adagrad"}))
+def test_capturable_optimizers(step_twins, backend, name):
+    if backend == "tape":
+        pytest.skip("PyTorch has capturable optimizers on GPUs only")
+    step = step_twins.train(partial(usual, make=partial(ON_HOST[name], capturable=True)), 30)
+    assert step.captures == 1 and step.replays >= 26, why(step)
+
+
+# ----------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("where", ["first", "after the forward", "last", "to zero", "never", "by hand"])
+def test_gradients_are_dropped_wherever(step_twins, where):
+    def make(model):
+        optimizer = SGD(model.parameters())
+
+        def step(x, y):
+            if where in ("first", "to zero"):
+                optimizer.zero_grad(set_to_none=where == "first")
+            if where == "by hand":
+                for parameter in model.parameters():
+                    parameter.grad = None
+            loss = cross_entropy(model(x), y)
+            if where == "after the forward":
+                optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if where == "last":
+                optimizer.zero_grad()
+            return loss
+
+        return step
+
+    step = step_twins.train(make, 10)
+    assert step.replays >= 5, why(step)
+
+
+def test_gradients_are_accumulated_over_steps(step_twins):
+    def train(model, graphed):
+        optimizer = SGD(model.parameters())
+
+        def micro(x, y):
+            loss = cross_entropy(model(x), y) / 3
+            loss.backward()
+            return loss
+
+        def update():
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        micro, update = (step_twins.graphed(micro), step_twins.graphed(update)) if graphed else (micro, update)
+        torch.manual_seed(1)
+        results = []
+        for _ in range(8):
+            results += [micro(*step_twins.batch()).detach() for _ in range(3)]
+            results.append(update())
+        return results, micro, update
+
+    model = step_twins.model()
+    twin = thunder.jit(copy.deepcopy(model))
+    model = step_twins.compiled(model)
+    expected, _, _ = train(twin, False)
+    results, micro, update = train(model, True)
+    same(results, expected)
+    same_state(model, twin)
+    assert micro.captures <= 3 and micro.replays >= 12, why(micro)
+    assert update.replays >= 3, why(update)
+
+
+def test_a_gradient_that_is_still_held_is_not_overwritten(step_twins):
+    held = {}
+
+    def between(i, model, fn, batch):
+        held.setdefault(id(model), []).append([p.grad if i % 2 else p.grad.view(-1) for p in model.parameters()])
+
+    step = step_twins.train(usual, 8, between)
+    plain, graphed = held.values()
+    same(plain, graphed)
+    assert "still held" in why(step)
+
+
+def test_gradients_may_be_cleared_or_changed_between_the_steps(step_twins):
+    def between(i, model, fn, batch):
+        for parameter in model.parameters():
+            if i % 3 == 0:
+                parameter.grad = None
+            elif i % 3 == 1:
+                parameter.grad.mul_(7)
+            else:
+                parameter.grad = torch.ones_like(parameter)
+
+    step = step_twins.train(usual, 12, between)
+    assert step.replays >= 8, why(step)
+
+
+def test_a_write_between_forward_and_backward_is_noticed(step_twins):
+    model = step_twins.compiled(step_twins.model())
+    step = step_twins.graphed(usual(model))
+    for _ in range(5):
+        step(*step_twins.batch())
+    x, y = step_twins.batch()
+    weight = next(model.parameters())
+    loss = (weight * weight).sum()
+    step(x, y)
+    assert step.replays >= 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# ------------------------------------------------------------------------------------------------- what changes midway
+
+
+def scheduled(model, make=SGD):
+    step = usual(model, make)
+    step.scheduler = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda epoch: 0.9**epoch)
+    return step
+
+
+def test_learning_rates(step_twins):
+    def between(i, model, fn, batch):
+        if i in (6, 12):
+            fn.optimizer.param_groups[0]["lr"] *= 0.5
+
+    step = step_twins.train(usual, 18, between)
+    assert step.captures == 3 and step.replays >= 8, why(step)
+    assert "'lr'] changed from 0.1 to 0.05" in why(step)
+
+
+def test_a_learning_rate_that_changes_in_each_step_is_said(step_twins):
+    with pytest.warns(UserWarning, match="'lr'] changed from .*; make the learning rate a tensor"):
+        step = step_twins.train(scheduled, 14, lambda i, model, fn, batch: fn.scheduler.step())
+    assert step.captures == 0
+
+
+def test_a_learning_rate_that_is_a_tensor_is_followed(step_twins):
+    def make(model):
+        rate = torch.tensor(0.01, device=step_twins.device)
+        return scheduled(model, lambda p: torch.optim.AdamW(p, lr=rate.clone(), fused=True))
+
+    step = step_twins.train(make, 14, lambda i, model, fn, batch: fn.scheduler.step())
+    assert step.captures == 1 and step.replays >= 8, why(step)
+
+
+def freeze(model, fn):
+    next(model.parameters()).requires_grad_(False)
+
+
+def add_group(model, fn):
+    extra = nn.Parameter(torch.ones(3, device=next(model.parameters()).device))
+    extra.grad = torch.ones_like(extra)
+    fn.optimizer.add_param_group({"params": [extra], "lr": 0.01})
+
+
+def move(model, fn):
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def load(model, fn):
+    fn.optimizer.load_state_dict(copy.deepcopy(fn.optimizer.state_dict()))
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def evaluate(model, fn):
+    model.eval()
+    with torch.no_grad():
+        model(torch.ones(2, 4, device=next(model.parameters()).device))
+    model.train()
+
+
+def seed(model, fn):
+    torch.manual_seed(11)
+
+
+def momentum(model, fn):
+    fn.optimizer.param_groups[0]["momentum"] = 0.5
+
+
+@pytest.mark.parametrize("change", [freeze, add_group, move, load, evaluate, seed, momentum])
+def test_changes_midway(step_twins, change):
+    step = step_twins.train(usual, 14, lambda i, model, fn, batch: change(model, fn) if i == 6 else None)
+    assert step.replays >= 6, why(step)
+    assert step.captures == (1 if change in (evaluate, seed) else 2), why(step)
+
+
+def test_other_batches_and_back(step_twins):
+    def train(step):
+        torch.manual_seed(2)
+        return [step(*step_twins.batch(size)).detach() for size in (5, 5, 5, 5, 2, 5, 5, 2, 2, 2, 5, 2)]
+
+    model = step_twins.model()
+    twin = thunder.jit(copy.deepcopy(model))
+    model = step_twins.compiled(model)
+    step = step_twins.graphed(usual(model))
+    same(train(step), train(usual(twin)))
+    same_state(model, twin)
+    assert step.captures == 2 and step.replays >= 6, why(step)
+
+
+def test_values_that_the_step_reads_from_outside(step_twins):
+    class Settings:
+        scale = 1.0
+
+    settings, table = Settings(), {"weight": 1.0}
+
+    def make(model):
+        optimizer = SGD(model.parameters())
+
+        def scaled(loss):
+            return loss * settings.scale * table["weight"]
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = scaled(cross_entropy(model(x), y))
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        settings.scale, table["weight"] = 1.0, 1.0
+        return step
+
+    def between(i, model, fn, batch):
+        if i == 4:
+            settings.scale = 2.0
+        if i == 8:
+            table["weight"] = 3.0
+
+    step = step_twins.train(make, 12, between)
+    assert step.captures == 3 and step.replays >= 3, why(step)
+    assert "settings.scale changed from 1.0 to 2.0" in why(step)
+
+
+def test_a_tensor_that_is_replaced_and_one_that_is_written(step_twins):
+    def make(model):
+        optimizer = SGD(model.parameters())
+        weights = {"class": torch.ones(3, device=step_twins.device), "loss": torch.ones((), device=step_twins.device)}
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y, weight=weights["class"]) * weights["loss"]
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step.weights = weights
+        return step
+
+    def between(i, model, fn, batch):
+        fn.weights["loss"].mul_(0.9)
+        if i == 5:
+            fn.weights["class"] = torch.tensor([1.0, 2.0, 3.0], device=step_twins.device)
+
+    step = step_twins.train(make, 12, between)
+    assert step.captures == 2 and step.replays >= 6, why(step)
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_python_that_changes_something_is_named(step_twins):
+    class Trainer:
+        steps = 0
+
+    def appends(model):
+        history = []
+        return usual(model, after=lambda: history.append(0))
+
+    def counts(model):
+        trainer = Trainer()
+
+        def count():
+            trainer.steps += 1
+
+        return usual(model, after=count)
+
+    def draws(model):
+        return usual(model, after=random.random)
+
+    def steps_scheduler(model):
+        step = usual(model)
+        scheduler = torch.optim.lr_scheduler.StepLR(step.optimizer, 1000)
+
+        def with_scheduler(x, y):
+            loss = step(x, y)
+            scheduler.step()
+            return loss
+
+        return with_scheduler
+
+    for make, said in (
+        (appends, r"len(history) changed from 1 to 2"),
+        (counts, "trainer.steps changed from 1 to 2"),
+        (draws, "the state of Python's random numbers changed"),
+        (steps_scheduler, "scheduler.last_epoch changed"),
+    ):
+        step = step_twins.train(make, 6)
+        assert step.captures == 0 and said in why(step), why(step)
+
+
+def test_a_value_read_on_the_host_is_named_with_its_line(step_twins):
+    def make(model):
+        optimizer = SGD(model.parameters())
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            if loss.item() > 100:
+                raise ValueError
+            optimizer.step()
+            return loss
+
+        return step
+
+    step = step_twins.train(make, 6)
+    assert step.captures == 0
+    assert "test_graphed_step.py:" in why(step) and "if loss.item() > 100:" in why(step), why(step)
+
+
+@pytest.mark.parametrize("kind", ["parameter", "module", "optimizer", "accumulated"])
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_run(step_twins, kind, late):
+    ran = {}
+
+    def register(model, fn):
+        seen = ran.setdefault(id(model), [])
+
+        def note(*args):
+            seen.append(1)
+
+        if kind == "parameter":
+            next(model.parameters()).register_hook(note)
+        elif kind == "accumulated":
+            next(model.parameters()).register_post_accumulate_grad_hook(note)
+        elif kind == "module":
+            fn.loss.register_forward_hook(note)
+        else:
+            fn.optimizer.register_step_post_hook(note)
+
+    def make(model):
+        optimizer, loss_function = SGD(model.parameters()), nn.CrossEntropyLoss()
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = loss_function(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step.optimizer, step.loss = optimizer, loss_function
+        if not late:
+            register(model, step)
+        return step
+
+    step = step_twins.train(make, 9, lambda i, model, fn, batch: register(model, fn) if late and i == 5 else None)
+    plain, graphed = ran.values()
+    assert plain == graphed and len(plain) == (3 if late else 9)
+    assert "has a hook" in why(step)
+
+
+def test_a_tensor_from_nowhere_is_refused(step_twins):
+    class Hidden:
+        def __init__(self):
+            self.value = torch.ones((), device=step_twins.device)
+
+        def __getitem__(self, name):
+            return getattr(self, "val" + name)
+
+    hidden = Hidden()
+
+    def make(model):
+        hidden.value = torch.ones((), device=step_twins.device)
+        optimizer = SGD(model.parameters())
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y) * hidden["ue"]
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    def between(i, model, fn, batch):
+        if i == 5:
+            hidden.value = torch.tensor(2.0, device=step_twins.device)
+
+    step = step_twins.train(make, 10, between)
+    assert step.captures == 0 and "it is not known where from" in why(step), why(step)
+
+
+def test_a_tensor_that_escapes_is_refused(step_twins):
+    class Logger:
+        def __setitem__(self, name, value):
+            vars(self).setdefault(name, {}).update(last=value)
+
+    logger = Logger()
+
+    def make(model):
+        optimizer = SGD(model.parameters())
+        vars(logger).clear()
+
+        def step(x, y):
+            optimizer.zero_grad()
+            logits = model(x)
+            logger["logits"] = logits.detach()
+            loss = cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    step = step_twins.train(make, 6)
+    assert step.captures == 0 and "still held after it" in why(step), why(step)
+
+
+@pytest.mark.parametrize("kind", ["requires grad", "written", "an object", "elsewhere"])
+def test_arguments_that_no_graph_can_have(step_twins, kind):
+    model = step_twins.compiled(step_twins.model())
+    optimizer = SGD(model.parameters())
+
+    def step(x, y, *more):
+        optimizer.zero_grad()
+        if kind == "written":
+            x.mul_(0.5)
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step = step_twins.graphed(step)
+    for _ in range(5):
+        x, y = step_twins.batch()
+        before = x.clone()
+        more = {"an object": [object()], "elsewhere": [torch.ones(1, device="meta")]}.get(kind, [])
+        step(x.requires_grad_(kind == "requires grad"), y, *more)
+        if kind == "written":
+            same(x, before * 0.5)
+        assert (x.grad is None) == (kind != "requires grad")
+    assert step.captures == 0 and why(step)
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def test_results_belong_to_the_caller(step_twins):
+    kept = {}
+
+    def make(model):
+        optimizer = SGD(model.parameters())
+        weight = next(model.parameters())
+
+        def step(x, y):
+            optimizer.zero_grad()
+            logits = model(x)
+            loss = cross_entropy(logits, y)
+            loss.backward()
+            optimizer.step()
+            return {
+                "loss": loss,
+                "logits": (logits, logits.argmax(1)),
+                "name": "a",
+                "weight": weight,
+                "x": x[1:],
+                "g": weight.grad,
+            }
+
+        return step
+
+    def between(i, model, fn, batch):
+        kept.setdefault(id(model), []).append(batch)
+
+    step = step_twins.train(make, 8, between)
+    assert step.replays >= 4, why(step)
+    model = step_twins.compiled(step_twins.model())
+    step = step_twins.graphed(make(model))
+    results = []
+    for _ in range(6):
+        x, y = step_twins.batch()
+        results.append((result := step(x, y), result["logits"][0].clone(), result["loss"].clone()))
+        assert result["weight"].data_ptr() == next(model.parameters()).data_ptr()
+        assert result["x"].data_ptr() == x[1:].data_ptr()
+    assert step.replays >= 2, why(step)
+    for result, logits, loss in results:
+        same(result["logits"][0], logits)
+        same(result["loss"], loss)
+        assert not result["loss"].requires_grad
+
+
+def test_an_exception_passes_through(step_twins):
+    model = step_twins.compiled(step_twins.model())
+    fail = []
+    inner = usual(model)
+
+    def step(x, y):
+        if fail:
+            raise ValueError("as asked")
+        return inner(x, y)
+
+    step = step_twins.graphed(step)
+    for _ in range(5):
+        step(*step_twins.batch())
+    fail.append(1)
+    with pytest.raises(ValueError, match="as asked"):
+        step(*step_twins.batch())
+    fail.clear()
+    replays = step.replays
+    step(*step_twins.batch())
+    assert step.replays == replays + 1
+
+
+# ----------------------------------------------------------------------------------------------- what people also write
+
+
+def test_scaler(step_twins):
+    def make(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        scaler = torch.amp.GradScaler(step_twins.device, init_scale=2.0**8, growth_interval=3)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            return loss, scaler._scale.clone()
+
+        return step
+
+    class Overflows:
+        def __init__(self, step):
+            self.step = step
+
+        def __call__(self, x, y):
+            return self.step(x, y)
+
+    def between(i, model, fn, batch):
+        if i == 7:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] = float("inf")
+        if i == 8:
+            with torch.no_grad():
+                next(model.parameters())[0, 0] = 0.5
+
+    step = step_twins.train(make, 16, between)
+    assert step.captures == 1 and step.replays >= 10, why(step)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast(step_twins, outside):
+    def make(model):
+        optimizer = SGD(model.parameters())
+
+        def step(x, y):
+            optimizer.zero_grad()
+            with torch.autocast(
+                step_twins.device, torch.bfloat16, enabled=not outside or torch.is_autocast_enabled(step_twins.device)
+            ):
+                loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    def train(model, wrap):
+        torch.manual_seed(3)
+        step, losses = wrap(make(model)), []
+        for i in range(9):
+            with torch.autocast(step_twins.device, torch.bfloat16, enabled=outside and i % 3 != 2):
+                losses.append(step(*step_twins.batch()).detach())
+        return losses, step
+
+    model = step_twins.model()
+    twin = thunder.jit(copy.deepcopy(model))
+    model = step_twins.compiled(model)
+    losses, step = train(model, step_twins.graphed)
+    same(losses, train(twin, lambda fn: fn)[0])
+    same_state(model, twin)
+    assert step.replays >= 3, why(step)
+
+
+def test_moving_average_and_two_models(step_twins):
+    def make(model):
+        other = nn.Linear(4, 3).to(step_twins.device)
+        for parameter, value in zip(other.parameters(), (0.1, 0.2)):
+            nn.init.constant_(parameter, value)
+        average = copy.deepcopy(other)
+        first, second = SGD(model.parameters()), torch.optim.AdamW(other.parameters(), fused=True)
+
+        def step(x, y):
+            first.zero_grad()
+            loss = cross_entropy(model(x) + other(x).detach(), y)
+            loss.backward()
+            first.step()
+            second.zero_grad()
+            adversary = cross_entropy(model(x).detach() - other(x), y)
+            adversary.backward()
+            second.step()
+            with torch.no_grad():
+                for mean, value in zip(average.parameters(), other.parameters()):
+                    mean.lerp_(value, 0.1)
+            return loss, adversary, average(x)
+
+        return step
+
+    step = step_twins.train(make, 9)
+    assert step.captures == 1 and step.replays >= 5, why(step)
+
+
+def test_methods_and_micro_batches_inside(step_twins):
+    class Trainer:
+        def __init__(self, model):
+            self.model, self.optimizer, self.parts = model, SGD(model.parameters()), 2
+
+        def loss(self, x, y):
+            return cross_entropy(self.model(x), y) / self.parts
+
+        def step(self, x, y):
+            self.optimizer.zero_grad()
+            losses = []
+            for part in zip(x.chunk(self.parts), y.chunk(self.parts)):
+                losses.append(self.loss(*part))
+                losses[-1].backward()
+            self.optimizer.step()
+            return torch.stack(losses).sum()
+
+    step = step_twins.train(lambda model: Trainer(model).step, 9)
+    assert step.captures == 1 and step.replays >= 5, why(step)
+
+
+def test_checkpoint_and_resume(step_twins):
+    saved = {}
+
+    def between(i, model, fn, batch):
+        if i == 5:
+            saved[id(model)] = copy.deepcopy((model.state_dict(), fn.optimizer.state_dict(), torch.get_rng_state()))
+        if i == 8:
+            weights, state, generator = saved[id(model)]
+            model.load_state_dict(weights)
+            fn.optimizer.load_state_dict(copy.deepcopy(state))
+            torch.set_rng_state(generator)
+
+    step = step_twins.train(usual, 14, between)
+    assert step.replays >= 6, why(step)
+
+
+def test_a_step_without_gradients(step_twins):
+    model = step_twins.compiled(step_twins.model()).eval()
+
+    @torch.no_grad()
+    def evaluate(x, y):
+        return cross_entropy(model(x), y)
+
+    step = step_twins.graphed(evaluate)
+    for _ in range(5):
+        x, y = step_twins.batch()
+        same(step(x, y), evaluate(x, y))
+    assert step.replays >= 3, why(step)
+
+
+def test_a_model_that_is_not_compiled(step_twins):
+    model = step_twins.model(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    twin = copy.deepcopy(model)
+    torch.manual_seed(3)
+    step, plain = step_twins.graphed(usual(model)), usual(twin)
+    for _ in range(6):
+        batch = step_twins.batch()
+        same(step(*batch), plain(*batch).detach())
+    same_state(model, twin)
+    assert step.replays >= 2, why(step)
+
+
+def test_options_are_checked(step_twins):
+    def step():
+        return None
+
+    for options, said in (
+        ({"max_recordings": 0}, "max_recordings"),
+        ({"backend": "gpu"}, "backend"),
+        ({"optimizers": [1]}, "optimizers"),
+        ({"modules": [1]}, "modules"),
+    ):
+        with pytest.raises(OptionError, match=rf"graphed_step\({said}="):
+            graphed_step(step, **options)
+    with pytest.raises(OptionError, match="a function"):
+        graphed_step(3)
+
+
+def test_recordings_are_bounded(step_twins):
+    model = step_twins.compiled(step_twins.model())
+    step = step_twins.graphed(usual(model), max_recordings=2)
+    for size in (2, 3, 4, 5):
+        for _ in range(4):
+            step(*step_twins.batch(size))
+    assert (len(step.recordings), step.captures) == (2, 4), why(step)
+
+
+def test_a_step_does_not_keep_the_graphs_of_its_modules(step_twins):
+    """The step holds the whole iteration, so the regions of its module have no arenas."""
+    from support import regions
+
+    model = step_twins.compiled(step_twins.model())
+    step = step_twins.graphed(usual(model))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(6):
+            step(*step_twins.batch())
+    assert step.replays == 3
+    assert all(region.stats.captures == 0 for region in regions(model)) if hasattr(regions(model)[0], "stats") else True

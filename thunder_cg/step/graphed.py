@@ -1,0 +1,267 @@
+"""``graphed_step()``: a whole training iteration as one graph, once two calls of it have done the same."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import update_wrapper
+from traceback import walk_tb
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from thunder_cg.compat.distributed import is_distributed
+from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
+from thunder_cg.errors import CaptureRefused, OptionError, ReplayRefused
+from thunder_cg.options import BACKENDS
+from thunder_cg.runtime.backend import Pool
+from thunder_cg.runtime.backends import resolve
+from thunder_cg.runtime.skip_reasons import held_back, skip_reason
+from thunder_cg.step.reads import is_installed
+from thunder_cg.step.recording import Batch, StepRecording, capture
+from thunder_cg.step.state import Facts, StepState, difference, random_states
+
+_OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
+_PACKAGE = f"{os.sep}thunder_cg{os.sep}"
+_MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
+_MAX_CAPTURES = 16  # if they do not pay
+_LOOK_AGAIN = 32  # after so many more
+_MAX_LAYOUTS = 64  # remembered
+_FIRST = "the first call of its kind: what the step does is noted"
+_HOPELESS = "Python changes what the step depends on in each call"
+_READ = "the host reads a value there; return the tensor, and read it outside of the step"
+_OPTIMIZER = "the optimizer reads its state on the host; make it with fused=True, or with capturable=True on a GPU"
+_RATE = "; make the learning rate a tensor on the device, which a scheduler then writes"
+
+
+class GraphedStep:
+    """What :func:`graphed_step` returns: call it in the place of the step's function.
+
+    Attributes:
+        calls, replays, captures: how many calls there were, and what became of them; the others ran in Python.
+        in_python: why calls ran in Python, and how many.
+    """
+
+    def __init__(self, fn: Callable[..., Any], roots: Mapping[str, Any], backend: str, max_recordings: int) -> None:
+        update_wrapper(self, fn)
+        self._fn, self._roots = fn, roots
+        self._backend = resolve(backend)
+        self._max_recordings = max_recordings
+        self._lock = threading.RLock()
+        self._pool: Pool | None = None
+        self.recordings: list[StepRecording] = []  # newest first
+        self._ready: dict[Any, Facts] = {}  # by layout: the state that a call found, and left as it was
+        self._refused: dict[Any, str] = {}  # by layout: why it cannot be captured
+        self._unstable = 0  # calls in a row
+        self.calls = self.replays = self.captures = 0
+        self.in_python: Counter[str] = Counter()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self.calls += 1
+            if (reason := self._skip_reason()) is not None:
+                return self._run(args, kwargs, reason)
+            try:
+                batch = Batch.of(args, kwargs, self._backend.device_type)
+            except CaptureRefused as error:
+                return self._run(args, kwargs, str(error))
+            layout = (*batch.layout, *_thread_state())
+            recording = next((each for each in self.recordings if each.is_for(layout)), None)
+            if recording is None:
+                return self._observe(batch, layout, args, kwargs)
+            if (reason := recording.why_not(batch)) is not None:
+                return self._run(args, kwargs, reason)
+            try:
+                return self._replay(recording, batch)
+            except ReplayRefused as error:
+                return self._run(args, kwargs, str(error))
+
+    def _skip_reason(self) -> str | None:
+        """Why no step on this thread can be one graph now."""
+        if is_distributed():
+            return "several processes train together, and their collectives are in the graphs of the compiled modules"
+        return skip_reason(self._backend, saves=True)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+        """Runs the step in Python. The compiled modules in it have their own graphs."""
+        self.in_python[reason] += 1
+        return _detached(self._fn(*args, **kwargs))
+
+    def _replay(self, recording: StepRecording, batch: Batch) -> Any:
+        assert self._pool is not None
+        self._pool.enter()
+        result = recording.replay(batch)
+        self.replays += 1
+        self._unstable = 0
+        return result
+
+    def _observe(self, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
+        if layout in self._refused:
+            return self._run(args, kwargs, self._refused[layout])
+        hopeless = self._unstable >= _MAX_UNSTABLE
+        if hopeless and self.calls % _LOOK_AGAIN:
+            return self._run(args, kwargs, _HOPELESS)
+        state = StepState(self._fn, self._roots, self._backend.device_type)
+        known = self._ready.get(layout)
+        if self.captures >= _MAX_CAPTURES and self.captures > self.replays // 4:
+            self._refuse(layout, f"it was captured {self.captures} times and replayed {self.replays} times")
+        elif known is not None and known == state.facts:
+            try:
+                return self._capture(state, batch, layout)
+            except CaptureRefused as error:
+                self._refuse(layout, str(error))
+                return self._run(args, kwargs, str(error))
+        reason = _FIRST if known is None else difference(known, state.facts) or _FIRST
+        random = random_states()
+        with held_back(not hopeless):
+            result = self._run(args, kwargs, reason)
+        after = state.again()
+        change = difference(state.facts | random, after.facts | random_states())
+        if change is None:
+            self._ready[layout] = state.facts
+            while len(self._ready) > _MAX_LAYOUTS:
+                del self._ready[next(iter(self._ready))]
+        self._unstable += change is not None or known is not None
+        if self._unstable == _MAX_UNSTABLE:
+            said = change or reason
+            self._warn(f"{said}, in each step" + (_RATE if "['lr']" in said else ""))
+        if change is not None:
+            self.in_python[reason] -= 1
+            self.in_python[f"{change}, in the step"] += 1
+        return result
+
+    def _capture(self, state: StepState, batch: Batch, layout: Any) -> Any:
+        """Captures the step and replays it. `CaptureRefused` if that cannot be; then nothing has happened."""
+        while len(self.recordings) >= self._max_recordings:
+            self.recordings.pop().close()
+        if self._pool is None:
+            self._pool = self._backend.pool(state.device)
+        self._pool.enter()
+        if any_autocast_enabled():
+            torch.clear_autocast_cache()
+        try:
+            recording = capture(self._fn, batch, state, self._backend, self._pool, self.recordings)
+        except CaptureRefused as error:
+            raise CaptureRefused(f"{error}{_where(error)}") from error
+        except Exception as error:
+            raise CaptureRefused(f"{_said(error)}{_where(error)}") from error
+        finally:
+            if any_autocast_enabled():  # it holds weights in the pool
+                torch.clear_autocast_cache()
+        recording.layout = layout
+        self.recordings.insert(0, recording)
+        self.captures += 1
+        result = recording.replay(batch)
+        self._unstable = 0
+        return result
+
+    def _refuse(self, layout: Any, reason: str) -> None:
+        self._refused[layout] = reason
+        self._warn(reason)
+
+    def _warn(self, reason: str) -> None:
+        name = getattr(self._fn, "__name__", "step")
+        said = f"graphed_step({name}) runs in Python, with the graphs of the compiled modules in it: {reason}"
+        warnings.warn(said, UserWarning, stacklevel=4)
+
+    def arena_bytes(self) -> int:
+        """Bytes of the memory that all recordings share."""
+        return 0 if self._pool is None else self._pool.nbytes()
+
+
+def _detached(result: Any) -> Any:
+    """The result as a replay returns it: without a history."""
+    return tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad and not t.is_leaf else t, result)
+
+
+def _thread_state() -> tuple[Any, ...]:
+    kinds = ("cuda", "cpu")
+    autocast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds)
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
+    return autocast, modes, torch.get_default_dtype(), torch.get_default_device()
+
+
+def _where(error: BaseException) -> str:
+    """The line of the user's that raised, and what to do about it."""
+    files = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
+    user = [(file, line) for file, line in files if not is_installed(file) and _PACKAGE not in file]
+    said, fix = str(error).lower(), ""
+    if any(sign in said for sign in ("_local_scalar_dense", "capturing", "capturable", "host")):
+        fix = f"; {_OPTIMIZER if any(_OPTIMIZERS in file for file, _ in files) else _READ}"
+    if not user:
+        return fix
+    file, line = user[-1]
+    return f", at {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()}){fix}"
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0].rstrip('.')}"
+
+
+def graphed_step(
+    fn: Callable[..., Any],
+    *,
+    modules: nn.Module | Iterable[nn.Module] = (),
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    backend: str = "auto",
+    max_recordings: int = 4,
+) -> GraphedStep:
+    """A training iteration as one CUDA graph: forward, loss, backward, clipping, optimizer, scaler, moving averages.
+
+    ::
+
+        def train_step(x, y):
+            optimizer.zero_grad()
+            loss = torch.nn.functional.cross_entropy(jmodel(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step = thunder_cg.graphed_step(train_step, modules=[jmodel], optimizers=[optimizer])
+        for x, y in loader:
+            loss = step(x.cuda(), y.cuda())
+
+    The first calls run in Python, until one has left all that Python knows as it found it. The next one is captured,
+    and later ones copy the batch in and replay. Python runs no more then: what the step prints or counts happens only
+    in calls that run in Python. A call for which no graph is right runs in Python, with the graphs of the compiled
+    modules in it, and :func:`thunder_cg.explain` says why.
+
+    Args:
+        fn: takes tensors on one device, in any nesting, and returns tensors, in any nesting. It finds what it needs
+            besides as globals, variables of closures, or attributes of what it is bound to.
+        modules: that it uses without naming them.
+        optimizers: that it uses without naming them.
+        backend: as for :func:`thunder_cg.cudagraph_transform`.
+        max_recordings: graphs kept, one for each layout of the batch and each state, such as a learning rate that is a
+            number; the oldest goes first.
+
+    Returns:
+        The step. Its results are new tensors without a history.
+
+    Raises:
+        OptionError: a value that an option cannot have.
+        BackendError: the backend does not work on this machine.
+    """
+    if not callable(fn):
+        raise OptionError("fn", fn, "a function", "pass the function of one training step", "graphed_step")
+    modules = [modules] if isinstance(modules, nn.Module) else [*modules]
+    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
+    for name, values, kind in (("modules", modules, nn.Module), ("optimizers", optimizers, Optimizer)):
+        for value in values:
+            if not isinstance(value, kind):
+                raise OptionError(name, value, f"a {kind.__name__}", "pass it, or a list of them", "graphed_step")
+    if isinstance(max_recordings, bool) or not isinstance(max_recordings, int) or max_recordings < 1:
+        raise OptionError("max_recordings", max_recordings, "a whole number of at least 1", "raise it", "graphed_step")
+    if backend not in BACKENDS:
+        expected = f"one of {', '.join(map(repr, BACKENDS))}"
+        raise OptionError("backend", backend, expected, "choose one of these", "graphed_step")
+    roots: dict[str, Any] = {f"modules[{i}]": module for i, module in enumerate(modules)}
+    roots |= {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(optimizers)}
+    return GraphedStep(fn, roots, backend, max_recordings)

@@ -1,0 +1,186 @@
+"""What a function reads from outside of its arguments, found in its bytecode: globals, closures and their attributes.
+
+``opt.step()`` reads the global or the variable of a closure ``opt``; ``self.cfg.scale`` the attribute of an attribute
+of what a method is bound to. The functions and methods of the user's that are called this way are looked into as well.
+What is installed (PyTorch, Thunder, the standard library, other packages) is taken to be constant.
+"""
+
+from __future__ import annotations
+
+import builtins
+import dis
+import os
+import sysconfig
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+MISSING = object()  # what a read yields that raises now
+_INSTALLED = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib")})
+_METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
+_NEUTRAL = {"CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP"}  # what was loaded last stays on top of the stack
+
+
+@dataclass(frozen=True, slots=True)
+class _Chain:
+    """A name in a code object, and attributes of its value: ``self.cfg.scale``."""
+
+    scope: str  # "global", "cell" or "local"
+    name: str
+    attributes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One value that a function reads, as the user wrote it, and how to look it up again."""
+
+    label: str
+    get: Callable[[], Any]
+
+
+def reads_of(fn: Callable[..., Any]) -> list[Read]:
+    """What ``fn`` reads, and the user's functions that it calls; each value once."""
+    found: dict[str, Read] = {}
+    seen: set[Any] = set()
+    waiting = [fn]
+    while waiting:
+        function, owner = _function_of(waiting.pop())
+        if function is None or (key := (function.__code__, id(owner))) in seen:
+            continue
+        seen.add(key)
+        for read in _reads_in(function, owner):
+            value = read.get()
+            if isinstance(value, types.ModuleType) or value is MISSING or isinstance(value, type):
+                continue
+            called, _ = _function_of(value)
+            if called is not None and not is_installed(called.__code__.co_filename):
+                waiting.append(value)
+            if isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType):
+                label = read.label.rpartition(".")[0] or read.label
+                found.setdefault(label, Read(label, partial(_owner_of, read.get)))
+            elif called is None or not is_installed(called.__code__.co_filename) or not _is_function(value):
+                found.setdefault(read.label, read)
+    return [*found.values()]
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType))
+
+
+def _owner_of(get: Callable[[], Any]) -> Any:
+    """What a method is bound to: each look-up makes a new method."""
+    return getattr(get(), "__self__", MISSING)
+
+
+def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
+    """The Python function that a call of ``value`` runs, and what it is bound to; None for anything else."""
+    while isinstance(value, partial):
+        value = value.func
+    if isinstance(value, types.MethodType):
+        return (value.__func__, value.__self__) if isinstance(value.__func__, types.FunctionType) else (None, None)
+    if isinstance(value, types.FunctionType):
+        return value, None
+    call = getattr(type(value), "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
+    return (call, value) if isinstance(call, types.FunctionType) else (None, None)
+
+
+@cache
+def is_installed(filename: str) -> bool:
+    """Whether a source file belongs to an installed package or to the standard library."""
+    return filename.startswith(_INSTALLED) or filename.startswith("<frozen")
+
+
+def _reads_in(function: types.FunctionType, owner: Any) -> Iterator[Read]:
+    code = function.__code__
+    cells = dict(zip(code.co_freevars, function.__closure__ or ()))
+    bound = {code.co_varnames[0]: owner} if owner is not None and code.co_argcount else {}
+    for chain in chains(code):
+        where = f"{chain.name}{''.join('.' + name for name in chain.attributes)}"
+        if chain.name in bound and chain.scope != "global":
+            yield Read(where, partial(_attribute, bound[chain.name], chain.attributes))
+        elif chain.scope == "cell" and chain.name in cells:
+            yield Read(where, partial(_in_cell, cells[chain.name], chain.attributes))
+        elif chain.scope == "global" and (chain.name in function.__globals__ or not hasattr(builtins, chain.name)):
+            yield Read(where, partial(_in_globals, function.__globals__, chain.name, chain.attributes))
+    for name, default in zip(reversed(code.co_varnames[: code.co_argcount]), reversed(function.__defaults__ or ())):
+        yield Read(f"{function.__name__}({name}=)", partial(_attribute, default, ()))
+
+
+def _attribute(value: Any, attributes: tuple[str, ...]) -> Any:
+    try:
+        for name in attributes:
+            if isinstance(value, torch.Tensor):
+                break  # what it holds, and its gradient, is looked at with it
+            value = getattr(value, name)
+    except Exception:
+        return MISSING
+    return value
+
+
+def _in_cell(cell: types.CellType, attributes: tuple[str, ...]) -> Any:
+    try:
+        return _attribute(cell.cell_contents, attributes)
+    except ValueError:  # it is empty
+        return MISSING
+
+
+def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[str, ...]) -> Any:
+    value = variables.get(name, MISSING)
+    return _attribute(value, attributes) if attributes and value is not MISSING else value
+
+
+@cache
+def chains(code: types.CodeType) -> tuple[_Chain, ...]:
+    """What the code and the functions that are defined in it load or store, in the order of the code."""
+    found: dict[_Chain, None] = {}
+    aliases: dict[str, _Chain | None] = {}  # variables of the function that stand for a chain; None: for several
+    current: _Chain | None = None
+
+    def end() -> None:
+        if current is not None:
+            found.setdefault(current)
+
+    for each in dis.get_instructions(code):
+        name, value = each.opname, each.argval
+        if name in _NEUTRAL:
+            continue
+        if name in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
+            current = _Chain(current.scope, current.name, (*current.attributes, value))
+            if name != "STORE_ATTR":
+                continue
+        end()
+        if name == "STORE_FAST" and current is not None:
+            aliases[value] = None if value in aliases else current
+        elif name == "STORE_FAST":
+            aliases[value] = None
+        current = _begun(name, value, aliases)
+        if name in ("STORE_GLOBAL", "STORE_DEREF"):
+            end()
+            current = None
+    end()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            for chain in chains(constant):
+                if chain.scope == "global" or (chain.scope == "cell" and chain.name in code.co_freevars):
+                    found.setdefault(chain)
+                elif chain.scope == "cell" and chain.name in code.co_varnames[:1]:
+                    found.setdefault(_Chain("local", chain.name, chain.attributes))
+    return tuple(found)
+
+
+def _begun(name: str, value: Any, aliases: dict[str, _Chain | None]) -> _Chain | None:
+    """The chain that an instruction begins, if it loads or stores a variable."""
+    if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
+        return _Chain("global", value)
+    if name in ("LOAD_DEREF", "STORE_DEREF"):
+        return _Chain("cell", value)
+    if name in ("LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "STORE_FAST_LOAD_FAST"):  # Python 3.13
+        name, value = "LOAD_FAST", value[1]
+    if name in _LOCALS:
+        return aliases.get(value) or _Chain("local", value)
+    return None

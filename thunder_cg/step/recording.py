@@ -1,0 +1,414 @@
+"""One captured step: the graph, what has to hold for it to be replayed, and what a replay leaves behind.
+
+Note [Gradients of a step]
+    The gradients that a step leaves are memory of its graph, and each replay writes them again. If anybody still holds
+    one of them from an earlier step, the step runs in Python. What a step finds in ``.grad`` may be of two kinds. If
+    the step drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later.
+    Otherwise the graph reads it or adds to it, so it has to be the same tensor.
+
+Note [Memory that a step may use]
+    A graph reads and writes memory of its own, and that of the batch and of the state. Any other memory would belong to
+    a tensor that nobody has told of, so nobody would notice when the step comes to use another one. Such a capture is
+    refused. So is one that leaves a tensor behind, other than gradients and results: each replay would overwrite it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thunder_cg.compat.torch import (
+    Settings,
+    has_storage,
+    storage_id,
+    storage_use_count,
+    tree_flatten,
+    tree_unflatten,
+    version,
+)
+from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime.backend import Backend, Graph, Pool
+from thunder_cg.runtime.guards import Guard
+from thunder_cg.runtime.inputs import CopiedInput, place
+from thunder_cg.runtime.outputs import AliasedInput, Outputs
+from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
+from thunder_cg.step.state import ATOMS, StepState, difference, random_states
+
+_TENSOR = object()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one call: tensors on the device of the graphs, and the rest."""
+
+    tensors: list[Tensor]
+    constants: tuple[Any, ...]  # the type and the value of each leaf; `_TENSOR` for a tensor
+    structure: Any
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Batch:
+        """Raises `CaptureRefused` for an argument that no graph can have."""
+        leaves, structure = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for tensor in tensors:
+            if tensor.device.type != device_type:
+                problem = f"an argument is on {tensor.device}, and the step's graph on {device_type}"
+                raise CaptureRefused(f"{problem}; move the batch to the device before the call")
+            if type(tensor) is not Tensor or tensor.requires_grad or not has_storage(tensor):
+                kind = "tensor that requires grad" if tensor.requires_grad else type(tensor).__name__
+                raise CaptureRefused(f"an argument is a {kind}, not a plain tensor of a batch")
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *ATOMS)):
+                raise CaptureRefused(f"an argument is a {type(leaf).__name__}; have the step read it from outside")
+        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        return cls(tensors, constants, structure)
+
+    @property
+    def layout(self) -> Any:
+        """What has to be equal for two batches to be laid out alike."""
+        shapes = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in self.tensors)
+        return shapes, self.constants, self.structure
+
+    def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
+        """Calls ``fn`` with other tensors in the places of the batch's."""
+        found = iter(tensors)
+        leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        return fn(*args, **kwargs)
+
+
+class _Addresses:
+    """Numbers that kernels got as arguments, the addresses of tensors among them."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        self._numbers = sorted(numbers)
+
+    def touch(self, tensor: Tensor) -> bool:
+        """Whether one is in the tensor's memory."""
+        start = address_if_any(tensor)
+        at = bisect.bisect_left(self._numbers, start)
+        stop = start + tensor.untyped_storage().nbytes() if start else 0
+        return at < len(self._numbers) and self._numbers[at] < stop
+
+
+class _GradientsBefore:
+    """What a step found in ``.grad``, and whether it dropped that unread: see Note [Gradients of a step].
+
+    It holds the memory of the gradients, and not the tensors, whose end shows that the step has dropped them.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
+        self._parameters, self._backend = parameters, backend
+        self.memory = [None if (gradient := each.grad) is None else gradient.detach() for each in parameters]
+        self._unread: set[int] = set()
+        self._seen: tuple[int, _Addresses] | None = None
+        self._references = [
+            weakref.ref(p.grad, partial(self._drop, i)) for i, p in enumerate(parameters) if p.grad is not None
+        ]
+
+    def _drop(self, i: int, _: Any) -> None:
+        memory = self.memory[i]
+        assert memory is not None
+        if not self._addresses().touch(memory):
+            self._unread.add(i)
+
+    def _addresses(self) -> _Addresses:
+        """Of what has been captured up to now."""
+        numbers = self._backend.captured_addresses()
+        if self._seen is None or self._seen[0] != len(numbers):
+            self._seen = len(numbers), _Addresses(numbers)
+        return self._seen[1]
+
+    def expected(self, addresses: _Addresses) -> list[Any]:
+        """After the capture. For each parameter None, `ANY`, or the gradient that has to be there."""
+        expected: list[Any] = []
+        for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
+            is_other = not _is_same_memory(parameter.grad, memory)
+            is_dropped = i in self._unread or (memory is not None and is_other and not addresses.touch(memory))
+            expected.append(ANY if is_dropped else memory if is_other else parameter.grad)
+        return expected
+
+    def restore(self) -> None:
+        """After a capture that failed."""
+        for parameter, memory in zip(self._parameters, self.memory):
+            parameter.grad = memory
+
+    def release(self) -> None:
+        """Lets go of the memory, which reference cycles hold."""
+        self.memory, self._references = [], []
+
+
+ANY = object()  # what a step finds in ``.grad`` does not matter
+
+
+class _Gradient:
+    """A gradient in the memory of graphs, and how many hold it if nobody else does."""
+
+    _known: ClassVar[weakref.WeakValueDictionary[int, _Gradient]] = weakref.WeakValueDictionary()  # by storage
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._owners: tuple[int, int] | None = None
+        self._known[storage_id(tensor)] = self
+
+    def count(self) -> None:
+        """Takes whoever holds it now for the graphs and the parameter."""
+        if self._owners is None:
+            self._owners = self._count()
+
+    def _count(self) -> tuple[int, int]:
+        return sys.getrefcount(self.tensor), storage_use_count(self.tensor)
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Gradient:
+        """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
+        known = cls._known.get(storage_id(tensor))
+        return known if known is not None and known.tensor is tensor else cls(tensor)
+
+    @classmethod
+    def tensors(cls) -> list[Tensor]:
+        return [known.tensor for known in cls._known.values()]
+
+    @classmethod
+    @contextmanager
+    def recounted(cls) -> Iterator[None]:
+        """What comes to hold gradients inside, or holds them no more, is part of graphs."""
+        before = [(known, known._count(), known._owners) for known in cls._known.values()]
+        yield
+        for known, counted, owners in before:
+            if owners is not None:
+                now = known._count()
+                known._owners = owners[0] + now[0] - counted[0], owners[1] + now[1] - counted[1]
+
+    def is_held(self) -> bool:
+        """Whether anybody holds the tensor besides the graphs and the parameter, or has a view of it."""
+        assert self._owners is not None
+        return any(now > then for now, then in zip(self._count(), self._owners))
+
+
+@dataclass(slots=True, eq=False)
+class StepRecording:
+    """A step for one layout of the batch and one state."""
+
+    layout: Any
+    guard: Guard
+    state: StepState
+    graph: Graph
+    outputs: Outputs
+    structure: Any  # of the result
+    sources: list[CopiedInput]
+    gradients_before: list[Any]
+    gradients: list[_Gradient | None]  # that the step leaves, for each parameter
+    touched: list[Tensor]  # of the state: tensors whose version each step advances
+    replays: int = 0
+
+    def buffers(self) -> list[Tensor]:
+        return [tensor for each in self.sources for tensor in (each.buffer, each.target)]
+
+    def is_for(self, layout: Any) -> bool:
+        """Whether a replay is a call with this layout, from the state and the gradients that there are now."""
+        if layout != self.layout or not self.state.holds():
+            return False
+        gradients = zip(self.state.parameters, self.gradients_before)
+        return all(expected is ANY or _is_same_memory(p.grad, expected) for p, expected in gradients)
+
+    def why_not(self, batch: Batch) -> str | None:
+        """Why no replay is right now, although the recording is for the call; None if one is."""
+        if not self.guard.holds([*batch.tensors]):
+            return "the batch is aligned otherwise, or the settings by which PyTorch chooses kernels have changed"
+        memory = {address(tensor) for tensor in self.state.tensors}
+        if any(address_if_any(tensor) in memory for tensor in batch.tensors):
+            return "an argument shares memory with a tensor that the step reads from outside"
+        for gradient, expected in zip(self.gradients, self.gradients_before):
+            adds = gradient is not None and gradient.tensor is expected
+            if gradient is not None and not adds and gradient.is_held():
+                return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
+        return None
+
+    def close(self) -> None:
+        """Destroys the graph, after its work is done."""
+        with _Gradient.recounted():
+            self.graph.close(may_wait=True)
+            self.gradients.clear()
+
+    def replay(self, batch: Batch) -> Any:
+        """Runs the step again. `ReplayRefused` if nothing of it happened."""
+        results: list[Any] = [None] * self.structure[1]
+        targets = self.outputs.allocate(results)
+        self.graph.replay([each.source(batch.tensors) for each in self.sources], targets)
+        self.outputs.derive(results, [*batch.tensors, *self.state.tensors])
+        for parameter, gradient in zip(self.state.parameters, self.gradients):
+            if gradient is None or parameter.grad is not gradient.tensor:
+                parameter.grad = None if gradient is None else gradient.tensor
+        if self.touched:
+            torch.autograd.graph.increment_version(self.touched)
+        self.replays += 1
+        return tree_unflatten(results, self.structure[0])
+
+
+class _Body:
+    """The function as a pool captures it, and what it shows of the step."""
+
+    def __init__(self, fn: Callable[..., Any], batch: Batch, buffers: list[Tensor], state: StepState) -> None:
+        self._fn, self._batch, self._buffers, self._state = fn, batch, buffers, state
+        self.structure: Any = None
+        self.numbers: list[int] = []
+        self.outputs: Outputs | None = None
+
+    def run(self, backend: Backend, copier: Any) -> list[Any]:
+        result = self._batch.call(self._fn, self._buffers)
+        leaves, structure = tree_flatten(result)
+        device = self._state.device
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                if leaf.device != device or not has_storage(leaf):
+                    raise CaptureRefused(
+                        f"a result is a {leaf.layout} tensor on {leaf.device}; the graph is on {device}"
+                    )
+            elif not isinstance(leaf, ATOMS):
+                raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
+        self.structure = structure, len(leaves)
+        self.numbers = backend.captured_addresses()
+        return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
+        tensors = [*self._buffers, *self._state.tensors]
+        inputs = [AliasedInput.of(i, tensor) for i, tensor in enumerate(tensors) if has_storage(tensor)]
+        self.outputs = Outputs([*results], inputs, [True] * len(results), self._state.device, pool.alias)
+        return self.outputs.sources()
+
+
+def capture(
+    fn: Callable[..., Any],
+    batch: Batch,
+    state: StepState,
+    backend: Backend,
+    pool: Pool,
+    others: Sequence[StepRecording],
+) -> StepRecording:
+    """Records a call of ``fn``, which runs nothing.
+
+    Args:
+        others: the recordings that use the pool already.
+
+    Raises:
+        CaptureRefused: no replay would be right.
+        Exception: what ``fn`` raised. In both cases everything is as before.
+    """
+    with _Gradient.recounted():
+        recording = _try_to_capture(fn, batch, state, backend, pool, others)
+    state.release()
+    for gradient in recording.gradients:
+        if gradient is not None:
+            gradient.count()
+    return recording
+
+
+def _try_to_capture(
+    fn: Callable[..., Any],
+    batch: Batch,
+    state: StepState,
+    backend: Backend,
+    pool: Pool,
+    others: Sequence[StepRecording],
+) -> StepRecording:
+    """As `capture`, but for counting who holds gradients."""
+    if state.hooks:
+        raise CaptureRefused(state.hooks[0])
+    state.guard_tensors()
+    before = _GradientsBefore(state.parameters, backend)
+    try:
+        return _capture(fn, batch, state, before, backend, pool, others)
+    except BaseException:
+        state.restore()
+        before.restore()
+        raise
+    finally:
+        before.release()
+
+
+def _capture(
+    fn: Callable[..., Any],
+    batch: Batch,
+    state: StepState,
+    before: _GradientsBefore,
+    backend: Backend,
+    pool: Pool,
+    others: Sequence[StepRecording],
+) -> StepRecording:
+    guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
+    copied, buffers = place(pool, batch.tensors, frozenset(), {})
+    copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
+    versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
+    body = _Body(fn, batch, buffers, state)
+    random = random_states()
+    targets = [each.target for each in copied]
+    graph = pool.capture(partial(body.run, backend), [], targets, partial(body.copied_out, pool))[0]
+    outputs = body.outputs
+    assert outputs is not None
+    outputs.disown()
+    has_changed = [version(t) != then for t, then in zip((*state.tensors, *buffers), versions)]
+    if any(has_changed[len(state.tensors) :]):
+        raise CaptureRefused("the step writes to an argument; clone it first")
+    if (change := difference(state.facts | random, state.again().facts | random_states())) is not None:
+        raise CaptureRefused(f"Python changes in each step: {change}")
+    addresses = _Addresses(body.numbers)
+    own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
+    own += [*_Gradient.tensors(), *(parameter.grad for parameter in state.parameters), *state.tensors_in_containers()]
+    for other in others:
+        own += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
+    _refuse_other_memory(addresses, [*state.tensors, *batch.tensors, *before.memory], own, state.device, pool)
+    expected = before.expected(addresses)
+    before.release()
+    return StepRecording(
+        layout=batch.layout,
+        guard=guard,
+        state=state,
+        graph=graph,
+        outputs=outputs,
+        structure=body.structure,
+        sources=copied,
+        gradients_before=expected,
+        gradients=[None if p.grad is None else _Gradient.of(p.grad) for p in state.parameters],
+        touched=[tensor for tensor, changed in zip(state.tensors, has_changed) if changed],
+    )
+
+
+def _refuse_other_memory(
+    addresses: _Addresses, known: Sequence[Tensor | None], own: Sequence[Any], device: torch.device, pool: Pool
+) -> None:
+    """See Note [Memory that a step may use]."""
+    gc.collect()
+    storages = {storage_id(tensor) for tensor in known if tensor is not None}
+    objects = {id(tensor) for tensor in (*known, *own)}
+    ranges = pool.ranges()
+    for tensor in gc.get_objects():
+        if not issubclass(type(tensor), Tensor) or id(tensor) in objects or not has_storage(tensor):
+            continue
+        if tensor.device != device or storage_id(tensor) in storages:
+            continue
+        shown = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+        if any(start <= address(tensor) < stop for start, stop in ranges):
+            fix = "return it, or write it into a tensor that exists before the step"
+            raise CaptureRefused(
+                f"{shown} that the step makes is still held after it, and each replay would overwrite it; {fix}"
+            )
+        if addresses.touch(tensor):
+            fix = "pass it as an argument, or let the step's function name it"
+            raise CaptureRefused(f"the step uses {shown}, and it is not known where from; {fix}")
+
+
+def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:
+    if tensor is None or expected is None:
+        return tensor is expected
+    return tensor.data_ptr() == expected.data_ptr() and layout(tensor) == layout(expected)

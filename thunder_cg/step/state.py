@@ -1,0 +1,314 @@
+"""The state of a training step: all that it depends on besides its arguments, as facts that can be compared.
+
+A graph bakes in what Python decided: a learning rate that is a number, a flag, which tensor a name stood for. Each of
+these is a fact with a name. A recording is for one set of facts, and what differs names what changed.
+
+Note [Cheap checks of a state]
+    To look at each attribute of a large model would take longer than its step. So a replay compares the values that the
+    step's own code reads, and asks one C++ guard whether any dictionary of a module or an optimizer was written to.
+    Only then are their facts collected again.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thunder_cg.compat.torch import (
+    addresses_equal,
+    dictionary_guard,
+    global_hooks,
+    has_storage,
+    hooks_of,
+    module_dictionaries,
+    registered_hooks,
+    tensor_guards,
+    tree_leaves,
+    version,
+)
+from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime.tensors import is_leaf_with_grad
+from thunder_cg.step.reads import reads_of
+
+ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+_MAX_ITEMS = 1000  # of a container; of a larger one, only the length is a fact
+_MAX_DEPTH = 6
+
+Facts = dict[str, Any]
+
+
+class Same:
+    """A fact that is an object: equal to nothing but itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+    def __repr__(self) -> str:
+        value = self.value
+        if isinstance(value, Tensor):
+            return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        return f"a {type(value).__name__}"
+
+
+class _Collector:
+    """Collects the facts of values, and which tensors, modules, optimizers and hooks they lead to."""
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self.facts: Facts = {}
+        self.tensors: dict[int, Tensor] = {}
+        self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
+        self.watched: list[Any] = []  # objects and dictionaries that may be written to
+        self.containers: list[tuple[Any, Any]] = []  # with a copy of each
+        self.hooks: list[str] = []
+
+    def add(self, label: str, value: Any, depth: int = 0) -> None:
+        if isinstance(value, ATOMS):
+            self.facts[label] = type(value), repr(value) if isinstance(value, (float, complex)) else value
+        elif isinstance(value, Tensor):
+            self._add_tensor(label, value)
+        elif isinstance(value, (nn.Module, Optimizer)):
+            self.facts[label] = Same(value)
+            self.roots.setdefault(id(value), (label, value))
+        elif isinstance(value, _CONTAINERS) and depth < _MAX_DEPTH:
+            self._add_container(label, value, depth)
+        elif _is_torch_object(value) and depth < _MAX_DEPTH:  # such as a GradScaler
+            self.facts[label] = Same(value)
+            self.watched.append(value)
+            self.containers.append((vars(value), vars(value).copy()))
+            for name, attribute in vars(value).items():
+                if not isinstance(attribute, (nn.Module, Optimizer)):
+                    self.add(f"{label}.{name}", attribute, depth + 1)
+        else:
+            self.facts[label] = Same(value)
+
+    def _add_tensor(self, label: str, tensor: Tensor) -> None:
+        self.facts[label] = Same(tensor)
+        if tensor.device.type == self._device_type:
+            self.tensors.setdefault(id(tensor), tensor)
+        elif not tensor.is_inference():  # a graph has its values baked in
+            self.facts[f"{label} (version)"] = version(tensor)
+        self._note_hooks(label, tensor)
+
+    def _add_container(self, label: str, value: Any, depth: int) -> None:
+        self.facts[f"len({label})"] = len(value)
+        if len(value) > _MAX_ITEMS:
+            return
+        if not isinstance(value, (tuple, frozenset)):
+            self.containers.append((value, value.copy()))
+        if isinstance(value, dict):
+            self.watched.append(value)
+            for i, (key, item) in enumerate(value.items()):
+                self.add(f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]", item, depth + 1)
+        else:
+            for i, item in enumerate(value):
+                self.add(f"{label}[{i}]", item, depth + 1)
+
+    def add_root(self, label: str, root: Any) -> None:
+        """All facts of a module or an optimizer."""
+        if isinstance(root, Optimizer):
+            self.watched.append(root)
+            self._note_hooks(label, root)
+            self._add_attributes(label, root, ())
+            return
+        for path, module in root.named_modules():
+            where = f"{label}.{path}" if path else label
+            self.facts[f"type({where})"] = Same(type(module))
+            self.facts[f"{where}.training"] = bool, module.training
+            attributes, parameters, buffers, modules = module_dictionaries(module)
+            self.watched += [module, parameters, buffers, modules]
+            self.containers += [(each, each.copy()) for each in (attributes, parameters, buffers, modules)]
+            self._note_hooks(where, module)
+            for name, tensor in (*parameters.items(), *buffers.items()):
+                self.add(f"{where}.{name}", tensor)
+            self._add_attributes(where, module, (parameters, buffers, modules))
+
+    def _add_attributes(self, where: str, value: Any, besides: Sequence[Any]) -> None:
+        for name, attribute in vars(value).items():
+            if "hooks" in name or name in ("training", "_opt_called") or any(attribute is each for each in besides):
+                continue  # other facts, or none that a step depends on
+            if not isinstance(attribute, (nn.Module, Optimizer)):
+                self.add(f"{where}.{name}", attribute, 1)
+
+    def _note_hooks(self, where: str, value: Any) -> None:
+        for hook in hooks_of(value):
+            code = getattr(hook, "__code__", None)
+            at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+            self.facts[f"hook {len(self.hooks)} of {where}"] = Same(hook)
+            self.hooks.append(f"{where} has a hook{at}, which runs Python in each step; remove it")
+
+
+class StepState:
+    """The state as it is now.
+
+    Args:
+        fn: the step's function.
+        roots: modules and optimizers by name, besides those that the function reads.
+        device_type: of the graphs. Tensors elsewhere have their values baked in.
+
+    Attributes:
+        facts: of everything.
+        tensors: all that were found on the graphs' device.
+        parameters: those of them that get gradients.
+        hooks: what runs Python in the middle of a step, in words.
+    """
+
+    def __init__(self, fn: Callable[..., Any], roots: Mapping[str, Any], device_type: str) -> None:
+        self._fn, self._given, self._device_type = fn, roots, device_type
+        reads = [(read, read.get()) for read in reads_of(fn)]
+        self._simple = [(read, value) for read, value in reads if self._is_simple(value)]
+        self._others = [read for read, value in reads if not self._is_simple(value)]
+        simple = _Collector(device_type)
+        for read, value in self._simple:
+            simple.add(read.label, value)
+        others = self._collect_others()
+        roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
+        self._roots = [*roots_found.values()]
+        heavy = self._collect_roots()
+        self._watch(heavy)
+        self._other_facts, self._root_facts = others.facts, heavy.facts
+        self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts}
+        self.hooks = [*simple.hooks, *others.hooks, *heavy.hooks]
+        self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
+        self.parameters = [tensor for tensor in self.tensors if is_leaf_with_grad(tensor)]
+        self._containers = [*others.containers, *heavy.containers]
+
+    def again(self) -> StepState:
+        """The state as it is by now."""
+        return StepState(self._fn, self._given, self._device_type)
+
+    @property
+    def device(self) -> torch.device:
+        """That of the graph."""
+        return next(iter(self.tensors)).device
+
+    def _is_simple(self, value: Any) -> bool:
+        """Whether the value's identity, or an equal value, says all that a step can read of it."""
+        if isinstance(value, Tensor):
+            return value.device.type == self._device_type
+        if isinstance(value, (nn.Module, Optimizer)):
+            return True  # its facts are those of a root
+        return not (isinstance(value, _CONTAINERS) or _is_torch_object(value))
+
+    def _collect_others(self) -> _Collector:
+        collector = _Collector(self._device_type)
+        for read in self._others:
+            collector.add(read.label, read.get())
+        return collector
+
+    def _collect_roots(self) -> _Collector:
+        collector = _Collector(self._device_type)
+        for label, root in self._roots:
+            collector.add_root(label, root)
+        for name, hooks in global_hooks():
+            collector.facts[name] = len(hooks)
+            collector.hooks += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
+        return collector
+
+    def _watch(self, collector: _Collector) -> None:
+        self._unchanged = dictionary_guard([*{id(each): each for each in collector.watched}.values()])
+        self._lists = [(now, then) for now, then in collector.containers if not isinstance(now, dict)]
+        self._hooks_registered = registered_hooks()
+
+    def guard_tensors(self) -> None:
+        """Notes where the tensors are and what they are like, for `holds`. `CaptureRefused` if one has no memory."""
+        for tensor in self.tensors:
+            if not isinstance(tensor, nn.Parameter) and type(tensor) not in (Tensor, nn.Buffer):
+                raise CaptureRefused(f"the step uses a {type(tensor).__name__}, which is no plain tensor")
+            if not has_storage(tensor):
+                raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
+        self._metadata = tensor_guards(self.tensors)
+        self._addresses: list[int | None] = [tensor.data_ptr() for tensor in self.tensors]
+        self._indices = [*range(len(self.tensors))]
+
+    def holds(self) -> bool:
+        """Whether nothing has changed: see Note [Cheap checks of a state]."""
+        for read, value in self._simple:
+            now = read.get()
+            if now is not value and (not isinstance(value, ATOMS) or type(now) is not type(value) or now != value):
+                return False
+        if self._others and self._collect_others().facts != self._other_facts:
+            return False
+        watched = registered_hooks() == self._hooks_registered and self._unchanged()
+        if not (watched and all(map(_is_unchanged, self._lists))):
+            collector = self._collect_roots()
+            if collector.facts != self._root_facts:
+                return False
+            self._watch(collector)
+        if not self.tensors:
+            return True
+        same = addresses_equal(self.tensors, self._addresses, self._indices)
+        return bool(same and self._metadata.check(*self.tensors))
+
+    def restore(self) -> None:
+        """Gives dictionaries, lists and sets the items that they had: a step was broken off."""
+        for now, then in self._containers:
+            if not _is_unchanged((now, then)):
+                now.clear()
+                (now.extend if isinstance(now, list) else now.update)(then)
+
+    def tensors_in_containers(self) -> list[Tensor]:
+        """What is in dictionaries and lists that the state had, though they may have been replaced since."""
+        leaves = tree_leaves([now for now, _ in self._containers])
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def release(self) -> None:
+        """Nothing has to be restored any more."""
+        self._containers = []
+
+
+def random_states() -> Facts:
+    """States of Python's and NumPy's random numbers, which no replay draws."""
+    facts: Facts = {"the state of Python's random numbers": hash(random.getstate())}
+    if "numpy" in sys.modules:
+        import numpy
+
+        facts["the state of NumPy's random numbers"] = hash(str(numpy.random.get_state()))
+    return facts
+
+
+def difference(before: Facts, after: Facts) -> str | None:
+    """The first fact that differs, with both values; None if none does."""
+    for label, value in before.items():
+        if label not in after:
+            return f"{label} was {_shown(value)} and is gone"
+        if after[label] != value:
+            return f"{label} changed from {_shown(value)} to {_shown(after[label])}"
+    new = next((label for label in after if label not in before), None)
+    return None if new is None else f"{new} is new: {_shown(after[new])}"
+
+
+def _shown(fact: Any) -> str:
+    if isinstance(fact, tuple):
+        kind, value = fact
+        return str(value) if kind in (float, complex) else repr(value)[:80]
+    return repr(fact)[:80]
+
+
+def _is_torch_object(value: Any) -> bool:
+    return type(value).__module__.startswith("torch.") and hasattr(value, "__dict__")
+
+
+def _is_unchanged(container: tuple[Any, Any]) -> bool:
+    now, then = container
+    if isinstance(now, dict):
+        return now.keys() == then.keys() and all(now[key] is then[key] for key in then)
+    if isinstance(now, list):
+        return len(now) == len(then) and all(a is b for a, b in zip(now, then))
+    return bool(now == then)
