@@ -40,20 +40,20 @@ class BenchmarkCase:
     Attributes:
         inputs: made on the CPU from a fixed seed; those of floating point get the case's `dtype`.
         trains: a call is a forward and a backward, else a forward without gradients.
-        steps: a call that trains also clips the gradients and updates the parameters, with a fused AdamW.
         dynamo: the Thunder variants go through `thunderfx`, because `thunder.jit` cannot trace the model.
         exact: results are compared with a float64 copy. Else they are compared with the eager model: where a copy is
             too large, or where rounding changes decisions that depend on data.
+        steps: a call that trains also clips the gradients and updates the parameters, with a fused AdamW.
     """
 
     name: str
     model: Callable[[], nn.Module]
     inputs: Inputs
     trains: bool = False
-    steps: bool = False
     dtype: torch.dtype = torch.bfloat16
     dynamo: bool = False
     exact: bool = True
+    steps: bool = False
 
 
 @dataclass(frozen=True, slots=True)
