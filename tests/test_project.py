@@ -30,6 +30,7 @@ LAYERS = (
     ("errors", "options", "compat"),
     ("analysis",),
     ("runtime", "verify", "kernels"),
+    ("step",),
     ("report", "fastpath", "executor"),
     ("emit", "transform"),
     ("dynamo",),

@@ -398,3 +398,27 @@ def test_threads_that_never_used_the_device(trains):
         expected = model(*inputs)
     assert len(found) == 5 and all(torch.allclose(y, expected, atol=1e-5) for y in found)
     assert explain(jmodel).traces[0].fast_path_calls >= 1
+
+
+def test_a_training_step_in_a_graph_of_the_users():
+    """Regions run their ops in somebody else's capture, and their backward makes no stream outside of it wait."""
+    plain, graphed = twin(big(64))
+    x = torch.randn(8, 64, device="cuda")
+
+    def step(model):
+        for parameter in model.parameters():
+            parameter.grad = None
+        model(x).square().mean().backward()
+
+    for _ in range(4):
+        step(plain)
+        step(graphed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step(graphed)
+    x.normal_()
+    graph.replay()
+    step(plain)
+    same_state(plain, graphed)
+    for expected, found in zip(plain.parameters(), graphed.parameters()):
+        same(expected.grad, found.grad)

@@ -14,7 +14,7 @@ from support import same, same_state
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from thunder_cg import OptionError, graphed_step
+from thunder_cg import OptionError, explain, graphed_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -52,7 +52,9 @@ OPTIMIZERS = {
     "adam, fused": partial(torch.optim.Adam, fused=True),
     "adam, amsgrad": partial(torch.optim.Adam, fused=True, amsgrad=True),
     "adamw, fused": partial(torch.optim.AdamW, fused=True, weight_decay=0.1),
-    "adamw, lr as a tensor": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), fused=True),
+    "adamw, lr as a tensor": lambda p: torch.optim.AdamW(
+        p := [*p], lr=torch.tensor(0.01, device=p[0].device), fused=True
+    ),
 }
 # They read a counter on the host, so on the tape each of them runs in Python; on CUDA those that may be `capturable`.
 ON_HOST = {
@@ -63,17 +65,14 @@ ON_HOST = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(step_twins, name):
-    make = OPTIMIZERS[name]
-    if name == "adamw, lr as a tensor" and step_twins.device == "cuda":
-        make = lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01, device="cuda"), fused=True)
-    step = step_twins.train(partial(usual, make=make), 30)
+    step = step_twins.train(partial(usual, make=OPTIMIZERS[name]), 30)
     assert step.captures == 1 and step.replays >= 26, why(step)
 
 
 @pytest.mark.parametrize("name", ON_HOST)
 def test_optimizers_that_read_a_counter_on_the_host(step_twins, name):
     step = step_twins.train(partial(usual, make=ON_HOST[name]), 12)
-    assert step.replays >= 9 or "(optimizer.step()); the optimizer reads" in why(step), why(step)
+    assert step.replays >= 9 or "the optimizer reads its state on the host" in why(step), why(step)
 
 
 @pytest.mark.gpu
@@ -205,6 +204,13 @@ def test_learning_rates(step_twins):
     step = step_twins.train(usual, 18, between)
     assert step.captures == 3 and step.replays >= 8, why(step)
     assert "'lr'] changed from 0.1 to 0.05" in why(step)
+    report = explain(step)
+    lines = str(report).splitlines()
+    assert lines[0] == f"Step step: {step.replays} of 18 calls replayed the whole step as one graph; 3 captures"
+    assert any("'lr'] changed from 0.1 to 0.05" in line for line in lines[2:])
+    assert lines[-1].startswith("Kept: 3 graphs in ") and report.pool_bytes > 0
+    assert report.replays + report.captures + sum(report.in_python.values()) == report.calls == 18
+    assert report.to_dict()["in_python"] == report.in_python
 
 
 def test_a_learning_rate_that_changes_in_each_step_is_said(step_twins):

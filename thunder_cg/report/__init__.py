@@ -9,5 +9,6 @@ is a copy made at one moment. It keeps neither the function nor tensors, and lat
 from thunder_cg.report.collectives import CollectiveReport
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain
+from thunder_cg.report.step import StepReport
 
-__all__ = ["CollectiveReport", "OpReport", "Outside", "RegionReport", "Report", "TraceReport", "explain"]
+__all__ = ["CollectiveReport", "OpReport", "Outside", "RegionReport", "Report", "StepReport", "TraceReport", "explain"]

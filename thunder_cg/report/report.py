@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from thunder_cg.analysis.ops import Op
 from thunder_cg.compat.thunder import bound_functions
@@ -13,8 +13,10 @@ from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import html, text
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.programs import Located, Outside, locate, source
+from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.step import GraphedStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +117,26 @@ class Report:
         return html.render(self)
 
 
-def explain(fn: Any) -> Report:
+@overload
+def explain(fn: GraphedStep) -> StepReport: ...
+@overload
+def explain(fn: Any) -> Report: ...
+def explain(fn: Any) -> Report | StepReport:
     """Says what of `fn` is captured, what stays eager and why, and what calling it has cost so far.
 
     Args:
-        fn: what `thunder.jit`, `thunder.compile` or `thunderfx` returned, compiled with `cudagraph_transform()`.
+        fn: what `thunder.jit`, `thunder.compile` or `thunderfx` returned, compiled with `cudagraph_transform()`; or a
+            step of `graphed_step()`.
 
     Returns:
-        a `Report` with one entry per trace, none if `fn` was not called yet: Thunder compiles at the first call.
+        a `Report` with one entry per trace, none if `fn` was not called yet: Thunder compiles at the first call. Of a
+        step, a `StepReport`; the modules in it have reports of their own.
 
     Raises:
         NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
     """
+    if isinstance(fn, GraphedStep):
+        return StepReport.of(fn)
     found = locate(fn)
     return Report(tuple(map(_trace, found.programs)), found.outside, found.calls)
 

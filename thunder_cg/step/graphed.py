@@ -28,7 +28,6 @@ from thunder_cg.step.recording import Batch, StepRecording, capture
 from thunder_cg.step.state import Facts, StepState, difference, random_states
 
 _OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
-_PACKAGE = f"{os.sep}thunder_cg{os.sep}"
 _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
 _MAX_CAPTURES = 16  # if they do not pay
 _LOOK_AGAIN = 32  # after so many more
@@ -37,7 +36,10 @@ _FIRST = "the first call of its kind: what the step does is noted"
 _HOPELESS = "Python changes what the step depends on in each call"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
 _OPTIMIZER = "the optimizer reads its state on the host; make it with fused=True, or with capturable=True on a GPU"
-_RATE = "; make the learning rate a tensor on the device, which a scheduler then writes"
+_RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
+_HISTORY = (
+    "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
+)
 
 
 class GraphedStep:
@@ -116,8 +118,9 @@ class GraphedStep:
             try:
                 return self._capture(state, batch, layout)
             except CaptureRefused as error:
-                self._refuse(layout, str(error))
-                return self._run(args, kwargs, str(error))
+                refusal = str(error)  # the error's frames hold the tensors of the step, so it has to go before
+            self._refuse(layout, refusal)
+            return self._run(args, kwargs, refusal)
         reason = _FIRST if known is None else difference(known, state.facts) or _FIRST
         random = random_states()
         with held_back(not hopeless):
@@ -131,10 +134,10 @@ class GraphedStep:
         self._unstable += change is not None or known is not None
         if self._unstable == _MAX_UNSTABLE:
             said = change or reason
-            self._warn(f"{said}, in each step" + (_RATE if "['lr']" in said else ""))
+            self._warn(f"{said}, in each step{_fix_for(said)}")
         if change is not None:
             self.in_python[reason] -= 1
-            self.in_python[f"{change}, in the step"] += 1
+            self.in_python[f"{change}, in the step{_fix_for(change)}"] += 1
         return result
 
     def _capture(self, state: StepState, batch: Batch, layout: Any) -> Any:
@@ -167,11 +170,15 @@ class GraphedStep:
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
-        name = getattr(self._fn, "__name__", "step")
-        said = f"graphed_step({name}) runs in Python, with the graphs of the compiled modules in it: {reason}"
+        said = f"graphed_step({self.name}) runs in Python, with the graphs of the compiled modules in it: {reason}"
         warnings.warn(said, UserWarning, stacklevel=4)
 
-    def arena_bytes(self) -> int:
+    @property
+    def name(self) -> str:
+        """That of the step's function."""
+        return getattr(self._fn, "__name__", type(self._fn).__name__)
+
+    def pool_bytes(self) -> int:
         """Bytes of the memory that all recordings share."""
         return 0 if self._pool is None else self._pool.nbytes()
 
@@ -188,12 +195,21 @@ def _thread_state() -> tuple[Any, ...]:
     return autocast, modes, torch.get_default_dtype(), torch.get_default_device()
 
 
+def _fix_for(change: str) -> str:
+    """What to do about a fact that changes in each step."""
+    if "['lr']" in change:
+        return f"; {_RATE}"
+    return f"; {_OPTIMIZER}" if ".state[" in change and "['step']" in change else ""
+
+
 def _where(error: BaseException) -> str:
     """The line of the user's that raised, and what to do about it."""
     files = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    user = [(file, line) for file, line in files if not is_installed(file) and _PACKAGE not in file]
+    user = [(file, line) for file, line in files if os.path.isfile(file) and not is_installed(file)]
     said, fix = str(error).lower(), ""
-    if any(sign in said for sign in ("_local_scalar_dense", "capturing", "capturable", "host")):
+    if "legacy stream depend" in said:
+        fix = f"; {_HISTORY}"
+    elif any(sign in said for sign in ("_local_scalar_dense", "capturing", "capturable", "host")):
         fix = f"; {_OPTIMIZER if any(_OPTIMIZERS in file for file, _ in files) else _READ}"
     if not user:
         return fix

@@ -20,7 +20,10 @@ from typing import Any
 import torch
 
 MISSING = object()  # what a read yields that raises now
-_INSTALLED = tuple({sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib")})
+_THIS_PACKAGE = os.path.dirname(os.path.dirname(__file__))  # is not under the others in an editable installation
+_INSTALLED = tuple(
+    path + os.sep for path in {*map(sysconfig.get_paths().__getitem__, ("stdlib", "purelib", "platlib")), _THIS_PACKAGE}
+)
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
 _NEUTRAL = {"CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP"}  # what was loaded last stays on top of the stack

@@ -140,6 +140,7 @@ class _GradientsBefore:
 
     def restore(self) -> None:
         """After a capture that failed."""
+        self._references = []  # what the capture did with gradients does not matter any more
         for parameter, memory in zip(self._parameters, self.memory):
             parameter.grad = memory
 

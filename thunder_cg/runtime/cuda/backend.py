@@ -46,7 +46,7 @@ class CudaBackend:
 
     def order_gradients(self) -> None:
         current, default = torch.cuda.current_stream(), torch.cuda.default_stream()
-        if current != default:
+        if current != default and not self.busy():  # inside a capture, no stream outside may wait
             default.wait_stream(current)
 
     def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
