@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import warnings
 from functools import partial
@@ -18,6 +19,15 @@ from thunder_cg import OptionError, explain, graphed_step
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+def adam(parameters, make=torch.optim.Adam, **options):
+    """One that a graph can hold: on a GPU, it has to be capturable."""
+    parameters = [*parameters]
+    return make(parameters, fused=True, capturable=parameters[0].is_cuda, **options)
+
+
+adamw = partial(adam, make=torch.optim.AdamW)
 
 
 def usual(model, make=SGD, after=lambda: None):
@@ -49,12 +59,10 @@ OPTIMIZERS = {
     "nesterov": partial(SGD, nesterov=True, weight_decay=0.1),
     "sgd, one by one": partial(SGD, foreach=False),
     "sgd, fused": partial(SGD, fused=True),
-    "adam, fused": partial(torch.optim.Adam, fused=True),
-    "adam, amsgrad": partial(torch.optim.Adam, fused=True, amsgrad=True),
-    "adamw, fused": partial(torch.optim.AdamW, fused=True, weight_decay=0.1),
-    "adamw, lr as a tensor": lambda p: torch.optim.AdamW(
-        p := [*p], lr=torch.tensor(0.01, device=p[0].device), fused=True
-    ),
+    "adam, fused": adam,
+    "adam, amsgrad": partial(adam, amsgrad=True),
+    "adamw, fused": partial(adamw, weight_decay=0.1),
+    "adamw, lr as a tensor": lambda p: adamw(p := [*p], lr=torch.tensor(0.01, device=p[0].device)),
 }
 # They read a counter on the host, so on the tape each of them runs in Python; on CUDA those that may be `capturable`.
 ON_HOST = {
@@ -222,7 +230,7 @@ def test_a_learning_rate_that_changes_in_each_step_is_said(step_twins):
 def test_a_learning_rate_that_is_a_tensor_is_followed(step_twins):
     def make(model):
         rate = torch.tensor(0.01, device=step_twins.device)
-        return scheduled(model, lambda p: torch.optim.AdamW(p, lr=rate.clone(), fused=True))
+        return scheduled(model, lambda p: adamw(p, lr=rate.clone()))
 
     step = step_twins.train(make, 14, lambda i, model, fn, batch: fn.scheduler.step())
     assert step.captures == 1 and step.replays >= 8, why(step)
@@ -445,7 +453,8 @@ def test_hooks_run(step_twins, kind, late):
     assert "has a hook" in why(step)
 
 
-def test_a_tensor_from_nowhere_is_refused(step_twins):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
     class Hidden:
         def __init__(self):
             self.value = torch.ones((), device=step_twins.device)
@@ -472,7 +481,12 @@ def test_a_tensor_from_nowhere_is_refused(step_twins):
         if i == 5:
             hidden.value = torch.tensor(2.0, device=step_twins.device)
 
-    step = step_twins.train(make, 10, between)
+    if frozen:  # from the garbage collector, as long trainings do
+        gc.freeze()
+    try:
+        step = step_twins.train(make, 10, between)
+    finally:
+        gc.unfreeze()
     assert step.captures == 0 and "it is not known where from" in why(step), why(step)
 
 
@@ -602,7 +616,7 @@ def test_an_exception_passes_through(step_twins):
 
 def test_scaler(step_twins):
     def make(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        optimizer = adamw(model.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler(step_twins.device, init_scale=2.0**8, growth_interval=3)
 
         def step(x, y):
@@ -676,7 +690,7 @@ def test_moving_average_and_two_models(step_twins):
         for parameter, value in zip(other.parameters(), (0.1, 0.2)):
             nn.init.constant_(parameter, value)
         average = copy.deepcopy(other)
-        first, second = SGD(model.parameters()), torch.optim.AdamW(other.parameters(), fused=True)
+        first, second = SGD(model.parameters()), adamw(other.parameters())
 
         def step(x, y):
             first.zero_grad()

@@ -35,7 +35,7 @@ _MAX_LAYOUTS = 64  # remembered
 _FIRST = "the first call of its kind: what the step does is noted"
 _HOPELESS = "Python changes what the step depends on in each call"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
-_OPTIMIZER = "the optimizer reads its state on the host; make it with fused=True, or with capturable=True on a GPU"
+_OPTIMIZER = "the optimizer reads its state on the host; make it with capturable=True (on a CPU with fused=True)"
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
 _HISTORY = (
     "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"

@@ -389,11 +389,10 @@ def _refuse_other_memory(
     addresses: _Addresses, known: Sequence[Tensor | None], own: Sequence[Any], device: torch.device, pool: Pool
 ) -> None:
     """See Note [Memory that a step may use]."""
-    gc.collect()
     storages = {storage_id(tensor) for tensor in known if tensor is not None}
     objects = {id(tensor) for tensor in (*known, *own)}
     ranges = pool.ranges()
-    for tensor in gc.get_objects():
+    for tensor in _all_objects():
         if not issubclass(type(tensor), Tensor) or id(tensor) in objects or not has_storage(tensor):
             continue
         if tensor.device != device or storage_id(tensor) in storages:
@@ -407,6 +406,18 @@ def _refuse_other_memory(
         if addresses.touch(tensor):
             fix = "pass it as an argument, or let the step's function name it"
             raise CaptureRefused(f"the step uses {shown}, and it is not known where from; {fix}")
+
+
+def _all_objects() -> list[Any]:
+    """What the garbage collector knows, without garbage. It does not list what `gc.freeze` has hidden from it."""
+    gc.collect()
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    objects = gc.get_objects()
+    if frozen:
+        gc.freeze()
+    return objects
 
 
 def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:

@@ -105,6 +105,7 @@ class Contender:
         self._seconds = min(times[3:])
         if self.prepared.transform is not None:
             self.row.analysis_ms = self.prepared.transform.seconds * 1e3
+        if self.prepared.compiled is not None:
             self.row.captured = str(explain(self.prepared.compiled)).splitlines()[0].partition(": ")[2]
 
     def sync(self) -> None:

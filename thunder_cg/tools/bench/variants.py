@@ -83,7 +83,7 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A step that can be called; for thunder_cg also the compiled function, for `explain`, and the transform."""
+    """A step that can be called; for thunder_cg also what `explain` takes, and the transform."""
 
     step: Step
     compiled: Any = None
@@ -139,7 +139,7 @@ def _graphed_step(subject: Subject, **options: Any) -> Prepared:
     backend = "cuda" if subject.device.type == "cuda" else "tape"
     compiled = _jit(subject, [cudagraph_transform(backend=backend)], **options)
     step = graphed_step(_whole_step(subject, compiled), modules=[compiled], backend=backend)
-    return Prepared(partial(step, *subject.inputs))
+    return Prepared(partial(step, *subject.inputs), step)
 
 
 def _graphed_step_fused(subject: Subject) -> Prepared:
