@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import types
 import warnings
 from functools import partial
 
@@ -325,6 +326,58 @@ def test_values_that_the_step_reads_from_outside(step_twins):
     assert "settings.scale changed from 1.0 to 2.0" in why(step)
 
 
+def weigh(settings, loss):
+    return loss * settings.scale
+
+
+class Slots:
+    __slots__ = ("scale",)
+
+
+@pytest.mark.parametrize("kind", ["an object", "in a list", "with slots", "a namespace", "bound by partial", "counted"])
+def test_objects_that_are_passed_on(step_twins, kind):
+    """The bytecode of the step does not tell what a function reads of its argument."""
+
+    class Settings:
+        def __init__(self):
+            self.inner = None
+
+    def make(model):
+        optimizer = SGD(model.parameters())
+        settings = {"with slots": Slots, "a namespace": types.SimpleNamespace}.get(kind, Settings)()
+        settings.scale = 1.0
+        listed = [{"settings": settings}]
+
+        def weigh_here(loss):
+            return weigh(listed[0]["settings"] if kind == "in a list" else settings, loss)
+
+        def step(weigh, x, y):
+            optimizer.zero_grad()
+            loss = weigh(cross_entropy(model(x), y))
+            if kind == "counted":
+                listed[0]["settings"].calls = getattr(listed[0]["settings"], "calls", 0) + 1
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        def step_of_partial(settings, x, y):
+            return step(partial(weigh, settings), x, y)
+
+        bound = partial(step_of_partial, settings) if kind == "bound by partial" else partial(step, weigh_here)
+        bound.settings = settings
+        return bound
+
+    def between(i, model, fn, batch):
+        if i == 5:
+            fn.settings.scale = 2.0
+
+    step = step_twins.train(make, 10, between)
+    if kind == "counted":
+        assert step.captures == 0 and ".calls changed from 1 to 2, in the step" in why(step), why(step)
+    else:
+        assert step.captures == 2 and step.replays >= 4 and "scale changed from 1.0 to 2.0" in why(step), why(step)
+
+
 def test_a_tensor_that_is_replaced_and_one_that_is_written(step_twins):
     def make(model):
         optimizer = SGD(model.parameters())
@@ -456,21 +509,15 @@ def test_hooks_run(step_twins, kind, late):
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
     class Hidden:
-        def __init__(self):
-            self.value = torch.ones((), device=step_twins.device)
-
-        def __getitem__(self, name):
-            return getattr(self, "val" + name)
-
-    hidden = Hidden()
+        value = None
 
     def make(model):
-        hidden.value = torch.ones((), device=step_twins.device)
+        Hidden.value = torch.ones((), device=step_twins.device)
         optimizer = SGD(model.parameters())
 
         def step(x, y):
             optimizer.zero_grad()
-            loss = cross_entropy(model(x), y) * hidden["ue"]
+            loss = cross_entropy(model(x), y) * getattr(Hidden, "val" + "ue")
             loss.backward()
             optimizer.step()
             return loss
@@ -479,7 +526,7 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
 
     def between(i, model, fn, batch):
         if i == 5:
-            hidden.value = torch.tensor(2.0, device=step_twins.device)
+            Hidden.value = torch.tensor(2.0, device=step_twins.device)
 
     if frozen:  # from the garbage collector, as long trainings do
         gc.freeze()
@@ -492,19 +539,16 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
 
 def test_a_tensor_that_escapes_is_refused(step_twins):
     class Logger:
-        def __setitem__(self, name, value):
-            vars(self).setdefault(name, {}).update(last=value)
-
-    logger = Logger()
+        logits = None
 
     def make(model):
         optimizer = SGD(model.parameters())
-        vars(logger).clear()
+        Logger.logits = None
 
         def step(x, y):
             optimizer.zero_grad()
             logits = model(x)
-            logger["logits"] = logits.detach()
+            setattr(Logger, "log" + "its", logits.detach())
             loss = cross_entropy(logits, y)
             loss.backward()
             optimizer.step()
@@ -715,7 +759,7 @@ def test_moving_average_and_two_models(step_twins):
 def test_methods_and_micro_batches_inside(step_twins):
     class Trainer:
         def __init__(self, model):
-            self.model, self.optimizer, self.parts = model, SGD(model.parameters()), 2
+            self.model, self.optimizer, self.parts, self.epoch = model, SGD(model.parameters()), 2, 0
 
         def loss(self, x, y):
             return cross_entropy(self.model(x), y) / self.parts
@@ -729,7 +773,10 @@ def test_methods_and_micro_batches_inside(step_twins):
             self.optimizer.step()
             return torch.stack(losses).sum()
 
-    step = step_twins.train(lambda model: Trainer(model).step, 9)
+    def between(i, model, fn, batch):
+        fn.__self__.epoch += 1  # which the step does not read
+
+    step = step_twins.train(lambda model: Trainer(model).step, 9, between)
     assert step.captures == 1 and step.replays >= 5, why(step)
 
 

@@ -400,9 +400,8 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def storage_use_count(tensor: torch.Tensor) -> int:
-    """How many tensors have the tensor's storage."""
-    return int(torch._C._storage_Use_Count(storage_id(tensor)))
+# How many tensors have the storage with this `storage_id`.
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def shares_storage(values: Any, tensor: torch.Tensor) -> bool:

@@ -44,6 +44,7 @@ class Read:
 
     label: str
     get: Callable[[], Any]
+    is_owner: bool = False  # of methods that were looked into, so that what they read of it is known
 
 
 def reads_of(fn: Callable[..., Any]) -> list[Read]:
@@ -52,7 +53,10 @@ def reads_of(fn: Callable[..., Any]) -> list[Read]:
     seen: set[Any] = set()
     waiting = [fn]
     while waiting:
-        function, owner = _function_of(waiting.pop())
+        next_fn = waiting.pop()
+        for name, value in _bound_by_partial(next_fn):
+            found.setdefault(name, Read(name, partial(_attribute, value, ())))
+        function, owner = _function_of(next_fn)
         if function is None or (key := (function.__code__, id(owner))) in seen:
             continue
         seen.add(key)
@@ -61,14 +65,24 @@ def reads_of(fn: Callable[..., Any]) -> list[Read]:
             if isinstance(value, types.ModuleType) or value is MISSING or isinstance(value, type):
                 continue
             called, _ = _function_of(value)
-            if called is not None and not is_installed(called.__code__.co_filename):
+            is_users = called is not None and not is_installed(called.__code__.co_filename)
+            if is_users:
                 waiting.append(value)
             if isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType):
                 label = read.label.rpartition(".")[0] or read.label
-                found.setdefault(label, Read(label, partial(_owner_of, read.get)))
-            elif called is None or not is_installed(called.__code__.co_filename) or not _is_function(value):
+                found.setdefault(label, Read(label, partial(_owner_of, read.get), is_users))
+            elif called is None or is_users or not _is_function(value):
                 found.setdefault(read.label, read)
     return [*found.values()]
+
+
+def _bound_by_partial(value: Any) -> Iterator[tuple[str, Any]]:
+    """The arguments that ``functools.partial`` has bound, with their names."""
+    while isinstance(value, partial):
+        name = getattr(value.func, "__name__", "partial")
+        yield from ((f"{name}({i})", argument) for i, argument in enumerate(value.args))
+        yield from ((f"{name}({keyword}=)", argument) for keyword, argument in value.keywords.items())
+        value = value.func
 
 
 def _is_function(value: Any) -> bool:

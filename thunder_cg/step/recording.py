@@ -159,8 +159,9 @@ class _Gradient:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
+        self._storage, self._address = storage_id(tensor), tensor.data_ptr()
         self._owners: tuple[int, int] | None = None
-        self._known[storage_id(tensor)] = self
+        self._known[self._storage] = self
 
     def count(self) -> None:
         """Takes whoever holds it now for the graphs and the parameter."""
@@ -168,7 +169,7 @@ class _Gradient:
             self._owners = self._count()
 
     def _count(self) -> tuple[int, int]:
-        return sys.getrefcount(self.tensor), storage_use_count(self.tensor)
+        return sys.getrefcount(self.tensor), storage_use_count(self._storage)
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Gradient:
@@ -192,9 +193,14 @@ class _Gradient:
                 known._owners = owners[0] + now[0] - counted[0], owners[1] + now[1] - counted[1]
 
     def is_held(self) -> bool:
-        """Whether anybody holds the tensor besides the graphs and the parameter, or has a view of it."""
+        """Whether anybody holds the tensor besides the graphs and the parameter, has a view of it, or has moved it."""
         assert self._owners is not None
-        return any(now > then for now, then in zip(self._count(), self._owners))
+        tensors, storages = self._owners
+        return (
+            self.tensor.data_ptr() != self._address
+            or sys.getrefcount(self.tensor) > tensors
+            or storage_use_count(self._storage) > storages
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -211,6 +217,7 @@ class StepRecording:
     gradients_before: list[Any]
     gradients: list[_Gradient | None]  # that the step leaves, for each parameter
     touched: list[Tensor]  # of the state: tensors whose version each step advances
+    memory: frozenset[int]  # where the state's tensors are
     replays: int = 0
 
     def buffers(self) -> list[Tensor]:
@@ -227,8 +234,7 @@ class StepRecording:
         """Why no replay is right now, although the recording is for the call; None if one is."""
         if not self.guard.holds([*batch.tensors]):
             return "the batch is aligned otherwise, or the settings by which PyTorch chooses kernels have changed"
-        memory = {address(tensor) for tensor in self.state.tensors}
-        if any(address_if_any(tensor) in memory for tensor in batch.tensors):
+        if any(address_if_any(tensor) in self.memory for tensor in batch.tensors):
             return "an argument shares memory with a tensor that the step reads from outside"
         for gradient, expected in zip(self.gradients, self.gradients_before):
             adds = gradient is not None and gradient.tensor is expected
@@ -382,6 +388,7 @@ def _capture(
         gradients_before=expected,
         gradients=[None if p.grad is None else _Gradient.of(p.grad) for p in state.parameters],
         touched=[tensor for tensor, changed in zip(state.tensors, has_changed) if changed],
+        memory=frozenset(map(address, state.tensors)) - {0},
     )
 
 

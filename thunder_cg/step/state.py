@@ -5,16 +5,24 @@ these is a fact with a name. A recording is for one set of facts, and what diffe
 
 Note [Cheap checks of a state]
     To look at each attribute of a large model would take longer than its step. So a replay compares the values that the
-    step's own code reads, and asks one C++ guard whether any dictionary of a module or an optimizer was written to.
-    Only then are their facts collected again.
+    step's own code reads, and asks one C++ guard whether any dictionary of an object, a module or an optimizer was
+    written to. Only then are the facts collected again.
+
+Note [Objects]
+    The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
+    Then all attributes of the object are facts, if its class is the user's, a namespace, or PyTorch's. Of an object of
+    another package, such as a progress bar, only numbers, strings and flags are.
 """
 
 from __future__ import annotations
 
+import argparse
 import enum
 import random
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +43,13 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import is_leaf_with_grad
-from thunder_cg.step.reads import reads_of
+from thunder_cg.step.reads import is_installed, reads_of
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 _MAX_ITEMS = 1000  # of a container; of a larger one, only the length is a fact
 _MAX_DEPTH = 6
+_OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, partial
 
 Facts = dict[str, Any]
 
@@ -76,7 +85,10 @@ class _Collector:
         self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
         self.watched: list[Any] = []  # objects and dictionaries that may be written to
         self.containers: list[tuple[Any, Any]] = []  # with a copy of each
+        self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
+        self.is_opaque = False  # whether there are attributes whose writes nobody reports
         self.hooks: list[str] = []
+        self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
 
     def add(self, label: str, value: Any, depth: int = 0) -> None:
         if isinstance(value, ATOMS):
@@ -88,13 +100,8 @@ class _Collector:
             self.roots.setdefault(id(value), (label, value))
         elif isinstance(value, _CONTAINERS) and depth < _MAX_DEPTH:
             self._add_container(label, value, depth)
-        elif _is_torch_object(value) and depth < _MAX_DEPTH:  # such as a GradScaler
-            self.facts[label] = Same(value)
-            self.watched.append(value)
-            self.containers.append((vars(value), vars(value).copy()))
-            for name, attribute in vars(value).items():
-                if not isinstance(attribute, (nn.Module, Optimizer)):
-                    self.add(f"{label}.{name}", attribute, depth + 1)
+        elif is_object(value) and depth < _MAX_DEPTH:
+            self._add_object(label, value, depth)
         else:
             self.facts[label] = Same(value)
 
@@ -104,7 +111,28 @@ class _Collector:
             self.tensors.setdefault(id(tensor), tensor)
         elif not tensor.is_inference():  # a graph has its values baked in
             self.facts[f"{label} (version)"] = version(tensor)
+            self.versions.append((tensor, version(tensor)))
         self._note_hooks(label, tensor)
+
+    def _add_object(self, label: str, value: Any, depth: int) -> None:
+        """See Note [Objects]."""
+        self.facts[label] = Same(value)
+        is_users, is_torchs = _is_users(value), _is_torch_object(value)
+        if id(value) in self._objects or not (is_users or is_torchs or depth == 0):
+            return
+        self._objects.add(id(value))
+        attributes = dict(getattr(value, "__dict__", {}))
+        if attributes:
+            self.watched.append(value)
+        if is_torchs:
+            self.containers.append((vars(value), attributes.copy()))
+        if is_users and (slots := {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}):
+            attributes |= slots
+            self.is_opaque = True
+        for name, attribute in attributes.items():
+            whole = (is_users or is_torchs) and not isinstance(attribute, (nn.Module, Optimizer))
+            if whole or isinstance(attribute, ATOMS):
+                self.add(f"{label}.{name}", attribute, depth + 1)
 
     def _add_container(self, label: str, value: Any, depth: int) -> None:
         self.facts[f"len({label})"] = len(value)
@@ -172,17 +200,20 @@ class StepState:
     def __init__(self, fn: Callable[..., Any], roots: Mapping[str, Any], device_type: str) -> None:
         self._fn, self._given, self._device_type = fn, roots, device_type
         reads = [(read, read.get()) for read in reads_of(fn)]
-        self._simple = [(read, value) for read, value in reads if self._is_simple(value)]
-        self._others = [read for read, value in reads if not self._is_simple(value)]
+        self._simple = [(read, value) for read, value in reads if read.is_owner or self._is_simple(value)]
+        self._others = [(read, value) for read, value in reads if not (read.is_owner or self._is_simple(value))]
         simple = _Collector(device_type)
         for read, value in self._simple:
-            simple.add(read.label, value)
+            if read.is_owner and not isinstance(value, (nn.Module, Optimizer)):
+                simple.facts[read.label] = Same(value)
+            else:
+                simple.add(read.label, value)
         others = self._collect_others()
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
         self._roots = [*roots_found.values()]
         heavy = self._collect_roots()
-        self._watch(heavy)
-        self._other_facts, self._root_facts = others.facts, heavy.facts
+        self._watch(others, heavy)
+        self._facts_behind = {**others.facts, **heavy.facts}
         self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts}
         self.hooks = [*simple.hooks, *others.hooks, *heavy.hooks]
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
@@ -204,11 +235,11 @@ class StepState:
             return value.device.type == self._device_type
         if isinstance(value, (nn.Module, Optimizer)):
             return True  # its facts are those of a root
-        return not (isinstance(value, _CONTAINERS) or _is_torch_object(value))
+        return not (isinstance(value, _CONTAINERS) or is_object(value))
 
     def _collect_others(self) -> _Collector:
         collector = _Collector(self._device_type)
-        for read in self._others:
+        for read, _ in self._others:
             collector.add(read.label, read.get())
         return collector
 
@@ -221,10 +252,25 @@ class StepState:
             collector.hooks += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
         return collector
 
-    def _watch(self, collector: _Collector) -> None:
-        self._unchanged = dictionary_guard([*{id(each): each for each in collector.watched}.values()])
-        self._lists = [(now, then) for now, then in collector.containers if not isinstance(now, dict)]
+    def _watch(self, *collectors: _Collector) -> None:
+        watched = {id(each): each for collector in collectors for each in collector.watched}
+        self._unchanged = dictionary_guard([*watched.values()])
+        containers = [pair for collector in collectors for pair in collector.containers]
+        self._lists = [(now, then) for now, then in containers if not isinstance(now, dict)]
+        self._versions = [pair for collector in collectors for pair in collector.versions]
+        self._is_opaque = any(collector.is_opaque for collector in collectors)
         self._hooks_registered = registered_hooks()
+
+    def _is_untouched(self) -> bool:
+        """Whether nothing was written to that facts were collected from."""
+        return (
+            not self._is_opaque
+            and registered_hooks() == self._hooks_registered
+            and all(read.get() is value for read, value in self._others)
+            and self._unchanged()
+            and all(map(_is_unchanged, self._lists))
+            and all(version(tensor) == then for tensor, then in self._versions)
+        )
 
     def guard_tensors(self) -> None:
         """Notes where the tensors are and what they are like, for `holds`. `CaptureRefused` if one has no memory."""
@@ -243,14 +289,12 @@ class StepState:
             now = read.get()
             if now is not value and (not isinstance(value, ATOMS) or type(now) is not type(value) or now != value):
                 return False
-        if self._others and self._collect_others().facts != self._other_facts:
-            return False
-        watched = registered_hooks() == self._hooks_registered and self._unchanged()
-        if not (watched and all(map(_is_unchanged, self._lists))):
-            collector = self._collect_roots()
-            if collector.facts != self._root_facts:
+        if not self._is_untouched():
+            others, heavy = self._collect_others(), self._collect_roots()
+            if {**others.facts, **heavy.facts} != self._facts_behind:
                 return False
-            self._watch(collector)
+            self._others = [(read, read.get()) for read, _ in self._others]
+            self._watch(others, heavy)
         if not self.tensors:
             return True
         same = addresses_equal(self.tensors, self._addresses, self._indices)
@@ -301,8 +345,28 @@ def _shown(fact: Any) -> str:
     return repr(fact)[:80]
 
 
-def _is_torch_object(value: Any) -> bool:
+def is_object(value: Any) -> bool:
+    """Whether a value has attributes that can be looked at: it is no function, class or module."""
+    return not (callable(value) and hasattr(value, "__qualname__")) and not isinstance(value, (*_OPAQUE, *ATOMS))
+
+
+def _slots(value: Any) -> Iterator[str]:
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        yield from [names] if isinstance(names, str) else names
+
+
+def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
     return type(value).__module__.startswith("torch.") and hasattr(value, "__dict__")
+
+
+def _is_users(value: Any) -> bool:
+    """Whether a value is a namespace, or its class is not of an installed package."""
+    if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
+        return True
+    module = sys.modules.get(type(value).__module__)
+    file = getattr(module, "__file__", None)
+    return type(value).__module__ == "__main__" or (file is not None and not is_installed(file))
 
 
 def _is_unchanged(container: tuple[Any, Any]) -> bool:
