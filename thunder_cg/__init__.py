@@ -20,6 +20,7 @@ from thunder_cg.errors import (  # noqa: E402  (the versions are checked before 
     NotCompiledError,
     OptionError,
     VersionError,
+    WrongGradientWarning,
 )
 from thunder_cg.kernels import executors  # noqa: E402
 from thunder_cg.report.report import Report, explain  # noqa: E402
@@ -36,6 +37,7 @@ __all__ = [
     "OptionError",
     "Report",
     "VersionError",
+    "WrongGradientWarning",
     "cudagraph_transform",
     "executors",
     "explain",

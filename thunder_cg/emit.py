@@ -6,18 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.ops import Ops
+from thunder_cg.analysis.ops import Ops, names_in
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
 from thunder_cg.runtime.functions import unused
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import copy_out
-
-
-def names_in(tree: Any) -> set[str]:
-    """Names of the proxies in a tree of arguments or results."""
-    return {leaf.name for leaf in compat.tree_flatten_with_dataclass(tree)[0] if isinstance(leaf, compat.Proxy)}
 
 
 def taken_names(trace: compat.TraceCtx) -> set[str]:

@@ -40,6 +40,10 @@ class CaptureError(CudagraphError, RuntimeError):
         super().__init__(f"{where}: {problem}; {fix}, or drop strict=True to let it run eagerly")
 
 
+class WrongGradientWarning(UserWarning):
+    """Thunder computes another gradient than PyTorch does, with and without graphs."""
+
+
 class TransformConflictError(CudagraphError, ValueError):
     """Two of the transforms that Thunder was given capture CUDA graphs."""
 

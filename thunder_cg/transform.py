@@ -17,13 +17,14 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify, names_of_ops, nearest
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
-from thunder_cg.analysis.ops import Ops, read
+from thunder_cg.analysis.gradients import WrongGradient, lost, overwritten
+from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
-from thunder_cg.errors import TransformConflictError
+from thunder_cg.errors import TransformConflictError, WrongGradientWarning
 from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import with_one_check
 from thunder_cg.options import Options
@@ -97,6 +98,8 @@ class CudagraphTransform(compat.Transform):
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
         self._compiling.forward = None
+        early = read(computation_trace)
+        self._compiling.wrong_gradients = lost(early, Aliasing.of(early))
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
         return prologue_trace, computation_trace, epilogue_trace
@@ -112,6 +115,11 @@ class CudagraphTransform(compat.Transform):
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
         updates = self._backend.supports_scalar_updates and not communicates
+        if compat.TraceTag.BACKWARD in computation_trace.tags:
+            _warn_of_wrong_gradients(self._compiling.wrong_gradients)
+        elif compat.TraceTag.AUGMENTED_FORWARD in computation_trace.tags:
+            saved = names_in(computation_trace.bound_symbols[-1].args[1:])
+            self._compiling.wrong_gradients += overwritten(ops, aliasing, saved)
         verdicts = classify(
             ops,
             aliasing,
@@ -197,6 +205,13 @@ class _Compilation(threading.local):
 
     static: frozenset[str] = frozenset()
     forward: tuple[set[str], weakref.ref[Program]] | None = None
+    wrong_gradients: tuple[WrongGradient, ...] = ()  # of the trace that was seen last
+
+
+def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
+    for each in found:
+        fix = "write out of place, or compile with thunder_cg.thunderfx, which mends or refuses it"
+        warnings.warn(f"Thunder's gradient is wrong, with and without graphs: {each}; {fix}", WrongGradientWarning, 2)
 
 
 def _takes_what_was_saved(trace: TraceCtx) -> bool:

@@ -13,7 +13,7 @@ from thunder_cg.analysis import rules
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import AliasedInputs, Reason
 
-__all__ = ["Aliasing"]
+__all__ = ["Aliasing", "chosen"]
 
 _HOLDS_MEMORY = frozenset({"tensor", "future"})
 _CHANGES_STATE = frozenset({Reason.SIDE_EFFECT, Reason.RANDOM_STATE, Reason.DTENSOR})  # DTensors may communicate
@@ -127,7 +127,7 @@ def _unite_aliases(op: Op, sets: _UnionFind) -> None:
     if which is AliasedInputs.PAIRWISE and len(inputs) == len(outputs):
         for pair in zip(inputs, outputs):
             sets.unite(pair)
-    elif aliased := _chosen(which, inputs):
+    elif aliased := chosen(which, inputs):
         sets.unite((*aliased, *outputs))
 
 
@@ -138,10 +138,11 @@ def _writes(op: Op, sets: Mapping[str, str]) -> Iterator[str]:
     for sub in op.subs:
         yield from _writes(sub, sets)
     which = op.rule.written(op.conditions) if op.rule is not None else _assumed(op)
-    yield from _chosen(which, [sets[name] for name in op.inputs if name in sets])
+    yield from chosen(which, [sets[name] for name in op.inputs if name in sets])
 
 
-def _chosen(which: AliasedInputs | None, inputs: list[str]) -> list[str]:
+def chosen(which: AliasedInputs | None, inputs: list[str]) -> list[str]:
+    """Those of an op's inputs that a rule says it aliases or writes."""
     match which:
         case None:
             return []

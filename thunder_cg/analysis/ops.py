@@ -20,7 +20,7 @@ from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe
 
-__all__ = ["Op", "Ops", "Value", "computing", "process_groups", "read"]
+__all__ = ["Op", "Ops", "Value", "computing", "names_in", "process_groups", "read"]
 
 _DROPPED = frozenset({"DEL", "COMMENT"})  # the transform computes dels again; comments do nothing
 _BOOKKEEPING = frozenset({
@@ -125,6 +125,11 @@ def read(trace: compat.TraceCtx, static_names: frozenset[str] = frozenset(), for
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.bookkeeping for name in op.outputs)
     return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward))
+
+
+def names_in(tree: Any) -> set[str]:
+    """Names of the proxies in a tree of arguments or results."""
+    return {leaf.name for leaf in compat.tree_flatten_with_dataclass(tree)[0] if isinstance(leaf, compat.Proxy)}
 
 
 def process_groups(ops: Iterable[Op]) -> list[ProcessGroup]:

@@ -69,6 +69,16 @@ current_trace: Callable[[], TraceCtx | None] = partial(_tracectx.get, None)
 proxy_shape: Callable[[TensorProxy | FutureTensorProxy], tuple[Any, ...]] = attrgetter("_shape")
 
 
+def requires_grad(proxy: Any) -> bool:
+    """Whether the gradient of a proxy is wanted."""
+    return bool(getattr(proxy, "requires_grad", False))
+
+
+def is_detached(proxy: Any) -> bool:
+    """Whether a proxy was made under `torch.no_grad`."""
+    return ProxyTag.DETACHED_AUTOGRAD_GRAPH in getattr(proxy, "tags", ())
+
+
 class Handle(AnyProxy):
     """Stands in a trace for an object of the run time, which the trace only hands on."""
 

@@ -1,0 +1,134 @@
+"""Gradients that Thunder computes wrongly are warned of, and no others."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import thunder
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from thunder_cg import WrongGradientWarning, cudagraph_transform, thunderfx
+
+OVERWRITTEN, LOST, INDEX_PUT = "overwrites in place", "writes in place to memory that another", "has another gradient"
+
+
+def sin_times(write, then=lambda y: y * y):
+    """A function that writes into a tensor that needs a gradient."""
+
+    def fn(x, z):
+        y = torch.sin(x)
+        write(y, x, z)
+        return then(y)
+
+    return fn
+
+
+def through_an_older_view(x, z):
+    y = torch.sin(x)
+    view = y.view(-1)
+    y.mul_(2.0)
+    return view * 3
+
+
+def items_seen_by_a_view(x, z):
+    y = torch.sin(x)
+    view = y.view(-1)
+    y[:, :2] = z
+    return view * 2
+
+
+def into_zeros(x, z):
+    y = torch.zeros(3, 4)
+    y[:, :2].copy_(z)
+    return y * x
+
+
+def into_slices(x, z):
+    keys = torch.sin(x).new_empty(3, 4)
+    keys[:, :2].copy_(z * 2)
+    keys[:, 2:].copy_(z * 3)
+    return keys
+
+
+WRONG = {
+    "divides by its sum": (sin_times(lambda y, x, z: y.div_(y.square().sum())), OVERWRITTEN),
+    "times what needs it": (sin_times(lambda y, x, z: y.mul_(torch.cos(x))), OVERWRITTEN),
+    "hardswish": (lambda x, z: F.hardswish(torch.sin(x) * 3, True), OVERWRITTEN),
+    "silu": (lambda x, z: F.silu(torch.sin(x) * 3, True), OVERWRITTEN),
+    "slice, add": (sin_times(lambda y, x, z: y[:, :2].add_(z)), LOST),
+    "slice, masked_fill": (sin_times(lambda y, x, z: y[:, :2].masked_fill_(z > 0, 0.0)), LOST),
+    "view, mul": (sin_times(lambda y, x, z: y.view(-1).mul_(2.0)), LOST),
+    "older view": (through_an_older_view, LOST),
+    "items, older view": (items_seen_by_a_view, LOST),
+    "into zeros": (into_zeros, LOST),
+    "into slices": (into_slices, LOST),
+    "index_put": (lambda x, z: torch.index_put(torch.sin(x), (torch.arange(3),), torch.cat([z, z], 1)), INDEX_PUT),
+}
+
+
+def without_gradients(y, x, z):
+    with torch.no_grad():
+        y[:, :2].add_(1)
+
+
+RIGHT = {
+    "relu": sin_times(lambda y, x, z: y.relu_()),
+    "exp": sin_times(lambda y, x, z: y.exp_()),
+    "add and mul": sin_times(lambda y, x, z: y.add_(1).mul_(2)),
+    "masked_fill": sin_times(lambda y, x, z: y.masked_fill_(x > 0, 0.0)),
+    "items": sin_times(lambda y, x, z: y.__setitem__((slice(None), slice(2)), z)),
+    "no_grad": sin_times(without_gradients, lambda y: y + 1),
+    "dropout": lambda x, z: F.dropout(torch.sin(x), 0.0, inplace=False) * 2,
+}
+
+
+def gradients(fn, args):
+    args = [arg.detach().requires_grad_() for arg in args]
+    return torch.autograd.grad(fn(*args).sum(), args, allow_unused=True)
+
+
+def is_right(fn, graphed):
+    torch.manual_seed(0)
+    args = torch.randn(3, 4), torch.randn(3, 2)
+    pairs = zip(gradients(graphed, args), gradients(fn, args))
+    zeros = [(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b) for a, b in pairs]
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zeros)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_gradient_is_warned_of(name):
+    fn, problem = WRONG[name]
+    graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
+    with pytest.warns(WrongGradientWarning, match=rf"at test_gradients.py:\d+ {problem}.*; write out of place, or"):
+        right = is_right(fn, graphed)
+    assert not right, "Thunder's gradient has become right: the warning can go"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_gradient_is_not(name):
+    fn = RIGHT[name]
+    assert is_right(fn, thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")]))
+
+
+def test_nothing_is_said_where_no_gradient_is_wanted():
+    fn, _ = WRONG["slice, add"]
+    graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
+    torch.testing.assert_close(graphed(*(args := (torch.ones(3, 4), torch.ones(3, 2)))), fn(*args))
+
+
+def test_layers_that_write_in_place_are_not_mistaken():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(True), nn.Linear(4, 2))
+    graphed = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    for _ in range(3):
+        graphed(torch.randn(5, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["divides by its sum", "slice, add"])
+def test_our_thunderfx_has_the_right_gradient_and_says_nothing(name):
+    fn, _ = WRONG[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", WrongGradientWarning)
+        assert is_right(fn, thunderfx(fn, backend="tape"))

@@ -1,0 +1,184 @@
+"""Gradients that Thunder computes wrongly, with and without graphs, because of what a program writes in place.
+
+Note [Gradients of writes in place]
+    Thunder differentiates an operator in place as the operator out of place and a copy of its result. Two things get
+    lost. What the copy overwrites may be saved for the backward, which then reads the new values. And a tensor that
+    shares memory with the one that is written keeps the gradient that it had before the write. PyTorch handles or
+    refuses both. They are found in traces: the first in the forward trace that runs, the second in the trace before
+    Thunder differentiates it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from thunder_cg.analysis.aliasing import Aliasing, chosen
+from thunder_cg.analysis.ops import Op, Ops, Value, names_in
+from thunder_cg.compat.thunder import is_detached, requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class WrongGradient:
+    """An operator whose gradient is not PyTorch's."""
+
+    operator: str
+    line: str | None
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.operator} at {self.line or 'an unknown line'} {self.problem}"
+
+
+_OVERWRITTEN = "overwrites in place what the backward needs"
+_LOST = "writes in place to memory that another tensor shares, and the gradient of that tensor does not see it"
+_INDEX_PUT = "has another gradient in Thunder than in PyTorch"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _View:
+    """One way to see a piece of memory. Names of one tensor before and after a write are one view."""
+
+    base: _View | None
+    nbytes: int  # 0 if unknown
+
+    def overlaps(self, other: _View) -> bool:
+        """Whether both surely share elements: one is a view of the other, or one is all of the memory."""
+        mine, others = [*self._bases()], [*other._bases()]
+        if mine[-1] is not others[-1]:
+            return False
+        return other in mine or self in others or self.is_whole or other.is_whole
+
+    def _bases(self) -> Iterator[_View]:
+        view: _View | None = self
+        while view is not None:
+            yield view
+            view = view.base
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it shows all of the memory that is known of."""
+        return 0 < self.nbytes == [*self._bases()][-1].nbytes
+
+
+class _Views:
+    """The view of each name, as ops are added in the order of the trace."""
+
+    def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
+        self._values, self._sets = ops.values, aliasing.sets
+        self._members: dict[str, dict[str, _View]] = {}  # by alias set
+
+    def of(self, name: str) -> _View:
+        members = self._members.setdefault(self._sets[name], {})
+        if name not in members:
+            members[name] = _View(None, self._values[name].nbytes)
+        return members[name]
+
+    def in_memory_of(self, name: str) -> list[str]:
+        """Names of the same alias set."""
+        return [*self._members.get(self._sets[name], ())]
+
+    def add(self, op: Op, written: Sequence[str]) -> None:
+        """Notes of which tensors the op's outputs are views. What an op in place returns is what it wrote."""
+        for i, name in enumerate(op.outputs):
+            if name not in self._sets or name in self._members.get(self._sets[name], ()):
+                continue
+            aliased = [each for each in op.inputs if self._sets.get(each) == self._sets[name]]
+            same = op.inputs[i : i + 1] if _renames(op) else [each for each in aliased if each in written]
+            base = self.of(aliased[0]) if aliased else None
+            view = self.of(same[0]) if same else _View(base, self._values[name].nbytes)
+            self._members.setdefault(self._sets[name], {})[name] = view
+
+
+def overwritten(ops: Ops, aliasing: Aliasing, saved: Collection[str]) -> tuple[WrongGradient, ...]:
+    """Writes to memory of what a forward trace has saved for its backward, after that was made.
+
+    Args:
+        saved: names of the saved values.
+    """
+    views = _Views(ops, aliasing)
+    alive = [views.of(name) for name in saved if name in aliasing.sets and name in ops.args]
+    found = []
+    for op in _without_fusions(ops.ops):
+        written = [name for name in _written(op) if name in aliasing.sets]
+        views.add(op, written)
+        targets = [views.of(name) for name in written]
+        if any(view.overlaps(target) for view in alive for target in targets):
+            found.append(_named(op, ops, _OVERWRITTEN))
+        alive += [views.of(name) for name in op.outputs if name in saved and name in aliasing.sets]
+    return tuple(dict.fromkeys(found))
+
+
+def lost(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
+    """Writes, in a trace that Thunder has not differentiated yet, whose effect on other tensors it does not see."""
+    views = _Views(ops, aliasing)
+    tracked = {name for name in ops.args if requires_grad(ops.values[name].proxy)}  # what has a gradient
+    stale: dict[str, Op] = {}  # names whose gradient does not see a write, and the write
+    found: list[WrongGradient] = []
+    for op in ops.ops:
+        written = [name for name in _written(op) if name in aliasing.sets]
+        views.add(op, written)
+        if _renames(op):
+            for before, after in zip(op.inputs, op.outputs):
+                tracked.update([after] if before in tracked else [])
+                stale.update({after: stale[before]} if before in stale else {})
+            continue
+        read = _returned(op) if op.bookkeeping else op.inputs
+        outputs = [name for name in op.outputs if _may_have_gradient(op, ops.values[name])]
+        if tracked.isdisjoint(read) or not (outputs or op.bookkeeping):
+            continue
+        tracked.update(outputs)
+        found += [_named(stale[name], ops, _LOST) for name in read if name in stale]
+        if _plain_id(op) == "index_put":
+            found.append(_named(op, ops, _INDEX_PUT))
+        for name in written:
+            shared = [each for each in views.in_memory_of(name) if _is_changed(views.of(each), views.of(name), op)]
+            stale |= dict.fromkeys(shared, op)
+            tracked.update(shared)
+    return tuple(dict.fromkeys(found))
+
+
+def _is_changed(view: _View, written: _View, op: Op) -> bool:
+    """Whether a write through another view surely changes this one. An assignment to items may spare most of them."""
+    spares = _plain_id(op) == "setitem" and not view.is_whole
+    return view is not written and not spares and view.overlaps(written)
+
+
+def _named(op: Op, ops: Ops, problem: str) -> WrongGradient:
+    return WrongGradient(op.name, ops.line(op), problem)
+
+
+def _plain_id(op: Op) -> str:
+    """``add`` of ``torch.Tensor.add_``."""
+    return (op.id or "").rsplit(".", 1)[-1].strip("_")
+
+
+def _renames(op: Op) -> bool:
+    """Whether it gives tensors new names, one for each, because their memory has been written."""
+    return op.id in ("UPDATE_ALIASES", "update_aliases")
+
+
+def _written(op: Op) -> Iterator[str]:
+    """Names of inputs that the op surely writes."""
+    if op.bookkeeping:
+        return
+    if op.rule is not None and (op.executor is not None or not op.subs):
+        yield from chosen(op.rule.written(op.conditions), [*op.inputs])
+    else:  # Thunder's own operators are made of others
+        yield from {name for sub in op.subs for name in _written(sub) if name in op.inputs}
+
+
+def _without_fusions(ops: Iterable[Op]) -> Iterator[Op]:
+    for op in ops:
+        yield from _without_fusions(op.subs) if op.is_fusion else [op]
+
+
+def _returned(op: Op) -> set[str]:
+    """Names that a trace returns to the caller."""
+    data = op.symbol.args[0] if op.id == "RETURN" and op.symbol.args else None
+    return names_in(data.get("output") if isinstance(data, dict) else data)
+
+
+def _may_have_gradient(op: Op, value: Value) -> bool:
+    is_float = value.dtype is not None and value.dtype.startswith(("float", "bfloat", "complex"))
+    return is_float and not is_detached(value.proxy) and _plain_id(op) != "detach"
