@@ -17,7 +17,7 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify, names_of_ops, nearest
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
-from thunder_cg.analysis.gradients import WrongGradient, lost, overwritten
+from thunder_cg.analysis.gradients import WrongGradient, lost, overwritten, unsummed
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
@@ -99,7 +99,7 @@ class CudagraphTransform(compat.Transform):
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
         self._compiling.forward = None
         early = read(computation_trace)
-        self._compiling.wrong_gradients = lost(early, Aliasing.of(early))
+        self._compiling.wrong_gradients = (*lost(early, Aliasing.of(early)), *unsummed(early))
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
         return prologue_trace, computation_trace, epilogue_trace
@@ -210,8 +210,7 @@ class _Compilation(threading.local):
 
 def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
     for each in found:
-        fix = "write out of place, or compile with thunder_cg.thunderfx, which mends or refuses it"
-        warnings.warn(f"Thunder's gradient is wrong, with and without graphs: {each}; {fix}", WrongGradientWarning, 2)
+        warnings.warn(f"Thunder's gradient is wrong, with and without graphs: {each}", WrongGradientWarning, 2)
 
 
 def _takes_what_was_saved(trace: TraceCtx) -> bool:

@@ -1,4 +1,4 @@
-"""Gradients that Thunder computes wrongly, with and without graphs, because of what a program writes in place.
+"""Gradients that Thunder computes wrongly, with and without graphs.
 
 Note [Gradients of writes in place]
     Thunder differentiates an operator in place as the operator out of place and a copy of its result. Two things get
@@ -6,6 +6,11 @@ Note [Gradients of writes in place]
     shares memory with the one that is written keeps the gradient that it had before the write. PyTorch handles or
     refuses both. They are found in traces: the first in the forward trace that runs, the second in the trace before
     Thunder differentiates it.
+
+Note [Gradients of CPU scalars]
+    Thunder takes a 0-dim tensor on the CPU for a number: it combines the tensor with larger ones without a broadcast,
+    so nothing sums the gradient. Autograd sums it for an argument of the trace. For a value that the trace has reduced,
+    as in ``x - x.mean()``, nobody does.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ from dataclasses import dataclass
 
 from thunder_cg.analysis.aliasing import Aliasing, chosen
 from thunder_cg.analysis.ops import Op, Ops, Value, names_in
-from thunder_cg.compat.thunder import is_detached, requires_grad
+from thunder_cg.compat.thunder import is_detached, proxy_shape, requires_grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +35,16 @@ class WrongGradient:
         return f"{self.operator} at {self.line or 'an unknown line'} {self.problem}"
 
 
-_OVERWRITTEN = "overwrites in place what the backward needs"
-_LOST = "writes in place to memory that another tensor shares, and the gradient of that tensor does not see it"
-_INDEX_PUT = "has another gradient in Thunder than in PyTorch"
+_INSTEAD = "write out of place, or compile with thunder_cg.thunderfx, which mends or refuses it"
+_OVERWRITTEN = f"overwrites in place what the backward needs; {_INSTEAD}"
+_LOST = f"writes in place to memory that another tensor shares, whose gradient does not see it; {_INSTEAD}"
+_INDEX_PUT = (
+    "has another gradient in Thunder than in PyTorch; compile with thunder_cg.thunderfx, which leaves it to Inductor"
+)
+_NOT_SUMMED = (
+    "combines a 0-dim tensor on the CPU with a larger one, and Thunder does not sum its gradient; give it a dimension, "
+    "as with keepdim=True, or use a GPU"
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,6 +148,44 @@ def lost(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
             stale |= dict.fromkeys(shared, op)
             tracked.update(shared)
     return tuple(dict.fromkeys(found))
+
+
+def unsummed(ops: Ops) -> tuple[WrongGradient, ...]:
+    """What Note [Gradients of CPU scalars] is about, in a trace that Thunder has not differentiated yet."""
+    tracked = {name for name in ops.args if requires_grad(ops.values[name].proxy)}
+    reduced: set[str] = set()
+    found: list[WrongGradient] = []
+    for op in ops.ops:
+        for leaf in _leaves(op):
+            read = [name for name in leaf.inputs if name in tracked]
+            outputs = [name for name in leaf.outputs if _may_have_gradient(leaf, ops.values[name])]
+            if not read or not outputs or _plain_id(op) == "detach":
+                continue
+            tracked.update(outputs)
+            shapes = {proxy_shape(ops.values[name].proxy) for name in (*leaf.inputs, *outputs) if _is_tensor(name, ops)}
+            if len(shapes) == 2 and () in shapes and not reduced.isdisjoint(read) and len(leaf.inputs) > 1:
+                found.append(_named(op, ops, _NOT_SUMMED))
+            is_reduced = any(name in reduced or proxy_shape(ops.values[name].proxy) for name in read)
+            reduced.update(name for name in outputs if is_reduced and _is_cpu_scalar(ops.values[name]))
+    return tuple(dict.fromkeys(found))
+
+
+def _leaves(op: Op) -> Iterator[Op]:
+    """The prims of an operator."""
+    if op.bookkeeping:
+        return
+    if not op.subs:
+        yield op
+    for sub in op.subs:
+        yield from _leaves(sub)
+
+
+def _is_tensor(name: str, ops: Ops) -> bool:
+    return ops.values[name].kind == "tensor"
+
+
+def _is_cpu_scalar(value: Value) -> bool:
+    return value.device == "cpu" and proxy_shape(value.proxy) == ()
 
 
 def _is_changed(view: _View, written: _View, op: Op) -> bool:
