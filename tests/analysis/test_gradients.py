@@ -99,7 +99,11 @@ def gradients(fn, args):
 def is_right(fn, graphed):
     torch.manual_seed(0)
     args = torch.randn(3, 4), torch.randn(3, 2)
-    pairs = zip(gradients(graphed, args), gradients(fn, args))
+    try:
+        found = gradients(graphed, args)
+    except RuntimeError:  # Thunder's backward broadcasts a shape that cannot be
+        return False
+    pairs = zip(found, gradients(fn, args))
     zeros = [(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b) for a, b in pairs]
     return all(torch.allclose(a, b, atol=1e-5) for a, b in zeros)
 

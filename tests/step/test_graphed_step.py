@@ -16,7 +16,8 @@ from support import same, same_state
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from thunder_cg import OptionError, explain, graphed_step
+from thunder_cg import OptionError, explain, graphed_step, thunderfx
+from thunder_cg.step.reads import is_installed
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -31,13 +32,14 @@ def adam(parameters, make=torch.optim.Adam, **options):
 adamw = partial(adam, make=torch.optim.AdamW)
 
 
-def usual(model, make=SGD, after=lambda: None):
+def usual(model, make=SGD, after=lambda: None, compiled=None):
     """The step that most people write."""
     optimizer = make(model.parameters())
+    compiled = model if compiled is None else compiled
 
     def step(x, y):
         optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
+        loss = cross_entropy(compiled(x), y)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -291,6 +293,17 @@ def test_other_batches_and_back(step_twins):
     same(train(step), train(usual(twin)))
     same_state(model, twin)
     assert step.captures == 2 and step.replays >= 6, why(step)
+
+
+def test_a_batch_of_another_size_takes_nothing_from_the_usual_one(step_twins):
+    model = step_twins.compiled(step_twins.model())
+    step = step_twins.graphed(usual(model))
+    for size in (5,) * 5 + (2,) + (5,) * 4 + (2,):  # the last one is captured
+        step(*step_twins.batch(size))
+    replays = step.replays
+    for _ in range(6):
+        step(*step_twins.batch())
+    assert (step.captures, step.replays) == (2, replays + 6), why(step)
 
 
 def test_values_that_the_step_reads_from_outside(step_twins):
@@ -810,6 +823,20 @@ def test_a_step_without_gradients(step_twins):
     assert step.replays >= 3, why(step)
 
 
+def test_a_model_of_thunderfx(step_twins):
+    """Dynamo has left fake tensors behind, and its code runs in the capture."""
+    model = step_twins.model()
+    twin = copy.deepcopy(model)
+    step = step_twins.graphed(usual(model, compiled=thunderfx(model, backend=step_twins.backend)))
+    plain = usual(thunder.jit(twin))
+    results = []
+    for each in (step, plain):
+        torch.manual_seed(3)
+        results.append([each(*step_twins.batch()).detach() for _ in range(8)])
+    same(*results)
+    assert step.captures == 1 and step.replays >= 4, why(step)
+
+
 def test_a_model_that_is_not_compiled(step_twins):
     model = step_twins.model(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     twin = copy.deepcopy(model)
@@ -820,6 +847,13 @@ def test_a_model_that_is_not_compiled(step_twins):
         same(step(*batch), plain(*batch).detach())
     same_state(model, twin)
     assert step.replays >= 2, why(step)
+
+
+def test_what_is_installed():
+    for module in (torch, thunder, graphed_step):
+        file = getattr(module, "__file__", None) or module.__code__.co_filename
+        assert is_installed(file), file
+    assert is_installed("/other/venv/lib/python3.12/site-packages/tool/main.py") and not is_installed(__file__)
 
 
 def test_options_are_checked(step_twins):

@@ -25,6 +25,7 @@ from torch._C._dynamo import guards as _guards
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardManagerType
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -56,6 +57,13 @@ is_view: Callable[[torch.Tensor], bool] = torch.Tensor._is_view
 autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
 # Whether the tensor has one storage: sparse and MKL-DNN tensors have none.
 has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage that is no stand-in, as that of a fake tensor is."""
+    return has_storage(tensor) and not isinstance(tensor, FakeTensor)
+
+
 # How often the tensor's memory was written in place. RuntimeError for an inference tensor.
 version: Callable[[torch.Tensor], int] = attrgetter("_version")
 
@@ -398,6 +406,11 @@ def end_allocate_to_pool(device: int, pool: Any) -> None:
 def storage_id(tensor: torch.Tensor) -> int:
     """A number that two tensors have in common if they share their storage."""
     return tensor.untyped_storage()._cdata
+
+
+def tensor_use_count(tensor: torch.Tensor) -> int:
+    """How many hold the tensor from C++, its object of Python included; 1 where PyTorch does not tell (before 2.11)."""
+    return int(tensor._use_count()) if hasattr(tensor, "_use_count") else 1
 
 
 # How many tensors have the storage with this `storage_id`.

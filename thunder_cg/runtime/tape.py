@@ -112,6 +112,11 @@ class _Reuse(compat.TorchDispatchMode):
         super().__init__()
         self._free = free
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """For Dynamo, which otherwise leaves a function that is called under a mode to Python from then on."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():  # in other modes, PyTorch decomposes composite operators itself

@@ -17,12 +17,18 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
+import thunder
 import torch
 
 MISSING = object()  # what a read yields that raises now
-_THIS_PACKAGE = os.path.dirname(os.path.dirname(__file__))  # is not under the others in an editable installation
+# Where packages are installed, in this environment and those below it. Some are elsewhere, as this one may be.
+_PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _INSTALLED = tuple(
-    path + os.sep for path in {*map(sysconfig.get_paths().__getitem__, ("stdlib", "purelib", "platlib")), _THIS_PACKAGE}
+    {
+        *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib")),
+        *(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, thunder)),
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+    }
 )
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
@@ -109,7 +115,8 @@ def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
 @cache
 def is_installed(filename: str) -> bool:
     """Whether a source file belongs to an installed package or to the standard library."""
-    return filename.startswith(_INSTALLED) or filename.startswith("<frozen")
+    is_below = any(packages in filename for packages in _PACKAGES)
+    return is_below or filename.startswith(_INSTALLED) or filename.startswith("<frozen")
 
 
 def _reads_in(function: types.FunctionType, owner: Any) -> Iterator[Read]:

@@ -29,9 +29,11 @@ from torch import Tensor
 
 from thunder_cg.compat.torch import (
     Settings,
+    has_memory,
     has_storage,
     storage_id,
     storage_use_count,
+    tensor_use_count,
     tree_flatten,
     tree_unflatten,
     version,
@@ -152,15 +154,18 @@ class _GradientsBefore:
 ANY = object()  # what a step finds in ``.grad`` does not matter
 
 
+_Owners = tuple[int, int, int]  # see `_Gradient._count`
+
+
 class _Gradient:
     """A gradient in the memory of graphs, and how many hold it if nobody else does."""
 
     _known: ClassVar[weakref.WeakValueDictionary[int, _Gradient]] = weakref.WeakValueDictionary()  # by storage
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
+        self.tensor, self._parameter = tensor, parameter
         self._storage, self._address = storage_id(tensor), tensor.data_ptr()
-        self._owners: tuple[int, int] | None = None
+        self._owners: _Owners | None = None
         self._known[self._storage] = self
 
     def count(self) -> None:
@@ -168,14 +173,19 @@ class _Gradient:
         if self._owners is None:
             self._owners = self._count()
 
-    def _count(self) -> tuple[int, int]:
-        return sys.getrefcount(self.tensor), storage_use_count(self._storage)
+    def _count(self) -> _Owners:
+        """References from Python, those from C++ without the parameter's, and tensors with this memory."""
+        is_parameters = self._parameter.grad is self.tensor
+        uses = tensor_use_count(self.tensor)
+        # What holds it from C++, however often, counts as one more reference from Python.
+        return sys.getrefcount(self.tensor) - (uses > 1), uses - is_parameters, storage_use_count(self._storage)
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Gradient:
+    def of(cls, tensor: Tensor, parameter: Tensor) -> _Gradient:
         """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
         known = cls._known.get(storage_id(tensor))
-        return known if known is not None and known.tensor is tensor else cls(tensor)
+        is_same = known is not None and known.tensor is tensor and known._parameter is parameter
+        return known if known is not None and is_same else cls(tensor, parameter)
 
     @classmethod
     def tensors(cls) -> list[Tensor]:
@@ -190,17 +200,16 @@ class _Gradient:
         for known, counted, owners in before:
             if owners is not None:
                 now = known._count()
-                known._owners = owners[0] + now[0] - counted[0], owners[1] + now[1] - counted[1]
+                python, cpp, storages = (then + new - old for then, new, old in zip(owners, now, counted))
+                known._owners = python, cpp, storages
 
     def is_held(self) -> bool:
         """Whether anybody holds the tensor besides the graphs and the parameter, has a view of it, or has moved it."""
         assert self._owners is not None
-        tensors, storages = self._owners
-        return (
-            self.tensor.data_ptr() != self._address
-            or sys.getrefcount(self.tensor) > tensors
-            or storage_use_count(self._storage) > storages
-        )
+        python, cpp, storages = self._count()
+        then = self._owners
+        is_moved = self.tensor.data_ptr() != self._address
+        return is_moved or python > then[0] or cpp > then[1] or storages > then[2]
 
 
 @dataclass(slots=True, eq=False)
@@ -386,7 +395,7 @@ def _capture(
         structure=body.structure,
         sources=copied,
         gradients_before=expected,
-        gradients=[None if p.grad is None else _Gradient.of(p.grad) for p in state.parameters],
+        gradients=[None if p.grad is None else _Gradient.of(p.grad, p) for p in state.parameters],
         touched=[tensor for tensor, changed in zip(state.tensors, has_changed) if changed],
         memory=frozenset(map(address, state.tensors)) - {0},
     )
@@ -400,7 +409,7 @@ def _refuse_other_memory(
     objects = {id(tensor) for tensor in (*known, *own)}
     ranges = pool.ranges()
     for tensor in _all_objects():
-        if not issubclass(type(tensor), Tensor) or id(tensor) in objects or not has_storage(tensor):
+        if not issubclass(type(tensor), Tensor) or id(tensor) in objects or not has_memory(tensor):
             continue
         if tensor.device != device or storage_id(tensor) in storages:
             continue
