@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -80,7 +80,7 @@ def _measured(trace: TraceReport) -> dict[str, int]:
         "eager ops": trace.counts["eager"],
         "bytes copied in per replay": sum(region.bytes_in for region in trace.regions),
         "bytes copied out per replay": sum(region.bytes_out for region in trace.regions),
-        "bytes that the arenas hold": trace.arena_bytes,
+        "bytes in arenas": 0 if trace.kind == "backward" else trace.arena_bytes,  # it has those of its forward
     }
 
 
@@ -94,8 +94,5 @@ def _name_and_source(op: OpReport) -> tuple[str | None, ...]:
 
 def _shown(op: OpReport, count: int) -> str:
     times = f" x{count}" if count > 1 else ""
-    where = [op.source] if op.source else [op.line] if op.line else []
-    return f"{op.name}{times}" + "".join(f" in `{place}`" for place in where)
-
-
-__all__: Sequence[str] = ["Differences", "between"]
+    is_known = op.source is not None and not str(op.line).startswith("near ")
+    return f"{op.name}{times}" + (f" in `{op.source}`" if is_known else "")
