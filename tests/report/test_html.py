@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import op
 
 from thunder_cg.report import CrossingReport, RegionReport, Report, TraceReport, html
 
@@ -145,12 +144,13 @@ def test_a_plan_of_one_step_needs_no_picture(report: Report) -> None:
     assert "<svg" not in Report((one,))._repr_html_()
 
 
-@pytest.fixture(scope="module")
-def large() -> Report:
+@pytest.fixture
+def large(report: Report) -> Report:
     """5,000 ops in 100 regions."""
-    ops = [op(i, "torch.add", region=f"CUDAGraph{i // 50}", line=f"model.py:{i}", source="x + y") for i in range(5000)]
+    _, _, _, item, _, add, _ = report.traces[0].ops
+    ops = [replace(add, index=i, name="torch.add", region=f"CUDAGraph{i // 50}", line=f"m.py:{i}") for i in range(5000)]
     for i in range(49, 5000, 50):
-        ops[i] = op(i, "Tensor.item", "eager", detail="it waits", fix="keep it", line="model.py:3", source="x.item()")
+        ops[i] = replace(item, index=i)
     regions = [RegionReport(f"CUDAGraph{i}", "cuda:0", 49, "", 1, 3, 1, 0, 0, None) for i in range(100)]
     crossings = tuple(CrossingReport(f"t{i}", "float32[4]", 16, i - 1, (i,)) for i in range(49, 5000, 50))
     return Report((TraceReport("Net", 0, "forward", (*ops,), (*regions,), 5, 1, {}, 0, crossings=crossings),))
