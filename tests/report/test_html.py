@@ -174,7 +174,7 @@ _MEASURE = """<script>addEventListener("load", () => {
   const closed = document.querySelectorAll("details > details:not([open])").length;
   const columns = [...new Set(rows.map((row) => Math.round(row.children[1].getBoundingClientRect().x)))];
   document.title = JSON.stringify({ width: document.documentElement.scrollWidth, window: innerWidth, columns,
-    background: style.backgroundColor, color: style.color, boxes, closed, headline: at(".thunder-cg > p").y });
+    background: style.backgroundColor, color: style.color, boxes, closed, loaded: performance.now(), headline: at(".thunder-cg > p").y });
 });</script>"""
 
 
@@ -201,4 +201,4 @@ def test_in_a_browser(report: Report, large: Report, tmp_path: Path) -> None:
     assert (wide["background"], wide["color"]) == ("rgb(255, 255, 255)", "rgb(31, 35, 40)")
     assert (narrow["background"], narrow["color"]) == ("rgb(20, 23, 28)", "rgb(227, 230, 234)")
     assert wide["boxes"] == wide["closed"] == 3 and most["boxes"] == most["closed"] == 101
-    assert 0 <= wide["headline"] < 50
+    assert 0 <= wide["headline"] < 50 and most["loaded"] < 5000
