@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import pytest
@@ -129,6 +131,38 @@ def test_the_schema_says_what_fields_mean() -> None:
     }
     assert op["properties"]["line"]["description"].startswith('"file.py:12" in the user\'s source and the text there.')
     assert {"type": "null"} in op["properties"]["line"]["anyOf"]
+
+
+@dataclass(frozen=True)
+class Inner:
+    number: int
+
+
+@dataclass(frozen=True)
+class Outer:
+    """All kinds of fields."""
+
+    pair: tuple[str, int | None]
+    by_name: Mapping[str, Inner]  # inner ones
+    # may be
+    # missing
+    last: Inner | None = None
+    share: float = 0.5
+
+    def to_dict(self) -> dict[str, Any]:
+        return json.loads(json.dumps(asdict(self)))
+
+
+def test_all_kinds_of_fields_are_described_and_read() -> None:
+    record = Outer(("a", None), {"b": Inner(1)}, Inner(2))
+    content, described = schema.dumps(record), schema.schema(Outer)
+    jsonschema.validate(json.loads(content), described)
+    assert schema.loads(Outer, content, "outer.json") == record
+    assert [field.get("description") for field in described["properties"].values()] == [
+        *(None, None, None, "inner ones", "may be missing", None)
+    ]
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(json.loads(content) | {"pair": ["a", None, 3]}, described)
 
 
 def test_json_of_another_version_loads_with_what_is_known(full: Report) -> None:

@@ -174,7 +174,8 @@ _MEASURE = """<script>addEventListener("load", () => {
   const closed = document.querySelectorAll("details > details:not([open])").length;
   const columns = [...new Set(rows.map((row) => Math.round(row.children[1].getBoundingClientRect().x)))];
   document.title = JSON.stringify({ width: document.documentElement.scrollWidth, window: innerWidth, columns,
-    background: style.backgroundColor, color: style.color, boxes, closed, loaded: performance.now(), headline: at(".thunder-cg > p").y });
+    background: style.backgroundColor, color: style.color, boxes, closed,
+    loaded: performance.now(), headline: at(".thunder-cg > p").y });
 });</script>"""
 
 

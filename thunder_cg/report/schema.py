@@ -14,6 +14,7 @@ import textwrap
 import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
+from itertools import repeat
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 FORMAT, VERSION = "thunder_cg report", 1
@@ -44,13 +45,19 @@ def loads(record: type[R], content: str, name: str) -> R:
 
 
 def _read(kind: Any, value: Any) -> Any:
-    """A value of a type, from what `json.loads` made of it."""
+    """A value of a type, from what `json.loads` made of it. A union is of one type and None, or of plain values."""
     if is_dataclass(kind):
         assert isinstance(kind, type)
         hints = get_type_hints(kind)
         return kind(**{f.name: _read(hints[f.name], value[f.name]) for f in _needed(kind, value)})
-    if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], item) for item in value)
+    origin, inside = get_origin(kind), get_args(kind)
+    if origin is tuple:
+        kinds = repeat(inside[0]) if inside[-1] is Ellipsis else inside
+        return tuple(_read(each, item) for each, item in zip(kinds, value))
+    if origin is Mapping:
+        return {key: _read(inside[1], item) for key, item in value.items()}
+    if origin is types.UnionType and value is not None:
+        return _read(next(each for each in inside if each is not type(None)), value)
     return value
 
 
@@ -97,6 +104,8 @@ def _type(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
         return {"anyOf": [_type(each, definitions) for each in inside]}
     if origin is Literal:
         return {"enum": [*inside]}
+    if origin is tuple and inside[-1] is not Ellipsis:
+        return {"type": "array", "prefixItems": [_type(each, definitions) for each in inside], "items": False}
     if origin is tuple:
         return {"type": "array", "items": _type(inside[0], definitions)}
     if origin is Mapping:
