@@ -3,8 +3,9 @@
 It opens with the lines of the text report. Then come the steps of each trace in their order: a region is a line that
 unfolds to its ops, and eager ops stand in between, each beside its source. All tables have the same columns.
 
-A notebook may drop the style sheet. The colours of verdicts are inline, so that they stay. They are translucent and
-the text keeps the page's colour, so that light and dark pages both read well. Nothing is loaded; there is no script.
+A notebook may drop the style sheet. Columns and the colours of verdicts are inline, so that they stay. The colours are
+translucent and the text keeps the page's colour, so that light and dark pages both read well. Nothing is loaded, and
+there is no script.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MARK = "<!DOCTYPE html><!-- thunder_cg report -->"  # pages begin with it
 _COLOURS = {"capture": picture.CAPTURED, "eager": picture.EAGER, "bookkeeping": picture.OTHER}
 _COLUMNS = {"source": 28, "op": 20, "why": 30, "what would change it": 22}  # and their widths in percent
+_WIDE, _LEFT = "table-layout: fixed; width: 100%", "text-align: left; vertical-align: top"
 _STYLE = """
 .thunder-cg { line-height: 1.4; overflow-wrap: anywhere; }
 .thunder-cg > p { font-size: 1.2em; margin: 0.5em 0; }
@@ -30,7 +32,7 @@ _STYLE = """
 .thunder-cg > details { margin-top: 1.5em; }
 .thunder-cg summary { cursor: pointer; padding: 0.2em 0.4em; }
 .thunder-cg details details { border-left: 3px solid rgba(128, 128, 128, 0.4); }
-.thunder-cg table { table-layout: fixed; width: 100%; border-collapse: collapse; margin: 0; font-size: 0.9em; }
+.thunder-cg table { border-collapse: collapse; margin: 0; font-size: 0.9em; }
 .thunder-cg th, .thunder-cg td { text-align: left; vertical-align: top; white-space: normal;
   padding: 0.25em 0.5em; border: 0; border-top: 1px solid rgba(128, 128, 128, 0.25); }
 .thunder-cg .plan { overflow-x: auto; }
@@ -82,7 +84,7 @@ def _steps(trace: TraceReport) -> Iterator[str]:
     """The columns' names, then the regions, and each run of ops between two."""
     regions = {region.name: region for region in trace.regions}
     head = "".join(f"<th>{escape(name)}</th>" for name in _COLUMNS)
-    yield _table(f"<thead><tr>{head}</tr></thead>")
+    yield _table(f'<thead><tr style="{_LEFT}">{head}</tr></thead>')
     for name, group in groupby(trace.ops, key=lambda op: op.region):
         table = _table(f"<tbody>{''.join(_rows(group))}</tbody>")
         yield table if name is None else _region(regions[name], table)
@@ -98,7 +100,7 @@ def _region(region: RegionReport, table: str) -> str:
 
 def _table(content: str) -> str:
     columns = "".join(f'<col style="width: {width}%">' for width in _COLUMNS.values())
-    return f"<table><colgroup>{columns}</colgroup>{content}</table>"
+    return f'<table style="{_WIDE}"><colgroup>{columns}</colgroup>{content}</table>'
 
 
 def _rows(ops: Iterable[OpReport]) -> Iterator[str]:
@@ -119,7 +121,7 @@ def _rows(ops: Iterable[OpReport]) -> Iterator[str]:
 
 
 def _start(verdict: str) -> str:
-    return f'<tr style="background-color: {_COLOURS[verdict]}">'
+    return f'<tr style="background-color: {_COLOURS[verdict]}; {_LEFT}">'
 
 
 def _names(ops: Iterable[OpReport]) -> str:
