@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import thunder
 import torch
 from support import regions, same
 from torch import nn
@@ -300,6 +301,25 @@ def test_pooling_with_ceil_mode(backend, device, fn):
     assert one_region_each_way(
         trains_alike(Around(pools).to(device), lambda: torch.randn(2, 8, device=device), backend)
     )
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_cross_entropy_of_a_sum(backend, device, reduction):
+    """The loss of Transformers' models in their `Trainer`. Thunder's own gradient of it raises."""
+    labels = torch.tensor([3, -100, 0], device=device)
+    model = Around(lambda y: F.cross_entropy(y, labels, ignore_index=-100, reduction=reduction) / 2)
+    rounding = 0.0 if reduction == "sum" else 1e-5
+    graphed = trains_alike(model.to(device), lambda: torch.randn(3, 8, device=device), backend, rounding)
+    assert one_region_each_way(graphed)
+    names = [op.name for trace in explain(graphed).traces for op in trace.ops]
+    assert any(name.startswith("torch_ops_cross_entropy") for name in names) == (reduction == "sum")
+
+
+def test_thunders_gradient_of_a_cross_entropy_of_a_sum_still_raises():
+    """When it does not any more, `cross_entropy` can go from `dynamo/operators.py`."""
+    loss = thunder.jit(lambda y, labels: F.cross_entropy(y, labels, reduction="sum"))
+    with pytest.raises(RuntimeError, match="expected scalar type"):
+        loss(torch.randn(3, 8, requires_grad=True), torch.tensor([3, 1, 0])).backward()
 
 
 def test_own_operators_do_not_hide_autocast():

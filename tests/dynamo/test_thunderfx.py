@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import thunder.dynamo
@@ -42,6 +43,16 @@ def pair(backend, device):
         return model, thunder.dynamo.thunderfx(model), twin, thunderfx(twin, backend=backend, debug=True, **options)
 
     return make
+
+
+def test_the_signature_is_that_of_what_was_compiled(backend):
+    def forward(x, *, labels=None):
+        return x
+
+    assert inspect.signature(thunderfx(forward, backend=backend)) == inspect.signature(forward)
+    model = Fallbacks()
+    assert inspect.signature(thunderfx(model, backend=backend)) == inspect.signature(model.forward)
+    assert inspect.signature(thunderfx(model.forward, backend=backend)) == inspect.signature(model.forward)
 
 
 def test_fallbacks_stay_in_one_region_each_way(pair, device):

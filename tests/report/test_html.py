@@ -1,59 +1,89 @@
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
-from thunder_cg.report import Report
+import pytest
 
-_VOID = {"br"}
+from thunder_cg.report import CrossingReport, RegionReport, Report, TraceReport, html
+
+_VOID = {"br", "col", "meta"}
 
 
 class _Outline(HTMLParser):
-    """Fails on a tag that is closed out of order, and collects the rows of all tables as (style, cells)."""
+    """Fails on a tag that is closed out of order, and collects the rows of all tables as (style, is folded, cells)."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.rows: list[tuple[str, list[str]]] = []
+        self.open: list[tuple[str, dict[str, Any]]] = []
+        self.rows: list[tuple[str, bool, list[str]]] = []
         self.feed(page)
         assert not self.open
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in _VOID:
-            self.open.append(tag)
         if tag == "tr":
-            self.rows.append((dict(attrs).get("style") or "", []))
+            folded = any(name == "details" and "open" not in given for name, given in self.open)
+            self.rows.append((dict(attrs).get("style") or "", folded, []))
         if tag in ("td", "th"):
-            self.rows[-1][1].append("")
+            self.rows[-1][2].append("")
+        if tag not in _VOID:
+            self.open.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert self.open.pop()[0] == tag
 
     def handle_data(self, data: str) -> None:
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][1][-1] += data
+        if {"td", "th"} & {tag for tag, _ in self.open}:
+            self.rows[-1][2][-1] += data
 
 
-def _rows(report: Report) -> list[tuple[str, list[str]]]:
+def _rows(report: Report) -> list[tuple[str, bool, list[str]]]:
     return _Outline(report._repr_html_()).rows
 
 
-def test_one_row_per_op_in_the_order_of_the_plan_with_the_frame_folded(report: Report) -> None:
-    ops = [cells[0] for _, cells in _rows(report) if len(cells) == 6]
-    folded = ["unpack_trivial x2", "TorchCompile0 (add, mul)", "Tensor.item", "Tensor.item", "torch.tanh", "return"]
-    assert ops == ["op", *folded]
+def test_one_row_per_op_beside_its_source_in_the_order_of_the_plan(report: Report) -> None:
+    assert [(cells[0], cells[1]) for _, _, cells in _rows(report) if len(cells) == 4] == [
+        ("source", "op"),
+        ("model.py:12", "TorchCompile0 (add, mul)"),
+        ("if x.item() < 0:model.py:14", "Tensor.item"),
+        ("", "torch.tanh"),
+    ]
+    (same_line,) = (cells for _, _, cells in _rows(report) if len(cells) == 3)
+    assert same_line == ["Tensor.item", "eager, data-dependent: the host waits for <f52>", "keep it in a tensor"]
+    assert 'rowspan="2"' in report._repr_html_()
+    assert [cells for _, _, cells in _rows(report) if len(cells) == 1] == [
+        ["bookkeeping: unpack_trivial x2"],
+        ["bookkeeping: return"],
+    ]
 
 
-def test_every_verdict_has_its_own_colour(report: Report) -> None:
-    colours = {cells[1]: style for style, cells in _rows(report) if len(cells) == 6 and style}
-    assert set(colours) == {"capture", "eager", "bookkeeping"}
-    assert len(set(colours.values())) == 3
+def test_every_verdict_has_its_own_colour_and_captured_rows_are_folded(report: Report) -> None:
+    _, unpack, fusion, item, _, tanh, _ = _rows(report)
+    assert len({unpack[0], fusion[0], item[0]}) == 3 and tanh[0] == fusion[0]
+    assert [row[1] for row in (unpack, fusion, item, tanh)] == [False, True, False, True]
 
 
-def test_ops_stand_under_their_region(report: Report) -> None:
-    headings = [cells[0] for _, cells in _rows(report) if len(cells) == 1]
-    assert [heading.split()[0] for heading in headings] == ["CUDAGraph1", "CUDAGraph2"]
-    assert "ended by: Tensor.item at model.py:14" in headings[0]
+def test_a_region_says_what_it_did_and_is_red_if_it_runs_eagerly(report: Report) -> None:
+    page = report._repr_html_()
+    good, bad = (re.search(f'<summary style="([^"]*)"><b>{name}</b>(.*?)</summary>', page) for name in _REGIONS)
+    assert good is not None and "1 op: 1 capture, 3 replays" in good[2] and "ended by: Tensor.item at" in good[2]
+    assert bad is not None and "runs eagerly" in bad[2] and bad[1] != good[1]
+
+
+_REGIONS = ("CUDAGraph1", "CUDAGraph2")
+
+
+def test_it_opens_with_the_lines_of_the_text(report: Report) -> None:
+    page = report._repr_html_()
+    text = re.sub(r"<style>.*?</style>|<[^>]*>", "\n", page, flags=re.DOTALL)
+    said = [line.strip() for line in str(report).split("\n\n")[0].splitlines()]
+    assert [line.replace("&lt;", "<").replace("&gt;", ">") for line in text.split("\n") if line][: len(said)] == said
 
 
 def test_text_is_escaped(report: Report) -> None:
@@ -63,11 +93,113 @@ def test_text_is_escaped(report: Report) -> None:
     assert "operation not permitted &amp; &lt;gone&gt;" in page
 
 
-def test_loads_nothing_and_sets_no_text_colour(report: Report) -> None:
-    page = report._repr_html_()
-    assert not re.search(r"https?:|src=|href=|url\(|<script|<style|@import", page)
-    assert not re.search(r'[;" ]color:', page)
+def test_loads_nothing_and_needs_no_style_sheet_for_the_colours(report: Report) -> None:
+    for page in (report._repr_html_(), html.page({"": report}, "Net")):
+        assert not re.search(r"https?:(?!//www.w3.org/2000/svg)|src=|href=|url\(|<script|@import", page)
+    assert not re.search(r'[;"{ ]color:', report._repr_html_())
 
 
 def test_empty_report_says_what_to_do() -> None:
     assert "first call" in Report(())._repr_html_()
+
+
+# ------------------------------------------------------------------------------------------------------------- picture
+
+
+def _with_crossings(report: Report) -> Report:
+    (trace,) = report.traces
+    crossings = (
+        CrossingReport("x", "float32[4]", 16, None, (2, 4)),
+        CrossingReport("t1", "float32[<n>]", 1024, 2, (3, 6)),
+        CrossingReport("f51", "number", 0, 3, (4,)),
+        CrossingReport("t2", "float32[4]", 16, 4, (6,)),
+    )
+    return replace(report, traces=(replace(trace, crossings=crossings),))
+
+
+def test_picture_has_a_box_for_each_step_and_a_line_for_what_crosses(report: Report) -> None:
+    page = _with_crossings(report)._repr_html_()
+    _Outline(page)
+    picture = page.split("<svg")[1].split("</svg>")[0]
+    titles = re.findall(r'font-weight="bold">(.*?)</text>', picture)
+    assert titles == [
+        "inputs",
+        "CUDAGraph1: 1 op on cuda:0",
+        "Tensor.item: eager",
+        "CUDAGraph2: 1 op on cuda:0, runs eagerly",
+        "results, and what is saved for the backward",
+    ]
+    assert re.findall(r'opacity="0.8">(.*?)</text>', picture) == [
+        "1 value, 16 B from inputs",
+        "1 value, 1.0 KiB from CUDAGraph1",
+        "1 value, 16 B from inputs; 1 value from Tensor.item",
+        "1 value, 1.0 KiB from CUDAGraph1; 1 value, 16 B from CUDAGraph2",
+    ]
+    assert picture.count('fill="none"') == 6 and "t1: float32[&lt;n&gt;]" in picture
+
+
+def test_a_plan_of_one_step_needs_no_picture(report: Report) -> None:
+    (trace,) = report.traces
+    one = replace(trace, ops=trace.ops[:3], regions=trace.regions[:1])
+    assert "<svg" not in Report((one,))._repr_html_()
+
+
+@pytest.fixture
+def large(report: Report) -> Report:
+    """5,000 ops in 100 regions."""
+    _, _, _, item, _, add, _ = report.traces[0].ops
+    ops = [replace(add, index=i, name="torch.add", region=f"CUDAGraph{i // 50}", line=f"m.py:{i}") for i in range(5000)]
+    for i in range(49, 5000, 50):
+        ops[i] = replace(item, index=i)
+    regions = [RegionReport(f"CUDAGraph{i}", "cuda:0", 49, "", 1, 3, 1, 0, 0, None) for i in range(100)]
+    crossings = tuple(CrossingReport(f"t{i}", "float32[4]", 16, i - 1, (i,)) for i in range(49, 5000, 50))
+    return Report((TraceReport("Net", 0, "forward", (*ops,), (*regions,), 5, 1, {}, 0, crossings=crossings),))
+
+
+def test_a_trace_of_5000_ops_is_a_small_page_with_the_first_steps_in_the_picture(large: Report) -> None:
+    page = large._repr_html_()
+    assert len(page) < 1_500_000 and page.count("torch.add") == 4900
+    assert "The picture has the first 40 of 202 steps." in page and page.count("<rect") == 40
+
+
+# ------------------------------------------------------------------------------------------------------------- browser
+
+
+_CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_MEASURE = """<script>addEventListener("load", () => {
+  const at = (selector) => document.querySelector(selector).getBoundingClientRect();
+  const rows = [...document.querySelectorAll("details[open] > table tr")].filter((row) => row.children.length == 4);
+  const style = getComputedStyle(document.body);
+  const boxes = document.querySelectorAll("details > details").length;
+  const closed = document.querySelectorAll("details > details:not([open])").length;
+  const columns = [...new Set(rows.map((row) => Math.round(row.children[1].getBoundingClientRect().x)))];
+  document.title = JSON.stringify({ width: document.documentElement.scrollWidth, window: innerWidth, columns,
+    background: style.backgroundColor, color: style.color, boxes, closed,
+    loaded: performance.now(), headline: at(".thunder-cg > p").y });
+});</script>"""
+
+
+def _measured(path: Path, report: Report, width: int, dark: bool = False) -> dict[str, Any]:
+    """What a browser says of a saved report."""
+    report.save(path)
+    shown = path.with_suffix(".measured.html")
+    shown.write_text(path.read_text(encoding="utf-8").replace("</body>", f"{_MEASURE}</body>"), encoding="utf-8")
+    words = [str(_CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--window-size={width},800"]
+    words += [f"--user-data-dir={path.parent / 'profile'}", f"--blink-settings=preferredColorScheme={int(not dark)}"]
+    done = subprocess.run([*words, shown.as_uri()], capture_output=True, text=True, timeout=60, check=True)
+    found = re.search(r"<title>(\{.*?\})</title>", done.stdout)
+    assert found is not None, done.stdout[:500]
+    return json.loads(found[1])
+
+
+@pytest.mark.skipif(_CHROMIUM is None, reason="no chromium")
+def test_in_a_browser(report: Report, large: Report, tmp_path: Path) -> None:
+    wide = _measured(tmp_path / "wide.html", _with_crossings(report), 1400)
+    narrow = _measured(tmp_path / "narrow.html", _with_crossings(report), 500, dark=True)
+    most = _measured(tmp_path / "large.html", large, 1400)
+    assert wide["width"] <= wide["window"] and narrow["width"] <= narrow["window"], "it scrolls to the side"
+    assert len(wide["columns"]) == 1 and len(most["columns"]) == 1, "columns are not aligned"
+    assert (wide["background"], wide["color"]) == ("rgb(255, 255, 255)", "rgb(31, 35, 40)")
+    assert (narrow["background"], narrow["color"]) == ("rgb(20, 23, 28)", "rgb(227, 230, 234)")
+    assert wide["boxes"] == wide["closed"] == 3 and most["boxes"] == most["closed"] == 101
+    assert 0 <= wide["headline"] < 50 and most["loaded"] < 5000

@@ -84,3 +84,20 @@ def test_a_line_that_thunders_grad_transform_lost_is_found_nearby() -> None:
     jitted(torch.randn(4, 8, requires_grad=True))
     (item,) = (op for op in explain(jitted).traces[0].ops if "item" in op.name)
     assert "test_report.py:" in (item.line or "") and item.source == "z = y * y.sum().item()"
+
+
+def test_values_that_cross_from_step_to_step(reports: list[Report]) -> None:
+    (trace,) = reports[0].traces
+    regions = {op.index: op.region or op.name for op in trace.ops}
+    where = [
+        (value.kind, value.nbytes, value.made_by and regions[value.made_by], [regions[i] for i in value.used_by])
+        for value in trace.crossings
+    ]
+    assert where == [
+        ("float32[4, 8]", 128, None, ["CUDAGraph1"]),
+        ("float32[4, 8]", 128, "CUDAGraph1", ["torch.mul"]),
+        ("float32[]", 4, "CUDAGraph1", ["Tensor.item"]),
+        ("number", 0, "Tensor.item", ["torch.mul"]),
+        ("float32[4, 8]", 128, "torch.mul", ["CUDAGraph2"]),
+        ("float32[4, 8]", 128, "CUDAGraph2", ["prims.python_return"]),
+    ]

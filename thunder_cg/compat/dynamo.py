@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -36,8 +37,14 @@ _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thun
 class CompiledFunction(ThunderFXCompiledObject):
     """What Thunder's ``thunderfx`` returns; a ``torch.compile`` around it calls it, and does not compile the original.
 
-    ``generate`` of Transformers has one around the whole model.
+    ``generate`` of Transformers has one around the whole model. The signature is that of what was compiled: the
+    ``Trainer`` of Transformers drops what a model's forward does not name.
     """
+
+    def __init__(self, backend: ThunderCompiler, function: Callable[..., Any]) -> None:
+        super().__init__(backend, function)
+        module = getattr(function, "_orig_mod", None)
+        self.__signature__ = inspect.signature(function if module is None else module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

@@ -24,6 +24,7 @@ MAX_POOLS = {F.max_pool1d: "max_pool1d", F.max_pool2d: "max_pool2d", F.max_pool3
 
 _executor = OperatorExecutor("torch_ops")
 _NAMES: dict[Any, str] = {
+    F.cross_entropy: "cross_entropy",  # Thunder's gradient of a sum raises: its total weight is float64 always
     F.interpolate: "interpolate",
     F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
     **MAX_POOLS,

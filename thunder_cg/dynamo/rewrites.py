@@ -252,6 +252,8 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         draws = (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
         if draws or not node.kwargs.get("enable_gqa"):  # its backward would draw again; Thunder's own symbol is better
             return
+    if node.target is F.cross_entropy and node.kwargs.get("reduction", "mean") != "sum":
+        return
     function: Any = node.target
     if function in operators.MAX_POOLS and not (node.args[5] if len(node.args) > 5 else node.kwargs.get("ceil_mode")):
         return

@@ -2,13 +2,26 @@
 
 What comes in: a compiled function (:mod:`programs` finds its programs, on the provenance of Thunder's traces), or the
 name of an operator (:mod:`rules`). What goes out: a `Report` of frozen records (:mod:`report`), which is printed as
-text (:mod:`text`), shown as HTML in a notebook (:mod:`html`), or taken as data with `to_dict`. Who owns what: a report
-is a copy made at one moment. It keeps neither the function nor tensors, and later calls do not change it.
+text (:mod:`text`, :mod:`terminal`), shown as HTML in a notebook (:mod:`html`, with a :mod:`picture`), saved to a file
+(:mod:`files`, :mod:`markdown`, :mod:`schema`), compared with another one (:mod:`differences`), or taken as data with
+`to_dict`. Who owns what: a report is a copy made at one moment. It keeps neither the function nor tensors, and later
+calls do not change it.
 """
 
 from thunder_cg.report.collectives import CollectiveReport
+from thunder_cg.report.crossings import CrossingReport
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain
 from thunder_cg.report.step import StepReport
 
-__all__ = ["CollectiveReport", "OpReport", "Outside", "RegionReport", "Report", "StepReport", "TraceReport", "explain"]
+__all__ = [
+    "CollectiveReport",
+    "CrossingReport",
+    "OpReport",
+    "Outside",
+    "RegionReport",
+    "Report",
+    "StepReport",
+    "TraceReport",
+    "explain",
+]

@@ -1,89 +1,130 @@
-"""The report as one HTML table per trace, each op coloured by its verdict, grouped by region.
+"""The report as HTML: a fragment for a notebook, and a page that needs nothing else.
 
-Styles are inline: a notebook that was run elsewhere drops style sheets but keeps inline colours. Backgrounds are
-translucent and the text keeps the page's colour, so that light and dark pages both read well. Nothing is loaded.
+It opens with the lines of the text report. Then come the steps of each trace in their order: a region is a line that
+unfolds to its ops, and eager ops stand in between, each beside its source. All tables have the same columns.
+
+A notebook may drop the style sheet. Columns and the colours of verdicts are inline, so that they stay. The colours are
+translucent and the text keeps the page's colour, so that light and dark pages both read well. Nothing is loaded, and
+there is no script.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import text
+from thunder_cg.report import picture, text
 
 if TYPE_CHECKING:
-    from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
-_COLOURS = {
-    "capture": "rgba(46, 160, 67, 0.22)",
-    "eager": "rgba(248, 81, 73, 0.25)",
-    "bookkeeping": "rgba(128, 128, 128, 0.10)",
+MARK = "<!DOCTYPE html><!-- thunder_cg report -->"  # pages begin with it
+_COLOURS = {"capture": picture.CAPTURED, "eager": picture.EAGER, "bookkeeping": picture.OTHER}
+_COLUMNS = {"source": 28, "op": 20, "why": 30, "what would change it": 22}  # and their widths in percent
+_WIDE, _LEFT = "table-layout: fixed; width: 100%", "text-align: left; vertical-align: top"
+_STYLE = """
+.thunder-cg { line-height: 1.4; overflow-wrap: anywhere; }
+.thunder-cg > p { font-size: 1.2em; margin: 0.5em 0; }
+.thunder-cg details { margin: 0.25em 0; }
+.thunder-cg > details { margin-top: 1.5em; }
+.thunder-cg summary { cursor: pointer; padding: 0.2em 0.4em; }
+.thunder-cg details details { border-left: 3px solid rgba(128, 128, 128, 0.4); }
+.thunder-cg table { border-collapse: collapse; margin: 0; font-size: 0.9em; }
+.thunder-cg th, .thunder-cg td { text-align: left; vertical-align: top; white-space: normal;
+  padding: 0.25em 0.5em; border: 0; border-top: 1px solid rgba(128, 128, 128, 0.25); }
+.thunder-cg .plan { overflow-x: auto; }
+@media (max-width: 45em) {
+  .thunder-cg thead, .thunder-cg col { display: none; }
+  .thunder-cg table, .thunder-cg tbody, .thunder-cg tr, .thunder-cg td { display: block; }
+  .thunder-cg td { border: 0; padding: 0.1em 0.5em; }
+  .thunder-cg td:empty { display: none; }
+  .thunder-cg tr { border-top: 1px solid rgba(128, 128, 128, 0.4); padding: 0.2em 0; }
 }
-_COLUMNS = ("op", "verdict", "reason", "why", "what would change it", "source")
-_LEFT = "text-align: left; vertical-align: top"
-_HEADER = f"{_LEFT}; background-color: rgba(128, 128, 128, 0.25)"
+"""
+_PAGE_STYLE = """
+:root { color-scheme: light dark; }
+body { font-family: system-ui, sans-serif; max-width: 100em; margin: 0 auto; padding: 1em;
+  background: #fff; color: #1f2328; }
+@media (prefers-color-scheme: dark) { body { background: #14171c; color: #e3e6ea; } }
+"""
 
 
 def render(report: Report) -> str:
-    """The whole report; safe to place in any page, all text in it is escaped."""
-    if not report.traces and not report.outside:
-        return f"<div><p>{escape(text.nothing(report))}</p></div>"
-    first, *rest = text.ran(report)
-    said = "".join(f"<br>{escape(line)}" for line in rest)
-    headline = f"<p><b>CUDA graphs: {escape(first)}; {escape(text.headline(report.traces))}</b>{said}</p>"
-    return f"<div>{headline}{_outside(report.outside)}{''.join(map(_trace, report.traces))}</div>"
+    """A fragment; safe to place in any page, all text in it is escaped."""
+    first, *rest = text.opening(report).splitlines()
+    said = "".join(f'<div style="margin-left: {_indent(line)}ch">{escape(line.strip())}</div>' for line in rest)
+    traces = "".join(map(_trace, report.traces))
+    return f'<div class="thunder-cg"><style>{_STYLE}</style><p><b>{escape(first)}</b></p>{said}{traces}</div>'
 
 
-def _outside(outside: Sequence[Outside]) -> str:
-    said = escape("\n".join(text.outside(outside)))
-    return f"<p>{escape(text.OUTSIDE)}</p><pre>{said}</pre>" if outside else ""
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def page(reports: Mapping[str, Report], title: str) -> str:
+    """A whole page with a heading for each report, if there are several."""
+    parts = [(f"<h2>{escape(name)}</h2>" if len(reports) > 1 else "") + render(each) for name, each in reports.items()]
+    view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    head = f'<head><meta charset="utf-8">{view}<title>{escape(title)}</title><style>{_PAGE_STYLE}</style></head>'
+    return f'{MARK}<html lang="en">{head}<body>{"".join(parts)}</body></html>\n'
 
 
 def _trace(trace: TraceReport) -> str:
     summary = f"<b>{escape(text.title(trace))}</b>: {escape(text.headline([trace]))}"
-    head = "".join(f'<th style="{_HEADER}">{escape(name)}</th>' for name in _COLUMNS)
-    table = f"<table><thead><tr>{head}</tr></thead>{''.join(_groups(trace))}</table>"
     said = "<br>".join(map(escape, (text.calls(trace), *text.collectives(trace))))
-    return (
-        f"<details open><summary>{summary}</summary><p>{said}</p>"
-        f'<div style="max-height: 45em; overflow: auto">{table}</div></details>'
-    )
+    drawn = picture.render(trace)
+    plan = f'<details><summary>Picture of the plan</summary><div class="plan">{drawn}</div></details>' if drawn else ""
+    return f"<details open><summary>{summary}</summary><p>{said}</p>{plan}{''.join(_steps(trace))}</details>"
 
 
-def _groups(trace: TraceReport) -> Iterator[str]:
-    """A `tbody` for every region and every run of ops between two; the trace's frame is one row wherever it appears."""
+def _steps(trace: TraceReport) -> Iterator[str]:
+    """The columns' names, then the regions, and each run of ops between two."""
     regions = {region.name: region for region in trace.regions}
-    for (name, verdict), group in groupby(trace.ops, key=lambda op: (op.region, op.verdict)):
-        heading = "" if name is None else _region(regions[name])
-        ops = list(group)
-        rows = _frame(ops) if verdict == "bookkeeping" else "".join(map(_row, ops))
-        yield f"<tbody>{heading}{rows}</tbody>"
+    head = "".join(f"<th>{escape(name)}</th>" for name in _COLUMNS)
+    yield _table(f'<thead><tr style="{_LEFT}">{head}</tr></thead>')
+    for name, group in groupby(trace.ops, key=lambda op: op.region):
+        table = _table(f"<tbody>{''.join(_rows(group))}</tbody>")
+        yield table if name is None else _region(regions[name], table)
 
 
-def _region(region: RegionReport) -> str:
-    said = f"<b>{escape(region.name)}</b> on {escape(region.device)}, {escape(text.region_counts(region))}"
-    said = "<br>".join([said, *map(escape, text.notes(region))])
-    return f'<tr><th colspan="{len(_COLUMNS)}" style="{_HEADER}; font-weight: normal">{said}</th></tr>'
+def _region(region: RegionReport, table: str) -> str:
+    colour = _COLOURS["capture" if region.failure is None else "eager"]
+    ops = text.count(region.ops, "op")
+    said = f"<b>{escape(region.name)}</b> on {escape(region.device)}, {ops}: {escape(text.region_counts(region))}"
+    notes = "".join(f"<br>{escape(note)}" for note in text.notes(region))
+    return f'<details><summary style="background-color: {colour}">{said}{notes}</summary>{table}</details>'
 
 
-def _frame(ops: Iterable[OpReport]) -> str:
+def _table(content: str) -> str:
+    columns = "".join(f'<col style="width: {width}%">' for width in _COLUMNS.values())
+    return f'<table style="{_WIDE}"><colgroup>{columns}</colgroup>{content}</table>'
+
+
+def _rows(ops: Iterable[OpReport]) -> Iterator[str]:
+    """Ops of one line of source stand together, beside it. Bookkeeping is one row wherever it appears."""
+    for (verdict, line, source), group in groupby(ops, key=lambda op: (op.verdict, op.line, op.source)):
+        mine = list(group)
+        if verdict == "bookkeeping":
+            yield f'{_start(verdict)}<td colspan="{len(_COLUMNS)}">bookkeeping: {_names(mine)}</td></tr>'
+            continue
+        where = "<br>".join(filter(None, (source and f"<code>{escape(source)}</code>", line and escape(line))))
+        span = f' rowspan="{len(mine)}"' if len(mine) > 1 else ""
+        beside = f"<td{span}>{where}</td>"
+        for op in mine:
+            name = f"<code>{escape(op.name)}</code>" + (f" ({escape(', '.join(op.fused))})" if op.fused else "")
+            why = ("<b>eager</b>, " if verdict == "eager" else "") + escape(f"{op.reason}: {op.detail}".strip(": "))
+            yield f"{_start(verdict)}{beside}<td>{name}</td><td>{why}</td><td>{escape(op.fix)}</td></tr>"
+            beside = ""
+
+
+def _start(verdict: str) -> str:
+    return f'<tr style="background-color: {_COLOURS[verdict]}; {_LEFT}">'
+
+
+def _names(ops: Iterable[OpReport]) -> str:
     """One row for many: a model has an unpack for each of its parameters, and none of them is work."""
-    names = Counter(op.name for op in ops)
-    said = ", ".join(f"{name} x{times}" if times > 1 else name for name, times in names.items())
-    return _line("bookkeeping", (f"<code>{escape(said)}</code>", "bookkeeping", "", "", "", ""))
-
-
-def _row(op: OpReport) -> str:
-    name = f"<code>{escape(op.name)}</code>" + (f" ({escape(', '.join(op.fused))})" if op.fused else "")
-    where = "<br>".join(filter(None, (op.source and f"<code>{escape(op.source)}</code>", op.line and escape(op.line))))
-    return _line(op.verdict, (name, *map(escape, (op.verdict, op.reason, op.detail, op.fix)), where))
-
-
-def _line(verdict: str, cells: Sequence[str]) -> str:
-    """A table row in the verdict's colour; its cells are HTML already."""
-    columns = "".join(f'<td style="{_LEFT}">{cell}</td>' for cell in cells)
-    return f'<tr style="background-color: {_COLOURS[verdict]}">{columns}</tr>'
+    counted = Counter(op.name for op in ops)
+    return ", ".join(f"<code>{escape(name)}</code>" + (f" x{n}" if n > 1 else "") for name, n in counted.items())

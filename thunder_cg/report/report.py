@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal, overload
 
 from thunder_cg.analysis.ops import Op
 from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.kernels.inductor import Fusion
-from thunder_cg.report import html, text
+from thunder_cg.report import differences, files, html, schema, terminal, text
 from thunder_cg.report.collectives import CollectiveReport, collectives
+from thunder_cg.report.crossings import CrossingReport, crossings
+from thunder_cg.report.differences import Differences
 from thunder_cg.report.programs import Located, Outside, locate, source
 from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.program import Program
@@ -79,6 +82,7 @@ class TraceReport:
     warm_ups: int = 0  # of the calls without graphs: the first one with each layout of inputs
     remark: str | None = None  # what the user should know besides
     collectives: tuple[CollectiveReport, ...] = ()  # in the order in which the plan runs them
+    crossings: tuple[CrossingReport, ...] = ()  # values that go from one step of the plan to another
 
     @property
     def captures(self) -> int:
@@ -98,7 +102,8 @@ class TraceReport:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Report:
-    """What became of a compiled function. `print` it, leave it as a notebook cell's last line, or take `to_dict()`."""
+    """What became of a compiled function. `print` it, leave it as a notebook cell's last line, `save` it to a file, or
+    take `to_dict()`. `differences` compares it with an earlier one, which `load` reads from a file."""
 
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
@@ -108,8 +113,33 @@ class Report:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
         return dict(_plain(asdict(self)))
 
+    def show(self) -> None:
+        """Prints the text: on a terminal in colour, unless the environment variable NO_COLOR is set."""
+        terminal.show(text.render(self))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the report to a file: one page that needs nothing else, or what else the suffix says.
+
+        Args:
+            path: ends with .html, .md, .json (see :mod:`thunder_cg.report.schema`), or .txt.
+
+        Raises:
+            ValueError: it ends otherwise.
+            FileExistsError: there is a file that is no report. Earlier reports are replaced.
+        """
+        files.save(self, Path(path))
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """The report that `save` wrote to a .json file. ValueError if the file is something else."""
+        return schema.loads(cls, Path(path).read_text(encoding="utf-8"), str(path))
+
+    def differences(self, before: Report) -> Differences:
+        """What a change did, given the report of the same function from before the change. `print` it."""
+        return differences.between(before, self)
+
     def __str__(self) -> str:
-        return text.render(self)
+        return terminal.fit(text.render(self))
 
     __repr__ = __str__
 
@@ -158,6 +188,7 @@ def _trace(located: Located) -> TraceReport:
         fallbacks=dict(program.fallbacks),
         arena_bytes=program.arena_bytes(),
         collectives=collectives(program),
+        crossings=crossings(program),
     )
 
 

@@ -23,9 +23,12 @@ OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 
 def render(report: Report) -> str:
     """The text of the whole report, without a newline at its end."""
-    if not report.traces and not report.outside:
-        return nothing(report)
-    return "\n\n".join(["\n".join(_summary(report)), *("\n".join(_trace(trace)) for trace in report.traces)])
+    return "\n\n".join([opening(report), *("\n".join(_trace(trace)) for trace in report.traces)])
+
+
+def opening(report: Report) -> str:
+    """The lines that every form of the report opens with: what ran, what is eager, and why."""
+    return "\n".join(_summary(report)) if report.traces or report.outside else nothing(report)
 
 
 def nothing(report: Report) -> str:

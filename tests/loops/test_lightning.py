@@ -1,0 +1,119 @@
+"""Lightning's Trainer. With automatic optimization, forward and backward are graphs; with manual, the step is one."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import thunder
+import torch
+from support import replays, same, same_state
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader
+
+from thunder_cg import cudagraph_transform, graphed_step
+
+L = pytest.importorskip("lightning")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Automatic(L.LightningModule):
+    def __init__(self, net, transforms):
+        super().__init__()
+        self.net = thunder.jit(net, transforms=transforms)  # the only line to change, without checkpoints
+
+    def state_dict(self, *args, **kwargs):
+        """For checkpoints: Thunder 0.2.6 does not load what it saves of a compiled module inside of another module."""
+        return self.net.state_dict()
+
+    def load_state_dict(self, state_dict, strict=True, assign=False):
+        return self.net.load_state_dict(state_dict, strict, assign)
+
+    def training_step(self, batch, index):
+        loss = self.net(*batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, index):
+        self.log("validation", self.net(*batch))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+
+class Manual(Automatic):
+    """The whole step is one graph. It leaves no gradients, so Lightning's own step changes nothing, and counts it."""
+
+    def __init__(self, net, transforms, graphed):
+        super().__init__(net, transforms)
+        self.automatic_optimization = False
+        self.graphed = graphed
+
+    def configure_optimizers(self):
+        lr = torch.tensor(0.01, device=self.device)
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr, fused=True)
+
+        def update(x, labels):
+            loss = self.net(x, labels)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        self.update = self.graphed(update)
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+    def training_step(self, batch, index):
+        self.log("loss", self.update(*batch))
+        self.optimizers().step()
+
+    def on_train_epoch_end(self):
+        self.lr_schedulers().step()
+
+
+def fit(module, data, device, folder, epochs=4, checkpoint=None):
+    """Trains, and returns what Lightning has logged and counted, and the last checkpoint."""
+    L.seed_everything(1, verbose=False)
+    trainer = L.Trainer(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
+        max_epochs=epochs,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(
+        module, DataLoader(data, 4, shuffle=True), DataLoader(data, 7), ckpt_path=checkpoint, weights_only=False
+    )
+    saved = trainer.checkpoint_callback.best_model_path
+    assert trainer.global_step == 6 * epochs and f"epoch={epochs - 1}-step={6 * epochs}" in saved
+    return {name: value.item() for name, value in trainer.callback_metrics.items()}, saved
+
+
+def test_automatic_optimization(net, data, backend, device, tmp_path):
+    plain = Automatic(copy.deepcopy(net), [])
+    captured = Automatic(net, [cudagraph_transform(backend=backend)])
+    expected, _ = fit(plain, data, device, tmp_path)
+    found, _ = fit(captured, data, device, tmp_path)
+    same(found, expected)
+    same_state(captured, plain)
+    assert replays(captured.net) > 40
+
+
+def test_manual_optimization(net, data, backend, device, tmp_path):
+    plain = Manual(copy.deepcopy(net), [], lambda update: update)
+    transforms = [cudagraph_transform(backend=backend)]
+    graphed = Manual(net, transforms, lambda update: graphed_step(update, backend=backend))
+    expected, checkpoint = fit(plain, data, device, tmp_path)
+    found, _ = fit(graphed, data, device, tmp_path)
+    same(found, expected)
+    same_state(graphed, plain)
+    assert graphed.update.replays >= 12, graphed.update.in_python
+
+    for each in (plain, graphed):  # goes back to the checkpoint, and trains on from there
+        fit(each, data, device, tmp_path, epochs=6, checkpoint=checkpoint)
+    same_state(graphed, plain)
+    assert graphed.update.replays >= 4, graphed.update.in_python

@@ -1,0 +1,70 @@
+"""The report as Markdown, to paste into an issue: the opening lines, then tables of regions and of eager ops."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from thunder_cg.report import text
+
+if TYPE_CHECKING:
+    from thunder_cg.report.report import OpReport, Report, TraceReport
+
+MARK = "<!-- thunder_cg report -->"  # files begin with it
+
+
+def render(report: Report) -> str:
+    """The content of a file."""
+    first, _, rest = text.opening(report).partition("\n")
+    parts = [MARK, f"**{_escape(first)}**", *([_block(rest)] if rest else [])]
+    parts += [part for trace in report.traces for part in _trace(trace)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _trace(trace: TraceReport) -> Iterator[str]:
+    yield f"### {_escape(text.title(trace))}"
+    yield _escape(f"{text.headline([trace])}. {text.calls(trace)}.")
+    if found := [*text.collectives(trace)]:
+        yield "\n".join(f"- {_escape(line)}" for line in found)
+    if trace.regions:
+        head = ("region", "device", "ops", "captures", "replays", "eager runs", "in", "out", "notes")
+        rows = [
+            (
+                *(f"`{r.name}`", r.device, f"{r.ops:,}", f"{r.captures:,}", f"{r.replays:,}", f"{r.eager_runs:,}"),
+                *(text.size(r.bytes_in), text.size(r.bytes_out), _escape("; ".join(text.notes(r)))),
+            )
+            for r in trace.regions
+        ]
+        yield _table(head, rows)
+    if eager := [op for op in trace.ops if op.verdict == "eager"]:
+        yield _table(("eager op", "source", "why", "what would change it"), [*map(_eager, eager)])
+
+
+def _eager(op: OpReport) -> tuple[str, ...]:
+    where = "<br>".join(filter(None, (op.source and _code(op.source), op.line and _escape(op.line))))
+    return _code(op.name), where, _escape(": ".join(filter(None, (op.reason, op.detail)))), _escape(op.fix)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _code(said: str) -> str:
+    """Code in a table. Only HTML's element can hold backticks and vertical bars."""
+    return f"<code>{_escape(said)}</code>"
+
+
+def _block(said: str) -> str:
+    fence = "```"
+    while fence in said:
+        fence += "`"
+    return f"{fence}text\n{said}\n{fence}"
+
+
+def _escape(said: str) -> str:
+    """As text: nothing in it is Markdown or HTML, and a table's cell stays one."""
+    said = re.sub(r"[\\`*\[\]|~]|_(?!\w)|(?<!\w)_", lambda found: f"\\{found[0]}", said)
+    return escape(said, quote=False).replace("\n", "<br>")

@@ -1,0 +1,156 @@
+"""The plan of a trace as a picture: a box for each region and each run of eager ops, a line for values that cross.
+
+The picture is SVG that needs no style sheet: it takes the text colour of the page, so that light and dark pages both
+read well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+from thunder_cg.report import text
+
+if TYPE_CHECKING:
+    from thunder_cg.report.crossings import CrossingReport
+    from thunder_cg.report.report import TraceReport
+
+CAPTURED, EAGER, OTHER = "rgba(46, 160, 67, 0.22)", "rgba(248, 81, 73, 0.25)", "rgba(128, 128, 128, 0.10)"
+MOST_BOXES = 40  # of a larger plan, the first ones
+
+# In pixels.
+_WIDTH, _HEIGHT, _GAP = 520, 44, 26  # of a box, and below it
+_MARGIN, _LANE, _MOST_LANES = 10, 14, 12
+_CHARACTERS = 84  # of small text in a box
+
+
+@dataclass(frozen=True, slots=True)
+class _Box:
+    title: str
+    colour: str
+    ops: frozenset[int]  # indices
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """All values that go from one box to another."""
+
+    start: int
+    end: int
+    values: tuple[CrossingReport, ...]
+
+    @property
+    def said(self) -> str:
+        nbytes = sum(value.nbytes for value in self.values)
+        return text.count(len(self.values), "value") + (f", {text.size(nbytes)}" if nbytes else "")
+
+
+def render(trace: TraceReport) -> str:
+    """The picture; "" for a plan with one step."""
+    boxes = _boxes(trace)
+    if len(boxes) < 4:  # what comes in, one step, and the results
+        return ""
+    lines = _lines(trace.crossings, boxes)
+    note = ""
+    if len(boxes) > MOST_BOXES:
+        note = f"<p>The picture has the first {MOST_BOXES} of {len(boxes):,} steps.</p>"
+        boxes = boxes[:MOST_BOXES]
+        lines = [line for line in lines if line.end < MOST_BOXES]
+    lanes = _lanes(lines)
+    width = 2 * _MARGIN + _WIDTH + _LANE * (1 + max(lanes.values(), default=-1))
+    height = 2 * _MARGIN + len(boxes) * (_HEIGHT + _GAP) - _GAP
+    parts = [_box(at, box, [line for line in lines if line.end == at], boxes) for at, box in enumerate(boxes)]
+    parts += [_line(line, lanes.get(line)) for line in lines]
+    return (
+        f'{note}<svg viewBox="0 0 {width} {height}" width="{width}" style="max-width: 100%; min-width: 24em" '
+        f'role="img" xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="currentColor">'
+        f"<title>{escape(text.title(trace))}: the plan</title>{''.join(parts)}</svg>"
+    )
+
+
+def _boxes(trace: TraceReport) -> list[_Box]:
+    """What comes in, the steps in their order, and the results."""
+    regions = {region.name: region for region in trace.regions}
+    boxes = [_Box("inputs", OTHER, frozenset())]
+    work = [op for op in trace.ops if op.verdict != "bookkeeping"]
+    for name, group in groupby(work, key=lambda op: op.region):
+        ops = list(group)
+        if name is None:
+            names = ", ".join(dict.fromkeys(op.name for op in ops))
+            title, colour = f"{names}: eager", EAGER
+        else:
+            region = regions[name]
+            title = f"{name}: {text.count(len(ops), 'op')} on {region.device}"
+            colour = CAPTURED
+            if region.failure is not None:
+                title, colour = f"{title}, runs eagerly", EAGER
+        boxes.append(_Box(title, colour, frozenset(op.index for op in ops)))
+    returned = frozenset(op.index for op in trace.ops if op.verdict == "bookkeeping")
+    return [*boxes, _Box("results, and what is saved for the backward", OTHER, returned)]
+
+
+def _lines(crossings: Sequence[CrossingReport], boxes: Sequence[_Box]) -> list[_Line]:
+    box_of = {index: at for at, box in enumerate(boxes) for index in box.ops}
+    found: dict[tuple[int, int], list[CrossingReport]] = {}
+    for value in crossings:
+        start = 0 if value.made_by is None else box_of[value.made_by]
+        for end in dict.fromkeys(box_of[index] for index in value.used_by):
+            if end != start:
+                found.setdefault((start, end), []).append(value)
+    return [_Line(start, end, tuple(values)) for (start, end), values in sorted(found.items())]
+
+
+def _lanes(lines: Sequence[_Line]) -> dict[_Line, int]:
+    """For each line that passes boxes, a lane to the right of them. Short lines are close to the boxes."""
+    taken: list[list[_Line]] = []
+    lanes = {}
+    for line in sorted(lines, key=lambda line: line.end - line.start):
+        if line.end == line.start + 1:
+            continue
+        free = (i for i, others in enumerate(taken) if all(line.start >= o.end or line.end <= o.start for o in others))
+        lane = next(free, len(taken))
+        if lane == len(taken) and len(taken) < _MOST_LANES:
+            taken.append([])
+        lane = min(lane, len(taken) - 1)
+        taken[lane].append(line)
+        lanes[line] = lane
+    return lanes
+
+
+def _box(at: int, box: _Box, incoming: Sequence[_Line], boxes: Sequence[_Box]) -> str:
+    """A box says where its values come from, so that no text stands beside a line."""
+    top = _top(at)
+    gets = "; ".join(f"{line.said} from {_short(boxes[line.start].title.split(':')[0], 24)}" for line in incoming)
+    names = "\n".join(f"{value.name}: {value.kind}" for line in incoming for value in line.values)
+    hover = f"<title>{escape(box.title)}{escape(chr(10) + names if names else '')}</title>"
+    small = f'<text x="{_MARGIN + 10}" y="{top + 35}" font-size="11" opacity="0.8">{escape(_short(gets))}</text>'
+    return (
+        f'<g>{hover}<rect x="{_MARGIN}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" rx="5" fill="{box.colour}" '
+        f'stroke="currentColor" stroke-opacity="0.35"/><text x="{_MARGIN + 10}" y="{top + 18}" font-size="13" '
+        f'font-weight="bold">{escape(_short(box.title, 62))}</text>{small if gets else ""}</g>'
+    )
+
+
+def _line(line: _Line, lane: int | None) -> str:
+    style = 'fill="none" stroke="currentColor" stroke-opacity="0.6"'
+    if lane is None:
+        x, y = _MARGIN + _WIDTH // 2, _top(line.end)
+        path = f"M{x},{_top(line.start) + _HEIGHT}V{y - 5}"
+        head = f"M{x},{y}l-4,-7h8z"
+    else:
+        right = _MARGIN + _WIDTH
+        x, start, y = right + _LANE * (lane + 1), _top(line.start) + _HEIGHT - 10, _top(line.end) + 10
+        path = f"M{right},{start}H{x - 5}q5,0 5,5V{y - 5}q0,5 -5,5H{right + 6}"
+        head = f"M{right},{y}l7,-4v8z"
+    return f'<g><title>{escape(line.said)}</title><path d="{path}" {style}/><path d="{head}" opacity="0.7"/></g>'
+
+
+def _top(at: int) -> int:
+    return _MARGIN + at * (_HEIGHT + _GAP)
+
+
+def _short(said: str, most: int = _CHARACTERS) -> str:
+    return said if len(said) <= most else f"{said[: most - 1].rstrip()}…"
