@@ -92,6 +92,7 @@ class Call:
         """Gives the arena back. Nothing in its memory may be used any more."""
         scratch, self.scratch, arena, self.arena = self.scratch, None, self.arena, None
         self.owned = {}
+        self.recording = self.trace = None  # the call may live on in an autograd graph whose backward has run
         if scratch is not None:
             scratch.release()
         if arena is not None:

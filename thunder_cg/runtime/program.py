@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
 from operator import or_
 from typing import Any
@@ -87,6 +87,8 @@ class Program:
         self._backward_varies = False  # whether recordings keep what the forward saved, for other backwards
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
         self._found_held = 0
+        # Of the module's dispatch, while that lives: drops the fast paths to recordings that were discarded.
+        self.fast_paths_dropper: Callable[[], Callable[[], None] | None] = _no_fast_paths
         self._describe_inputs(saved, aliasing)
         # All ranks count the same calls, so those whose collectives are eager count, too.
         groups = process_groups(ops.ops) if options.capture_collectives != "never" else []
@@ -396,7 +398,7 @@ class Program:
         """Keeps a recording for later calls; past the bound, the arena's oldest goes."""
         same_arena = [r for r in self.recordings if r.arena is recording.arena]
         for old in same_arena[self.options.max_recordings - 1 :]:
-            self.drop(old)
+            self.discard(old)
         recording.dropped = False
         self.recordings = [recording, *self.recordings]
 
@@ -404,6 +406,21 @@ class Program:
         """No later call replays the recording."""
         recording.dropped = True
         self.recordings = [r for r in self.recordings if r is not recording]
+
+    def discard(self, recording: Recording) -> None:
+        """Drops a recording for good, and the fast paths to it: its memory is free once no call in flight uses it."""
+        self.drop(recording)
+        if (drop_fast_paths := self.fast_paths_dropper()) is not None:
+            drop_fast_paths()
+
+    def release(self) -> None:
+        """Gives up all recordings, and the arenas. Calls in flight keep what they hold; the next call warms up."""
+        in_flight = [call.recording for call in self._waiting if call.recording is not None]
+        for recording in [*self.recordings, *in_flight]:
+            recording.incomplete = True  # so that no backward to come brings it back
+            self.discard(recording)
+        self._used, self._used_scratch = [], []
+        self._warm.clear()
 
     def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
@@ -447,6 +464,10 @@ class Program:
     def arena_bytes(self) -> int:
         """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""
         return sum(arena.nbytes() for arena in (*self._pair._used, *self._pair._used_scratch))
+
+
+def _no_fast_paths() -> None:
+    """There is no dispatch, whose fast paths could hold recordings."""
 
 
 def _writes_with_grad(op: Op) -> bool:

@@ -1,0 +1,47 @@
+"""``release()``: all memory of the graphs of a compiled function, at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thunder_cg.report.programs import locate
+from thunder_cg.runtime.backend import Backend
+from thunder_cg.step import GraphedStep
+
+
+def release(fn: Any) -> None:
+    """Gives the memory of all graphs of ``fn`` back to the device at once: recordings, arenas, pools and workspaces.
+
+    What Thunder has compiled stays. The next call warms up, and a later one captures anew. A call in flight, such as a
+    forward that awaits its backward, keeps what it holds until it ends. An arena that another function of the same
+    transform uses as well stays as large as it is.
+
+    Workspaces of cuBLAS stay if the process has CUDA graphs of somebody else: PyTorch frees the workspaces of all
+    streams or none, and those graphs may use theirs.
+
+    Args:
+        fn: what ``thunder.jit``, ``thunder.compile``, ``thunderfx`` or :func:`graphed_step` returned. The modules in a
+            graphed step have graphs of their own: release them, too.
+
+    Raises:
+        NotCompiledError: ``fn`` is something else, or was compiled without ``cudagraph_transform()``.
+    """
+    if isinstance(fn, GraphedStep):
+        backends = _release_step(fn)
+    else:
+        programs = [located.program for located in locate(fn, "release").programs]
+        for program in programs:
+            program.release()
+        backends = {program.backend.name: program.backend for program in programs}
+    for backend in backends.values():
+        backend.give_back()
+
+
+def _release_step(step: GraphedStep) -> dict[str, Backend]:
+    with step._lock:
+        while step.recordings:
+            step.recordings.pop().close()
+        pool, step._pool = step._pool, None
+        if pool is not None:
+            pool.close()
+    return {step._backend.name: step._backend}
