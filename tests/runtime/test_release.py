@@ -57,7 +57,7 @@ def test_all_memory_is_back_and_the_next_calls_are_right(pair, device):
         assert alive(held) == 4  # an arena, and three graphs
         release(graphed)
         assert alive(held) == 0  # though all losses and results live
-        assert not any(program.arena_bytes() for program in programs(graphed))
+        assert not any(program.arenas() for program in programs(graphed))
         assert counts(graphed) == [(rounds, rounds)] * 3
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         losses[1][-1].backward()

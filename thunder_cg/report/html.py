@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from thunder_cg.report import text
 
 if TYPE_CHECKING:
+    from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
@@ -35,12 +36,18 @@ def render(report: Report) -> str:
     first, *rest = text.ran(report)
     said = "".join(f"<br>{escape(line)}" for line in rest)
     headline = f"<p><b>CUDA graphs: {escape(first)}; {escape(text.headline(report.traces))}</b>{said}</p>"
-    return f"<div>{headline}{_outside(report.outside)}{''.join(map(_trace, report.traces))}</div>"
+    traces = "".join(map(_trace, report.traces))
+    return f"<div>{headline}{_outside(report.outside)}{traces}{_memory(report.memory)}</div>"
 
 
 def _outside(outside: Sequence[Outside]) -> str:
     said = escape("\n".join(text.outside(outside)))
     return f"<p>{escape(text.OUTSIDE)}</p><pre>{said}</pre>" if outside else ""
+
+
+def _memory(ledger: MemoryReport) -> str:
+    lines = [*text.memory(ledger)]
+    return f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
 
 
 def _trace(trace: TraceReport) -> str:

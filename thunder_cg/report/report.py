@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from thunder_cg.analysis.ops import Op
@@ -12,6 +12,7 @@ from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import html, text
 from thunder_cg.report.collectives import CollectiveReport, collectives
+from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.programs import Located, Outside, locate, source
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
@@ -101,6 +102,7 @@ class Report:
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
     calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
+    memory: MemoryReport = field(default_factory=MemoryReport)  # the ledger
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -128,7 +130,8 @@ def explain(fn: Any) -> Report:
         NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
     """
     found = locate(fn)
-    return Report(tuple(map(_trace, found.programs)), found.outside, found.calls)
+    memory = MemoryReport.of(found.programs)
+    return Report(tuple(map(_trace, found.programs)), found.outside, found.calls, memory)
 
 
 def _trace(located: Located) -> TraceReport:
@@ -146,7 +149,7 @@ def _trace(located: Located) -> TraceReport:
         no_fast_path=program.no_fast_path,
         remark=program.remark,
         fallbacks=dict(program.fallbacks),
-        arena_bytes=program.arena_bytes(),
+        arena_bytes=sum(arena.nbytes() for arena in program.arenas()),
         collectives=collectives(program),
     )
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thunder_cg.report.collectives import CollectiveReport
+    from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
@@ -25,7 +26,8 @@ def render(report: Report) -> str:
     """The text of the whole report, without a newline at its end."""
     if not report.traces and not report.outside:
         return nothing(report)
-    return "\n\n".join(["\n".join(_summary(report)), *("\n".join(_trace(trace)) for trace in report.traces)])
+    parts = [_summary(report), *map(_trace, report.traces), memory(report.memory)]
+    return "\n\n".join(filter(None, map("\n".join, parts)))
 
 
 def nothing(report: Report) -> str:
@@ -105,6 +107,29 @@ def collectives(trace: TraceReport) -> Iterator[str]:
         said += f" in the group {first.group} of {count(first.ranks, 'rank')}"
         said += ", captured" if first.captured else ", eager"
         yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
+
+
+def memory(ledger: MemoryReport) -> Iterator[str]:
+    """The ledger: all together, each arena, and each recording."""
+    if not ledger.arenas:
+        return
+    said = f"Memory: the pools of {count(len(ledger.arenas), 'arena')} hold {size(ledger.pools)}"
+    said += f", cuBLAS workspaces {size(ledger.workspaces)}, graphs in the driver {size(ledger.graphs)}"
+    yield said + (f"; memory_budget is {size(ledger.budget)}" if ledger.budget is not None else "")
+    for arena in ledger.arenas:
+        yield f"  arena {arena.number}: {size(arena.pool)}{', held by a call in flight' if arena.is_held else ''}"
+    for recording in ledger.recordings:
+        buffers, graphs, copied_in, copied_out = (
+            size(sum(getattr(region, name) for region in recording.regions))
+            for name in ("static_buffers", "graph", "copied_in", "copied_out")
+        )
+        arenas = " and ".join(map(str, recording.arenas))
+        needs, without_graphs = size(recording.needs), size(recording.without_graphs)
+        yield (
+            f"  {recording.function}, cache entry {recording.entry}, {count(recording.replays, 'replay')}: "
+            f"needs about {needs} of arena {arenas}, and {without_graphs} without graphs; "
+            f"copies of inputs {buffers}; in the driver {graphs}; copied per call {copied_in} in, {copied_out} out"
+        )
 
 
 def region_counts(region: RegionReport) -> str:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from thunder_cg.runtime.backend import Backend, Pool
+
+if TYPE_CHECKING:
+    from thunder_cg.runtime.call import Call
+    from thunder_cg.runtime.program import Program
 
 
 class Arena:
@@ -56,6 +61,10 @@ class Arena:
     def nbytes(self) -> int:
         return sum(pool.nbytes() for pool in self._pools.values())
 
+    def workspace_nbytes(self) -> int:
+        """Bytes of the workspaces of libraries that its captures use, outside of the pools."""
+        return sum(pool.workspace_nbytes() for pool in self._pools.values())
+
     def trim(self) -> None:
         """Gives back memory that no graph needs. Only for the holder."""
         for pool in self._pools.values():
@@ -85,16 +94,24 @@ class Arenas:
         although backwards run one after the other. So once there are two arenas, a backward allocates in a scratch
         arena, which it holds only while it runs: all backwards share it. Where one call is in flight at a time, a
         backward allocates in its forward's arena, and reuses the memory of saved values that it needs no more.
+
+    Note [Memory budget]
+        ``memory_budget=`` bounds the bytes of all pools. Before a call warms up or captures, an estimate of what it
+        needs is compared with the budget, and afterwards the bytes of the pools are. Where memory is short, the
+        recording with the fewest replays per byte is discarded first. Recordings of one arena share its memory, which
+        is back when the last one is gone. The replays of those that stay count by half from then on, so that what was
+        used long ago does not stay for ever. If nothing can go, the call runs eagerly.
     """
 
-    def __init__(self, backend: Backend, limit: int, poison: bool) -> None:
-        self._backend, self._limit, self._poison = backend, limit, poison
+    def __init__(self, backend: Backend, limit: int, poison: bool, budget: int | float | None = None) -> None:
+        self._backend, self._limit, self._poison, self._budget = backend, limit, poison, budget
         self._lock = threading.Lock()
+        self._budget_lock = threading.RLock()  # what is discarded may run destructors of anybody
         self._arenas: list[weakref.ref[Arena]] = []
         self._scratch: list[weakref.ref[Arena]] = []
-        self._pairs: weakref.WeakSet[object] = weakref.WeakSet()
+        self._pairs: weakref.WeakSet[Program] = weakref.WeakSet()
 
-    def join(self, pair: object) -> None:
+    def join(self, pair: Program) -> None:
         """Raises the limit while ``pair`` lives, by what each may have."""
         self._pairs.add(pair)
 
@@ -122,6 +139,75 @@ class Arenas:
             arena.try_hold()
             arenas[:] = [weakref.ref(a) for a in (*alive, arena)]
             return arena
+
+    # See Note [Memory budget].
+
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(arena.nbytes() for arena in self._all())
+
+    def budget(self, device: torch.device) -> int | None:
+        """The budget in bytes; a share of the device is one of ``device``."""
+        if isinstance(self._budget, float):
+            return int(self._budget * self._backend.device_nbytes(device))
+        return self._budget
+
+    def make_room(self, call: Call, needed: int, device: torch.device) -> str | None:
+        """Has the memory that ``call`` uses fit into the budget, of which it is to have at least ``needed`` bytes.
+
+        Returns:
+            why it does not fit, with both values; None if it does.
+        """
+        budget = self.budget(device)
+        if budget is None:
+            return None
+        with self._budget_lock:
+            mine = call.arenas()
+            held = sum(arena.nbytes() for arena in self._all() if arena.is_held() and arena not in mine)
+            besides = ", besides what calls in flight hold" if needed <= budget else ""
+            reason = f"memory_budget is {budget:,} bytes, and its graphs need about {needed:,} bytes{besides}"
+            if held + needed > budget:
+                return f"{reason}; raise memory_budget"
+            while self.nbytes() + max(0, needed - call.memory.nbytes()) > budget:
+                if self._trim_unused(mine):
+                    continue
+                if not call.program.captures_pay():
+                    return f"{reason}; the recordings that would have to go for it have replaced each other too often"
+                if not self._discard_least_valuable(call):
+                    return f"{reason}; raise memory_budget"
+        return None
+
+    def _all(self) -> list[Arena]:
+        return _alive([*self._arenas, *self._scratch])
+
+    def _discard_least_valuable(self, call: Call) -> bool:
+        """Discards a recording that no other call uses. Returns whether there was one."""
+        mine = call.arenas()
+        candidates = [
+            (pair, recording)
+            for pair in self._pairs
+            for recording in reversed(pair.recordings)
+            if recording is not call.recording
+            and all(arena in mine or not arena.is_held() for arena in recording.arenas())
+        ]
+        if not candidates:
+            return False
+        pair, least = min(candidates, key=lambda candidate: candidate[1].value)
+        pair.discard_for_budget(least)
+        for _, recording in candidates:
+            recording.forgotten += (recording.replays - recording.forgotten) // 2
+        return True
+
+    def _trim_unused(self, mine: Sequence[Arena]) -> bool:
+        """Gives back what pools keep that no recording uses. Returns whether there was any."""
+        used = {arena for pair in self._pairs for recording in pair.recordings for arena in recording.arenas()}
+        before = self.nbytes()
+        for arena in self._all():
+            if arena not in used and (arena in mine or arena.try_hold()):
+                arena.trim()
+                if arena not in mine:
+                    arena.release()
+        return self.nbytes() < before
 
 
 def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.memory import MemoryEstimate
 from thunder_cg.analysis.ops import Op, Ops, process_groups
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.compat.torch import Settings, backward_keeps_graph, has_storage, is_zero_tensor, kernel_settings
@@ -34,6 +35,10 @@ _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up agai
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 _LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
 _MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
+
+_LOOK_AGAIN = 16  # calls after one that found no room in the memory budget
+_MAX_DISCARDED = 8  # recordings, because of the memory budget, if captures do not pay
+_PAYS = 4  # replays for each capture
 
 _CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
 _FORWARD_WAS_EAGER = "its forward ran eagerly"
@@ -74,6 +79,12 @@ class Program:
         self._is_quarantined = False
         self._warm: set[Any] = set()
         self._forward = forward
+        ios = [region.io for region in self.regions]
+        before: MemoryEstimate | None = forward.memory if forward is not None else None
+        self.memory: MemoryEstimate = MemoryEstimate.of(ops, plan, aliasing, ios, saved, before)
+        self._needed = self.memory.arena  # bytes that its graphs need in an arena, or more if they turned out to
+        self._look_for_room_at = 0  # how many calls there have to be before the budget is asked again
+        self._no_room: str | None = None  # what it said
         self._arenas = arenas
         arenas.join(self._pair)
         # Of a pair, kept by the program that owns it:
@@ -83,6 +94,7 @@ class Program:
         self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is still to come
         self._moves: Counter[str] = Counter()  # how often a static input was at another address
         self._captures_for_moves = 0
+        self._discarded = 0  # recordings, because of the memory budget
         self._retired = 0
         self._backward_varies = False  # whether recordings keep what the forward saved, for other backwards
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
@@ -172,6 +184,9 @@ class Program:
             problem = f"all arenas are held by calls in flight (max_arenas={limit}); raise max_arenas"
             return call.run_eagerly(problem)
         call.arena.enter()
+        if (reason := self._find_room(call)) is not None:
+            call.release()
+            return call.run_eagerly(reason, strict=False)
         return self._warm_up_or_capture(call, inputs)
 
     def begin_backward(self, saved: Any, *tensors: torch.Tensor) -> Call:
@@ -204,6 +219,8 @@ class Program:
         if (reason := self._unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
         self._hold_scratch(call)
+        if (reason := self._find_room(call)) is not None:
+            return call.run_eagerly(reason, strict=False)
         if call.recording is None:
             call.key = self._key(inputs)
             return call.enter(Mode.WARMUP)
@@ -273,6 +290,30 @@ class Program:
         call.verifies = self.options.verify is not None
         self._count_sample()
         return call.enter(Mode.CAPTURE)
+
+    def _find_room(self, call: Call) -> str | None:
+        """Why what the call is to warm up or capture does not fit into the memory budget. It is not asked each time."""
+        if self.options.memory_budget is None:
+            return None
+        if self.calls >= self._look_for_room_at:
+            self._no_room = self._arenas.make_room(call, self._needed, self.regions[0].device)
+            self._look_for_room_at = self.calls + (_LOOK_AGAIN if self._no_room else 0)
+            call.began_empty = call.memory.nbytes() == 0
+        return self._no_room
+
+    def _fits(self, call: Call) -> bool:
+        """Whether the arenas keep to the memory budget, now that the call has warmed up or captured."""
+        if self.options.memory_budget is None or self._arenas.make_room(call, 0, self.regions[0].device) is None:
+            return True
+        if call.began_empty:
+            self._needed = max(self._needed, call.memory.nbytes())
+        return False
+
+    def captures_pay(self) -> bool:
+        """Whether it makes sense to discard recordings for one of this program."""
+        captures = max((region.stats.captures for region in self.regions), default=0)
+        replays = max((region.stats.replays for region in self.regions), default=0)
+        return self._pair._discarded < _MAX_DISCARDED or replays >= _PAYS * captures
 
     def skip_reason(self) -> str | None:
         """Why no call on this thread can replay a graph now."""
@@ -378,6 +419,7 @@ class Program:
             if len(self._warm) >= _MAX_LAYOUTS:
                 self._warm.clear()
             self._warm.add(call.key)
+            self._fits(call)
         elif call.mode is Mode.CAPTURE:
             recording, trace = call.recording, call.trace
             assert recording is not None and trace is not None
@@ -389,6 +431,8 @@ class Program:
                 recording.backwards = [trace, *recording.backwards][: self.options.max_recordings]
                 if not recording.keeps_saved:
                     recording.owned.clear()
+            recording.nbytes = max(recording.nbytes, self._needed)
+            recording.incomplete = recording.incomplete or not self._fits(call)
             if not recording.incomplete:
                 self._pair.admit(recording)
             if call.arena is not None:
@@ -412,6 +456,11 @@ class Program:
         self.drop(recording)
         if (drop_fast_paths := self.fast_paths_dropper()) is not None:
             drop_fast_paths()
+
+    def discard_for_budget(self, recording: Recording) -> None:
+        """Discards it, because other recordings are worth more."""
+        self._discarded += 1
+        self.discard(recording)
 
     def release(self) -> None:
         """Gives up all recordings, and the arenas. Calls in flight keep what they hold; the next call warms up."""
@@ -461,9 +510,18 @@ class Program:
         self._is_quarantined = True
         call.run_eagerly(f"{self.regions[region].name} disagrees with its ops", strict=False)
 
-    def arena_bytes(self) -> int:
-        """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""
-        return sum(arena.nbytes() for arena in (*self._pair._used, *self._pair._used_scratch))
+    def recorded(self) -> list[tuple[Recording, list[TraceRecording]]]:
+        """All recordings of the pair, and what each has recorded of this program."""
+        is_owner = self._pair is self
+        return [(r, [r.forward] if is_owner and r.forward is not None else r.backwards) for r in self._pair.recordings]
+
+    def arenas(self) -> list[Arena]:
+        """Those that hold the program's recordings, or did. Arenas are shared between programs."""
+        return [*self._pair._used, *self._pair._used_scratch]
+
+    def budget(self) -> int | None:
+        """The memory budget in bytes of all arenas of the transform."""
+        return self._arenas.budget(self.regions[0].device) if self.regions else None
 
 
 def _no_fast_paths() -> None:
