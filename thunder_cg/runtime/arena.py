@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from thunder_cg.runtime.call import Call
     from thunder_cg.runtime.program import Program
 
+_RAISE = "raise memory_budget"
+
 
 class Arena:
     """One pool per device, and the lock that says who may use them.
@@ -152,8 +154,11 @@ class Arenas:
             return int(self._budget * self._backend.device_nbytes(device))
         return self._budget
 
-    def make_room(self, call: Call, needed: int, device: torch.device) -> str | None:
-        """Has the memory that ``call`` uses fit into the budget, of which it is to have at least ``needed`` bytes.
+    def make_room(self, call: Call, device: torch.device, expected: int | None = None) -> str | None:
+        """Has the memory that ``call`` uses fit into the budget.
+
+        Args:
+            expected: bytes that it will have; None if it has them.
 
         Returns:
             why it does not fit, with both values; None if it does.
@@ -163,25 +168,26 @@ class Arenas:
             return None
         with self._budget_lock:
             mine = call.arenas()
-            held = sum(arena.nbytes() for arena in self._all() if arena.is_held() and arena not in mine)
-            besides = ", besides what calls in flight hold" if needed <= budget else ""
-            reason = f"memory_budget is {budget:,} bytes, and its graphs need about {needed:,} bytes{besides}"
-            if held + needed > budget:
-                return f"{reason}; raise memory_budget"
-            while self.nbytes() + max(0, needed - call.memory.nbytes()) > budget:
-                if self._trim_unused(mine):
-                    continue
-                if not call.program.captures_pay():
-                    return f"{reason}; the recordings that would have to go for it have replaced each other too often"
-                if not self._discard_least_valuable(call):
-                    return f"{reason}; raise memory_budget"
-        return None
+            in_flight = sum(arena.nbytes() for arena in self._all() if arena.is_held() and arena not in mine)
+            is_hopeless = expected is not None and in_flight + expected > budget
+            problem = _RAISE if is_hopeless else None
+            while problem is None and self.nbytes() + max(0, (expected or 0) - call.memory.nbytes()) > budget:
+                if not self._trim_unused(mine):
+                    problem = self._discard_least_valuable(call)
+            measured = call.memory.nbytes()
+        if problem is None:
+            return None
+        needs = f"its arena has come to {measured:,}" if expected is None else f"its graphs need about {expected:,}"
+        besides = ", besides what calls in flight hold" if in_flight else ""
+        return f"memory_budget is {budget:,} bytes, and {needs} bytes{besides}; {problem}"
 
     def _all(self) -> list[Arena]:
         return _alive([*self._arenas, *self._scratch])
 
-    def _discard_least_valuable(self, call: Call) -> bool:
-        """Discards a recording that no other call uses. Returns whether there was one."""
+    def _discard_least_valuable(self, call: Call) -> str | None:
+        """Discards a recording that no other call uses. Returns why there is none to discard."""
+        if not call.program.captures_pay():
+            return "recordings that would have to go for it have replaced each other too often"
         mine = call.arenas()
         candidates = [
             (pair, recording)
@@ -191,12 +197,12 @@ class Arenas:
             and all(arena in mine or not arena.is_held() for arena in recording.arenas())
         ]
         if not candidates:
-            return False
+            return _RAISE
         pair, least = min(candidates, key=lambda candidate: candidate[1].value)
         pair.discard_for_budget(least)
         for _, recording in candidates:
             recording.forgotten += (recording.replays - recording.forgotten) // 2
-        return True
+        return None
 
     def _trim_unused(self, mine: Sequence[Arena]) -> bool:
         """Gives back what pools keep that no recording uses. Returns whether there was any."""

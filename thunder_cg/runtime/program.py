@@ -83,8 +83,9 @@ class Program:
         before: MemoryEstimate | None = forward.memory if forward is not None else None
         self.memory: MemoryEstimate = MemoryEstimate.of(ops, plan, aliasing, ios, saved, before)
         self._needed = self.memory.arena  # bytes that its graphs need in an arena, or more if they turned out to
-        self._look_for_room_at = 0  # how many calls there have to be before the budget is asked again
-        self._no_room: str | None = None  # what it said
+        self._no_room: str | None = None  # what the memory budget said when it was asked last
+        self._look_for_room_at = 0  # how many calls there have to be before it is asked again
+        self._look_again_after = _LOOK_AGAIN
         self._arenas = arenas
         arenas.join(self._pair)
         # Of a pair, kept by the program that owns it:
@@ -296,18 +297,22 @@ class Program:
         if self.options.memory_budget is None:
             return None
         if self.calls >= self._look_for_room_at:
-            self._no_room = self._arenas.make_room(call, self._needed, self.regions[0].device)
-            self._look_for_room_at = self.calls + (_LOOK_AGAIN if self._no_room else 0)
+            self._no_room = self._arenas.make_room(call, self.regions[0].device, self._needed)
+            self._look_for_room_at = self.calls + (self._look_again_after if self._no_room else 0)
             call.began_empty = call.memory.nbytes() == 0
         return self._no_room
 
     def _fits(self, call: Call) -> bool:
         """Whether the arenas keep to the memory budget, now that the call has warmed up or captured."""
-        if self.options.memory_budget is None or self._arenas.make_room(call, 0, self.regions[0].device) is None:
+        if self.options.memory_budget is None:
             return True
-        if call.began_empty:
+        self._no_room = self._arenas.make_room(call, self.regions[0].device)
+        if self._no_room is not None and call.began_empty:
             self._needed = max(self._needed, call.memory.nbytes())
-        return False
+        elif self._no_room is not None:
+            self._look_for_room_at = self.calls + self._look_again_after
+            self._look_again_after *= 2  # it was tried in vain
+        return self._no_room is None
 
     def captures_pay(self) -> bool:
         """Whether it makes sense to discard recordings for one of this program."""
