@@ -69,7 +69,7 @@ def test_calls_in_flight_keep_what_they_hold_until_they_end(pair, device):
     x = torch.randn(3, 4, device=device)
     for calls_before in range(4):
         for _ in range(calls_before):
-            graphed(x).sum().backward()
+            graphed(x).square().sum().backward()
         plain.zero_grad()
         graphed.zero_grad()
         y = graphed(x)
@@ -77,7 +77,10 @@ def test_calls_in_flight_keep_what_they_hold_until_they_end(pair, device):
         release(graphed)
         assert alive(held) >= 1
         for _ in range(2):  # other calls, in arenas of their own
-            same(plain(x).detach(), graphed(x).detach())
+            results = [jfn(x) for jfn in pair]
+            same(*[result.detach() for result in results])
+            for result in results:
+                result.square().sum().backward()
         y.square().sum().backward()
         plain(x).square().sum().backward()
         same_state(plain, graphed)

@@ -75,7 +75,7 @@ class MemoryReport:
             pools=sum(arena.pool for arena in arenas),
             workspaces=sum(arena.workspaces for arena in arenas),
             graphs=sum(region.graph for recording in recordings for region in recording.regions),
-            budget=next((located.program.budget() for located in programs), None),
+            budget=next((located.program.budget() for located in programs if located.program.regions), None),
         )
 
 

@@ -525,8 +525,8 @@ class Program:
         return [*self._pair._used, *self._pair._used_scratch]
 
     def budget(self) -> int | None:
-        """The memory budget in bytes of all arenas of the transform."""
-        return self._arenas.budget(self.regions[0].device) if self.regions else None
+        """The memory budget in bytes of all arenas of the transform. Only for a program with regions."""
+        return self._arenas.budget(self.regions[0].device)
 
 
 def _no_fast_paths() -> None:

@@ -6,8 +6,10 @@ Note [cuBLAS workspaces]
     user, share a capture stream. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees the workspaces of all
     streams, those that graphs still use as well. So ours are in a private pool that nothing else allocates from. An
     idle capture stream keeps its workspace (32 MiB on an H200) until all streams are idle, or until somebody calls
-    `release`. Then this module makes that call, unless the process may have graphs of others. Streams in use keep their
-    private pools, and so what their graphs use; before the next capture they are prepared anew, in the same memory.
+    `release`. Then this module makes that call, unless the process may have graphs of others. A graph that nobody can
+    see, such as one of a C++ library, shows in the memory of its private pool; so does one that is gone, if a workspace
+    was made in its capture. Streams in use keep their private pools, and so what their graphs use; before the next
+    capture they are prepared anew, in the same memory.
 
 Note [Draws on several streams]
     All graphs read their seed and offset from one pair of numbers in the device's memory. PyTorch sets the pair on the
