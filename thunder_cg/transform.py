@@ -254,7 +254,8 @@ def cudagraph_transform(
             reuses. State that an operator keeps by itself, outside of the trace, advances with that run, too.
             A region that communicates is not compared: an eager run beside a replay would communicate twice.
         debug: fill memory with NaN when nobody may read it any more.
-        max_recordings: recordings kept for one compiled function and arena; the oldest goes first.
+        max_recordings: recordings kept for one compiled function and arena; the one with the fewest replays per byte
+            goes first, and replays of long ago count less.
         max_arenas: memory pools for each compiled function; a call that finds all of them held by calls in flight runs
             eagerly.
         capture_collectives: ``"auto"`` captures Thunder's collectives if all ranks of their groups agree, before each

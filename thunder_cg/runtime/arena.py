@@ -101,8 +101,9 @@ class Arenas:
         ``memory_budget=`` bounds the bytes of all pools. Before a call warms up or captures, an estimate of what it
         needs is compared with the budget, and afterwards the bytes of the pools are. Where memory is short, the
         recording with the fewest replays per byte is discarded first. Recordings of one arena share its memory, which
-        is back when the last one is gone. The replays of those that stay count by half from then on, so that what was
-        used long ago does not stay for ever. If nothing can go, the call runs eagerly.
+        is back when the last one is gone. If nothing can go, the call runs eagerly. So do, for a while, the calls of a
+        program whose recordings have been discarded many times and replayed few times, since a capture costs more than
+        an eager run.
     """
 
     def __init__(self, backend: Backend, limit: int, poison: bool, budget: int | float | None = None) -> None:
@@ -186,23 +187,23 @@ class Arenas:
 
     def _discard_least_valuable(self, call: Call) -> str | None:
         """Discards a recording that no other call uses. Returns why there is none to discard."""
-        if not call.program.captures_pay():
-            return "recordings that would have to go for it have replaced each other too often"
         mine = call.arenas()
+        recordings = [(pair, recording) for pair in self._pairs for recording in reversed(pair.recordings)]
         candidates = [
             (pair, recording)
-            for pair in self._pairs
-            for recording in reversed(pair.recordings)
+            for pair, recording in recordings
             if recording is not call.recording
             and all(arena in mine or not arena.is_held() for arena in recording.arenas())
         ]
         if not candidates:
             return _RAISE
-        pair, least = min(candidates, key=lambda candidate: candidate[1].value)
-        pair.discard_for_budget(least)
-        for _, recording in candidates:
-            recording.forgotten += (recording.replays - recording.forgotten) // 2
-        return None
+        pays = call.program.captures_pay()
+        if pays:
+            pair, least = min(candidates, key=lambda candidate: candidate[1].value)
+            pair.discard_for_budget(least)
+        for _, recording in recordings:
+            recording.age()
+        return None if pays else "recordings that would have to go for it have replaced each other too often"
 
     def _trim_unused(self, mine: Sequence[Arena]) -> bool:
         """Gives back what pools keep that no recording uses. Returns whether there was any."""

@@ -36,8 +36,9 @@ _MAX_MOVES = 3  # how often a parameter may move before it is copied like any ot
 _LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
 _MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
 
-_LOOK_AGAIN = 16  # calls after one that found no room in the memory budget
-_MAX_DISCARDED = 8  # recordings, because of the memory budget, if captures do not pay
+_LOOK_AGAIN = 16  # calls after the first one that found no room in the memory budget; then twice as many, and so on
+_LOOK_AGAIN_AT_LEAST = 1024
+_MAX_DISCARDED = 8  # recordings in a row for the memory budget, if captures do not pay
 _PAYS = 4  # replays for each capture
 
 _CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
@@ -297,21 +298,25 @@ class Program:
         if self.options.memory_budget is None:
             return None
         if self.calls >= self._look_for_room_at:
-            self._no_room = self._arenas.make_room(call, self.regions[0].device, self._needed)
-            self._look_for_room_at = self.calls + (self._look_again_after if self._no_room else 0)
+            self._ask_for_room(call, self._needed)
             call.began_empty = call.memory.nbytes() == 0
         return self._no_room
+
+    def _ask_for_room(self, call: Call, expected: int | None) -> None:
+        self._no_room = self._arenas.make_room(call, self.regions[0].device, expected)
+        if self._no_room is not None:
+            self._look_for_room_at = self.calls + self._look_again_after
+            self._look_again_after = min(2 * self._look_again_after, _LOOK_AGAIN_AT_LEAST)
+            self._pair._discarded = 0
 
     def _fits(self, call: Call) -> bool:
         """Whether the arenas keep to the memory budget, now that the call has warmed up or captured."""
         if self.options.memory_budget is None:
             return True
-        self._no_room = self._arenas.make_room(call, self.regions[0].device)
+        self._ask_for_room(call, None)
         if self._no_room is not None and call.began_empty:
             self._needed = max(self._needed, call.memory.nbytes())
-        elif self._no_room is not None:
-            self._look_for_room_at = self.calls + self._look_again_after
-            self._look_again_after *= 2  # it was tried in vain
+            self._look_for_room_at = 0  # which is known before the next capture begins
         return self._no_room is None
 
     def captures_pay(self) -> bool:
@@ -444,10 +449,14 @@ class Program:
                 call.memory.forget(call.owned.values(), recording.owned.values())
 
     def admit(self, recording: Recording) -> None:
-        """Keeps a recording for later calls; past the bound, the arena's oldest goes."""
-        same_arena = [r for r in self.recordings if r.arena is recording.arena]
-        for old in same_arena[self.options.max_recordings - 1 :]:
-            self.discard(old)
+        """Keeps a recording for later calls; past the bound, the least valuable one of the arena goes."""
+        rivals = [each for each in self.recordings if each.arena is recording.arena]
+        while len(rivals) >= self.options.max_recordings:
+            least = min(reversed(rivals), key=lambda each: each.value)
+            rivals.remove(least)
+            self.discard(least)
+            for each in rivals:
+                each.age()
         recording.dropped = False
         self.recordings = [recording, *self.recordings]
 

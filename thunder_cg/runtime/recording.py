@@ -126,7 +126,7 @@ class Recording:
     arena: Arena
     nbytes: int = 0  # of the arena, about: recordings of one arena share its memory
     replays: int = 0
-    forgotten: int = 0  # of the replays: those that do not count any more when memory is short
+    forgotten: float = 0  # of the replays: those that do not count any more
     forward: TraceRecording | None = None  # or of a backward trace whose forward has no region
     backwards: list[TraceRecording] = field(default_factory=list)  # newest first, one for each layout of gradients
     static: set[str] = field(default_factory=set)  # values that are views of static inputs
@@ -140,6 +140,10 @@ class Recording:
     def value(self) -> float:
         """How much time it saves for its memory: replays per byte."""
         return (self.replays - self.forgotten) / max(1, self.nbytes)
+
+    def age(self) -> None:
+        """Has its replays up to now count by half, so that what was used long ago does not stay for ever."""
+        self.forgotten += (self.replays - self.forgotten) / 2
 
     def arenas(self) -> list[Arena]:
         """Those that its graphs use."""
