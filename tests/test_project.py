@@ -32,7 +32,7 @@ LAYERS = (
     ("runtime", "verify", "kernels"),
     ("step",),
     ("report", "fastpath", "executor"),
-    ("emit", "transform", "release"),
+    ("emit", "transform", "memory"),
     ("dynamo",),
     ("__init__",),
     ("tools",),

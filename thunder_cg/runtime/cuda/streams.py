@@ -28,7 +28,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -94,6 +94,7 @@ class CaptureStream:
     _in_use: ClassVar[int] = 0
     _cleared: ClassVar[int] = 0  # how often PyTorch's workspaces have been freed
     _lock: ClassVar[threading.RLock] = threading.RLock()  # a destructor may give a stream back while we take one
+    _process_ends: ClassVar[Any] = staticmethod(sys.is_finalizing)  # for the same destructor
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -119,7 +120,7 @@ class CaptureStream:
             self._idle.append(self)
             CaptureStream._in_use -= 1
             all_are_idle = not self._in_use
-        if all_are_idle and not sys.is_finalizing():
+        if all_are_idle and not self._process_ends():
             free_workspaces()
 
     def workspace_nbytes(self) -> int:

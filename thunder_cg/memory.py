@@ -1,4 +1,4 @@
-"""``release()``: all memory of the graphs of a compiled function, at once."""
+"""``release()``: gives back the memory of the graphs of a compiled function."""
 
 from __future__ import annotations
 
