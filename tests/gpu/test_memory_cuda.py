@@ -46,7 +46,7 @@ def fn(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("trains", [False, True])
 def test_the_ledger_adds_up_to_what_pytorch_and_the_driver_say(quiet, trains):
     transform = cudagraph_transform()
-    x = torch.randn(8192, 1024, device="cuda")
+    x = torch.randn(32768, 1024, device="cuda")  # 128 MB, so that what the driver rounds to is less than one percent
     # Kernels are loaded, and cuBLAS has its handles, before anything is counted.
     other = thunder.jit(mlp(4, 1024).cuda(), transforms=[cudagraph_transform()])
     model = thunder.jit(mlp(4, 1024).cuda(), transforms=[transform])
@@ -65,7 +65,7 @@ def test_the_ledger_adds_up_to_what_pytorch_and_the_driver_say(quiet, trains):
     call(model, 4)
     memory = explain(model).memory
     grown, taken_grown = reserved() - before, taken() - taken_before
-    assert replays(model) > 0 and memory.pools == transform._arenas.nbytes() > 100 * MB
+    assert replays(model) > 0 and memory.pools == transform._arenas.nbytes() > 400 * MB
     assert memory.workspaces > 0
     assert memory.pools + memory.workspaces == pytest.approx(grown, rel=0.01)
     assert memory.pools + memory.workspaces + memory.graphs == pytest.approx(taken_grown, rel=0.01)

@@ -167,7 +167,8 @@ class Arenas:
         budget = self.budget(device)
         if budget is None:
             return None
-        with self._budget_lock:
+        # The capture lock first: a call that begins inside a warm-up holds it already.
+        with self._backend.capture_lock, self._budget_lock:
             mine = call.arenas()
             in_flight = sum(arena.nbytes() for arena in self._all() if arena.is_held() and arena not in mine)
             is_hopeless = expected is not None and in_flight + expected > budget
