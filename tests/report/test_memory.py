@@ -11,7 +11,7 @@ from models import Linear
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain, release
-from thunder_cg.report import ArenaMemory, MemoryReport, RecordingMemory, RegionMemory, text
+from thunder_cg.report import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory, text
 
 N = 1000  # elements of 4 bytes
 
@@ -24,9 +24,11 @@ def test_a_function_to_the_byte(backend, device):
     transform = cudagraph_transform(backend=backend)
     jitted = thunder.jit(fn, transforms=[transform])
     assert explain(jitted).memory == MemoryReport()
-    for _ in range(5):
+    preview = MemoryPreview("fn", 0, "forward", needs=12 * N, without_graphs=8 * N)
+    for call in range(5):
         jitted(torch.randn(N, device=device))
-    report = explain(jitted)
+        report = explain(jitted)
+        assert report.memory.previews == ((preview,) if call == 0 else ())
     (arena,), (recording,) = report.memory.arenas, report.memory.recordings
     (region,) = recording.regions
     assert (region.copied_in, region.copied_out) == (4 * N, 4 * N)
@@ -48,8 +50,12 @@ def test_a_function_to_the_byte(backend, device):
         assert "fn, cache entry 0, 3 replays: needs about 11.7 KiB of arena 0, and 7.8 KiB without graphs" in said
         assert "copied per call 3.9 KiB in, 3.9 KiB out" in said
     release(jitted)
-    assert explain(jitted).memory == MemoryReport()
-    assert "Memory" not in str(explain(jitted))
+    assert explain(jitted).memory == MemoryReport(previews=(preview,))
+    said = "fn, cache entry 0, forward, not captured: would need about 11.7 KiB of an arena, and 7.8 KiB without graphs"
+    assert str(explain(jitted)).splitlines()[-2:] == [
+        "Memory: the pools of 0 arenas hold 0 B, cuBLAS workspaces 0 B, graphs in the driver 0 B",
+        f"  {said}",
+    ]
 
 
 def test_training_and_functions_that_share_an_arena(backend, device):
@@ -81,7 +87,8 @@ def test_text():
     graph = 5 << 20
     region = RegionMemory("CUDAGraph1", 1024, graph, 1024, 2048, 4096)
     recording = RecordingMemory("net", 1, (0, 2), 1234, 8192, 4096, (region, region))
-    report = MemoryReport((ArenaMemory(0, 1 << 20, 32 << 20, False),), (recording,), 1 << 20, 32 << 20, 2 * graph, None)
+    arena = ArenaMemory(0, 1 << 20, 32 << 20, False)
+    report = MemoryReport((arena,), (recording,), (), 1 << 20, 32 << 20, 2 * graph, None)
     said = "Memory: the pools of 1 arena hold 1.0 MiB, cuBLAS workspaces 32.0 MiB, graphs in the driver "
     assert [*text.memory(report)] == [
         said + "10.0 MiB",

@@ -7,13 +7,14 @@ is a copy made at one moment. It keeps neither the function nor tensors, and lat
 """
 
 from thunder_cg.report.collectives import CollectiveReport
-from thunder_cg.report.memory import ArenaMemory, MemoryReport, RecordingMemory, RegionMemory
+from thunder_cg.report.memory import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain
 
 __all__ = [
     "ArenaMemory",
     "CollectiveReport",
+    "MemoryPreview",
     "MemoryReport",
     "OpReport",
     "Outside",

@@ -37,6 +37,17 @@ class RecordingMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryPreview:
+    """What a trace will need that is not captured yet, or does not fit into the memory budget."""
+
+    function: str
+    entry: int  # the number of the cache entry
+    kind: str  # "forward" or "backward"
+    needs: int  # of an arena, by an estimate from the trace, or as it turned out; the budget is compared with it
+    without_graphs: int  # as in `RecordingMemory`
+
+
+@dataclass(frozen=True, slots=True)
 class ArenaMemory:
     """One arena. Functions of one transform may share it."""
 
@@ -52,6 +63,7 @@ class MemoryReport:
 
     arenas: tuple[ArenaMemory, ...] = ()
     recordings: tuple[RecordingMemory, ...] = ()
+    previews: tuple[MemoryPreview, ...] = ()
     pools: int = 0  # the sum over the arenas
     workspaces: int = 0  # the sum over the arenas
     graphs: int = 0  # the sum over the recordings
@@ -69,9 +81,15 @@ class MemoryReport:
             for arena, number in numbers.items()
         )
         recordings = tuple(_recordings(programs, numbers))
+        previews = tuple(
+            MemoryPreview(each.function, each.entry, program.kind, program.needed, program.memory.without_graphs)
+            for each in programs
+            if (program := each.program).regions and not any(traces for _, traces in program.recorded())
+        )
         return cls(
             arenas=arenas,
             recordings=recordings,
+            previews=previews,
             pools=sum(arena.pool for arena in arenas),
             workspaces=sum(arena.workspaces for arena in arenas),
             graphs=sum(region.graph for recording in recordings for region in recording.regions),

@@ -110,8 +110,8 @@ def collectives(trace: TraceReport) -> Iterator[str]:
 
 
 def memory(ledger: MemoryReport) -> Iterator[str]:
-    """The ledger: all together, each arena, and each recording."""
-    if not ledger.arenas:
+    """The ledger: all together, each arena, each recording, and each trace that has none."""
+    if not ledger.arenas and not ledger.previews:
         return
     said = f"Memory: the pools of {count(len(ledger.arenas), 'arena')} hold {size(ledger.pools)}"
     said += f", cuBLAS workspaces {size(ledger.workspaces)}, graphs in the driver {size(ledger.graphs)}"
@@ -129,6 +129,12 @@ def memory(ledger: MemoryReport) -> Iterator[str]:
             f"  {recording.function}, cache entry {recording.entry}, {count(recording.replays, 'replay')}: "
             f"needs about {needs} of arena {arenas}, and {without_graphs} without graphs; "
             f"copies of inputs {buffers}; in the driver {graphs}; copied per call {copied_in} in, {copied_out} out"
+        )
+    for preview in ledger.previews:
+        needs, without_graphs = size(preview.needs), size(preview.without_graphs)
+        yield (
+            f"  {preview.function}, cache entry {preview.entry}, {preview.kind}, not captured: "
+            f"would need about {needs} of an arena, and {without_graphs} without graphs"
         )
 
 

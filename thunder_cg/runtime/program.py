@@ -83,7 +83,7 @@ class Program:
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
         self.memory: MemoryEstimate = MemoryEstimate.of(ops, plan, aliasing, ios, saved, before)
-        self._needed = self.memory.arena  # bytes that its graphs need in an arena, or more if they turned out to
+        self.needed = self.memory.arena  # bytes that its graphs need in an arena, or more if they turned out to
         self._no_room: str | None = None  # what the memory budget said when it was asked last
         self._look_for_room_at = 0  # how many calls there have to be before it is asked again
         self._look_again_after = _LOOK_AGAIN
@@ -298,7 +298,7 @@ class Program:
         if self.options.memory_budget is None:
             return None
         if self.calls >= self._look_for_room_at:
-            self._ask_for_room(call, self._needed)
+            self._ask_for_room(call, self.needed)
             call.began_empty = call.memory.nbytes() == 0
         return self._no_room
 
@@ -315,7 +315,7 @@ class Program:
             return True
         self._ask_for_room(call, None)
         if self._no_room is not None and call.began_empty:
-            self._needed = max(self._needed, call.memory.nbytes())
+            self.needed = max(self.needed, call.memory.nbytes())
             self._look_for_room_at = 0  # which is known before the next capture begins
         return self._no_room is None
 
@@ -441,7 +441,7 @@ class Program:
                 recording.backwards = [trace, *recording.backwards][: self.options.max_recordings]
                 if not recording.keeps_saved:
                     recording.owned.clear()
-            recording.nbytes = max(recording.nbytes, self._needed)
+            recording.nbytes = max(recording.nbytes, self.needed)
             recording.incomplete = recording.incomplete or not self._fits(call)
             if not recording.incomplete:
                 self._pair.admit(recording)
