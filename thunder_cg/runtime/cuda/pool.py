@@ -107,9 +107,10 @@ class CudaPool:
         """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it."""
         current = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index):
+            # Captures run kernels, too, which set seed and offset, and so may the making of workspaces.
+            self._capture_stream.stream.wait_stream(current)
             self._capture_stream.prepare()
             with torch.cuda.stream(self._capture_stream.stream):
-                self._capture_stream.stream.wait_stream(current)  # captures run kernels, too: they set seed and offset
                 try:
                     yield current
                 finally:
