@@ -16,8 +16,9 @@ def release(fn: Any) -> None:
     forward that awaits its backward, keeps what it holds until it ends. An arena that another function of the same
     transform uses as well stays as large as it is.
 
-    Workspaces of cuBLAS stay if the process has CUDA graphs of somebody else, or memory in a private pool of theirs:
-    PyTorch frees the workspaces of all streams or none, and such graphs may use one.
+    PyTorch frees the workspaces of cuBLAS of all streams or none. So they are freed with the last arena of the process,
+    unless it has CUDA graphs of somebody else, or memory in a private pool of theirs. Until then, the next arena uses
+    them.
 
     Args:
         fn: what ``thunder.jit``, ``thunder.compile``, ``thunderfx`` or :func:`graphed_step` returned. The modules in a

@@ -18,6 +18,7 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.pools: dict[int, int] = {}
+        self.foreign_pools: set[int] = set()
         self.cleared = 0
         self.has_foreign_graphs = False
         self._pool = -1
@@ -51,7 +52,8 @@ def fake(monkeypatch):
     monkeypatch.setattr(cuda, "release_pool", lambda index, pool: fake.pools.pop(pool))
     monkeypatch.setattr(cuda, "pool_segments", fake.pool_segments)
     monkeypatch.setattr(cuda, "clear_cublas_workspaces", fake.clear)
-    monkeypatch.setattr(cuda, "has_foreign_graphs", lambda pools: fake.has_foreign_graphs)
+    monkeypatch.setattr(cuda, "pools_with_memory", lambda: {*fake.pools, *fake.foreign_pools})
+    monkeypatch.setattr(cuda, "has_foreign_graphs", lambda: fake.has_foreign_graphs)
     monkeypatch.setattr(CaptureStream, "_make_workspaces", lambda stream: fake.make_workspace())
     monkeypatch.setattr(CaptureStream, "_idle", [])
     monkeypatch.setattr(CaptureStream, "_in_use", 0)
@@ -74,26 +76,34 @@ def test_workspaces_of_the_last_arena_are_back_at_once(fake):
     assert CaptureStream.take(0) is first
     for stream in (first, second):
         stream.give_back()
-    assert fake.cleared == 1 and fake.pools == {} and streams.own_pools == set()
+    assert fake.cleared == 1 and fake.pools == {}
     assert stream.workspace_nbytes() == 0
     assert prepared().workspace_nbytes() == 32  # a stream that comes into use again
 
 
-def test_release_frees_those_of_idle_streams_and_the_others_are_made_again(fake):
-    idle, busy = prepared(), prepared()
-    idle.give_back()
-    free_workspaces()
-    assert fake.cleared == 1 and list(fake.pools) == [2]
-    busy.prepare()
-    assert fake.pools == {2: 64}  # of the fake; PyTorch has the freed block of the same pool at hand
+def test_pools_that_are_gone_are_forgotten(fake):
+    stream = prepared()
+    streams.own_pools.update((7, 8))
+    fake.foreign_pools.add(8)  # of a step that is gone, and in whose capture autograd made a workspace
+    stream.give_back()
+    assert fake.cleared == 1 and streams.own_pools == {1, 8}
 
 
-@pytest.mark.parametrize("why", ["graphs of others", "a capture on this thread", "one on another"])
+@pytest.mark.parametrize(
+    "why", ["graphs of others", "their memory", "another arena", "a capture on this thread", "one on another"]
+)
 def test_nothing_is_freed_where_that_could_harm_a_graph(fake, why):
     stream = prepared()
     if why == "graphs of others":
         fake.has_foreign_graphs = True
         stream.give_back()
+    elif why == "their memory":
+        fake.foreign_pools.add(9)
+        stream.give_back()
+    elif why == "another arena":
+        CaptureStream.take(0)
+        stream.give_back()
+        free_workspaces()
     elif why == "a capture on this thread":
         with capture_lock:
             stream.give_back()
@@ -108,17 +118,14 @@ def test_nothing_is_freed_where_that_could_harm_a_graph(fake, why):
 
 
 def test_graphs_of_others(monkeypatch):
-    segments = [{"segment_pool_id": (0, 0), "active_size": 8}, {"segment_pool_id": (0, 7), "active_size": 8}]
+    segments = [{"segment_pool_id": (0, i), "active_size": size} for i, size in enumerate((8, 8, 0))]
     monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda pool: {"segments": segments}, raising=False)
-    assert cuda.has_foreign_graphs(set())
-    assert not cuda.has_foreign_graphs({(0, 7)})
-    segments[1]["active_size"] = 0  # of a pool that is gone, and whose memory is cached
-    assert not cuda.has_foreign_graphs(set())
+    assert cuda.pools_with_memory() == {(0, 1)}  # nobody owns memory of the last one, which may be gone
     graph = type("Graph", (), {})
     monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     monkeypatch.setattr(cuda, "OwnGraph", own := type("OwnGraph", (graph,), {}))
     found = [own()]
     monkeypatch.setattr(cuda.gc, "get_objects", lambda: found)
-    assert not cuda.has_foreign_graphs(set())
+    assert not cuda.has_foreign_graphs()
     found.append(graph())
-    assert cuda.has_foreign_graphs(set())
+    assert cuda.has_foreign_graphs()

@@ -7,7 +7,7 @@ nothing and does not initialize CUDA. It can be imported where PyTorch is built 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -163,17 +163,19 @@ def pool_segments(pools: Sequence[PoolId]) -> list[dict[str, Any]]:
     return [segment for segment in everything if segment["segment_pool_id"] in pools]
 
 
-def has_foreign_graphs(pools: Collection[PoolId]) -> bool:
-    """Whether the process may have CUDA graphs of others: a `CUDAGraph`, or memory in a private pool besides ``pools``.
+def pools_with_memory() -> set[PoolId]:
+    """The private pools, of whoever, of which somebody owns memory."""
+    segments = torch._C._cuda_memorySnapshot(None)["segments"]
+    return {tuple(segment["segment_pool_id"]) for segment in segments if segment["active_size"]} - {(0, 0)}
+
+
+def has_foreign_graphs() -> bool:
+    """Whether there is a `CUDAGraph` that is not of this package.
 
     It looks at all objects, except for those that `gc.freeze` has set apart, and takes a fraction of a second.
     """
-    own = {(0, 0), *pools}
-    segments = torch._C._cuda_memorySnapshot(None)["segments"]
-    if any(segment["active_size"] and tuple(segment["segment_pool_id"]) not in own for segment in segments):
-        return True
-    others = (each for each in gc.get_objects() if issubclass(type(each), torch.cuda.CUDAGraph))
-    return any(not isinstance(each, OwnGraph) for each in others)
+    graphs = (each for each in gc.get_objects() if issubclass(type(each), torch.cuda.CUDAGraph))
+    return any(not isinstance(each, OwnGraph) for each in graphs)
 
 
 def free_nbytes(index: int) -> int:

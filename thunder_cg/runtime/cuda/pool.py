@@ -42,7 +42,6 @@ class PrivatePool:
     # For a destructor that runs when the interpreter has taken the modules apart.
     _capture_lock: ClassVar[CaptureLock] = capture_lock
     _release: ClassVar[Any] = staticmethod(cuda.release_pool)
-    _own_pools: ClassVar[set[cuda.PoolId]] = own_pools
 
     def __init__(self, index: int) -> None:
         self._index = index
@@ -64,7 +63,6 @@ class PrivatePool:
                     self._release(self._index, self.id)
                 except RuntimeError:
                     pass
-            self._own_pools.discard(self.id)
 
 
 class CudaPool:

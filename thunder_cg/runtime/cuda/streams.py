@@ -4,12 +4,13 @@ Note [cuBLAS workspaces]
     PyTorch keeps one cuBLAS workspace for each thread and stream until the process ends, and a graph bakes its address
     in. Graphs that share a workspace race when they are replayed on two streams. So no two arenas, and no arena and
     user, share a capture stream. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees the workspaces of all
-    streams, those that graphs still use as well. So ours are in a private pool that nothing else allocates from. An
-    idle capture stream keeps its workspace (32 MiB on an H200) until all streams are idle, or until somebody calls
-    `release`. Then this module makes that call, unless the process may have graphs of others. A graph that nobody can
-    see, such as one of a C++ library, shows in the memory of its private pool; so does one that is gone, if a workspace
-    was made in its capture. Streams in use keep their private pools, and so what their graphs use; before the next
-    capture they are prepared anew, in the same memory.
+    streams, those that graphs still use as well. So ours are in a private pool that nothing else allocates from. Only
+    autograd's threads, in the capture of a whole step, make theirs in the arena's pool.
+
+    An idle capture stream keeps its workspace (32 MiB on an H200) for the next arena. When all streams are idle, this
+    module has PyTorch free the workspaces, unless the process may have graphs of others. A graph that nobody can see,
+    such as one of a C++ library, shows in the memory of its private pool. So does one that is gone, if a workspace was
+    made in its capture.
 
 Note [Draws on several streams]
     All graphs read their seed and offset from one pair of numbers in the device's memory. PyTorch sets the pair on the
@@ -84,7 +85,7 @@ class CaptureLock:
 
 
 capture_lock = CaptureLock()
-own_pools: set[cuda.PoolId] = set()  # the private pools of this package
+own_pools: set[cuda.PoolId] = set()  # the private pools of this package; those that are gone are dropped later
 
 
 class CaptureStream:
@@ -119,8 +120,7 @@ class CaptureStream:
         with self._lock:
             self._idle.append(self)
             CaptureStream._in_use -= 1
-            all_are_idle = not self._in_use
-        if all_are_idle and not self._process_ends():
+        if self.all_are_idle() and not self._process_ends():
             free_workspaces()
 
     def workspace_nbytes(self) -> int:
@@ -129,14 +129,17 @@ class CaptureStream:
 
     @classmethod
     def forget_workspaces(cls) -> None:
-        """After PyTorch has freed all workspaces: gives up the memory of those of idle streams."""
+        """After PyTorch has freed all workspaces: gives up the pools of those of idle streams."""
         with cls._lock:
             CaptureStream._cleared += 1
             for stream in cls._idle:
                 pool, stream._pool = stream._pool, None
                 if pool is not None:
-                    own_pools.discard(pool)
                     cuda.release_pool(stream.index, pool)
+
+    @classmethod
+    def all_are_idle(cls) -> bool:
+        return not cls._in_use
 
     def prepare(self) -> None:
         """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
@@ -157,12 +160,16 @@ class CaptureStream:
 
 
 def free_workspaces() -> None:
-    """Frees cuBLAS workspaces that no graph uses, if that is safe now: see Note [cuBLAS workspaces].
+    """Frees the workspaces of cuBLAS, if no graph can use one: see Note [cuBLAS workspaces].
 
     It waits for nobody, since a destructor may be what calls it.
     """
     with capture_lock.if_free() as is_free:
-        if is_free and cuda.clear_cublas_workspaces is not None and not cuda.has_foreign_graphs(own_pools):
+        if not is_free or not CaptureStream.all_are_idle() or cuda.clear_cublas_workspaces is None:
+            return
+        pools = cuda.pools_with_memory()
+        own_pools.intersection_update(pools)
+        if pools == own_pools and not cuda.has_foreign_graphs():
             cuda.clear_cublas_workspaces()
             CaptureStream.forget_workspaces()
 
