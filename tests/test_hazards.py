@@ -89,6 +89,8 @@ Every test compares with uncaptured Thunder, bit for bit.
 | what a backward reads moves, or has another layout            | test_backward_inputs_that_vary         |
 | outputs in reference cycles hold every arena                  | test_outputs_in_reference_cycles       |
 | kept outputs make every call collect garbage                  | test_outputs_that_are_really_kept      |
+| memory that was given back is still read or replayed          | test_released_memory                   |
+| so is what a memory budget has discarded                      | test_discarded_recordings              |
 """
 
 from __future__ import annotations
@@ -108,7 +110,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from thunder_cg import CaptureError, explain
+from thunder_cg import CaptureError, explain, release
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.region import RuntimeRegion
 
@@ -1741,3 +1743,42 @@ def test_outputs_that_are_really_kept(twins, device, no_collections):
         gc.callbacks.remove(note)
     assert len(collections) <= 8
     assert explain(graphed).to_dict()["traces"][0]["eager_calls"] >= 67
+
+
+def test_released_memory(twins, device):
+    """Its calls in flight, and what leads to its recordings, are of a compiled function whose memory was given back."""
+    plain, graphed = twins(MLP(p=0.5))
+    x = torch.randn(4, 8, device=device)
+    for at in range(6):
+        results = []
+        for jfn in (plain, graphed):
+            torch.manual_seed(at)
+            first = jfn(x)
+            if jfn is graphed and at % 2:
+                release(graphed)
+            second = jfn(x)
+            if jfn is graphed and at % 3 == 0:
+                release(graphed)
+            second.square().sum().backward()
+            first.square().sum().backward()
+            results.append([first.detach(), second.detach()])
+        same(*results)
+        same_state(plain, graphed)
+
+
+def test_discarded_recordings(twins, device):
+    plain, graphed = twins(MLP(p=0.5), memory_budget=2_000 if device == "cpu" else 3 * 2**20)
+    batches = [torch.randn(rows, 8, device=device) for rows in (4, 6, 4, 6)]
+    for at in range(6):
+        results = []
+        for jfn in (plain, graphed):
+            torch.manual_seed(at)
+            losses = [jfn(x).square().sum() for x in batches]
+            for loss in losses[::-1]:
+                loss.backward()
+            with torch.no_grad():
+                results.append([loss.detach() for loss in losses] + [jfn(x) for x in batches])
+        same(*results)
+        same_state(plain, graphed)
+    assert replays(graphed) > 0
+    assert device == "cuda" or sum(program._discarded for program in programs(graphed)) > 0

@@ -32,7 +32,7 @@ LAYERS = (
     ("runtime", "verify", "kernels"),
     ("step",),
     ("report", "fastpath", "executor"),
-    ("emit", "transform"),
+    ("emit", "transform", "memory"),
     ("dynamo",),
     ("__init__",),
     ("tools",),

@@ -159,6 +159,9 @@ def test_hooks_and_gradients_of_inputs(twins, device):
         ({"deny": [3]}, ["deny=[3]", "names"]),
         ({"allow": ["a"], "deny": ["a"]}, ["'a'", "deny="]),
         ({"strict": "yes"}, ["strict='yes'", "pass a bool"]),
+        ({"memory_budget": 0}, ["memory_budget=0", "at least 1", "2 * 2**30 for 2 GiB, or 0.5"]),
+        ({"memory_budget": 1.5}, ["memory_budget=1.5", "a float in (0, 1]"]),
+        ({"memory_budget": True}, ["memory_budget=True"]),
     ],
 )
 def test_wrong_options(options, words):

@@ -3,8 +3,8 @@
 What comes in: a module or function, through ``thunder.jit(fn, transforms=[cudagraph_transform()])``, or through
 ``thunderfx`` and ``thunder.compile``. What goes out: the same function, whose later calls replay CUDA graphs, and with
 `explain` a report of what was captured, what was not, and why. Who owns what: the compiled function owns all graphs and
-their memory, and both go with it. This module holds the public names and nothing else. ``ARCHITECTURE.md``, beside it,
-is the map for readers of the code.
+their memory; both go with it, or before it by `release`. This module holds the public names and nothing else.
+``ARCHITECTURE.md``, beside it, is the map for readers of the code.
 """
 
 from thunder_cg.compat.versions import check_versions
@@ -23,6 +23,7 @@ from thunder_cg.errors import (  # noqa: E402  (the versions are checked before 
     WrongGradientWarning,
 )
 from thunder_cg.kernels import executors  # noqa: E402
+from thunder_cg.memory import release  # noqa: E402
 from thunder_cg.report.report import Report, explain  # noqa: E402
 from thunder_cg.step import graphed_step  # noqa: E402
 from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform  # noqa: E402
@@ -42,5 +43,6 @@ __all__ = [
     "executors",
     "explain",
     "graphed_step",
+    "release",
     "thunderfx",
 ]

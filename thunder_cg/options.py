@@ -29,6 +29,7 @@ class Options:
     max_recordings: int = 8
     max_arenas: int = 16
     capture_collectives: Literal["auto", "always", "never"] = "auto"
+    memory_budget: int | float | None = None
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -49,6 +50,11 @@ class Options:
             bound = getattr(self, name)
             if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
                 raise OptionError(name, bound, "a whole number of at least 1", "raise it")
+        budget = self.memory_budget
+        is_share = type(budget) is float and 0 < budget <= 1
+        if not (budget is None or is_share or (type(budget) is int and budget >= 1)):
+            expected = "bytes as a whole number of at least 1, a share of the device as a float in (0, 1], or None"
+            raise OptionError("memory_budget", budget, expected, "pass 2 * 2**30 for 2 GiB, or 0.5")
         for name in ("allow", "deny"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Collection) or not all(_is_name(n) for n in value):

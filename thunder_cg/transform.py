@@ -74,7 +74,8 @@ class CudagraphTransform(compat.Transform):
         self.options = options
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
         self._backend = resolve(options.backend)
-        self._arenas = Arenas(self._backend, options.max_arenas, options.debug or self._backend.poisons)
+        poison = options.debug or self._backend.poisons
+        self._arenas = Arenas(self._backend, options.max_arenas, poison, options.memory_budget)
         self._numbers = count(1)
         self._compiling = _Compilation()
         self._named: set[str] = set()  # patterns of the user's that ops have, or that a warning was about
@@ -246,6 +247,7 @@ def cudagraph_transform(
     max_recordings: int = 8,
     max_arenas: int = 16,
     capture_collectives: Literal["auto", "always", "never"] = "auto",
+    memory_budget: int | float | None = None,
 ) -> CudagraphTransform:
     """A Thunder transform that runs the safe parts of a program as CUDA graphs.
 
@@ -266,12 +268,18 @@ def cudagraph_transform(
             reuses. State that an operator keeps by itself, outside of the trace, advances with that run, too.
             A region that communicates is not compared: an eager run beside a replay would communicate twice.
         debug: fill memory with NaN when nobody may read it any more.
-        max_recordings: recordings kept for one compiled function and arena; the oldest goes first.
+        max_recordings: recordings kept for one compiled function and arena; the one with the fewest replays per byte
+            goes first, and replays of long ago count less.
         max_arenas: memory pools for each compiled function; a call that finds all of them held by calls in flight runs
             eagerly.
         capture_collectives: ``"auto"`` captures Thunder's collectives if all ranks of their groups agree, before each
             capture and after it; ``"always"`` captures them without asking the other ranks, which have to make the
             same calls; ``"never"`` leaves them eager.
+        memory_budget: how much memory the pools of all arenas may have together: bytes, or a share of the device as a
+            float of at most 1.0. What a call needs is estimated before it warms up or captures. Past the budget, the
+            recordings with the fewest replays per byte go first; if that is not enough, the call runs eagerly, even
+            with ``strict=True``. Workspaces of cuBLAS, and what the driver takes for graphs, come on top:
+            :func:`thunder_cg.explain` lists them.
 
     Returns:
         The transform, for ``thunder.jit(fn, transforms=[...])``. One instance may serve any number of models.
@@ -280,7 +288,9 @@ def cudagraph_transform(
         OptionError: a value that an option cannot have.
         BackendError: the backend does not work on this machine.
     """
-    options = Options(allow, deny, backend, strict, verify, debug, max_recordings, max_arenas, capture_collectives)
+    options = Options(
+        allow, deny, backend, strict, verify, debug, max_recordings, max_arenas, capture_collectives, memory_budget
+    )
     return CudagraphTransform(options)
 
 

@@ -25,6 +25,8 @@ def test_names_of_pytorch():
         "_cuda_beginAllocateCurrentThreadToPool",
         "_cuda_endAllocateToPool",
         "_cuda_releasePool",
+        "_cuda_clearCublasWorkspaces",
+        "_cuda_memorySnapshot",
         "_construct_storage_from_data_pointer",
         "_construct_CUDA_Tensor_From_Storage_And_Metadata",
     ):
@@ -51,6 +53,7 @@ def test_names_of_the_driver():
         "cuPointerGetAttribute",
         "cuStreamCreate",
         "cuStreamGetCaptureInfo",
+        "cuThreadExchangeStreamCaptureMode",
     ):
         assert callable(getattr(driver, name)), name
     parameters = driver.CUDA_KERNEL_NODE_PARAMS()

@@ -169,7 +169,7 @@ def test_ids_of_pools_are_ordinary_numbers():
 
 
 def test_memory_of_dropped_models_comes_back():
-    """All but the cuBLAS workspace of the first model's capture stream, which the other models use as well."""
+    """Each model leaves no more behind than the first one: test_memory_cuda.py looks at workspaces of cuBLAS."""
     x = torch.randn(256, 1024, device="cuda")
     shared = cudagraph_transform()
     at_first, before = reserved(), None

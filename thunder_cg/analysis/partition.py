@@ -85,10 +85,10 @@ def _apart(verdict: Verdict) -> Verdict:
 
 def _partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan:
     graph = DependencyGraph.of(ops, verdicts, aliasing)
-    memory = PeakMemory.of(ops, graph, aliasing)
+    memory = PeakMemory.of(ops, set(graph.colors), aliasing)
     in_order = _runs(range(len(ops.ops)), graph.colors)
     runs = _runs(graph.schedule(), graph.colors)
-    before, after = memory.peak(in_order), memory.peak(runs)
+    before, after = (memory.peak(op for _, members in order for op in members) for order in (in_order, runs))
     if after <= max(before * _PEAK_GROWTH, before + _PEAK_SLACK):
         return _plan(ops, verdicts, graph, runs, "")
     note = f"kept in trace order: regrouping would raise the estimated peak memory from {before:,} to {after:,} bytes"
@@ -319,15 +319,16 @@ class PeakMemory:
     returned: set[str]  # alias sets that stay alive to the end, because they are returned or saved
 
     @classmethod
-    def of(cls, ops: Ops, graph: DependencyGraph, aliasing: Aliasing) -> PeakMemory:
-        sets, captured, outside = aliasing.sets, set(graph.colors), aliasing.sets_of(ops.args)
+    def of(cls, ops: Ops, devices: Set[str | None], aliasing: Aliasing) -> PeakMemory:
+        """That of a trace of which regions are on ``devices``."""
+        sets, outside = aliasing.sets, aliasing.sets_of(ops.args)
 
         def largest(names: Iterable[str], not_in: Set[str] = frozenset()) -> dict[str, int]:
             """For each alias set of the names, the bytes of the largest."""
             found: dict[str, int] = {}
             for name in names:
                 if name in sets and sets[name] not in not_in:
-                    nbytes = ops.values[name].nbytes if ops.values[name].device in captured else 0
+                    nbytes = ops.values[name].nbytes if ops.values[name].device in devices else 0
                     found[sets[name]] = max(found.get(sets[name], 0), nbytes)
             return found
 
@@ -336,11 +337,17 @@ class PeakMemory:
         returned = (name for op in ops.ops if op.id == "RETURN" for name in op.inputs)
         return cls(allocates, start, aliasing.reads, aliasing.sets_of(returned))
 
-    def peak(self, runs: Iterable[tuple[str | None, list[int]]]) -> int:
-        """Bytes alive at once, at most, if ops run in this order and memory is freed after its last use."""
-        order = [op for _, members in runs for op in members]
+    def peak(
+        self, order: Iterable[int], start: Mapping[str, int] | None = None, returned: Set[str] | None = None
+    ) -> int:
+        """Bytes alive at once, at most, if ops run in this order and memory is freed after its last use.
+
+        Args:
+            start: takes the place of the attribute, and so does ``returned``.
+        """
+        order, returned = [*order], self.returned if returned is None else returned
         last = {name: position for position, op in enumerate(order) for name in self.touches[op]}
-        size = dict(self.start)
+        size = dict(self.start if start is None else start)
         alive = peak = sum(size.values())
         for position, op in enumerate(order):
             for name, nbytes in self.allocates[op].items():
@@ -348,7 +355,7 @@ class PeakMemory:
                 alive += nbytes
             peak = max(peak, alive)
             for name in self.touches[op]:
-                if last[name] == position and name not in self.returned:
+                if last[name] == position and name not in returned:
                     alive -= size.pop(name, 0)
         return peak
 

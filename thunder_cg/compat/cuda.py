@@ -6,6 +6,7 @@ nothing and does not initialize CUDA. It can be imported where PyTorch is built 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +34,14 @@ is_current_stream_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCur
 _begin_allocate: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
 end_allocate_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
+
+
+# Frees the workspaces that PyTorch keeps for cuBLAS and cuBLASLt, of all threads and streams, in use or not.
+clear_cublas_workspaces: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+
+
+class OwnGraph(torch.cuda.CUDAGraph):
+    """A graph of this package, to tell it from others."""
 
 
 def check(result: Sequence[Any]) -> Any:
@@ -152,6 +161,34 @@ def pool_segments(pools: Sequence[PoolId]) -> list[dict[str, Any]]:
     """
     everything = torch._C._cuda_memorySnapshot(None)["segments"]
     return [segment for segment in everything if segment["segment_pool_id"] in pools]
+
+
+def pools_with_memory() -> set[PoolId]:
+    """The private pools, of whoever, of which somebody owns memory."""
+    segments = torch._C._cuda_memorySnapshot(None)["segments"]
+    return {tuple(segment["segment_pool_id"]) for segment in segments if segment["active_size"]} - {(0, 0)}
+
+
+def has_foreign_graphs() -> bool:
+    """Whether there is a `CUDAGraph` that is not of this package.
+
+    It looks at all objects, except for those that `gc.freeze` has set apart, and takes a fraction of a second.
+    """
+    graphs = (each for each in gc.get_objects() if issubclass(type(each), torch.cuda.CUDAGraph))
+    return any(not isinstance(each, OwnGraph) for each in graphs)
+
+
+def free_nbytes(index: int) -> int:
+    """Bytes of the device's memory that nobody has taken, as the driver says."""
+    if driver is None:
+        return int(torch.cuda.mem_get_info(index)[0])
+    # Otherwise the question might break a capture of another thread in the global mode.
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = check(driver.cuThreadExchangeStreamCaptureMode(mode))
+    try:
+        return int(torch.cuda.mem_get_info(index)[0])
+    finally:
+        check(driver.cuThreadExchangeStreamCaptureMode(before))
 
 
 def storage_at(address: int, device: torch.device, nbytes: int) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
-from weakref import ref
+from weakref import WeakMethod, ref
 
 import torch
 
@@ -102,6 +102,11 @@ class EntryFastPaths:
 
         return call
 
+    def drop_discarded(self) -> None:
+        """Drops the fast paths to recordings that were dropped."""
+        self._inference = [known for known in self._inference if not known[0].dropped]
+        self._training = [known for known in self._training if not known[0].dropped]
+
     def drop_caches(self) -> None:
         """No fast path was for a call: drops what is only kept to be fast."""
         for _, path in self._training:
@@ -110,8 +115,7 @@ class EntryFastPaths:
     def build_fast_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes fast paths for what has been recorded, after a call that took Thunder's dispatch."""
         recordings = self.compiled.forward.recordings
-        self._inference = [known for known in self._inference if not known[0].dropped]
-        self._training = [known for known in self._training if not known[0].dropped]
+        self.drop_discarded()
         known_ids = {id(recording) for recording, _ in (*self._inference, *self._training)}
         new = [recording for recording in recordings if id(recording) not in known_ids]
         values = self._guard.values(args, kwargs)  # the first time takes long, so not only once there is a recording
@@ -156,10 +160,12 @@ class Dispatch:
             return _outside_of_dynamo(self, args, kwargs)
         if current_trace() is not None:
             return self._thunders(*args, **kwargs)
+        call: FastPath | None
         for call in self._calls if len(self._statistics.interpreter_cache) == self._known else ():
             result = call(*args, **kwargs)
             if result is not MISS:
                 return result
+        call = None  # its recording may be discarded from here on
         if (module := self._module()) is not None:
             refuse_fully_sharded(module)
         for entry in self._entries:
@@ -170,6 +176,12 @@ class Dispatch:
         self._build_fast_paths(args, kwargs)
         self._calls = [call for entry in self._certain() for call in entry.calls()]
         return result
+
+    def drop_discarded(self) -> None:
+        """Drops the fast paths to recordings that were dropped. The next call takes Thunder's dispatch."""
+        self._calls = []
+        for entry in self._entries:
+            entry.drop_discarded()
 
     def _leaves(self) -> Iterable[torch.Tensor]:
         """The parameters that Thunder's call may get a gradient for, if calls may get autograd nodes of ours."""
@@ -238,6 +250,7 @@ class Dispatch:
                 compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
                 guard = PrologueGuard(module, self._checks_of(used), forward.inputs, self._parameters_cache)
                 entry = EntryFastPaths(compiled, guard, statistics)
+                forward.fast_paths_dropper = WeakMethod(self.drop_discarded)
                 self._entries.append(entry)
             entry.build_fast_paths(args, kwargs)
         except GuardMismatch:

@@ -148,6 +148,7 @@ def inference_fast_path(
             collectives.count_replay()
         program.fast_path_calls += 1
         stats.replays += 1
+        recording.replays += 1
         statistics.calls += 1
         statistics.cache_hits += 1
         if statistics.last_prologue is not prologue_fn:

@@ -286,6 +286,7 @@ def _run_backward_once(ctx: Any, _: Any, *gradients: Any) -> Any:
 
 def _run_backward(ctx: Any, gradients: Sequence[Any], *, in_bulk: bool) -> Any:
     if ctx.node is None:
+        ctx.saved_tensors  # noqa: B018  (it raises if the backward has ended)
         raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
     backward, call, saved, accumulators = ctx.node
     try:
@@ -297,6 +298,8 @@ def _run_backward(ctx: Any, gradients: Sequence[Any], *, in_bulk: bool) -> Any:
         raise
     if in_bulk and not torch.is_anomaly_enabled() and backward.is_alone():
         found = accumulators.deliver(found, None if are_apart else gradients)
+    if not backward_keeps_graph():
+        ctx.node = None  # the loss may live on, and must not keep the recording
     return (None, None, None, None, *found)
 
 

@@ -10,15 +10,21 @@ calls do not change it.
 
 from thunder_cg.report.collectives import CollectiveReport
 from thunder_cg.report.crossings import CrossingReport
+from thunder_cg.report.memory import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain
 from thunder_cg.report.step import StepReport
 
 __all__ = [
+    "ArenaMemory",
     "CollectiveReport",
     "CrossingReport",
+    "MemoryPreview",
+    "MemoryReport",
     "OpReport",
     "Outside",
+    "RecordingMemory",
+    "RegionMemory",
     "RegionReport",
     "Report",
     "StepReport",

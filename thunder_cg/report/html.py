@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from thunder_cg.report import picture, text
 
 if TYPE_CHECKING:
+    from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
 MARK = "<!DOCTYPE html><!-- thunder_cg report -->"  # pages begin with it
@@ -57,7 +58,8 @@ def render(report: Report) -> str:
     first, *rest = text.opening(report).splitlines()
     said = "".join(f'<div style="margin-left: {_indent(line)}ch">{escape(line.strip())}</div>' for line in rest)
     traces = "".join(map(_trace, report.traces))
-    return f'<div class="thunder-cg"><style>{_STYLE}</style><p><b>{escape(first)}</b></p>{said}{traces}</div>'
+    opening = f"<p><b>{escape(first)}</b></p>{said}"
+    return f'<div class="thunder-cg"><style>{_STYLE}</style>{opening}{traces}{_memory(report.memory)}</div>'
 
 
 def _indent(line: str) -> int:
@@ -70,6 +72,11 @@ def page(reports: Mapping[str, Report], title: str) -> str:
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
     head = f'<head><meta charset="utf-8">{view}<title>{escape(title)}</title><style>{_PAGE_STYLE}</style></head>'
     return f'{MARK}<html lang="en">{head}<body>{"".join(parts)}</body></html>\n'
+
+
+def _memory(ledger: MemoryReport) -> str:
+    lines = [*text.memory(ledger)]
+    return f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
 
 
 def _trace(trace: TraceReport) -> str:

@@ -69,27 +69,28 @@ class Found:
     outside: tuple[Outside, ...] = ()
 
 
-def locate(fn: Any) -> Found:
+def locate(fn: Any, function: str = "explain") -> Found:
     """What is there of `fn`: what `thunder.jit`, `thunder.compile`, `thunderfx` or `torch.compile` with a
     `ThunderCompiler` returned.
 
     Raises:
-        NotCompiledError: `fn` is something else, or was compiled without `cudagraph_transform()`.
+        NotCompiledError: `fn` is something else, or was compiled without `cudagraph_transform()`. The message has the
+            name of the ``function`` that was given it.
     """
     if thunder.compile_stats(fn) is not None:
         programs = tuple(_in_caches(_name(fn), fn))
         if not programs and not _has_transform(thunder.list_transforms(fn)):
-            raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
+            raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
         return Found(programs, thunder.compile_stats(fn).calls)
     if (backend := _dynamo_backend(fn)) is None:
-        raise NotCompiledError(fn, "Thunder did not compile this")
+        raise NotCompiledError(fn, "Thunder did not compile this", function)
+    if not _has_transform(backend.thunder_options.get("transforms") or ()):
+        raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
     return _of_dynamo(fn, backend)
 
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
     """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
-    if not _has_transform(backend.thunder_options.get("transforms") or ()):
-        raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
     programs: list[Located] = []
     outside: list[Outside] = []
     for number, graph in enumerate(backend.subgraph_infos):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -15,6 +15,7 @@ from thunder_cg.report import differences, files, html, schema, terminal, text
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
 from thunder_cg.report.differences import Differences
+from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.programs import Located, Outside, locate, source
 from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.program import Program
@@ -108,6 +109,7 @@ class Report:
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
     calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
+    memory: MemoryReport = field(default_factory=MemoryReport)  # the ledger
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -168,7 +170,8 @@ def explain(fn: Any) -> Report | StepReport:
     if isinstance(fn, GraphedStep):
         return StepReport.of(fn)
     found = locate(fn)
-    return Report(tuple(map(_trace, found.programs)), found.outside, found.calls)
+    memory = MemoryReport.of(found.programs)
+    return Report(tuple(map(_trace, found.programs)), found.outside, found.calls, memory)
 
 
 def _trace(located: Located) -> TraceReport:
@@ -186,7 +189,7 @@ def _trace(located: Located) -> TraceReport:
         no_fast_path=program.no_fast_path,
         remark=program.remark,
         fallbacks=dict(program.fallbacks),
-        arena_bytes=program.arena_bytes(),
+        arena_bytes=sum(arena.nbytes() for arena in program.arenas()),
         collectives=collectives(program),
         crossings=crossings(program),
     )

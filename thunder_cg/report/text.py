@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thunder_cg.report.collectives import CollectiveReport
+    from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
@@ -23,7 +24,8 @@ OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 
 def render(report: Report) -> str:
     """The text of the whole report, without a newline at its end."""
-    return "\n\n".join([opening(report), *("\n".join(_trace(trace)) for trace in report.traces)])
+    parts = [opening(report), *("\n".join(_trace(trace)) for trace in report.traces), "\n".join(memory(report.memory))]
+    return "\n\n".join(filter(None, parts))
 
 
 def opening(report: Report) -> str:
@@ -108,6 +110,35 @@ def collectives(trace: TraceReport) -> Iterator[str]:
         said += f" in the group {first.group} of {count(first.ranks, 'rank')}"
         said += ", captured" if first.captured else ", eager"
         yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
+
+
+def memory(ledger: MemoryReport) -> Iterator[str]:
+    """The ledger: all together, each arena, each recording, and each trace that has none."""
+    if not ledger.arenas and not ledger.previews:
+        return
+    said = f"Memory: the pools of {count(len(ledger.arenas), 'arena')} hold {size(ledger.pools)}"
+    said += f", cuBLAS workspaces {size(ledger.workspaces)}, graphs in the driver {size(ledger.graphs)}"
+    yield said + (f"; memory_budget is {size(ledger.budget)}" if ledger.budget is not None else "")
+    for arena in ledger.arenas:
+        yield f"  arena {arena.number}: {size(arena.pool)}{', held by a call in flight' if arena.is_held else ''}"
+    for recording in ledger.recordings:
+        buffers, graphs, copied_in, copied_out = (
+            size(sum(getattr(region, name) for region in recording.regions))
+            for name in ("static_buffers", "graph", "copied_in", "copied_out")
+        )
+        arenas = " and ".join(map(str, recording.arenas))
+        needs, without_graphs = size(recording.needs), size(recording.without_graphs)
+        yield (
+            f"  {recording.function}, cache entry {recording.entry}, {count(recording.replays, 'replay')}: "
+            f"needs about {needs} of arena {arenas}, and {without_graphs} without graphs; "
+            f"copies of inputs {buffers}; in the driver {graphs}; copied per call {copied_in} in, {copied_out} out"
+        )
+    for preview in ledger.previews:
+        needs, without_graphs = size(preview.needs), size(preview.without_graphs)
+        yield (
+            f"  {preview.function}, cache entry {preview.entry}, {preview.kind}, not captured: "
+            f"would need about {needs} of an arena, and {without_graphs} without graphs"
+        )
 
 
 def region_counts(region: RegionReport) -> str:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from thunder_cg.runtime.backend import Backend, Pool
+
+if TYPE_CHECKING:
+    from thunder_cg.runtime.call import Call
+    from thunder_cg.runtime.program import Program
+
+_RAISE = "raise memory_budget"
 
 
 class Arena:
@@ -56,6 +63,10 @@ class Arena:
     def nbytes(self) -> int:
         return sum(pool.nbytes() for pool in self._pools.values())
 
+    def workspace_nbytes(self) -> int:
+        """Bytes of the workspaces of libraries that its captures use, outside of the pools."""
+        return sum(pool.workspace_nbytes() for pool in self._pools.values())
+
     def trim(self) -> None:
         """Gives back memory that no graph needs. Only for the holder."""
         for pool in self._pools.values():
@@ -85,16 +96,25 @@ class Arenas:
         although backwards run one after the other. So once there are two arenas, a backward allocates in a scratch
         arena, which it holds only while it runs: all backwards share it. Where one call is in flight at a time, a
         backward allocates in its forward's arena, and reuses the memory of saved values that it needs no more.
+
+    Note [Memory budget]
+        ``memory_budget=`` bounds the bytes of all pools. Before a call warms up or captures, an estimate of what it
+        needs is compared with the budget, and afterwards the bytes of the pools are. Where memory is short, the
+        recording with the fewest replays per byte is discarded first. Recordings of one arena share its memory, which
+        is back when the last one is gone. If nothing can go, the call runs eagerly. So do, for a while, the calls of a
+        program whose recordings have been discarded many times and replayed few times, since a capture costs more than
+        an eager run.
     """
 
-    def __init__(self, backend: Backend, limit: int, poison: bool) -> None:
-        self._backend, self._limit, self._poison = backend, limit, poison
+    def __init__(self, backend: Backend, limit: int, poison: bool, budget: int | float | None = None) -> None:
+        self._backend, self._limit, self._poison, self._budget = backend, limit, poison, budget
         self._lock = threading.Lock()
+        self._budget_lock = threading.RLock()  # what is discarded may run destructors of anybody
         self._arenas: list[weakref.ref[Arena]] = []
         self._scratch: list[weakref.ref[Arena]] = []
-        self._pairs: weakref.WeakSet[object] = weakref.WeakSet()
+        self._pairs: weakref.WeakSet[Program] = weakref.WeakSet()
 
-    def join(self, pair: object) -> None:
+    def join(self, pair: Program) -> None:
         """Raises the limit while ``pair`` lives, by what each may have."""
         self._pairs.add(pair)
 
@@ -122,6 +142,80 @@ class Arenas:
             arena.try_hold()
             arenas[:] = [weakref.ref(a) for a in (*alive, arena)]
             return arena
+
+    # See Note [Memory budget].
+
+    def nbytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(arena.nbytes() for arena in self._all())
+
+    def budget(self, device: torch.device) -> int | None:
+        """The budget in bytes; a share of the device is one of ``device``."""
+        if isinstance(self._budget, float):
+            return int(self._budget * self._backend.device_nbytes(device))
+        return self._budget
+
+    def make_room(self, call: Call, device: torch.device, expected: int | None = None) -> str | None:
+        """Has the memory that ``call`` uses fit into the budget.
+
+        Args:
+            expected: bytes that it will have; None if it has them.
+
+        Returns:
+            why it does not fit, with both values; None if it does.
+        """
+        budget = self.budget(device)
+        if budget is None:
+            return None
+        # The capture lock first: a call that begins inside a warm-up holds it already.
+        with self._backend.capture_lock, self._budget_lock:
+            mine = call.arenas()
+            in_flight = sum(arena.nbytes() for arena in self._all() if arena.is_held() and arena not in mine)
+            is_hopeless = expected is not None and in_flight + expected > budget
+            problem = _RAISE if is_hopeless else None
+            while problem is None and self.nbytes() + max(0, (expected or 0) - call.memory.nbytes()) > budget:
+                if not self._trim_unused(mine):
+                    problem = self._discard_least_valuable(call)
+            measured = call.memory.nbytes()
+        if problem is None:
+            return None
+        needs = f"its arena has come to {measured:,}" if expected is None else f"its graphs need about {expected:,}"
+        besides = ", besides what calls in flight hold" if in_flight else ""
+        return f"memory_budget is {budget:,} bytes, and {needs} bytes{besides}; {problem}"
+
+    def _all(self) -> list[Arena]:
+        return _alive([*self._arenas, *self._scratch])
+
+    def _discard_least_valuable(self, call: Call) -> str | None:
+        """Discards a recording that no other call uses. Returns why there is none to discard."""
+        mine = call.arenas()
+        recordings = [(pair, recording) for pair in self._pairs for recording in reversed(pair.recordings)]
+        candidates = [
+            (pair, recording)
+            for pair, recording in recordings
+            if recording is not call.recording
+            and all(arena in mine or not arena.is_held() for arena in recording.arenas())
+        ]
+        if not candidates:
+            return _RAISE
+        pays = call.program.captures_pay()
+        if pays:
+            pair, least = min(candidates, key=lambda candidate: candidate[1].value)
+            pair.discard_for_budget(least)
+        for _, recording in recordings:
+            recording.age()
+        return None if pays else "recordings that would have to go for it have replaced each other too often"
+
+    def _trim_unused(self, mine: Sequence[Arena]) -> bool:
+        """Gives back what pools keep that no recording uses. Returns whether there was any."""
+        used = {arena for pair in self._pairs for recording in pair.recordings for arena in recording.arenas()}
+        before = self.nbytes()
+        for arena in self._all():
+            if arena not in used and (arena in mine or arena.try_hold()):
+                arena.trim()
+                if arena not in mine:
+                    arena.release()
+        return self.nbytes() < before
 
 
 def _alive(arenas: list[weakref.ref[Arena]]) -> list[Arena]:

@@ -28,6 +28,8 @@ CopiedOut = Callable[[Sequence[Any]], Tensors]
 class Graph(Protocol):
     """A recorded sequence of work."""
 
+    nbytes: int  # device memory that the driver took for the graph itself, outside of the pool
+
     def replay(self, sources: Tensors = (), targets: Tensors = (), scalars: Sequence[int] = ()) -> None:
         """Runs the work again, on the caller's current stream, reading and writing the recorded addresses.
 
@@ -100,6 +102,9 @@ class Pool(Protocol):
     def nbytes(self) -> int:
         """Bytes of device memory that the pool occupies."""
 
+    def workspace_nbytes(self) -> int:
+        """Bytes of the workspaces that libraries keep for the pool's captures, outside of it."""
+
     def close(self) -> None:
         """Gives the pool's memory back. No graph recorded in it may be replayed afterwards."""
 
@@ -119,6 +124,12 @@ class Backend(Protocol):
 
     def pool(self, device: torch.device) -> Pool:
         """A new, empty pool."""
+
+    def device_nbytes(self, device: torch.device) -> int:
+        """Bytes of memory that the device has."""
+
+    def give_back(self) -> None:
+        """Gives memory that no pool uses any more back to the device, with workspaces of libraries."""
 
     def busy(self) -> bool:
         """Whether the caller is inside a capture already. It is somebody else's, so regions run their ops in it."""

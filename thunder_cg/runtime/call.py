@@ -53,11 +53,13 @@ class Call:
         self.key: Any = None  # the layout that a warm-up is for
         self.round: Round | None = None  # of a call that communicates: what the ranks say of it
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
+        self.began_empty = False  # whether nothing else was in the memory that it warms up or captures in
 
     @classmethod
     def replaying(cls, program: Program, recording: Recording) -> Call:
         """A call that replays the forward of ``recording``, whose arena the caller has taken."""
         call = cls(program)
+        recording.replays += 1
         call.arena, call.recording, call.trace = recording.arena, recording, recording.forward
         return call.enter(Mode.REPLAY)
 
@@ -85,17 +87,22 @@ class Call:
     def give_up(self) -> None:
         """Drops what the call recorded, with the memory of what failed."""
         self.recording = self.trace = None
-        if self.arena is not None:
-            self.memory.trim()
+        for arena in self.arenas():
+            arena.trim()
 
     def release(self) -> None:
         """Gives the arena back. Nothing in its memory may be used any more."""
         scratch, self.scratch, arena, self.arena = self.scratch, None, self.arena, None
         self.owned = {}
+        self.recording = self.trace = None  # the call may live on in an autograd graph whose backward has run
         if scratch is not None:
             scratch.release()
         if arena is not None:
             arena.release()
+
+    def arenas(self) -> list[Arena]:
+        """Those that it holds."""
+        return [arena for arena in (self.arena, self.scratch) if arena is not None]
 
     @property
     def memory(self) -> Arena:

@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, reduce
 from operator import or_
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.memory import MemoryEstimate
 from thunder_cg.analysis.ops import Op, Ops, process_groups
 from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.compat.torch import Settings, backward_keeps_graph, has_storage, is_zero_tensor, kernel_settings
@@ -34,6 +35,11 @@ _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up agai
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 _LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
 _MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
+
+_LOOK_AGAIN = 16  # calls after the first one that found no room in the memory budget; then twice as many, and so on
+_LOOK_AGAIN_AT_LEAST = 1024
+_MAX_DISCARDED = 8  # recordings in a row for the memory budget, if captures do not pay
+_PAYS = 4  # replays for each capture
 
 _CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
 _FORWARD_WAS_EAGER = "its forward ran eagerly"
@@ -74,6 +80,13 @@ class Program:
         self._is_quarantined = False
         self._warm: set[Any] = set()
         self._forward = forward
+        ios = [region.io for region in self.regions]
+        before: MemoryEstimate | None = forward.memory if forward is not None else None
+        self.memory: MemoryEstimate = MemoryEstimate.of(ops, plan, aliasing, ios, saved, before)
+        self.needed = self.memory.arena  # bytes that its graphs need in an arena, or more if they turned out to
+        self._no_room: str | None = None  # what the memory budget said when it was asked last
+        self._look_for_room_at = 0  # how many calls there have to be before it is asked again
+        self._look_again_after = _LOOK_AGAIN
         self._arenas = arenas
         arenas.join(self._pair)
         # Of a pair, kept by the program that owns it:
@@ -83,10 +96,13 @@ class Program:
         self._waiting: weakref.WeakSet[Call] = weakref.WeakSet()  # calls whose backward is still to come
         self._moves: Counter[str] = Counter()  # how often a static input was at another address
         self._captures_for_moves = 0
+        self._discarded = 0  # recordings, because of the memory budget
         self._retired = 0
         self._backward_varies = False  # whether recordings keep what the forward saved, for other backwards
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
         self._found_held = 0
+        # Of the module's dispatch, while that lives: drops the fast paths to recordings that were discarded.
+        self.fast_paths_dropper: Callable[[], Callable[[], None] | None] = _no_fast_paths
         self._describe_inputs(saved, aliasing)
         # All ranks count the same calls, so those whose collectives are eager count, too.
         groups = process_groups(ops.ops) if options.capture_collectives != "never" else []
@@ -170,6 +186,9 @@ class Program:
             problem = f"all arenas are held by calls in flight (max_arenas={limit}); raise max_arenas"
             return call.run_eagerly(problem)
         call.arena.enter()
+        if (reason := self._find_room(call)) is not None:
+            call.release()
+            return call.run_eagerly(reason, strict=False)
         return self._warm_up_or_capture(call, inputs)
 
     def begin_backward(self, saved: Any, *tensors: torch.Tensor) -> Call:
@@ -202,6 +221,8 @@ class Program:
         if (reason := self._unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
         self._hold_scratch(call)
+        if (reason := self._find_room(call)) is not None:
+            return call.run_eagerly(reason, strict=False)
         if call.recording is None:
             call.key = self._key(inputs)
             return call.enter(Mode.WARMUP)
@@ -271,6 +292,38 @@ class Program:
         call.verifies = self.options.verify is not None
         self._count_sample()
         return call.enter(Mode.CAPTURE)
+
+    def _find_room(self, call: Call) -> str | None:
+        """Why what the call is to warm up or capture does not fit into the memory budget. It is not asked each time."""
+        if self.options.memory_budget is None:
+            return None
+        if self.calls >= self._look_for_room_at:
+            self._ask_for_room(call, self.needed)
+            call.began_empty = call.memory.nbytes() == 0
+        return self._no_room
+
+    def _ask_for_room(self, call: Call, expected: int | None) -> None:
+        self._no_room = self._arenas.make_room(call, self.regions[0].device, expected)
+        if self._no_room is not None:
+            self._look_for_room_at = self.calls + self._look_again_after
+            self._look_again_after = min(2 * self._look_again_after, _LOOK_AGAIN_AT_LEAST)
+            self._pair._discarded = 0
+
+    def _fits(self, call: Call) -> bool:
+        """Whether the arenas keep to the memory budget, now that the call has warmed up or captured."""
+        if self.options.memory_budget is None:
+            return True
+        self._ask_for_room(call, None)
+        if self._no_room is not None and call.began_empty:
+            self.needed = max(self.needed, call.memory.nbytes())
+            self._look_for_room_at = 0  # which is known before the next capture begins
+        return self._no_room is None
+
+    def captures_pay(self) -> bool:
+        """Whether it makes sense to discard recordings for one of this program."""
+        captures = max((region.stats.captures for region in self.regions), default=0)
+        replays = max((region.stats.replays for region in self.regions), default=0)
+        return self._pair._discarded < _MAX_DISCARDED or replays >= _PAYS * captures
 
     def skip_reason(self) -> str | None:
         """Why no call on this thread can replay a graph now."""
@@ -376,6 +429,7 @@ class Program:
             if len(self._warm) >= _MAX_LAYOUTS:
                 self._warm.clear()
             self._warm.add(call.key)
+            self._fits(call)
         elif call.mode is Mode.CAPTURE:
             recording, trace = call.recording, call.trace
             assert recording is not None and trace is not None
@@ -387,16 +441,22 @@ class Program:
                 recording.backwards = [trace, *recording.backwards][: self.options.max_recordings]
                 if not recording.keeps_saved:
                     recording.owned.clear()
+            recording.nbytes = max(recording.nbytes, self.needed)
+            recording.incomplete = recording.incomplete or not self._fits(call)
             if not recording.incomplete:
                 self._pair.admit(recording)
             if call.arena is not None:
                 call.memory.forget(call.owned.values(), recording.owned.values())
 
     def admit(self, recording: Recording) -> None:
-        """Keeps a recording for later calls; past the bound, the arena's oldest goes."""
-        same_arena = [r for r in self.recordings if r.arena is recording.arena]
-        for old in same_arena[self.options.max_recordings - 1 :]:
-            self.drop(old)
+        """Keeps a recording for later calls; past the bound, the least valuable one of the arena goes."""
+        rivals = [each for each in self.recordings if each.arena is recording.arena]
+        while len(rivals) >= self.options.max_recordings:
+            least = min(reversed(rivals), key=lambda each: each.value)
+            rivals.remove(least)
+            self.discard(least)
+            for each in rivals:
+                each.age()
         recording.dropped = False
         self.recordings = [recording, *self.recordings]
 
@@ -404,6 +464,26 @@ class Program:
         """No later call replays the recording."""
         recording.dropped = True
         self.recordings = [r for r in self.recordings if r is not recording]
+
+    def discard(self, recording: Recording) -> None:
+        """Drops a recording for good, and the fast paths to it: its memory is free once no call in flight uses it."""
+        self.drop(recording)
+        if (drop_fast_paths := self.fast_paths_dropper()) is not None:
+            drop_fast_paths()
+
+    def discard_for_budget(self, recording: Recording) -> None:
+        """Discards it, because other recordings are worth more."""
+        self._discarded += 1
+        self.discard(recording)
+
+    def release(self) -> None:
+        """Gives up all recordings, and the arenas. Calls in flight keep what they hold; the next call warms up."""
+        in_flight = [call.recording for call in self._waiting if call.recording is not None]
+        for recording in [*self.recordings, *in_flight]:
+            recording.incomplete = True  # so that no backward to come brings it back
+            self.discard(recording)
+        self._used, self._used_scratch = [], []
+        self._warm.clear()
 
     def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
@@ -444,9 +524,22 @@ class Program:
         self._is_quarantined = True
         call.run_eagerly(f"{self.regions[region].name} disagrees with its ops", strict=False)
 
-    def arena_bytes(self) -> int:
-        """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""
-        return sum(arena.nbytes() for arena in (*self._pair._used, *self._pair._used_scratch))
+    def recorded(self) -> list[tuple[Recording, list[TraceRecording]]]:
+        """All recordings of the pair, and what each has recorded of this program."""
+        is_owner = self._pair is self
+        return [(r, [r.forward] if is_owner and r.forward is not None else r.backwards) for r in self._pair.recordings]
+
+    def arenas(self) -> list[Arena]:
+        """Those that hold the program's recordings, or did. Arenas are shared between programs."""
+        return [*self._pair._used, *self._pair._used_scratch]
+
+    def budget(self) -> int | None:
+        """The memory budget in bytes of all arenas of the transform. Only for a program with regions."""
+        return self._arenas.budget(self.regions[0].device)
+
+
+def _no_fast_paths() -> None:
+    """There is no dispatch, whose fast paths could hold recordings."""
 
 
 def _writes_with_grad(op: Op) -> bool:

@@ -45,6 +45,7 @@ class RegionGraph:
         self.scalars = slice(0, 0)
         self.targets = [each.target for each in copied]
         self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
+        self.buffer_nbytes = sum(each.buffer.untyped_storage().nbytes() for each in copied)  # of the pool
 
     @property
     def is_simple(self) -> bool:
@@ -123,6 +124,9 @@ class Recording:
     """All graphs of one trace pair for one guard of the forward, in one arena."""
 
     arena: Arena
+    nbytes: int = 0  # of the arena, about: recordings of one arena share its memory
+    replays: int = 0
+    forgotten: float = 0  # of the replays: those that do not count any more
     forward: TraceRecording | None = None  # or of a backward trace whose forward has no region
     backwards: list[TraceRecording] = field(default_factory=list)  # newest first, one for each layout of gradients
     static: set[str] = field(default_factory=set)  # values that are views of static inputs
@@ -131,6 +135,20 @@ class Recording:
     dropped: bool = True  # whether no later call may replay it
     incomplete: bool = False  # whether the next call is to record all of it anew, since a region failed
     may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made
+
+    @property
+    def value(self) -> float:
+        """How much time it saves for its memory: replays per byte."""
+        return (self.replays - self.forgotten) / max(1, self.nbytes)
+
+    def age(self) -> None:
+        """Has its replays up to now count by half, so that what was used long ago does not stay for ever."""
+        self.forgotten += (self.replays - self.forgotten) / 2
+
+    def arenas(self) -> list[Arena]:
+        """Those that its graphs use."""
+        scratch = (trace.scratch for trace in self.backwards if trace.scratch is not None)
+        return [*dict.fromkeys((self.arena, *scratch))]
 
     def close(self, *, may_wait: bool) -> None:
         """Destroys the graphs, after their work is done if that may be waited for. Regions run their ops afterwards."""

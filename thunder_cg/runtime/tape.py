@@ -6,6 +6,7 @@ arena with NaN at its release, so that a later use fails a test. It is slower th
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -47,6 +48,12 @@ class TapeBackend:
 
     def pool(self, device: torch.device) -> TapePool:
         return TapePool(device)
+
+    def device_nbytes(self, device: torch.device) -> int:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    def give_back(self) -> None:
+        """Memory that nobody owns is free already."""
 
     def busy(self) -> bool:
         return getattr(_active, "tape", None) is not None
@@ -255,6 +262,7 @@ class TapeGraph:
     buffers: Tensors
     copied_out: Tensors
     sentinels: Sequence[int]
+    nbytes: int = 0  # there is no driver
 
     def __post_init__(self) -> None:
         leaves = [compat.tree_leaves((s.args, s.kwargs)) if isinstance(s, _RecordedCall) else [] for s in self.steps]
@@ -381,6 +389,9 @@ class TapePool:
 
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())
+
+    def workspace_nbytes(self) -> int:
+        return 0
 
     def close(self) -> None:
         self._tensors.clear()

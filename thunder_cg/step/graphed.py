@@ -178,6 +178,16 @@ class GraphedStep:
         """That of the step's function."""
         return getattr(self._fn, "__name__", type(self._fn).__name__)
 
+    def release(self) -> None:
+        """Gives the memory of all graphs of the step back. A later call captures anew."""
+        with self._lock:
+            while self.recordings:
+                self.recordings.pop().close()
+            pool, self._pool = self._pool, None
+            if pool is not None:
+                pool.close()
+        self._backend.give_back()
+
     def pool_bytes(self) -> int:
         """Bytes of the memory that all recordings share."""
         return 0 if self._pool is None else self._pool.nbytes()

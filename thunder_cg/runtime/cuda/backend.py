@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.errors import BackendError
 from thunder_cg.runtime.cuda.nodes import addresses
 from thunder_cg.runtime.cuda.pool import CudaPool
-from thunder_cg.runtime.cuda.streams import capture_lock
+from thunder_cg.runtime.cuda.streams import capture_lock, free_workspaces
 from thunder_cg.runtime.cuda.watchdog import watchdog
 
 
@@ -32,6 +33,14 @@ class CudaBackend:
 
     def pool(self, device: torch.device) -> CudaPool:
         return CudaPool(device)
+
+    def device_nbytes(self, device: torch.device) -> int:
+        return int(torch.cuda.get_device_properties(device).total_memory)
+
+    def give_back(self) -> None:
+        free_workspaces()
+        with suppress(RuntimeError):  # while a user captures on another thread
+            torch.cuda.empty_cache()
 
     busy = staticmethod(cuda.is_current_stream_capturing)
 

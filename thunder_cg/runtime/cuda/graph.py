@@ -40,7 +40,8 @@ class CudaGraph:
     def __init__(self, index: int, pool: PrivatePool, buffers: Tensors) -> None:
         self._index, self._pool, self._buffers = index, pool, buffers
         self._has_driver = copy_nodes.available(index)
-        self.torch_graph = torch.cuda.CUDAGraph(keep_graph=self._has_driver)
+        self.torch_graph = cuda.OwnGraph(keep_graph=self._has_driver)
+        self.nbytes = 0  # known only with the driver
         self._inputs = Copies(index, into=True) if self._may_copy(buffers) else None
         self._outputs = Copies(index, into=False)
         self.copied_out = 0  # how many tensors the graph itself copies out
@@ -99,7 +100,9 @@ class CudaGraph:
         if sentinels:
             self._scalars = KernelScalars(cuda.captured_graph(self.torch_graph), sentinels)
         if self._has_driver:
+            free = cuda.free_nbytes(self._index)
             self.torch_graph.instantiate()
+            self.nbytes = max(0, free - cuda.free_nbytes(self._index))
             executable = cuda.executable_graph(self.torch_graph)
             for part in (self._inputs, self._outputs, self._scalars):
                 if part is not None:

@@ -28,7 +28,7 @@ from thunder_cg.compat.torch import deterministic_fill
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.graph import CudaGraph
-from thunder_cg.runtime.cuda.streams import CaptureLock, CaptureStream, capture_lock, capturing
+from thunder_cg.runtime.cuda.streams import CaptureLock, CaptureStream, capture_lock, capturing, own_pools
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import copy_all
 
@@ -47,6 +47,7 @@ class PrivatePool:
         self._index = index
         self._users = 1
         self.id = cuda.new_pool(index)
+        own_pools.add(self.id)
         self.keep_alive: list[torch.cuda.CUDAGraph] = []  # the keep-alive graph: see CudaPool._keep_pool_alive
 
     def mark_broken(self) -> None:
@@ -104,9 +105,10 @@ class CudaPool:
         """The capture stream, ordered after the caller's stream, which is yielded, and the caller's stream after it."""
         current = torch.cuda.current_stream(self._index)
         with torch.cuda.device(self._index):
+            # Captures run kernels, too, which set seed and offset, and so may the making of workspaces.
+            self._capture_stream.stream.wait_stream(current)
             self._capture_stream.prepare()
             with torch.cuda.stream(self._capture_stream.stream):
-                self._capture_stream.stream.wait_stream(current)  # captures run kernels, too: they set seed and offset
                 try:
                     yield current
                 finally:
@@ -220,7 +222,7 @@ class CudaPool:
 
         PyTorch's allocator of pinned memory has a pool of the same id. It cannot be used again once no graph uses it.
         """
-        graph = torch.cuda.CUDAGraph()
+        graph = cuda.OwnGraph()
         with warnings.catch_warnings(), torch.cuda.device(self._index), torch.cuda.stream(self._capture_stream.spare):
             warnings.simplefilter("ignore")  # PyTorch warns that the graph is empty
             self._capture_stream.spare.wait_stream(current)  # Note [Draws on several streams]
@@ -256,9 +258,17 @@ class CudaPool:
     def nbytes(self) -> int:
         return sum(segment["total_size"] for segment in cuda.pool_segments([p.id for p in self._private_pools]))
 
+    def workspace_nbytes(self) -> int:
+        return self._capture_stream.workspace_nbytes()
+
     def close(self) -> None:
-        del self._private_pool
-        self._capture_stream.give_back()
+        if "_private_pool" in self.__dict__:
+            del self._private_pool
+            self._capture_stream.give_back()
+
+    def __del__(self) -> None:
+        if "_capture_stream" in self.__dict__:
+            self.close()
 
 
 def _poison(storage: Any) -> None:  # the type of a storage in torch's stubs differs from call to call

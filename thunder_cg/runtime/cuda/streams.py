@@ -3,9 +3,14 @@
 Note [cuBLAS workspaces]
     PyTorch keeps one cuBLAS workspace for each thread and stream until the process ends, and a graph bakes its address
     in. Graphs that share a workspace race when they are replayed on two streams. So no two arenas, and no arena and
-    user, share a capture stream. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees workspaces that graphs
-    still use. So ours are in a private pool that nothing else allocates from. The package never calls it, because
-    nobody knows which graphs are alive. An idle capture stream keeps its workspace (32 MiB on an H200).
+    user, share a capture stream. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees the workspaces of all
+    streams, those that graphs still use as well. So ours are in a private pool that nothing else allocates from. Only
+    autograd's threads, in the capture of a whole step, make theirs in the arena's pool.
+
+    An idle capture stream keeps its workspace (32 MiB on an H200) for the next arena. When all streams are idle, this
+    module has PyTorch free the workspaces, unless the process may have graphs of others. A graph that nobody can see,
+    such as one of a C++ library, shows in the memory of its private pool. So does one that is gone, if a workspace was
+    made in its capture.
 
 Note [Draws on several streams]
     All graphs read their seed and offset from one pair of numbers in the device's memory. PyTorch sets the pair on the
@@ -20,10 +25,11 @@ Note [Who destroys graphs]
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -46,6 +52,18 @@ class CaptureLock:
             self._owner = threading.get_ident()
         self._depth += 1
 
+    @contextmanager
+    def if_free(self) -> Iterator[bool]:
+        """Holds it inside if no thread held it, not even this one. Yields whether it does."""
+        if not self._lock.acquire(blocking=False):
+            yield False
+            return
+        self._owner, self._depth = threading.get_ident(), 1
+        try:
+            yield True
+        finally:
+            self.__exit__()
+
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth:
@@ -67,13 +85,17 @@ class CaptureLock:
 
 
 capture_lock = CaptureLock()
+own_pools: set[cuda.PoolId] = set()  # the private pools of this package; those that are gone are dropped later
 
 
 class CaptureStream:
     """A stream to warm up and capture on, with its workspaces. See Note [cuBLAS workspaces]."""
 
     _idle: ClassVar[list[CaptureStream]] = []
+    _in_use: ClassVar[int] = 0
+    _cleared: ClassVar[int] = 0  # how often PyTorch's workspaces have been freed
     _lock: ClassVar[threading.RLock] = threading.RLock()  # a destructor may give a stream back while we take one
+    _process_ends: ClassVar[Any] = staticmethod(sys.is_finalizing)  # for the same destructor
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -84,29 +106,72 @@ class CaptureStream:
 
     @classmethod
     def take(cls, index: int) -> CaptureStream:
-        """One that nobody uses. They live as long as the process, as PyTorch keeps the workspaces so long."""
+        """One that nobody uses. They live as long as the process; their workspaces may not."""
         with cls._lock:
-            for stream in cls._idle:
-                if stream.index == index:
-                    cls._idle.remove(stream)
-                    return stream
-        return cls(index)
+            stream = next((each for each in cls._idle if each.index == index), None)
+            if stream is None:
+                stream = cls(index)
+            else:
+                cls._idle.remove(stream)
+            CaptureStream._in_use += 1
+        return stream
 
     def give_back(self) -> None:
         with self._lock:
             self._idle.append(self)
+            CaptureStream._in_use -= 1
+        if self.all_are_idle() and not self._process_ends():
+            free_workspaces()
+
+    def workspace_nbytes(self) -> int:
+        segments = cuda.pool_segments([self._pool]) if self._pool is not None else []
+        return sum(segment["total_size"] for segment in segments)
+
+    @classmethod
+    def forget_workspaces(cls) -> None:
+        """After PyTorch has freed all workspaces: gives up the pools of those of idle streams."""
+        with cls._lock:
+            CaptureStream._cleared += 1
+            for stream in cls._idle:
+                pool, stream._pool = stream._pool, None
+                if pool is not None:
+                    cuda.release_pool(stream.index, pool)
+
+    @classmethod
+    def all_are_idle(cls) -> bool:
+        return not cls._in_use
 
     def prepare(self) -> None:
         """Makes this thread's workspaces for the stream, before anything could make them in an arena's pool."""
-        if getattr(self._of_thread, "is_prepared", False):
+        if getattr(self._of_thread, "prepared_at", None) == self._cleared:
             return
         if self._pool is None:
             self._pool = cuda.new_pool(self.index)
-        with torch.cuda.device(self.index), torch.cuda.stream(self.stream), cuda.use_pool(self.index, self._pool):
+            own_pools.add(self._pool)
+        with cuda.use_pool(self.index, self._pool):
+            self._make_workspaces()
+        self._of_thread.prepared_at = self._cleared
+
+    def _make_workspaces(self) -> None:
+        with torch.cuda.device(self.index), torch.cuda.stream(self.stream):
             torch.cuda.current_blas_handle()
             operand = torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda")
             torch.addmm(operand[0], operand, operand)  # by cuBLASLt
-        self._of_thread.is_prepared = True
+
+
+def free_workspaces() -> None:
+    """Frees the workspaces of cuBLAS, if no graph can use one: see Note [cuBLAS workspaces].
+
+    It waits for nobody, since a destructor may be what calls it.
+    """
+    with capture_lock.if_free() as is_free:
+        if not is_free or not CaptureStream.all_are_idle() or cuda.clear_cublas_workspaces is None:
+            return
+        pools = cuda.pools_with_memory()
+        own_pools.intersection_update(pools)
+        if pools == own_pools and not cuda.has_foreign_graphs():
+            cuda.clear_cublas_workspaces()
+            CaptureStream.forget_workspaces()
 
 
 def wait_for_draws(index: int) -> None:

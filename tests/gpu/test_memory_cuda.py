@@ -1,0 +1,160 @@
+"""Memory of graphs on a GPU: what the ledger says is what PyTorch and the driver say, and all of it comes back."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import thunder
+import torch
+from models import mlp
+from support import programs, replays, same, same_state, twice
+
+from thunder_cg import cudagraph_transform, explain, release
+from thunder_cg.runtime.cuda import streams
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+MB = 2**20
+
+
+def reserved() -> int:
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.memory_stats()["reserved_bytes.all.current"])
+
+
+def taken() -> int:
+    """Bytes of the device that the process, or another one, has."""
+    reserved()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+@pytest.fixture
+def quiet():
+    """No graph is alive, and no workspace, in whoever's memory: what comes is the test's."""
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    streams.CaptureStream.forget_workspaces()
+
+
+def fn(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(torch.relu(x * 2) + 1)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_ledger_adds_up_to_what_pytorch_and_the_driver_say(quiet, trains):
+    transform = cudagraph_transform()
+    x = torch.randn(32768, 1024, device="cuda")  # 128 MB, so that what the driver rounds to is less than one percent
+    # Kernels are loaded, and cuBLAS has its handles, before anything is counted.
+    other = thunder.jit(mlp(4, 1024).cuda(), transforms=[cudagraph_transform()])
+    model = thunder.jit(mlp(4, 1024).cuda(), transforms=[transform])
+
+    def call(jfn, times):
+        for _ in range(times):
+            with torch.set_grad_enabled(trains):
+                y = jfn(x)
+            if trains:
+                y.square().mean().backward()
+                jfn.zero_grad(set_to_none=True)
+
+    call(other, 4)
+    release(other)
+    before, taken_before = reserved(), taken()
+    call(model, 4)
+    memory = explain(model).memory
+    grown, taken_grown = reserved() - before, taken() - taken_before
+    assert replays(model) > 0 and memory.pools == transform._arenas.nbytes() > 400 * MB
+    assert memory.workspaces > 0
+    assert memory.pools + memory.workspaces == pytest.approx(grown, rel=0.01)
+    assert memory.pools + memory.workspaces + memory.graphs == pytest.approx(taken_grown, rel=0.01)
+    call(model, 2)
+    release(model)
+    assert reserved() <= before + 2 * MB
+    assert taken() <= taken_before + 4 * MB
+
+
+def test_all_memory_comes_back_and_the_next_calls_are_right(quiet):
+    plain, graphed = twice(mlp(4, 1024).cuda(), cudagraph_transform(debug=True))
+    x = torch.randn(4096, 1024, device="cuda")
+    before = reserved()
+    for _ in range(2):
+        losses = []
+        for _ in range(4):
+            results = [jfn(x).square().mean() for jfn in (plain, graphed)]
+            for result in results:
+                result.backward()
+            losses.append(results)
+        same(*([row[i].detach() for row in losses] for i in (0, 1)))
+        same_state(plain, graphed)
+        for jfn in (plain, graphed):
+            jfn.zero_grad(set_to_none=True)
+        assert reserved() > before + 32 * MB
+        release(graphed)  # although all losses live
+        assert reserved() <= before + 2 * MB
+    y = graphed(x)
+    release(graphed)
+    y.square().mean().backward()
+    plain(x).square().mean().backward()
+    same_state(plain, graphed)
+
+
+def test_workspaces_go_with_the_last_model(quiet):
+    x = torch.randn(256, 1024, device="cuda")
+    before = reserved()
+    models = [thunder.jit(mlp(2, 1024).cuda(), transforms=[cudagraph_transform()]) for _ in range(2)]
+    for model in models:
+        for _ in range(4):
+            model(x).sum().backward()
+    assert all(explain(model).memory.workspaces > 0 for model in models)
+    expected = [model(x).detach() for model in models]
+    del models[0], model
+    gc.collect()
+    for _ in range(3):  # what the other one's graphs use is still theirs
+        torch.empty(64 * MB, dtype=torch.uint8, device="cuda").fill_(255)
+        same(expected[1], models[0](x).detach())
+    release(models[0])
+    for _ in range(4):
+        same(expected[1], models[0](x).detach())
+    del models[0]
+    assert reserved() <= before + 2 * MB
+
+
+def test_workspaces_stay_while_somebody_else_has_graphs(quiet):
+    weight = torch.randn(512, 512, device="cuda")
+    result = weight @ weight
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result.copy_(weight @ weight)
+    expected = weight @ weight
+    model = thunder.jit(mlp(2, 64).cuda(), transforms=[cudagraph_transform()])
+    for _ in range(4):
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+    cleared = streams.CaptureStream._cleared
+    release(model)
+    assert streams.CaptureStream._cleared == cleared
+    torch.empty(64 * MB, dtype=torch.uint8, device="cuda").fill_(255)
+    graph.replay()
+    same(expected, result)
+
+
+def test_a_budget_is_kept(quiet):
+    budget = 96 * MB
+    transform = cudagraph_transform(memory_budget=budget)
+    plain, jitted = twice(fn, transform)
+    for at in range(4):
+        for megabytes in (4, 8, 12, 16, 64):  # of one tensor; three are needed, of which one is the copy of the input
+            x = torch.randn(megabytes * MB // 4, device="cuda")
+            for _ in range(4):
+                same(plain(x), jitted(x))
+                assert transform._arenas.nbytes() <= budget, (at, megabytes)
+    assert replays(jitted) > 20
+    reasons = [reason for program in programs(jitted) for reason in program.fallbacks]
+    assert reasons and all(reason.startswith("memory_budget is 100,663,296 bytes, and its") for reason in reasons)
+
+
+def test_a_share_of_the_device():
+    transform = cudagraph_transform(memory_budget=0.5)
+    total = torch.cuda.get_device_properties(0).total_memory
+    assert transform._arenas.budget(torch.device("cuda", 0)) == total // 2

@@ -1,0 +1,67 @@
+"""What a call would allocate without graphs is what one allocates without graphs."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from models import Linear
+from support import programs
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from thunder_cg import cudagraph_transform
+
+
+class Allocated(TorchDispatchMode):
+    """The most bytes of memory that live at a time, of those that operators allocate inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._known: set[int] = set()
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)} - self._alive().keys()
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in before:
+                self._tensors.append(weakref.ref(tensor))
+        self.peak = max(self.peak, sum(self._alive().values()))
+        return result
+
+    def _alive(self) -> dict[int, int]:
+        alive = [tensor for each in self._tensors if (tensor := each()) is not None]
+        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_estimate(trains, backend, device):
+    width = 64
+    model = nn.Sequential(Linear(width, 4 * width), nn.Tanh(), Linear(4 * width, width)).to(device)
+    plain = thunder.jit(copy.deepcopy(model))
+    graphed = thunder.jit(model, transforms=[cudagraph_transform(backend=backend)])
+    x, gradient = torch.randn(512, width, device=device), torch.randn(512, width, device=device)
+
+    def call(jfn: Any) -> None:
+        jfn.zero_grad()
+        with torch.set_grad_enabled(trains):
+            result = [jfn(x)]
+        if trains:
+            torch.autograd.backward(result, [gradient])
+
+    for jfn in (plain, graphed):
+        call(jfn)
+    with Allocated() as allocated:
+        call(plain)
+    forward, *backward = (program.memory for program in programs(graphed))
+    if not trains:
+        assert forward.without_graphs == allocated.peak
+    else:
+        result = 4 * x.numel()  # the caller has it in the backward
+        assert backward[0].without_graphs + result == pytest.approx(allocated.peak, abs=64)

@@ -1,0 +1,131 @@
+"""When the workspaces of cuBLAS are freed: PyTorch frees those of all streams, or none."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from thunder_cg.compat import cuda
+from thunder_cg.runtime.cuda import streams
+from thunder_cg.runtime.cuda.streams import CaptureStream, capture_lock, free_workspaces
+
+
+class FakeCuda:
+    """Private pools that are numbers, and the bytes of workspaces in them."""
+
+    def __init__(self) -> None:
+        self.pools: dict[int, int] = {}
+        self.foreign_pools: set[int] = set()
+        self.cleared = 0
+        self.has_foreign_graphs = False
+        self._pool = -1
+
+    def new_pool(self, index):
+        pool = 1 + max(self.pools, default=0)
+        self.pools[pool] = 0
+        return pool
+
+    @contextmanager
+    def use_pool(self, index, pool):
+        self._pool = pool
+        yield
+
+    def make_workspace(self):
+        self.pools[self._pool] += 32
+
+    def clear(self):
+        self.cleared += 1
+
+    def pool_segments(self, pools):
+        return [{"total_size": self.pools[pool]} for pool in pools]
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(cuda, "new_stream", lambda index: object())
+    monkeypatch.setattr(cuda, "new_pool", fake.new_pool)
+    monkeypatch.setattr(cuda, "use_pool", fake.use_pool)
+    monkeypatch.setattr(cuda, "release_pool", lambda index, pool: fake.pools.pop(pool))
+    monkeypatch.setattr(cuda, "pool_segments", fake.pool_segments)
+    monkeypatch.setattr(cuda, "clear_cublas_workspaces", fake.clear)
+    monkeypatch.setattr(cuda, "pools_with_memory", lambda: {*fake.pools, *fake.foreign_pools})
+    monkeypatch.setattr(cuda, "has_foreign_graphs", lambda: fake.has_foreign_graphs)
+    monkeypatch.setattr(CaptureStream, "_make_workspaces", lambda stream: fake.make_workspace())
+    monkeypatch.setattr(CaptureStream, "_idle", [])
+    monkeypatch.setattr(CaptureStream, "_in_use", 0)
+    monkeypatch.setattr(streams, "own_pools", set())
+    return fake
+
+
+def prepared():
+    stream = CaptureStream.take(0)
+    stream.prepare()
+    stream.prepare()
+    return stream
+
+
+def test_workspaces_of_the_last_arena_are_back_at_once(fake):
+    first, second = prepared(), prepared()
+    assert (fake.pools, first.workspace_nbytes()) == ({1: 32, 2: 32}, 32)
+    first.give_back()
+    assert fake.cleared == 0  # the next arena takes it
+    assert CaptureStream.take(0) is first
+    for stream in (first, second):
+        stream.give_back()
+    assert fake.cleared == 1 and fake.pools == {}
+    assert stream.workspace_nbytes() == 0
+    assert prepared().workspace_nbytes() == 32  # a stream that comes into use again
+
+
+def test_pools_that_are_gone_are_forgotten(fake):
+    stream = prepared()
+    streams.own_pools.update((7, 8))
+    fake.foreign_pools.add(8)  # of a step that is gone, and in whose capture autograd made a workspace
+    stream.give_back()
+    assert fake.cleared == 1 and streams.own_pools == {1, 8}
+
+
+@pytest.mark.parametrize(
+    "why", ["graphs of others", "their memory", "another arena", "a capture on this thread", "one on another"]
+)
+def test_nothing_is_freed_where_that_could_harm_a_graph(fake, why):
+    stream = prepared()
+    if why == "graphs of others":
+        fake.has_foreign_graphs = True
+        stream.give_back()
+    elif why == "their memory":
+        fake.foreign_pools.add(9)
+        stream.give_back()
+    elif why == "another arena":
+        CaptureStream.take(0)
+        stream.give_back()
+        free_workspaces()
+    elif why == "a capture on this thread":
+        with capture_lock:
+            stream.give_back()
+    else:
+        with capture_lock:
+            worker = threading.Thread(target=stream.give_back)
+            worker.start()
+            worker.join()
+    assert fake.cleared == 0 and fake.pools == {1: 32}
+    with capture_lock.if_free() as is_free:
+        assert is_free
+
+
+def test_graphs_of_others(monkeypatch):
+    segments = [{"segment_pool_id": (0, i), "active_size": size} for i, size in enumerate((8, 8, 0))]
+    monkeypatch.setattr(torch._C, "_cuda_memorySnapshot", lambda pool: {"segments": segments}, raising=False)
+    assert cuda.pools_with_memory() == {(0, 1)}  # nobody owns memory of the last one, which may be gone
+    graph = type("Graph", (), {})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
+    monkeypatch.setattr(cuda, "OwnGraph", own := type("OwnGraph", (graph,), {}))
+    found = [own()]
+    monkeypatch.setattr(cuda.gc, "get_objects", lambda: found)
+    assert not cuda.has_foreign_graphs()
+    found.append(graph())
+    assert cuda.has_foreign_graphs()

@@ -1,0 +1,73 @@
+"""Estimates of memory from the trace alone: what an order of its ops needs, with and without graphs.
+
+An estimate knows the tensors of the trace. It does not know what a fusion or a library allocates inside, nor what the
+allocator loses by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.ops import Ops
+from thunder_cg.analysis.partition import PeakMemory, Plan, Region
+from thunder_cg.analysis.region_io import RegionIO
+
+__all__ = ["MemoryEstimate"]
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """What one trace allocates, in bytes, on the devices that have regions."""
+
+    # Memory that is new in a call that runs all ops eagerly. That of a backward counts what its forward has saved.
+    without_graphs: int
+    regions: tuple[int, ...]  # the same for the ops of each region alone
+    arena: int  # what the graphs need in the arena: the values of the regions, and the copies of their inputs
+    saved: Mapping[str, int]  # new memory that stays for the backward, by name; a name for each piece of memory
+    saved_in_arena: Set[str]  # those of these names that a region makes
+
+    @classmethod
+    def of(
+        cls,
+        ops: Ops,
+        plan: Plan,
+        aliasing: Aliasing,
+        ios: Sequence[RegionIO],
+        saved: Set[str],
+        forward: MemoryEstimate | None,
+    ) -> MemoryEstimate:
+        """The estimate for a plan and its regions' ``ios``.
+
+        Args:
+            saved: names that the trace keeps for its backward.
+            forward: of a backward, the estimate of its forward.
+        """
+        sets = aliasing.sets
+        regions = [step for step in plan.steps if isinstance(step, Region)]
+        memory = PeakMemory.of(ops, {region.device for region in regions}, aliasing)
+        kept = {sets[name]: size for name, size in forward.saved.items() if name in sets} if forward else {}
+        in_arena = aliasing.sets_of(forward.saved_in_arena) if forward else set()
+        made = [{sets[each.name] for each in io.outputs if each.name in sets} for io in ios]
+        stays = {sets[each.name] for io in ios for each in io.outputs if not each.copied_out} | in_arena
+        new = {name: size for allocated in memory.allocates for name, size in allocated.items()}
+        saved_sets = {sets[name]: name for name in sorted(saved) if sets.get(name) in new}
+        return cls(
+            without_graphs=memory.peak((op for step in plan.steps for op in step.ops), kept),
+            regions=tuple(memory.peak(region.ops, {}, outputs) for region, outputs in zip(regions, made)),
+            arena=memory.peak(
+                (op for region in regions for op in region.ops),
+                {name: size for name, size in kept.items() if name in in_arena},
+                aliasing.sets_of(saved),
+            )
+            + max((_copied_in(ops, io, aliasing, stays) for io in ios), default=0),
+            saved={name: new[memory] for memory, name in saved_sets.items()},
+            saved_in_arena={name for memory, name in saved_sets.items() if memory in stays},
+        )
+
+
+def _copied_in(ops: Ops, io: RegionIO, aliasing: Aliasing, stays: Set[str]) -> int:
+    """Bytes of a region's inputs that are copied to the arena: no parameters, and nothing that is there already."""
+    inputs = [ops.values[each.name] for each in io.inputs]
+    return sum(value.nbytes for value in inputs if not value.static and aliasing.sets[value.name] not in stays)
