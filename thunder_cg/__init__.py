@@ -7,24 +7,41 @@ their memory, and both go with it. This module holds the public names and nothin
 is the map for readers of the code.
 """
 
+import importlib
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
 from thunder_cg.compat.versions import check_versions
 
 check_versions()
+logging.getLogger("thunder_cg").addHandler(logging.NullHandler())
 
-from thunder_cg.dynamo import thunderfx  # noqa: E402
-from thunder_cg.errors import (  # noqa: E402  (the versions are checked before Thunder is imported)
-    BackendError,
-    CaptureError,
-    CudagraphError,
-    DisagreementWarning,
-    NotCompiledError,
-    OptionError,
-    VersionError,
-)
-from thunder_cg.kernels import executors  # noqa: E402
-from thunder_cg.report.report import Report, explain  # noqa: E402
-from thunder_cg.step import graphed_step  # noqa: E402
-from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform  # noqa: E402
+# Python has "-m" there while it locates what `python -m thunder_cg` runs. The commands import what they need, so that
+# `--help` does not wait for torch.
+if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_argv):
+    from thunder_cg.dynamo import thunderfx
+    from thunder_cg.errors import (
+        BackendError,
+        CaptureError,
+        CudagraphError,
+        DisagreementWarning,
+        NotCompiledError,
+        OptionError,
+        VersionError,
+    )
+    from thunder_cg.kernels import executors
+    from thunder_cg.report.report import Report, explain
+    from thunder_cg.step import graphed_step
+    from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Imports the public names when a command asks for the first one."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.reload(sys.modules[__name__]), name)
+
 
 __all__ = [
     "BackendError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -16,8 +17,9 @@ from thunder_cg.tools import doctor
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in doctor._VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name in doctor._NAMES or name.startswith(doctor._PREFIXES):
+            monkeypatch.delenv(name)
 
 
 def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,13 +29,16 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"^thunder_cg.executors\(\) +sdpa, derivatives, (inductor|nvfuser)$", said, re.MULTILINE)
     if not torch.cuda.is_available():
         assert "the tape backend stands in" in said
-    assert "to change" not in said
+    assert re.search(r"^fuser +(inductor|nvfuser), with executors=", said, re.MULTILINE)
+    assert said.endswith("\nNothing to change.\n") and "to change:" not in said
 
 
 @pytest.mark.parametrize(
     ("variable", "value", "fix"),
     [
         ("CUDA_LAUNCH_BLOCKING", "1", "unset it: the host waits"),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "unset backend:cudaMallocAsync"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "private pools of the caching allocator"),
         ("TORCH_NCCL_BLOCKING_WAIT", "1", "unset TORCH_NCCL_BLOCKING_WAIT: TORCH_NCCL_BLOCKING_WAIT=1 makes"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "never end goes on"),
     ],
@@ -48,20 +53,31 @@ def test_it_says_what_to_change(
     assert line.endswith(value) and fix in after
 
 
+def test_variables_that_are_fine_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"^NCCL_DEBUG +WARN$", said, re.MULTILINE) and "expandable_segments:True" in said
+
+
 def test_what_only_a_gpu_shows(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     kind = type("Properties", (), {"name": "A GPU", "total_memory": 80 * 2**30})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: kind)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 1))
+    monkeypatch.setattr("thunder_cg.compat.cuda.driver", None)
     assert main(["doctor"]) == 1
     said = capsys.readouterr().out
+    assert "to change: pip install 'cuda-bindings==" in said and said.endswith("\n2 to change\n")
     assert "A GPU, 80 GiB" in said and "to change: unset backend: in PYTORCH_CUDA_ALLOC_CONF" in said
 
 
 def test_a_driver_without_cuda_in_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "driver", lambda: "580.1")
+    monkeypatch.setattr("thunder_cg.tools.results.driver", lambda: "580.1")
     assert main(["doctor"]) == 1
     assert "torch sees none, and there is a driver 580.1" in capsys.readouterr().out
 
