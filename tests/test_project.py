@@ -32,6 +32,7 @@ LAYERS = (
     ("runtime", "verify", "kernels"),
     ("report", "fastpath", "executor"),
     ("emit", "transform"),
+    ("diagnose",),
     ("dynamo",),
     ("__init__",),
     ("tools",),

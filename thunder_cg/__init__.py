@@ -20,6 +20,7 @@ logging.getLogger("thunder_cg").addHandler(logging.NullHandler())
 # Python has "-m" there while it locates what `python -m thunder_cg` runs. The commands import what they need, so that
 # `--help` does not wait for torch.
 if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_argv):
+    from thunder_cg.diagnose.planning import PlanReport, plan
     from thunder_cg.dynamo import thunderfx
     from thunder_cg.errors import (
         BackendError,
@@ -51,11 +52,13 @@ __all__ = [
     "DisagreementWarning",
     "NotCompiledError",
     "OptionError",
+    "PlanReport",
     "Report",
     "VersionError",
     "cudagraph_transform",
     "executors",
     "explain",
     "graphed_step",
+    "plan",
     "thunderfx",
 ]

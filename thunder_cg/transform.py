@@ -28,7 +28,7 @@ from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import with_one_check
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arenas
-from thunder_cg.runtime.backends import resolve
+from thunder_cg.runtime.backends import PlanningBackend, resolve
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
@@ -68,11 +68,12 @@ class CudagraphTransform(compat.Transform):
 
     owns_regions = True
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, stand_in: str | None = None) -> None:
         super().__init__()
         self.options = options
+        self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
-        self._backend = resolve(options.backend)
+        self._backend = resolve(options.backend) if stand_in is None else PlanningBackend()
         self._arenas = Arenas(self._backend, options.max_arenas, options.debug or self._backend.poisons)
         self._numbers = count(1)
         self._compiling = _Compilation()
@@ -107,7 +108,8 @@ class CudagraphTransform(compat.Transform):
         if self.options.capture_collectives != "never":
             computation_trace = schedule_collectives(computation_trace)
         forward = self._forward_of(computation_trace)
-        ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
+        saving = forward.ops if forward is not None else None
+        ops = read(computation_trace, self._compiling.static, saving, self._stand_in)
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
