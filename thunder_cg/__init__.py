@@ -20,6 +20,7 @@ logging.getLogger("thunder_cg").addHandler(logging.NullHandler())
 # Python has "-m" there while it locates what `python -m thunder_cg` runs. The commands import what they need, so that
 # `--help` does not wait for torch.
 if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_argv):
+    from thunder_cg.diagnose.bisection import Bisection, bisect
     from thunder_cg.diagnose.planning import PlanReport, plan
     from thunder_cg.dynamo import thunderfx
     from thunder_cg.errors import (
@@ -46,6 +47,7 @@ else:
 
 __all__ = [
     "BackendError",
+    "Bisection",
     "CUDAGraphPlugin",
     "CaptureError",
     "CudagraphError",
@@ -55,6 +57,7 @@ __all__ = [
     "PlanReport",
     "Report",
     "VersionError",
+    "bisect",
     "cudagraph_transform",
     "executors",
     "explain",

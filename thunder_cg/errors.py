@@ -88,8 +88,8 @@ class ReplayRefused(CudagraphError, RuntimeError):
 
 
 class NotCompiledError(CudagraphError, TypeError):
-    """:func:`thunder_cg.explain` was given something that this package did not transform."""
+    """:func:`thunder_cg.explain`, or a function like it, was given something that this package did not transform."""
 
-    def __init__(self, given: object, problem: str) -> None:
+    def __init__(self, given: object, problem: str, function: str = "explain") -> None:
         fix = "pass what thunder.jit(fn, transforms=[cudagraph_transform()]) returned"
-        super().__init__(f"explain({type(given).__name__}): {problem}; {fix}")
+        super().__init__(f"{function}({type(given).__name__}): {problem}; {fix}")

@@ -24,14 +24,17 @@ def original(fn: Any) -> Any:
     return fn if data is None else data.fn
 
 
-def compiled_as(fn: Any, source: Any, transform: CudagraphTransform, options: Mapping[str, Any] | None = None) -> Any:
+def compiled_as(
+    fn: Any, source: Any, transform: CudagraphTransform | None, options: Mapping[str, Any] | None = None
+) -> Any:
     """``source``, compiled as ``fn`` was, if it was, but with ``transform`` in the place of its own.
 
     Args:
+        transform: None for no graphs.
         options: of ``thunder.jit``; they come before those of ``fn``.
     """
     data, options = thunder.compile_data(fn), dict(options or {})
     before = compat.options_of(fn) if data is not None else {}
     transforms = options.pop("transforms", None) or (data.transforms if data is not None else ())
     others = [each for each in transforms if not isinstance(each, CudagraphTransform)]
-    return thunder.jit(source, **{**before, **options, "transforms": [*others, transform]})
+    return thunder.jit(source, **{**before, **options, "transforms": [*others, *([transform] if transform else [])]})
