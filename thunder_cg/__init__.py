@@ -21,6 +21,7 @@ logging.getLogger("thunder_cg").addHandler(logging.NullHandler())
 # `--help` does not wait for torch.
 if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_argv):
     from thunder_cg.diagnose.bisection import Bisection, bisect
+    from thunder_cg.diagnose.pictures import dump_dot
     from thunder_cg.diagnose.planning import PlanReport, plan
     from thunder_cg.dynamo import thunderfx
     from thunder_cg.errors import (
@@ -59,6 +60,7 @@ __all__ = [
     "VersionError",
     "bisect",
     "cudagraph_transform",
+    "dump_dot",
     "executors",
     "explain",
     "graphed_step",

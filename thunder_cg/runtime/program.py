@@ -25,7 +25,7 @@ from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode, SavedState
 from thunder_cg.runtime.guards import Guard, OverlapGuard
-from thunder_cg.runtime.recording import Recording, TraceRecording
+from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 from thunder_cg.runtime.region import LEAF, RuntimeRegion
 from thunder_cg.runtime.tensors import is_leaf_with_grad, is_plain, layout
 from thunder_cg.runtime.verifier import Verifier
@@ -443,6 +443,16 @@ class Program:
                 self._pair.drop(recording)
         self._is_quarantined = True
         call.run_eagerly(f"{self.regions[region].name} disagrees with its ops", strict=False)
+
+    def newest_graph(self, region: str) -> RegionGraph | None:
+        """The graph of the region of that name in the newest recording that has one."""
+        index = next(each.index for each in self.regions if each.name == region)
+        for recording in self._pair.recordings:
+            forward = [recording.forward] if recording.forward is not None else []
+            for trace in forward if self._pair is self else recording.backwards:
+                if (graph := trace.graphs[index]) is not None:
+                    return graph
+        return None
 
     def arena_bytes(self) -> int:
         """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""
