@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 import warnings
@@ -20,6 +21,7 @@ from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
+from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
@@ -33,6 +35,11 @@ from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.verify import ReplayVerifier
+
+_logger = logging.getLogger(__name__)
+
+# Operators that are eager for these reasons are as the user wants them, or cost nothing.
+_FINE = {Reason.BOOKKEEPING, Reason.USER_DENY, Reason.TOO_SMALL}
 
 
 class PartitionProvenance(compat.TraceProvenance):
@@ -77,6 +84,7 @@ class CudagraphTransform(compat.Transform):
         self._arenas = Arenas(self._backend, options.max_arenas, options.debug or self._backend.poisons)
         self._numbers = count(1)
         self._compiling = _Compilation()
+        self._warned: set[str] = set()  # what the log has a warning about
         self._named: set[str] = set()  # patterns of the user's that ops have, or that a warning was about
 
     def transform_module(self, model: compat.ThunderModule) -> None:
@@ -130,6 +138,7 @@ class CudagraphTransform(compat.Transform):
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
         took = (time.perf_counter_ns() - start) // 1_000_000
+        self._log(program, took)
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
         return trace
 
@@ -142,6 +151,7 @@ class CudagraphTransform(compat.Transform):
         planned = [step for step in plan.steps if isinstance(step, Region)]
         return Program(
             kind="backward" if compat.TraceTag.BACKWARD in trace.tags else "forward",
+            name=_name(compat.get_compile_data().fn),
             ops=ops,
             plan=plan,
             aliasing=aliasing,
@@ -152,7 +162,25 @@ class CudagraphTransform(compat.Transform):
             verifier=verifier,
             arenas=self._arenas,
             forward=forward,
+            warned=self._warned,
         )
+
+    def _log(self, program: Program, took: int) -> None:
+        """Says what was compiled, and warns once of each cause of an eager operator that has a fix."""
+        verdicts = [v for op, v in zip(program.ops.ops, program.plan.verdicts) if not op.bookkeeping]
+        captured = sum(verdict.capture for verdict in verdicts)
+        regions = f"{len(program.regions)} region{'s' * (len(program.regions) != 1)}"
+        said = f"{regions} with {captured} of {len(verdicts)} ops, planned in {took} ms"
+        _logger.info("%s: compiled: %s", program.label, said)
+        numbers = {name for op in program.ops.ops for name in op.outputs if program.ops.values[name].kind == "number"}
+        for op, verdict in zip(program.ops.ops, program.plan.verdicts):
+            is_cause = verdict.reason not in _FINE and not numbers.intersection(op.inputs)
+            if verdict.capture or not verdict.fix or not is_cause:
+                continue
+            said = f"{op.name} at {program.ops.line(op) or 'an unknown line'} is eager: {verdict.detail}; {verdict.fix}"
+            if said not in self._warned:
+                self._warned.add(said)
+                _logger.warning("%s: %s", program.label, said)
 
     def _region(
         self, planned: Region, io: RegionIO, ops: Ops, aliasing: Aliasing, verifier: ReplayVerifier, taken: set[str]
@@ -199,6 +227,11 @@ class _Compilation(threading.local):
 
     static: frozenset[str] = frozenset()
     forward: tuple[set[str], weakref.ref[Program]] | None = None
+
+
+def _name(fn: Any) -> str:
+    """The user's name for what is compiled: a module's class, a function's qualified name."""
+    return str(getattr(fn, "__qualname__", type(fn).__name__))
 
 
 def _takes_what_was_saved(trace: TraceCtx) -> bool:

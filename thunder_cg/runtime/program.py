@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import weakref
 from collections import Counter
@@ -30,6 +31,8 @@ from thunder_cg.runtime.region import LEAF, RuntimeRegion
 from thunder_cg.runtime.tensors import is_leaf_with_grad, is_plain, layout
 from thunder_cg.runtime.verifier import Verifier
 
+_logger = logging.getLogger(__name__)
+
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
 _LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
@@ -43,14 +46,17 @@ class Program:
     """What the transform made of one trace: its plan, its regions, and what was recorded of them.
 
     Args:
+        name: of what was compiled, for the log.
         forward: of a backward, the program of its forward, which owns the recordings of both.
         saved: names of what the trace keeps for its backward.
+        warned: causes of eager calls that the log has a warning about, of all programs of a transform.
     """
 
     def __init__(
         self,
         *,
         kind: str,
+        name: str,
         ops: Ops,
         plan: Plan,
         aliasing: Aliasing,
@@ -61,8 +67,10 @@ class Program:
         verifier: Verifier,
         arenas: Arenas,
         forward: Program | None,
+        warned: set[str],
     ) -> None:
         self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
+        self.label, self._warned = f"{name}, {kind}", warned
         self.options, self.backend, self.verifier = options, backend, verifier
         self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
@@ -211,7 +219,7 @@ class Program:
         """Warms up or captures a backward for inputs that the recording has none for."""
         if recording.backwards and not recording.keeps_saved:  # what the forward saved may have been reused
             self._pair._backward_varies = True
-            self._pair.drop(recording)
+            self._pair.drop(recording, "its backward gets gradients that are laid out in another way")
             self._warm.add(self._key(inputs))
             self._count_moves(recording.backwards, inputs)
             reason = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
@@ -389,6 +397,10 @@ class Program:
                     recording.owned.clear()
             if not recording.incomplete:
                 self._pair.admit(recording)
+            if _logger.isEnabledFor(logging.INFO):
+                graphs = sum(graph is not None for graph in trace.graphs)
+                said = f"{graphs} of {len(self.regions)} regions captured, its arenas hold {self.arena_bytes():,} bytes"
+                _logger.info("%s, call %d: %s", self.label, self.calls, said)
             if call.arena is not None:
                 call.memory.forget(call.owned.values(), recording.owned.values())
 
@@ -396,12 +408,14 @@ class Program:
         """Keeps a recording for later calls; past the bound, the arena's oldest goes."""
         same_arena = [r for r in self.recordings if r.arena is recording.arena]
         for old in same_arena[self.options.max_recordings - 1 :]:
-            self.drop(old)
+            self.drop(old, f"max_recordings={self.options.max_recordings}, and it is the oldest")
         recording.dropped = False
         self.recordings = [recording, *self.recordings]
 
-    def drop(self, recording: Recording) -> None:
-        """No later call replays the recording."""
+    def drop(self, recording: Recording, why: str = "") -> None:
+        """No later call replays the recording. The log says ``why``, unless it comes back."""
+        if why and recording in self.recordings:
+            _logger.info("%s: a recording is dropped: %s", self.label, why)
         recording.dropped = True
         self.recordings = [r for r in self.recordings if r is not recording]
 
@@ -411,6 +425,14 @@ class Program:
         for recording in [*self.recordings, *(each for each in waiting if each is not None)]:
             recording.close(may_wait=may_wait)
         self.recordings = []
+
+    def count_fallback(self, reason: str, fix: str) -> None:
+        """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""
+        self.fallbacks[reason] += 1
+        warns = bool(fix) and reason not in self._warned
+        self._warned.add(reason)
+        said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
+        _logger.log(logging.WARNING if warns else logging.INFO, "%s, call %d: eager: %s", self.label, self.calls, said)
 
     # What the regions of a call ask
 
@@ -433,14 +455,14 @@ class Program:
         if pair._retired >= self.options.max_recordings:
             return False
         pair._retired += 1
-        pair.drop(recording)
+        pair.drop(recording, "what an eager operator made is not laid out as when it was captured")
         return True
 
     def quarantine(self, call: Call, region: int) -> None:
         for recording in self._pair.recordings:
             traces = [recording.forward] if self._pair is self else recording.backwards
             if any(trace is not None and trace.graphs[region] is not None for trace in traces):
-                self._pair.drop(recording)
+                self._pair.drop(recording, f"{self.regions[region].name} disagrees with its ops")
         self._is_quarantined = True
         call.run_eagerly(f"{self.regions[region].name} disagrees with its ops", strict=False)
 

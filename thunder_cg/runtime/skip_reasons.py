@@ -13,6 +13,17 @@ WATCHED = "a torch dispatch or function mode is active, which has to see each op
 RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
 
 IN_STEP = "inside a graphed step, whose own graph is to hold it"
+HOOKS = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
+FORWARD_AD = "forward-mode AD is active, and a graph computes no tangents"
+TRACED = "torch.jit.trace records each operator, and a replay shows it none"
+
+_FIXES = {
+    WATCHED: "leave the mode before the call, if it need not see what the call does",
+    RETAINED: "leave retain_graph=True out, if no other backward follows",
+    HOOKS: "leave them out, or let thunder_cg.thunderfx compile the part that uses them as a whole",
+    FORWARD_AD: "call the function that was compiled for tangents, not the compiled one",
+    TRACED: "trace the function that was compiled, not the compiled one",
+}
 
 
 class _OfThread(threading.local):
@@ -44,14 +55,22 @@ def skip_reason(backend: Backend, *, saves: bool) -> str | None:
     if (compat.dispatch_mode_count() or compat.function_mode_count()) and is_watched():
         return WATCHED
     if saves and compat.saved_tensors_hooks() is not None:  # they may keep it for longer than the graph lives
-        return "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
+        return HOOKS
     if compat.forward_ad_level() >= 0:
-        return "forward-mode AD is active, and a graph computes no tangents"
+        return FORWARD_AD
     if compat.is_traced():
-        return "torch.jit.trace records each operator, and a replay shows it none"
+        return TRACED
     return None
 
 
 def is_watched() -> bool:
     """Whether a mode of the user's, such as a counter of operations, is active. A default device is none of them."""
     return bool(compat.dispatch_mode_count() or (compat.function_mode_count() and not compat.only_device_modes()))
+
+
+def fix_of(reason: str) -> str:
+    """What changes a reason for an eager call; "" if it needs no change, or nothing changes it.
+
+    Reasons about a call's inputs end with theirs: "...; pass separate tensors".
+    """
+    return _FIXES.get(reason) or reason.partition("; ")[2]
