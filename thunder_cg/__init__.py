@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_cg.compat.versions import check_versions
 
-check_versions()
 logging.getLogger("thunder_cg").addHandler(logging.NullHandler())
 
 # Python has "-m" there while it locates what `python -m thunder_cg` runs. The commands import what they need, so that
 # `--help` does not wait for torch.
 if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_argv):
+    check_versions()  # before Thunder is imported
+
     from thunder_cg.diagnose.bisection import Bisection, bisect
     from thunder_cg.diagnose.pictures import dump_dot
     from thunder_cg.diagnose.planning import PlanReport, plan

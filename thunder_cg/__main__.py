@@ -15,6 +15,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: that of the command, 2 for wrong arguments, 130 if the user interrupted it.
     """
+    from thunder_cg.compat.versions import check_versions
+    from thunder_cg.errors import VersionError
     from thunder_cg.tools.arguments import Parser
 
     words = sys.argv[1:] if argv is None else [*argv]
@@ -32,7 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not sys.warnoptions:  # python -W shows all
             warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
         try:
+            if command != "doctor":  # which says what to install
+                check_versions()
             return _COMMANDS[command](words[1:])
+        except VersionError as error:
+            parser.error(str(error))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130

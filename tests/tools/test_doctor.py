@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 
@@ -12,6 +14,7 @@ import torch
 
 from thunder_cg import __main__ as command_line
 from thunder_cg.__main__ import main
+from thunder_cg.compat.versions import SUPPORTED
 from thunder_cg.tools import doctor
 
 
@@ -80,6 +83,26 @@ def test_a_driver_without_cuda_in_torch(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr("thunder_cg.tools.results.driver", lambda: "580.1")
     assert main(["doctor"]) == 1
     assert "torch sees none, and there is a driver 580.1" in capsys.readouterr().out
+
+
+def test_versions_that_do_not_fit_are_all_that_it_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(SUPPORTED, "torch", ("3.0", "3.1"))
+    assert main(["doctor"]) == 1
+    said = capsys.readouterr().out
+    assert "to change: thunder_cg needs torch >=3.0,<3.1, but torch" in said and "GPU" not in said
+
+
+def test_other_commands_end_in_a_line_with_versions_that_do_not_fit() -> None:
+    code = (
+        "import runpy, sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', 'thunder_cg']\n"
+        "from thunder_cg.compat import versions; versions.SUPPORTED['torch'] = '3.0', '3.1'; sys.argv[0] = ''\n"
+        "runpy.run_module('thunder_cg', run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "rules", "torch.det"], capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and "error: thunder_cg needs torch >=3.0,<3.1, but torch" in line
 
 
 def test_version_of_a_source_tree(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

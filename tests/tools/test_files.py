@@ -22,6 +22,9 @@ def test_only_files_with_the_mark_are_replaced(tmp_path: Path) -> None:
             refuse_foreign(path)
     with pytest.raises(ValueError, match="exists"):
         refuse_foreign(tmp_path)
+    refuse_foreign(Path(os.devnull))
+    replace(Path(os.devnull), "as it is")
+    assert not Path(os.devnull).is_file()
 
 
 def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +42,9 @@ def test_an_interrupted_write_leaves_the_file_as_it_was(tmp_path: Path, monkeypa
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"] and path.read_text() == "before"
     replace(path, "after")
     assert path.read_text() == "after" and path.stat().st_mode & 0o777 == 0o640
+    (tmp_path / "link").symlink_to(path)
+    replace(tmp_path / "link", "through the link")
+    assert (tmp_path / "link").is_symlink() and path.read_text() == "through the link"
     replace(tmp_path / "other", "")
     (tmp_path / "usual").touch()
     assert (tmp_path / "other").stat().st_mode == (tmp_path / "usual").stat().st_mode

@@ -330,7 +330,8 @@ class RuntimeRegion:
         again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
         self.failure = text + (again if self.tries else "")
         denied = f"[{deny_name(op)!r}]" if op is not None else "[...]"
-        self._fix = "" if self.tries else f"deny={denied} leaves the operator eager and the rest captured"
+        fix = f"deny={denied} leaves the operator eager and the rest captured"
+        self._fix = "" if self.tries else "make the same calls on all ranks" if isinstance(error, RanksDiffer) else fix
 
     def _name_failing_op(self, call: Call, error: Exception) -> None:
         """Notes on an error that goes to the user which op of the region raised it."""

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from thunder_cg.compat.versions import SUPPORTED, check_version
+from thunder_cg.errors import VersionError
 from thunder_cg.tools.arguments import Parser
 
 
@@ -26,7 +28,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 1 if something is to be changed."""
     description = "Says what this machine has for CUDA graphs, and what to change. Exits with 1 if that is anything."
     Parser("python -m thunder_cg doctor", description=description).parse_args(argv)
-    findings = [*_versions(), *_gpu(), *_kernels(), *_variables(), *_host()]
+    findings = [*_versions()]
+    if not any(each.fix for each in findings):  # what looks further imports torch and Thunder
+        findings += [*_gpu(), *_kernels(), *_variables(), *_host()]
     width = max(len(each.name) for each in findings)
     for each in findings:
         print(f"{each.name:{width}}  {each.found}")
@@ -40,7 +44,16 @@ def main(argv: Sequence[str]) -> int:
 def _versions() -> Iterator[Finding]:
     yield Finding("python", platform.python_version())
     for package in ("thunder-cg", "lightning-thunder", "torch"):
-        yield Finding(package, _version(package))
+        yield Finding(package, _version(package), _fix_of_version(package))
+
+
+def _fix_of_version(package: str) -> str:
+    if package in SUPPORTED:
+        try:
+            check_version(package)
+        except VersionError as error:
+            return str(error)
+    return ""
 
 
 def _version(package: str) -> str:

@@ -15,9 +15,9 @@ def refuse_foreign(path: Path | None, mark: str = MARK) -> None:
     """Checks, before the work, that `path` may be written. Does nothing without a path.
 
     Raises:
-        ValueError: there is a file without the mark in its first 2,000 characters.
+        ValueError: there is a file without the mark in its first 2,000 characters, or a folder.
     """
-    if path is None or not path.exists():
+    if path is None or not (path.is_file() or path.is_dir()):  # a pipe or a terminal has nothing to lose
         return
     with suppress(OSError, UnicodeDecodeError), path.open(encoding="utf-8") as file:
         if mark in file.read(_BEGINNING):
@@ -26,7 +26,14 @@ def refuse_foreign(path: Path | None, mark: str = MARK) -> None:
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file with this text in the place of what is there. Whoever interrupts it leaves the file as it was."""
+    """Writes a file with this text in the place of what is there. Whoever interrupts it leaves the file as it was.
+
+    What is no file, such as /dev/stdout, gets the text as it is.
+    """
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    path = path.resolve()  # not the link that leads to it
     path.parent.mkdir(parents=True, exist_ok=True)
     mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~_umask()
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")

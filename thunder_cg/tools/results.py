@@ -60,7 +60,7 @@ class MeasuredResults:
         Raises:
             ValueError: there is a file that holds something else.
         """
-        if path is not None and path.exists():
+        if path is not None and (path.is_file() or path.is_dir()):
             cls.read(path)
 
     @classmethod
@@ -72,7 +72,7 @@ class MeasuredResults:
         """
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} does not hold {cls.__name__} ({error!r}); name another file") from None
 
     @classmethod
