@@ -3,8 +3,8 @@
 What comes in: a module or function, through ``thunder.jit(fn, transforms=[cudagraph_transform()])``, or through
 ``thunderfx`` and ``thunder.compile``. What goes out: the same function, whose later calls replay CUDA graphs, and with
 `explain` a report of what was captured, what was not, and why. Who owns what: the compiled function owns all graphs and
-their memory, and both go with it. This module holds the public names and nothing else. ``ARCHITECTURE.md``, beside it,
-is the map for readers of the code.
+their memory, and both go with it. This module holds the public names, which only the command line imports late.
+``ARCHITECTURE.md``, beside it, is the map for readers of the code.
 """
 
 import importlib

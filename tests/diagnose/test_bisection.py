@@ -14,6 +14,8 @@ from thunder.core.transforms import get_grad, put_grad
 from torch import nn
 
 from thunder_cg import NotCompiledError, bisect, cudagraph_transform
+from thunder_cg.diagnose import bisection
+from thunder_cg.diagnose.compiling import transform_of
 from thunder_cg.verify import ReplayVerifier
 
 HERE = "test_bisection.py"
@@ -108,6 +110,20 @@ def test_what_has_changed_since_the_capture(frozen: Frozen) -> None:
     found = bisect(jfn, x)
     assert found and not found.culprits
     assert str(found).startswith("New graphs are right, and those captured before are not (value 0 of a call: 3 of 3")
+
+
+def test_inputs_share_memory_as_they_do_in_the_call(frozen: Frozen) -> None:
+    def writes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.mul_(2)
+        return torch.cos(torch.sin(y))
+
+    x, y = (whole := torch.ones(2, 2)), whole.view(4)
+    jfn, seen = frozen.jit(writes), []
+    assert not bisect(jfn, x, y) and torch.equal(x, torch.ones(2, 2))
+    trials = bisection._Trials(jfn, transform_of(jfn), ((x, y), {}))
+    with trials.state_kept():
+        trials._call(lambda *inputs: seen.extend(inputs) or x)
+    assert seen[1].data_ptr() == seen[0].data_ptr() != x.data_ptr() and seen[1].shape == (4,)
 
 
 def test_what_it_cannot_take() -> None:

@@ -10,7 +10,7 @@ import torch
 from models import BatchNorm2d, Conv2d, Dropout, Linear, ReLU, mlp
 from torch import nn
 
-from thunder_cg import OptionError, Report, cudagraph_transform, explain, plan
+from thunder_cg import NotCompiledError, OptionError, Report, cudagraph_transform, explain, plan, thunderfx
 
 
 def reads(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -103,6 +103,8 @@ def test_options_are_those_of_the_transform_and_of_thunder() -> None:
     assert "torch.cos" in eager(plan(jwork, x, kwargs=kwargs)), "it has the options of what is compiled"
     fused = plan(work, x, kwargs=kwargs, executors=["torchcompile"])
     assert [len(op.fused) for op in fused.traces[0].ops if op.fused] == [4]
+    with pytest.raises(NotCompiledError, match=r"plan\(.*thunderfx made this"):
+        plan(thunderfx(work, backend="tape"), x)
     with pytest.raises(OptionError, match="max_arenas=0"):
         plan(work, x, max_arenas=0)
 

@@ -12,6 +12,7 @@ Step by step:
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -186,7 +187,7 @@ class _Trials:
     def _call(self, fn: Any) -> list[torch.Tensor]:
         """The tensors that a call returns, and the gradients of its inputs and parameters, from the state kept."""
         self._restore()
-        args, kwargs = tree_map_only(torch.Tensor, _copy, self._inputs)
+        args, kwargs = _copies(self._inputs)
         results = _tensors(fn(*args, **kwargs))
         if trained := [result for result in results if result.requires_grad]:
             torch.autograd.backward(trained, [torch.ones_like(result) for result in trained])
@@ -198,5 +199,11 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _copies(inputs: Any) -> Any:
+    """Copies that share memory with each other where the inputs do."""
+    leaves: dict[int, torch.Tensor] = {}
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return leaves.setdefault(id(tensor), tensor.detach().requires_grad_(tensor.requires_grad))
+
+    return copy.deepcopy(tree_map_only(torch.Tensor, leaf, inputs))

@@ -8,12 +8,15 @@ from dataclasses import dataclass, fields, replace
 from html import escape
 from typing import Any
 
+import thunder
 import torch
 
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import tree_leaves, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, transform_of
+from thunder_cg.errors import NotCompiledError
 from thunder_cg.options import Options
+from thunder_cg.report.programs import locate
 from thunder_cg.report.report import Report, explain
 from thunder_cg.transform import CudagraphTransform
 
@@ -57,9 +60,12 @@ def plan(
         A `PlanReport` with a trace for the forward and, if an input or a parameter requires grad, one for the backward.
 
     Raises:
+        NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs.
         OptionError: a value that an option cannot have.
         BackendError: there are CUDA tensors, and the backend does not work on this machine.
     """
+    if _is_of_dynamo(fn_or_module):
+        raise NotCompiledError(fn_or_module, "thunderfx made this, and a plan is of what thunder.jit makes", "plan")
     ours = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
     before = transform_of(fn_or_module)
     settings = replace(before.options, **ours) if before is not None else Options(**ours)
@@ -74,6 +80,17 @@ def plan(
     report = explain(jitted)
     note = "Planned, not run" if stand_in is None else f"Planned, not run: {stand_in} tensors stand for CUDA ones"
     return PlanReport(report.traces, report.outside, note=f"{note}.")
+
+
+def _is_of_dynamo(fn: Any) -> bool:
+    """Whether ``thunderfx`` made it, with graphs."""
+    if thunder.compile_data(fn) is not None:
+        return False
+    try:
+        locate(fn)
+    except NotCompiledError:
+        return False
+    return True
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

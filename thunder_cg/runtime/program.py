@@ -39,7 +39,6 @@ _LASTING = 100  # calls after which a capture has paid for itself, so that a mov
 _MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
 
 _CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
-_FORWARD_WAS_EAGER = "its forward ran eagerly"
 
 
 class Program:
@@ -192,14 +191,14 @@ class Program:
         self._pair._waiting.discard(call)
         call.program = self
         if call.arena is None:
-            return Call(self).run_eagerly(_FORWARD_WAS_EAGER, strict=False)
+            return Call(self).run_eagerly(skip_reasons.FORWARD_WAS_EAGER, strict=False)
         if self.collectives is not None and not self.collectives.are_alive():
             return call.run_eagerly(DESTROYED, strict=False)
         call.arena.enter()
         if backward_keeps_graph():  # the call keeps its arena for the next backward
             return Call(self).run_eagerly(skip_reasons.RETAINED, strict=False)
         if call.mode is Mode.EAGER:
-            return call.run_eagerly(_FORWARD_WAS_EAGER, strict=False)
+            return call.run_eagerly(skip_reasons.FORWARD_WAS_EAGER, strict=False)
         if skip_reasons.is_watched():
             return call.run_eagerly(skip_reasons.WATCHED, strict=False)
         if call.recording is not None:
