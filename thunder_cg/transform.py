@@ -40,6 +40,7 @@ _logger = logging.getLogger(__name__)
 
 # Operators that are eager for these reasons are as the user wants them, or cost nothing.
 _FINE = {Reason.BOOKKEEPING, Reason.USER_DENY, Reason.TOO_SMALL}
+_NO_FIXES = ("none needed", "nothing to gain")
 
 
 class PartitionProvenance(compat.TraceProvenance):
@@ -173,9 +174,10 @@ class CudagraphTransform(compat.Transform):
         said = f"{regions} with {captured} of {len(verdicts)} ops, planned in {took} ms"
         _logger.info("%s: compiled: %s", program.label, said)
         numbers = {name for op in program.ops.ops for name in op.outputs if program.ops.values[name].kind == "number"}
+        fine = _FINE | ({Reason.COLLECTIVE} if self.options.capture_collectives == "never" else set())
         for op, verdict in zip(program.ops.ops, program.plan.verdicts):
-            is_cause = verdict.reason not in _FINE and not numbers.intersection(op.inputs)
-            if verdict.capture or not verdict.fix or not is_cause:
+            is_cause = verdict.reason not in fine and not numbers.intersection(op.inputs)
+            if verdict.capture or not is_cause or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
                 continue
             said = f"{op.name} at {program.ops.line(op) or 'an unknown line'} is eager: {verdict.detail}; {verdict.fix}"
             if said not in self._warned:

@@ -117,7 +117,8 @@ def test_inputs_share_memory_as_they_do_in_the_call(frozen: Frozen) -> None:
         x.mul_(2)
         return torch.cos(torch.sin(y))
 
-    x, y = (whole := torch.ones(2, 2)), whole.view(4)
+    x = torch.ones(2, 2)
+    y = x.view(4)
     jfn, seen = frozen.jit(writes), []
     assert not bisect(jfn, x, y) and torch.equal(x, torch.ones(2, 2))
     trials = bisection._Trials(jfn, transform_of(jfn), ((x, y), {}))

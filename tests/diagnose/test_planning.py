@@ -120,3 +120,11 @@ def test_only_a_gpu_shows_it() -> None:
         return [op.name for op in report.traces[0].ops if op.verdict == "eager"]
 
     assert (eager(), eager(backend="tape")) == (["torch.fft.fft"], [])
+
+    def moves(x: torch.Tensor) -> torch.Tensor:
+        return torch.cos(torch.sin(x)).cpu().sin().cos()
+
+    def regions(device: str) -> list[tuple[str, int]]:
+        return [(each.device, each.ops) for each in plan(moves, torch.ones(8, device=device)).traces[0].regions]
+
+    assert (regions("meta"), regions("cpu")) == ([("cuda:0", 2)], [("cuda:0", 2), ("cuda:0", 2)])

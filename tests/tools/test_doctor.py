@@ -82,7 +82,27 @@ def test_a_driver_without_cuda_in_torch(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("thunder_cg.tools.results.driver", lambda: "580.1")
     assert main(["doctor"]) == 1
-    assert "torch sees none, and there is a driver 580.1" in capsys.readouterr().out
+    assert "sees none, and there is a driver 580.1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("package", "is_used", "said", "has_fix"),
+    [
+        (None, False, "not installed; inductor fuses instead", False),
+        ("nvfuser-cu128-torch210", True, "Thunder uses it: nvfuser-cu128-torch210 0.2, built for torch 2.10", False),
+        ("nvfuser-cu128-torch29", True, "torch29 0.2, built for torch 2.9 is installed, with another torch", True),
+        ("nvfuser-cu128-torch210", False, "torch 2.10 is installed, and Thunder cannot use it", True),
+    ],
+)
+def test_the_pair_of_nvfuser_and_torch(
+    monkeypatch: pytest.MonkeyPatch, package: str | None, is_used: bool, said: str, has_fix: bool
+) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: package if name == "nvfuser" else None)
+    monkeypatch.setattr(doctor, "packages_distributions", lambda: {"nvfuser": [package]})
+    monkeypatch.setattr(doctor, "_version", lambda name: "2.10.0" if name == "torch" else "0.2")
+    found = doctor._nvfuser("inductor", is_used=is_used, has_driver=True)
+    assert said in found.found and bool(found.fix) == has_fix
+    assert not has_fix or "built for torch 2.10" in found.fix
 
 
 def test_versions_that_do_not_fit_are_all_that_it_says(

@@ -47,8 +47,9 @@ def plan(
 
     Without a CUDA tensor among the inputs and parameters, the plan is for CUDA all the same: CPU tensors stand for CUDA
     ones, or meta tensors if there is one among the inputs, as then are all parameters and inputs. The note of the
-    report says so. Thunder may choose other kernels for a stand-in than for a GPU, such as those of attention. With
-    ``backend="tape"`` the plan is for the CPU.
+    report says so. Only with meta tensors can the plan tell what the function moves to the CPU, or makes there.
+    Thunder may choose other kernels for a stand-in than for a GPU, such as those of attention. With ``backend="tape"``
+    the plan is for the CPU.
 
     Args:
         fn_or_module: a function or module, or what ``thunder.jit`` made of one, which is left as it is.

@@ -420,6 +420,8 @@ class Program:
 
     def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
+        if self.recordings:
+            _logger.info("%s: all recordings are dropped: a process group is destroyed", self.label)
         waiting = (call.recording for call in self._waiting)
         for recording in [*self.recordings, *(each for each in waiting if each is not None)]:
             recording.close(may_wait=may_wait)

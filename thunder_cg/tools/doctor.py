@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import platform
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 from importlib.util import find_spec
 
 from thunder_cg.compat.versions import SUPPORTED, check_version
@@ -71,8 +72,9 @@ def _gpu() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         if driver():
+            built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
             fix = "install a torch that was built with CUDA, of a version that the driver takes"
-            yield Finding("GPU", f"torch sees none, and there is a driver {driver()}", fix)
+            yield Finding("GPU", f"torch, {built}, sees none, and there is a driver {driver()}", fix)
         else:
             yield Finding("GPU", "none: the tape backend stands in for CUDA graphs, and is slower than no graphs")
         return
@@ -107,14 +109,24 @@ def _kernels() -> Iterator[Finding]:
     yield Finding("fuser", f"{chosen[-1]}, with executors=thunder_cg.executors()", fix)
     defaults = [str(each.name) for each in get_default_executors()]
     yield Finding("without executors=", f"Thunder takes {', '.join(defaults) or 'none'}")
-    installed = next((name for name in ("nvfuser_direct", "nvfuser") if find_spec(name) is not None), None)
-    if nvfuserex is not None:
-        yield Finding("nvFuser", f"Thunder uses it: {_version(installed or 'nvfuser')}")
-    elif installed is None:
-        yield Finding("nvFuser", f"not installed; {chosen[-1]} fuses instead")
-    else:
-        fix = "install the nvFuser that was built for this torch: pip install '.[nvfuser]' takes a pair that fits"
-        yield Finding("nvFuser", f"{installed} is installed, and Thunder cannot use it", fix if driver() else "")
+    yield _nvfuser(chosen[-1], is_used=nvfuserex is not None, has_driver=bool(driver()))
+
+
+def _nvfuser(fuser: str, *, is_used: bool, has_driver: bool) -> Finding:
+    """Whether nvFuser is there, and built for this torch: the name of its package says for which."""
+    module = next((name for name in ("nvfuser_direct", "nvfuser") if find_spec(name) is not None), None)
+    if module is None:
+        return Finding("nvFuser", f"not installed; {fuser} fuses instead")
+    package = next(iter(packages_distributions().get(module, ())), module)
+    built = re.search(r"torch(\d)(\d+)$", package)
+    here = ".".join(_version("torch").split(".")[:2])
+    pair = f", built for torch {built[1]}.{built[2]}" if built else ""
+    found = f"{package} {_version(package)}{pair}"
+    if is_used and (built is None or f"{built[1]}.{built[2]}" == here):
+        return Finding("nvFuser", f"Thunder uses it: {found}")
+    fix = f"install the one that was built for torch {here}, or take a pair that fits: pip install '.[nvfuser]'"
+    problem = "with another torch" if is_used else "and Thunder cannot use it"
+    return Finding("nvFuser", f"{found} is installed, {problem}", fix if is_used or has_driver else "")
 
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
