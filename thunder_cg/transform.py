@@ -118,7 +118,7 @@ class CudagraphTransform(compat.Transform):
             computation_trace = schedule_collectives(computation_trace)
         forward = self._forward_of(computation_trace)
         saving = forward.ops if forward is not None else None
-        ops = read(computation_trace, self._compiling.static, saving, self._stand_in)
+        ops = read(computation_trace, self._compiling.static, saving, stand_in=self._stand_in)
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
