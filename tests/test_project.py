@@ -27,12 +27,13 @@ PACKAGE = ROOT / "thunder_cg"
 
 # Each part of the package may import itself and what stands before it.
 LAYERS = (
-    ("errors", "options", "compat"),
+    ("errors", "options", "files", "compat"),
     ("analysis",),
     ("runtime", "verify", "kernels"),
     ("step",),
     ("report", "fastpath", "executor"),
     ("emit", "transform", "memory"),
+    ("diagnose",),
     ("dynamo",),
     ("__init__",),
     ("tools",),

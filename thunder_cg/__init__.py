@@ -3,46 +3,73 @@
 What comes in: a module or function, through ``thunder.jit(fn, transforms=[cudagraph_transform()])``, or through
 ``thunderfx`` and ``thunder.compile``. What goes out: the same function, whose later calls replay CUDA graphs, and with
 `explain` a report of what was captured, what was not, and why. Who owns what: the compiled function owns all graphs and
-their memory; both go with it, or before it by `release`. This module holds the public names and nothing else.
+their memory; both go with it, or before it by `release`. This module holds the public names, which only the command
+line imports late.
 ``ARCHITECTURE.md``, beside it, is the map for readers of the code.
 """
 
+import importlib
+import logging
+import sys
+from typing import TYPE_CHECKING, Any
+
 from thunder_cg.compat.versions import check_versions
 
-check_versions()
+logging.getLogger("thunder_cg").addHandler(logging.NullHandler())
 
-from thunder_cg.dynamo import thunderfx  # noqa: E402
-from thunder_cg.errors import (  # noqa: E402  (the versions are checked before Thunder is imported)
-    BackendError,
-    CaptureError,
-    CudagraphError,
-    DisagreementWarning,
-    NotCompiledError,
-    OptionError,
-    VersionError,
-    WrongGradientWarning,
-)
-from thunder_cg.kernels import executors  # noqa: E402
-from thunder_cg.memory import release  # noqa: E402
-from thunder_cg.report.report import Report, explain  # noqa: E402
-from thunder_cg.step import graphed_step  # noqa: E402
-from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform  # noqa: E402
+# Python has "-m" there while it locates what `python -m thunder_cg` runs. The commands import what they need, so that
+# `--help` does not wait for torch.
+if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_argv):
+    check_versions()  # before Thunder is imported
+
+    from thunder_cg.diagnose.bisection import Bisection, bisect
+    from thunder_cg.diagnose.pictures import dump_dot
+    from thunder_cg.diagnose.planning import PlanReport, plan
+    from thunder_cg.dynamo import thunderfx
+    from thunder_cg.errors import (
+        BackendError,
+        CaptureError,
+        CudagraphError,
+        DisagreementWarning,
+        NotCompiledError,
+        OptionError,
+        VersionError,
+        WrongGradientWarning,
+    )
+    from thunder_cg.kernels import executors
+    from thunder_cg.memory import release
+    from thunder_cg.report.report import Report, explain
+    from thunder_cg.step import graphed_step
+    from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Imports the public names when a command asks for the first one."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.reload(sys.modules[__name__]), name)
+
 
 __all__ = [
     "BackendError",
+    "Bisection",
     "CUDAGraphPlugin",
     "CaptureError",
     "CudagraphError",
     "DisagreementWarning",
     "NotCompiledError",
     "OptionError",
+    "PlanReport",
     "Report",
     "VersionError",
     "WrongGradientWarning",
+    "bisect",
     "cudagraph_transform",
+    "dump_dot",
     "executors",
     "explain",
     "graphed_step",
+    "plan",
     "release",
     "thunderfx",
 ]

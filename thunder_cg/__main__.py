@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that ``argv`` (else this process) names, and returns the exit status; 2 for wrong arguments."""
+    """Runs the command that ``argv`` (else this process) names.
+
+    Returns:
+        The exit status: that of the command, 2 for wrong arguments, 130 if the user interrupted it.
+    """
+    from thunder_cg.compat.versions import check_versions
+    from thunder_cg.errors import VersionError
+    from thunder_cg.tools.arguments import Parser
+
     words = sys.argv[1:] if argv is None else [*argv]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m thunder_cg",
         usage="%(prog)s [-h] command ...",
         description="CUDA graphs for Lightning Thunder.",
@@ -21,7 +30,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"thunder-cg {_version()}")
     parser.add_argument("command", choices=_COMMANDS, metavar="command", help="see below; command --help says more")
     command = parser.parse_args(words[:1]).command
-    return _COMMANDS[command](words[1:])
+    with warnings.catch_warnings():
+        if not sys.warnoptions:  # python -W shows all
+            warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
+        try:
+            if command != "doctor":  # which says what to install
+                check_versions()
+            return _COMMANDS[command](words[1:])
+        except VersionError as error:
+            parser.error(str(error))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
 
 
 def _version() -> str:
@@ -48,7 +68,9 @@ def _bench(argv: Sequence[str]) -> int:
 def _rules(argv: Sequence[str]) -> int:
     """print the rule of an operator: whether it is captured, on which conditions, and why"""
     description = "Prints the rules of operators: verdict, conditions, evidence."
-    parser = argparse.ArgumentParser("python -m thunder_cg rules", description=description)
+    from thunder_cg.tools.arguments import Parser
+
+    parser = Parser("python -m thunder_cg rules", description=description)
     parser.add_argument("names", nargs="+", metavar="NAME", help="an operator, such as torch.det")
     arguments = parser.parse_args(argv)
     from thunder_cg.report.rules import describe

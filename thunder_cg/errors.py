@@ -44,6 +44,13 @@ class WrongGradientWarning(UserWarning):
     """Thunder computes another gradient than PyTorch does, with and without graphs."""
 
 
+class ForeignFileError(CudagraphError, FileExistsError, ValueError):
+    """There is a file, or a folder, that this package did not write."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(f"{path} exists, and thunder_cg did not write it; name another file, or remove this one")
+
+
 class TransformConflictError(CudagraphError, ValueError):
     """Two of the transforms that Thunder was given capture CUDA graphs."""
 
@@ -92,7 +99,7 @@ class ReplayRefused(CudagraphError, RuntimeError):
 
 
 class NotCompiledError(CudagraphError, TypeError):
-    """:func:`thunder_cg.explain` or `thunder_cg.release` was given something that this package did not transform."""
+    """:func:`thunder_cg.explain`, or a function like it, was given something that this package did not transform."""
 
     def __init__(self, given: object, problem: str, function: str = "explain") -> None:
         fix = "pass what thunder.jit(fn, transforms=[cudagraph_transform()]) returned"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import threading
 import time
 import warnings
@@ -21,6 +22,7 @@ from thunder_cg.analysis.gradients import WrongGradient, lost, overwritten, unsu
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
+from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
@@ -29,11 +31,17 @@ from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import with_one_check
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arenas
-from thunder_cg.runtime.backends import resolve
+from thunder_cg.runtime.backends import PlanningBackend, resolve
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.verify import ReplayVerifier
+
+_logger = logging.getLogger(__name__)
+
+# Operators that are eager for these reasons are as the user wants them, or cost nothing.
+_FINE = {Reason.BOOKKEEPING, Reason.USER_DENY, Reason.TOO_SMALL}
+_NO_FIXES = ("none needed", "nothing to gain")
 
 
 class PartitionProvenance(compat.TraceProvenance):
@@ -69,15 +77,17 @@ class CudagraphTransform(compat.Transform):
 
     owns_regions = True
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, stand_in: str | None = None) -> None:
         super().__init__()
         self.options = options
+        self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
-        self._backend = resolve(options.backend)
+        self._backend = resolve(options.backend) if stand_in is None else PlanningBackend()
         poison = options.debug or self._backend.poisons
         self._arenas = Arenas(self._backend, options.max_arenas, poison, options.memory_budget)
         self._numbers = count(1)
         self._compiling = _Compilation()
+        self._warned: set[str] = set()  # what the log has a warning about
         self._named: set[str] = set()  # patterns of the user's that ops have, or that a warning was about
 
     def transform_module(self, model: compat.ThunderModule) -> None:
@@ -111,7 +121,8 @@ class CudagraphTransform(compat.Transform):
         if self.options.capture_collectives != "never":
             computation_trace = schedule_collectives(computation_trace)
         forward = self._forward_of(computation_trace)
-        ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
+        saving = forward.ops if forward is not None else None
+        ops = read(computation_trace, self._compiling.static, saving, stand_in=self._stand_in)
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
@@ -137,6 +148,7 @@ class CudagraphTransform(compat.Transform):
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
         took = (time.perf_counter_ns() - start) // 1_000_000
+        self._log(program, took)
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
         return trace
 
@@ -149,6 +161,7 @@ class CudagraphTransform(compat.Transform):
         planned = [step for step in plan.steps if isinstance(step, Region)]
         return Program(
             kind="backward" if compat.TraceTag.BACKWARD in trace.tags else "forward",
+            name=_name(compat.get_compile_data().fn),
             ops=ops,
             plan=plan,
             aliasing=aliasing,
@@ -159,7 +172,26 @@ class CudagraphTransform(compat.Transform):
             verifier=verifier,
             arenas=self._arenas,
             forward=forward,
+            warned=self._warned,
         )
+
+    def _log(self, program: Program, took: int) -> None:
+        """Says what was compiled, and warns once of each cause of an eager operator that has a fix."""
+        verdicts = [v for op, v in zip(program.ops.ops, program.plan.verdicts) if not op.bookkeeping]
+        captured = sum(verdict.capture for verdict in verdicts)
+        regions = f"{len(program.regions)} region{'s' * (len(program.regions) != 1)}"
+        said = f"{regions} with {captured} of {len(verdicts)} ops, planned in {took} ms"
+        _logger.info("%s: compiled: %s", program.label, said)
+        numbers = {name for op in program.ops.ops for name in op.outputs if program.ops.values[name].kind == "number"}
+        fine = _FINE | ({Reason.COLLECTIVE} if self.options.capture_collectives == "never" else set())
+        for op, verdict in zip(program.ops.ops, program.plan.verdicts):
+            is_cause = verdict.reason not in fine and not numbers.intersection(op.inputs)
+            if verdict.capture or not is_cause or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
+                continue
+            said = f"{op.name} at {program.ops.line(op) or 'an unknown line'} is eager: {verdict.detail}; {verdict.fix}"
+            if said not in self._warned:
+                self._warned.add(said)
+                _logger.warning("%s: %s", program.label, said)
 
     def _region(
         self, planned: Region, io: RegionIO, ops: Ops, aliasing: Aliasing, verifier: ReplayVerifier, taken: set[str]
@@ -212,6 +244,11 @@ class _Compilation(threading.local):
 def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
     for each in found:
         warnings.warn(f"Thunder's gradient is wrong, with and without graphs: {each}", WrongGradientWarning, 2)
+
+
+def _name(fn: Any) -> str:
+    """The user's name for what is compiled: a module's class, a function's qualified name."""
+    return str(getattr(fn, "__qualname__", type(fn).__name__))
 
 
 def _takes_what_was_saved(trace: TraceCtx) -> bool:

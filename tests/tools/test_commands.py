@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,11 +48,12 @@ def test_explain_runs_a_script_and_prints_each_report(script: Path) -> None:
     page = script.with_name("report.html")
     words = ["explain", "--html", str(page), str(script), "3"]
     done = subprocess.run([sys.executable, "-m", "thunder_cg", *words], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (1, ""), "the item is eager, and no other package's warning is shown"
     named = [line for line in done.stdout.splitlines() if line in ("jfn:", "jmodule:", "alias:", "without:", "plain:")]
     assert named == ["jfn:", "jmodule:"]
     assert "Tensor.item at script.py:12" in done.stdout and "3 calls, 1 of them without graphs" in done.stdout
-    assert done.stdout.splitlines()[-1] == "thunder_cg.tools thunder_cg.tools.explain are tools", "it needs no other"
+    tools = "thunder_cg.tools thunder_cg.tools.arguments thunder_cg.tools.explain are tools"
+    assert done.stdout.splitlines()[-1] == tools, "it needs no other"
     assert page.read_text().startswith("<!DOCTYPE html>") and "<h2>jmodule</h2><div" in page.read_text()
 
 
@@ -72,12 +74,87 @@ def test_explain_ends_as_a_script_that_fails(tmp_path: Path) -> None:
         main(["explain", str(path)])
 
 
+MODELS = """
+import torch
+
+def make_model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()), torch.ones(2, 4)
+
+def reads():
+    return lambda x, scale: torch.sin(x) * scale * x.sum().item(), {"x": torch.ones(3), "scale": 2}
+
+def makes_nothing():
+    return 3
+"""
+
+
+def test_explain_calls_what_a_function_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, page = tmp_path / "models.py", tmp_path / "report.json"
+    path.write_text(MODELS)
+    assert main(["explain", "--json", str(page), f"{path}:make_model"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("make_model:\n") and "Sequential, backward, cache entry 0" in said
+    content = json.loads(page.read_text())
+    assert content["generator"] == "written by python -m thunder_cg explain"
+    forward, backward = content["reports"]["make_model"]["traces"]
+    assert [t["calls"] for t in (forward, backward)] == [3, 3] and forward["regions"][0]["captures"] == 1
+
+    assert main(["explain", "--calls", "1", f"{path}:reads"]) == 1
+    assert "Tensor.item at models.py:8" in capsys.readouterr().out
+
+
+def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "models.py"
+    path.write_text(MODELS)
+    for words, said in (
+        ([f"{path}:makes_nothing"], "makes_nothing() returned a int; return a model and its inputs"),
+        ([f"{path}:other"], "the file has no function 'other'; it has make_model, reads, makes_nothing"),
+        ([f"{path}:reads", "1"], "takes no arguments; leave out 1"),
+        (["--html", str(path), str(path)], f"{path} exists, and thunder_cg did not write it"),
+        (["--calls", "x", str(path)], "argument --calls: 'x' is no whole number"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["explain", *words])
+        (line,) = capsys.readouterr().err.splitlines()
+        assert said in line
+    assert path.read_text() == MODELS
+
+
+@pytest.mark.parametrize("command", ["", "demo", "bench", "rules", "explain", "doctor"])
+def test_help_imports_no_torch(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it takes 0.1 s, where torch and Thunder take several seconds."""
+    code = (
+        "import runpy, sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', 'thunder_cg']\n"
+        "import thunder_cg; sys.argv[0] = 'thunder_cg'\n"
+        "try: runpy.run_module('thunder_cg', run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, sorted({'torch', 'thunder'} & sys.modules.keys()))\n"
+    )
+    words = [sys.executable, "-c", code, *filter(None, [command]), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_an_interrupted_command_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(argv: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("thunder_cg.__main__._COMMANDS", {"rules": interrupted})
+    assert main(["rules"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["demo", "--device", "cpu:3"], "--device cpu:3: torch has one CPU device; give cpu"),
+        (["bench", "--device", "cuda:99"], "--device cuda:99: torch "),
+        (["bench", "--calls", "x"], "argument --calls: 'x' is no whole number; give 1 or more"),
+        (["bench", "--tokens", "8"], "argument --tokens: '8' is no batch and length; give two numbers, such as 2x128"),
         ([], "the following arguments are required: command"),
         (["zoo"], "invalid choice: 'zoo'"),
-        (["explain"], "the following arguments are required: FILE"),
+        (["explain"], "the following arguments are required: FILE[:NAME]"),
         (["explain", "nowhere.py"], "nowhere.py: there is no such file"),
         (["rules"], "the following arguments are required: NAME"),
     ],
@@ -86,7 +163,8 @@ def test_wrong_arguments(words: list[str], said: str, capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as left:
         main(words)
     assert left.value.code == 2
-    assert said in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,3 +76,15 @@ def test_journal_without_a_file_keeps_nothing() -> None:
     journal = Journal(None, HERE)
     journal.add({"number": 1})
     assert [*journal.records()] == []
+
+
+def test_no_file_of_somebody_else_is_overwritten(tmp_path: Path) -> None:
+    file = tmp_path / "README.md"
+    file.write_text("# A project")
+    for refused in (lambda: Numbers.check_writable(file), lambda: Numbers(HERE, [1]).write(file)):
+        with pytest.raises(ValueError, match=r"README.md does not hold Numbers .*name another file"):
+            refused()
+    with pytest.raises(ValueError, match="is no journal of an interrupted run"):
+        [*Journal(file, HERE).records()]
+    assert file.read_text() == "# A project"
+    Numbers.check_writable(None)

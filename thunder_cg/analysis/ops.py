@@ -8,8 +8,9 @@ from __future__ import annotations
 import enum
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import thunder
@@ -109,7 +110,12 @@ class Ops:
         return op.line or (f"near {origin.line}" if origin is not None else None)
 
 
-def read(trace: compat.TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
+def read(
+    trace: compat.TraceCtx,
+    static_names: frozenset[str] = frozenset(),
+    forward: Ops | None = None,
+    stand_in: str | None = None,
+) -> Ops:
     """Reads ``trace`` in one pass; ``del``s and comments are dropped.
 
     Args:
@@ -118,8 +124,9 @@ def read(trace: compat.TraceCtx, static_names: frozenset[str] = frozenset(), for
             lost on the way through several of Thunder's passes, so they alone are not enough.
         forward: Of a backward trace, its forward. The forward made the saved values and the results of which the
             backward gets the gradients, so it knows their lines.
+        stand_in: A type of device, "cpu" or "meta", that stands for "cuda:0" in a trace that is only planned.
     """
-    reader = _TraceReader(static_names)
+    reader = _TraceReader(static_names, stand_in)
     leaves, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
     arguments = reader.names(leaf for leaf in leaves if isinstance(leaf, compat.Proxy))
     ops = reader.ops(trace.bound_symbols)
@@ -178,8 +185,8 @@ def computing(trace: compat.TraceCtx) -> Iterator[compat.BoundSymbol]:
 class _TraceReader:
     """Collects values by name while it turns bound symbols into ops."""
 
-    def __init__(self, static_names: frozenset[str]) -> None:
-        self.static_names = static_names
+    def __init__(self, static_names: frozenset[str], stand_in: str | None) -> None:
+        self.static_names, self.stand_in = static_names, stand_in
         self.values: dict[str, Value] = {}
         self._same: set[tuple[str, ...]] = set()  # inputs and results that are one tensor, of collectives in place
 
@@ -205,7 +212,7 @@ class _TraceReader:
             line=_line(bound),
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             is_tagged_unsafe=any(map(is_cudagraph_unsafe, compat.bound_functions(bound).values())),
-            conditions=_conditions(bound, executor, id_),
+            conditions=_conditions(bound, executor, id_, self.stand_in),
             keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, compat.Proxy)),
             symbol=bound,
         )
@@ -230,7 +237,7 @@ class _TraceReader:
         return Value(
             name=proxy.name,
             kind="future" if isinstance(proxy, compat.FutureTensorProxy) else "tensor",
-            device=proxy.device.device_str(),
+            device=_device(proxy, self.stand_in),
             nbytes=0 if symbolic else math.prod(map(int, shape)) * int(proxy.dtype.bytes),
             symbolic=symbolic,
             static=proxy.name in self.static_names or compat.ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
@@ -255,6 +262,11 @@ def _is_bookkeeping(executor: str | None, id_: str | None) -> bool:
     return executor == "python" and (id_ in _PYTHON_BOOKKEEPING or id_.startswith("check_"))
 
 
+def _device(proxy: compat.TensorProxy | compat.FutureTensorProxy, stand_in: str | None) -> str:
+    name = str(proxy.device.device_str())
+    return name if stand_in is None or name.split(":")[0] != stand_in else "cuda:0"
+
+
 def _dtype(proxy: compat.TensorProxy | compat.FutureTensorProxy) -> str:
     return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
 
@@ -269,49 +281,51 @@ def _line(bound: compat.BoundSymbol) -> str | None:
     return f"{os.path.basename(bound.source_filename)}:{bound.source_positions.lineno}"
 
 
-def _conditions(bound: compat.BoundSymbol, executor: str | None, id_: str | None) -> frozenset[str]:
+def _conditions(
+    bound: compat.BoundSymbol, executor: str | None, id_: str | None, stand_in: str | None
+) -> frozenset[str]:
     """Names of the conditions that hold, of those that the symbol's rule names."""
     rule = rules.find(executor, id_)
     asked = rule.conditions if rule is not None else (rules.IN_PLACE,)  # it may still be told to write in place
     if id_ is None or not asked:
         return frozenset()
-    arguments = _arguments(bound, id_.rsplit(".", 1)[-1])
+    arguments = _arguments(bound, id_.rsplit(".", 1)[-1], partial(_literal, stand_in=stand_in))
     return frozenset(condition.name for condition in asked if condition.predicate(arguments))
 
 
-def _arguments(bound: compat.BoundSymbol, name: str) -> Arguments:
+def _arguments(bound: compat.BoundSymbol, name: str, literal: Callable[[Any], Any]) -> Arguments:
     """The arguments of a symbol of this name, as conditions see them."""
     operator = None
     if name.endswith(rules.VJP):
         match bound.args:
             case [([*args], dict() as kwargs), *_]:  # a derivative saves its operator's arguments
                 name = name.removesuffix(rules.VJP)
-                operator = Arguments(_literal(tuple(args)), _literal(kwargs))
+                operator = Arguments(literal(tuple(args)), literal(kwargs))
     return Arguments(
-        positional=_literal(tuple(bound.args)),
-        keywords=_literal(bound.kwargs),
-        results=_literal(bound.output),
+        positional=literal(tuple(bound.args)),
+        keywords=literal(bound.kwargs),
+        results=literal(bound.output),
         operator=operator,
         positions=rules.positions(bound.sym.meta, name),
     )
 
 
-def _literal(value: Any) -> Any:
+def _literal(value: Any, stand_in: str | None) -> Any:
     """The value with records in the place of proxies."""
     match value:
         case compat.TensorProxy():
             sizes = tuple(size if isinstance(size, int) else _RUNTIME_VALUE for size in compat.proxy_shape(value))
-            return TensorArgument(sizes, _dtype(value), value.device.device_str().split(":")[0])
+            return TensorArgument(sizes, _dtype(value), _device(value, stand_in).split(":")[0])
         case compat.Proxy():
             return _RUNTIME_VALUE
         case dict():
-            return {key: _literal(item) for key, item in value.items()}
+            return {key: _literal(item, stand_in) for key, item in value.items()}
         case list():
-            return [_literal(item) for item in value]
+            return [_literal(item, stand_in) for item in value]
         case str():
             return value
         case Sequence():
-            return tuple(_literal(item) for item in value)
+            return tuple(_literal(item, stand_in) for item in value)
     return value
 
 

@@ -100,6 +100,12 @@ def executable_graph(graph: torch.cuda.CUDAGraph) -> Any:
     return driver.CUgraphExec(graph.raw_cuda_graph_exec())
 
 
+def write_dot(graph: Any, path: str) -> None:
+    """Has the driver write a picture of its graph, with all that it knows of each node."""
+    flags = driver.CUgraphDebugDot_flags.CU_GRAPH_DEBUG_DOT_FLAGS_VERBOSE
+    check(driver.cuGraphDebugDotPrint(graph, path.encode(), int(flags)))
+
+
 def graph_launcher(executable: Any) -> Callable[[int], tuple[Any]]:
     """Launches the executable graph on the stream that it is given. Returns a tuple of the driver's error code."""
     return partial(driver.cuGraphLaunch, executable)

@@ -46,6 +46,7 @@ from thunder.extend import (
     FusionExecutor,
     ImplInfo,
     OperatorExecutor,
+    TemporaryExecutor,
     get_default_executors,
     get_executor,
     register_executor,
@@ -140,6 +141,24 @@ def drop_self_references(entry: CacheEntry) -> None:
     for function in (entry.prologue_fn, entry.computation_fn, entry.backward_fn, entry.epilogue_fn):
         if function is not None:
             drop_self_reference(function)
+
+
+def compile_only(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Has Thunder compile for these arguments, as a call does if it must. Only the prologue's checks run."""
+    compile_data(jitted).get_computation_and_inputs(*args, **kwargs)
+
+
+def options_of(jitted: Any) -> dict[str, Any]:
+    """The options that ``thunder.jit`` had been given, but for ``transforms``."""
+    data = compile_data(jitted)
+    return {
+        "executors": [each for each in data.executors_list if not isinstance(each, TemporaryExecutor)],
+        "cache": data.cache_option,
+        "sharp_edges": data.sharp_edges,
+        "disable_torch_autograd": data.disable_torch_autograd_support,
+        "debug_options": data.debug_options,
+        **data.compile_options,
+    }
 
 
 # Operators

@@ -14,11 +14,17 @@ SUPPORTED = {"torch": ("2.9", "2.12"), "lightning-thunder": ("0.2.6", "0.3")}
 
 def check_versions() -> None:
     """Raises :class:`VersionError` for the first installed package outside its range."""
-    for package, (least, below) in SUPPORTED.items():
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            found = "not installed"
-        release = LooseVersion(found.split("+")[0])
-        if found == "not installed" or not LooseVersion(least) <= release < LooseVersion(below):
-            raise VersionError(package, found, f">={least},<{below}")
+    for package in SUPPORTED:
+        check_version(package)
+
+
+def check_version(package: str) -> None:
+    """Raises :class:`VersionError` if the package is not installed, or is outside its range."""
+    least, below = SUPPORTED[package]
+    try:
+        found = version(package)
+    except PackageNotFoundError:
+        found = "not installed"
+    release = LooseVersion(found.split("+")[0])
+    if found == "not installed" or not LooseVersion(least) <= release < LooseVersion(below):
+        raise VersionError(package, found, f">={least},<{below}")

@@ -17,9 +17,11 @@ from collections.abc import Callable
 from itertools import starmap
 from typing import Any
 
+from torch.profiler import record_function
+
 from thunder_cg.compat.cuda import current_device
 from thunder_cg.compat.thunder import CacheEntry
-from thunder_cg.compat.torch import addresses_equal, empty_strided, tensor_guards
+from thunder_cg.compat.torch import IS_PROFILING, addresses_equal, empty_strided, profiler_state, tensor_guards
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion
 from thunder_cg.fastpath.guard import PrologueGuard
@@ -134,6 +136,9 @@ def inference_fast_path(
             enter()
             if copies is None:
                 results = replay(tensors)
+            elif profiler_state[IS_PROFILING]:
+                with record_function(graph.label):
+                    launch(inputs, copies)
             else:
                 launch(inputs, copies)
             if launch_early and not state_holds(tensors):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from thunder_cg.files import refuse_foreign, replace
 from thunder_cg.report import html, markdown, schema, terminal, text
 
 if TYPE_CHECKING:
@@ -26,22 +26,5 @@ def save(report: Report, path: Path) -> None:
     if path.suffix not in _FORMS:
         raise ValueError(f"{path} ends with {path.suffix!r}; a report is saved as one of {', '.join(_FORMS)}")
     mark, form = _FORMS[path.suffix]
-    write(path, form(report), mark)
-
-
-def write(path: Path, content: str, mark: str) -> None:
-    """Writes a file at once: one that is interrupted leaves the old file, or none.
-
-    Raises:
-        FileExistsError: there is a file that does not begin with ``mark``, as ``content`` does.
-    """
-    if path.exists():
-        with path.open("rb") as file:
-            if file.read(len(mark.encode())) != mark.encode():
-                raise FileExistsError(f"{path} is a file that thunder_cg did not write; name another one, or remove it")
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(content, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    refuse_foreign(path, mark)
+    replace(path, form(report))

@@ -51,7 +51,7 @@ def ran(report: Report) -> Iterator[str]:
         if calls:
             said.append(f"{sum(trace.replays for trace in of_kind):,} of {count(calls, noun)}")
     yield f"{' and '.join(said)} replayed" if said else "no call yet"
-    if why := [*_not_replayed(having)]:
+    if said and (why := [*_not_replayed(having)]):
         yield f"Not replayed: {'; '.join(why)}"
 
 

@@ -45,6 +45,13 @@ class Graph(Protocol):
     def tensors(self) -> Iterable[torch.Tensor]:
         """The tensors that it keeps alive, if it is made of tensors."""
 
+    def write_dot(self, path: str) -> None:
+        """Writes a picture of it, in the language of Graphviz.
+
+        Raises:
+            CudagraphError: what can draw it is missing, or the graph has been destroyed.
+        """
+
     def close(self, *, may_wait: bool) -> None:
         """Destroys it, after its work is done if that may be waited for. It refuses to be replayed afterwards."""
 

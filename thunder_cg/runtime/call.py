@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.agreement import Round
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.recording import Recording, TraceRecording
@@ -75,7 +76,7 @@ class Call:
         if mode is Mode.WARMUP or (mode is Mode.EAGER and reason):
             self.program.eager_calls += 1
         if reason:
-            self.program.fallbacks[reason] += 1
+            self.program.count_fallback(reason, skip_reasons.fix_of(reason))
             if strict:
                 self.program.raise_if_strict(reason)
         return self

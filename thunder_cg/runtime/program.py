@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import weakref
 from collections import Counter
@@ -26,10 +27,12 @@ from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode, SavedState
 from thunder_cg.runtime.guards import Guard, OverlapGuard
-from thunder_cg.runtime.recording import Recording, TraceRecording
+from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 from thunder_cg.runtime.region import LEAF, RuntimeRegion
 from thunder_cg.runtime.tensors import is_leaf_with_grad, is_plain, layout
 from thunder_cg.runtime.verifier import Verifier
+
+_logger = logging.getLogger(__name__)
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
 _MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
@@ -42,21 +45,23 @@ _MAX_DISCARDED = 8  # recordings in a row for the memory budget, if captures do 
 _PAYS = 4  # replays for each capture
 
 _CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
-_FORWARD_WAS_EAGER = "its forward ran eagerly"
 
 
 class Program:
     """What the transform made of one trace: its plan, its regions, and what was recorded of them.
 
     Args:
+        name: of what was compiled, for the log.
         forward: of a backward, the program of its forward, which owns the recordings of both.
         saved: names of what the trace keeps for its backward.
+        warned: causes of eager calls that the log has a warning about, of all programs of a transform.
     """
 
     def __init__(
         self,
         *,
         kind: str,
+        name: str,
         ops: Ops,
         plan: Plan,
         aliasing: Aliasing,
@@ -67,8 +72,10 @@ class Program:
         verifier: Verifier,
         arenas: Arenas,
         forward: Program | None,
+        warned: set[str],
     ) -> None:
         self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
+        self.label, self._warned = f"{name}, {kind}", warned
         self.options, self.backend, self.verifier = options, backend, verifier
         self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
@@ -104,13 +111,17 @@ class Program:
         # Of the module's dispatch, while that lives: drops the fast paths to recordings that were discarded.
         self.fast_paths_dropper: Callable[[], Callable[[], None] | None] = _no_fast_paths
         self._describe_inputs(saved, aliasing)
-        # All ranks count the same calls, so those whose collectives are eager count, too.
-        groups = process_groups(ops.ops) if options.capture_collectives != "never" else []
-        self.collectives: Collectives | None = None
-        if groups:
-            asks = options.capture_collectives == "auto"
-            self.collectives = Collectives(groups, asks=asks, watch=backend.watch_collectives)
-            self.collectives.held_by(self._pair)
+        self.collectives = self._find_collectives()
+
+    def _find_collectives(self) -> Collectives | None:
+        """What it communicates. All ranks count the same calls, so those whose collectives are eager count, too."""
+        captures = self.options.capture_collectives
+        groups = process_groups(self.ops.ops) if captures != "never" else []
+        if not groups:
+            return None
+        collectives = Collectives(groups, asks=captures == "auto", watch=self.backend.watch_collectives)
+        collectives.held_by(self._pair)
+        return collectives
 
     def _describe_inputs(self, saved: frozenset[str], aliasing: Aliasing) -> None:
         self._saved = saved
@@ -203,14 +214,14 @@ class Program:
         self._pair._waiting.discard(call)
         call.program = self
         if call.arena is None:
-            return Call(self).run_eagerly(_FORWARD_WAS_EAGER, strict=False)
+            return Call(self).run_eagerly(skip_reasons.FORWARD_WAS_EAGER, strict=False)
         if self.collectives is not None and not self.collectives.are_alive():
             return call.run_eagerly(DESTROYED, strict=False)
         call.arena.enter()
         if backward_keeps_graph():  # the call keeps its arena for the next backward
             return Call(self).run_eagerly(skip_reasons.RETAINED, strict=False)
         if call.mode is Mode.EAGER:
-            return call.run_eagerly(_FORWARD_WAS_EAGER, strict=False)
+            return call.run_eagerly(skip_reasons.FORWARD_WAS_EAGER, strict=False)
         if skip_reasons.is_watched():
             return call.run_eagerly(skip_reasons.WATCHED, strict=False)
         if call.recording is not None:
@@ -232,7 +243,7 @@ class Program:
         """Warms up or captures a backward for inputs that the recording has none for."""
         if recording.backwards and not recording.keeps_saved:  # what the forward saved may have been reused
             self._pair._backward_varies = True
-            self._pair.drop(recording)
+            self._pair.drop(recording, "its backward gets gradients that are laid out in another way")
             self._warm.add(self._key(inputs))
             self._count_moves(recording.backwards, inputs)
             reason = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
@@ -445,6 +456,11 @@ class Program:
             recording.incomplete = recording.incomplete or not self._fits(call)
             if not recording.incomplete:
                 self._pair.admit(recording)
+            if _logger.isEnabledFor(logging.INFO):
+                graphs = sum(graph is not None for graph in trace.graphs)
+                nbytes = sum(each.nbytes() for each in self.arenas())
+                said = f"{graphs} of {len(self.regions)} regions captured, its arenas hold {nbytes:,} bytes"
+                _logger.info("%s, call %d: %s", self.label, self.calls, said)
             if call.arena is not None:
                 call.memory.forget(call.owned.values(), recording.owned.values())
 
@@ -454,43 +470,55 @@ class Program:
         while len(rivals) >= self.options.max_recordings:
             least = min(reversed(rivals), key=lambda each: each.value)
             rivals.remove(least)
-            self.discard(least)
+            self.discard(least, f"max_recordings={self.options.max_recordings}, and it has the fewest replays per byte")
             for each in rivals:
                 each.age()
         recording.dropped = False
         self.recordings = [recording, *self.recordings]
 
-    def drop(self, recording: Recording) -> None:
-        """No later call replays the recording."""
+    def drop(self, recording: Recording, why: str = "") -> None:
+        """No later call replays the recording. The log says ``why``, unless it comes back."""
+        if why and recording in self.recordings:
+            _logger.info("%s: a recording is dropped: %s", self.label, why)
         recording.dropped = True
         self.recordings = [r for r in self.recordings if r is not recording]
 
-    def discard(self, recording: Recording) -> None:
+    def discard(self, recording: Recording, why: str) -> None:
         """Drops a recording for good, and the fast paths to it: its memory is free once no call in flight uses it."""
-        self.drop(recording)
+        self.drop(recording, why)
         if (drop_fast_paths := self.fast_paths_dropper()) is not None:
             drop_fast_paths()
 
     def discard_for_budget(self, recording: Recording) -> None:
         """Discards it, because other recordings are worth more."""
         self._discarded += 1
-        self.discard(recording)
+        self.discard(recording, f"memory_budget={self.options.memory_budget}, and others are worth more")
 
     def release(self) -> None:
         """Gives up all recordings, and the arenas. Calls in flight keep what they hold; the next call warms up."""
         in_flight = [call.recording for call in self._waiting if call.recording is not None]
         for recording in [*self.recordings, *in_flight]:
             recording.incomplete = True  # so that no backward to come brings it back
-            self.discard(recording)
+            self.discard(recording, "it was released")
         self._used, self._used_scratch = [], []
         self._warm.clear()
 
     def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
+        if self.recordings:
+            _logger.info("%s: all recordings are dropped: a process group is destroyed", self.label)
         waiting = (call.recording for call in self._waiting)
         for recording in [*self.recordings, *(each for each in waiting if each is not None)]:
             recording.close(may_wait=may_wait)
         self.recordings = []
+
+    def count_fallback(self, reason: str, fix: str) -> None:
+        """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""
+        self.fallbacks[reason] += 1
+        warns = bool(fix) and reason not in self._warned
+        self._warned.add(reason)
+        said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
+        _logger.log(logging.WARNING if warns else logging.INFO, "%s, call %d: eager: %s", self.label, self.calls, said)
 
     # What the regions of a call ask
 
@@ -513,14 +541,14 @@ class Program:
         if pair._retired >= self.options.max_recordings:
             return False
         pair._retired += 1
-        pair.drop(recording)
+        pair.drop(recording, "what an eager operator made is not laid out as when it was captured")
         return True
 
     def quarantine(self, call: Call, region: int) -> None:
         for recording in self._pair.recordings:
             traces = [recording.forward] if self._pair is self else recording.backwards
             if any(trace is not None and trace.graphs[region] is not None for trace in traces):
-                self._pair.drop(recording)
+                self._pair.drop(recording, f"{self.regions[region].name} disagrees with its ops")
         self._is_quarantined = True
         call.run_eagerly(f"{self.regions[region].name} disagrees with its ops", strict=False)
 
@@ -536,6 +564,16 @@ class Program:
     def budget(self) -> int | None:
         """The memory budget in bytes of all arenas of the transform. Only for a program with regions."""
         return self._arenas.budget(self.regions[0].device)
+
+    def newest_graph(self, region: str) -> RegionGraph | None:
+        """The graph of the region of that name in the newest recording that has one."""
+        index = next(each.index for each in self.regions if each.name == region)
+        for recording in self._pair.recordings:
+            forward = [recording.forward] if recording.forward is not None else []
+            for trace in forward if self._pair is self else recording.backwards:
+                if (graph := trace.graphs[index]) is not None:
+                    return graph
+        return None
 
 
 def _no_fast_paths() -> None:

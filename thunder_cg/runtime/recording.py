@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.profiler import record_function
 
+from thunder_cg.compat.torch import IS_PROFILING, profiler_state
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph
@@ -23,6 +25,7 @@ class RegionGraph:
     Args:
         copied: inputs to copy before a replay.
         written: arguments that the region may write: those that were copied in are copied back.
+        label: the name of its replays in a profile.
     """
 
     graph: Graph
@@ -36,7 +39,8 @@ class RegionGraph:
     # Arguments whose version advances: not all that may be written are, and not all operators say so.
     touched: frozenset[int]
 
-    def __init__(self, copied: Sequence[CopiedInput], written: Set[int]) -> None:
+    def __init__(self, copied: Sequence[CopiedInput], written: Set[int], label: str) -> None:
+        self.label = label
         self._copied = tuple(copied)
         back = [each for each in copied if each.arg in written]
         self._copied_back = tuple(each for each in back if is_whole(each.buffer))  # by the graph
@@ -88,7 +92,11 @@ class RegionGraph:
             sources = [each.source(args) for each in self._copied]
         except Exception as error:
             raise ReplayRefused(error) from error
-        self.graph.replay(sources, targets, args[self.scalars])
+        if profiler_state[IS_PROFILING]:
+            with record_function(self.label):
+                self.graph.replay(sources, targets, args[self.scalars])
+        else:
+            self.graph.replay(sources, targets, args[self.scalars])
         if self._copied_after or not self.outputs.is_plain:
             with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
                 for each in self._copied_after:

@@ -28,7 +28,7 @@ from thunder_cg.runtime.inputs import detached, place, with_buffers
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
-from thunder_cg.runtime.verifier import Disagreement
+from thunder_cg.runtime.verifier import Disagreement, deny_name
 
 LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
 _MAX_TRIES = 3  # captures of a region that may fail for a reason that can pass, such as too little memory
@@ -81,6 +81,7 @@ class RuntimeRegion:
         self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
         self.stats = Stats()
         self.failure: str | None = None  # why its last capture failed
+        self._fix = ""  # what changes that; "" if the next call may do better
         self.tries = _MAX_TRIES  # how many captures may still fail; with none left, it runs eagerly
         self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
         self.remark: str | None = None  # what verification found besides
@@ -184,7 +185,7 @@ class RuntimeRegion:
         except _NotRun as failed:
             self._fail(call, *failed.args)
         self._raise_if_strict(call)
-        call.program.fallbacks[f"{self.name} could not be warmed up: {self.failure}"] += 1
+        call.program.count_fallback(f"{self.name} could not be warmed up: {self.failure}", self._fix)
         call.enter(Mode.EAGER)  # counted as eager when the warm-up began
         return self._run_eagerly(call, args)
 
@@ -285,7 +286,7 @@ class RuntimeRegion:
             self._fail(call, error)
             self._refuse(call, self._after)
         self._raise_if_strict(call)
-        call.program.fallbacks[f"{self.name} could not be captured: {self.failure}"] += 1
+        call.program.count_fallback(f"{self.name} could not be captured: {self.failure}", self._fix)
         recording.incomplete = True
         try:
             # In the arena the memory of the warm-up is at hand, unless the capture has given up what the ops read.
@@ -328,6 +329,9 @@ class RuntimeRegion:
         self.tries = self.tries - 1 if may_pass else 0
         again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
         self.failure = text + (again if self.tries else "")
+        denied = f"[{deny_name(op)!r}]" if op is not None else "[...]"
+        fix = f"deny={denied} leaves the operator eager and the rest captured"
+        self._fix = "" if self.tries else "make the same calls on all ranks" if isinstance(error, RanksDiffer) else fix
 
     def _name_failing_op(self, call: Call, error: Exception) -> None:
         """Notes on an error that goes to the user which op of the region raised it."""
@@ -366,7 +370,7 @@ class RuntimeRegion:
         verifies = (call.verifies or self.is_always_verified) and not self.communicates
         check = call.program.verifier.record(self, pool, tensors, placing, in_pool) if verifies else None
         copied, buffers = placing()
-        graph = RegionGraph(copied, self.written)
+        graph = RegionGraph(copied, self.written, f"{self.name} of {call.program.label}")
         graph.scalars = slice(len(self.input_names), None)
         graph.check = check
         if call.program.backend.runs_captures:

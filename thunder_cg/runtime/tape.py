@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 
 from thunder_cg.compat import distributed, torch as compat
-from thunder_cg.errors import CaptureRefused, ReplayRefused
+from thunder_cg.errors import CaptureRefused, CudagraphError, ReplayRefused
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors, check_sentinels
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import address, copy_all
@@ -274,6 +274,14 @@ class TapeGraph:
     def tensors(self) -> Iterable[torch.Tensor]:
         return [tensor for step in self.steps for tensor in _tensors_in(step)]
 
+    def write_dot(self, path: str) -> None:
+        if self._is_closed:
+            raise CudagraphError("write_dot: the graph has been destroyed; call the function again")
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(
+                f"{line}\n" for line in _dot([*self.steps, *([[*self.copied_out]] if self.copied_out else [])])
+            )
+
     def close(self, *, may_wait: bool) -> None:
         self._is_closed, self.steps, self._has_sentinel = True, [], []
 
@@ -303,6 +311,25 @@ class TapeGraph:
                         _once(tensor, tensor).copy_(_once(leaves[leaf], tensor))
                 _poison(self.free)
             copy_all(targets[copied:], self.copied_out[copied:])
+
+
+def _dot(steps: Sequence[_Step]) -> Iterator[str]:
+    """A node for each step, and an edge to it from the last step that made what it reads, or may have written it."""
+    yield "digraph tape {"
+    makers: dict[int, int] = {}  # of memory, by its address
+    for i, step in enumerate(steps):
+        tensors, results = _tensors_in(step), []
+        if isinstance(step, list):
+            name = "copies out"
+        else:
+            name, results = getattr(step.fn, "__qualname__", str(step.fn)), [tensor for _, tensor in step.results]
+        inputs = tensors[: len(tensors) - len(results)]
+        shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{[*t.shape]}" for t in results or inputs)
+        yield f'  {i} [shape=box, label="{name}\\n{shapes}"];'
+        read = set(map(address, inputs))
+        yield from (f"  {maker} -> {i};" for maker in sorted({makers[at] for at in read & makers.keys()}))
+        makers.update((address(tensor), i) for tensor in (results or inputs) if not isinstance(step, list))
+    yield "}"
 
 
 def _once(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -41,8 +41,12 @@ class Disagreement:
         """What keeps the rest of the region captured."""
         if self.op is None:
             return "find the operator to leave eager with deny=[...]"
-        name = self.op.id if self.op.id and self.op.executor else self.op.name
-        return f"leave the operator eager with deny=[{name!r}]"
+        return f"leave the operator eager with deny=[{deny_name(self.op)!r}]"
+
+
+def deny_name(op: Op) -> str:
+    """The name by which ``deny=`` takes an op."""
+    return op.id if op.id and op.executor else op.name
 
 
 @dataclass(frozen=True, slots=True)

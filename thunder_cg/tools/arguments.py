@@ -1,14 +1,23 @@
-"""Command-line arguments that several tools have."""
+"""Command-line arguments that several tools have. Importing this module imports no torch."""
 
 from __future__ import annotations
 
 import argparse
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 JOBS = max(1, (os.cpu_count() or 1) // 2)  # the default of --jobs
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line, and ends the process with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help says more)\n")
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +43,8 @@ def device_of(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 def pick_device(name: str | None) -> torch.device:
     """The device called `name`, by default a GPU if there is one. ValueError if it is unknown or not there."""
+    import torch
+
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -42,6 +53,8 @@ def pick_device(name: str | None) -> torch.device:
         raise ValueError(f"--device {name}: not a device; give cpu, cuda or cuda:N") from None
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--device {name}: nothing captures there; give cpu, cuda or cuda:N")
+    if device.type == "cpu" and device.index:
+        raise ValueError(f"--device {name}: torch has one CPU device; give cpu")
     available = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= available:
         raise ValueError(f"--device {name}: torch {torch.__version__} sees {available} CUDA devices; try --device cpu")
@@ -50,7 +63,10 @@ def pick_device(name: str | None) -> torch.device:
 
 def positive(text: str) -> int:
     """A whole number of at least 1, as `type=` of an argument."""
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give 1 or more") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
     return number

@@ -6,17 +6,19 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
+from thunder_cg.tools.arguments import Parser, add_device, device_of, positive
 
-from thunder_cg.tools import demo, demo_ranks
-from thunder_cg.tools.arguments import add_device, device_of, positive
-from thunder_cg.tools.ranks import Rank
+if TYPE_CHECKING:
+    import torch
+
+PARALLEL = ("ddp", "fsdp")
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns the exit status: 1 if results differ."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m thunder_cg demo",
         description="Trains a character-level GPT on this package's source and lets it write, with and without "
         "cudagraph_transform(), from one seed. Exits with 1 if a loss, a parameter or a character differs in one bit. "
@@ -26,16 +28,24 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--gpus", type=positive, metavar="N", help="ranks: one for each GPU; gloo on the CPU where there are fewer"
     )
-    parser.add_argument("--parallel", choices=demo_ranks.PARALLEL, default="ddp", help="on several ranks; default: ddp")
+    parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="on several ranks; default: ddp")
     arguments = parser.parse_args(argv)
-    kind = device_of(arguments, parser).type
+    return _run(arguments, device_of(arguments, parser), parser)
+
+
+def _run(arguments: argparse.Namespace, device: torch.device, parser: Parser) -> int:
+    import torch
+
+    from thunder_cg.tools import demo, demo_ranks
+    from thunder_cg.tools.ranks import Rank
+
     here = Rank.of_torchrun()
     if here is None and arguments.gpus is None:
-        return demo.run(demo.settings_for(device_of(arguments, parser)))
+        return demo.run(demo.settings_for(device))
     if here is not None and arguments.gpus is not None:
         parser.error("--gpus: torchrun has started the ranks; leave it out")
     ranks = arguments.gpus if here is None else int(os.environ["LOCAL_WORLD_SIZE"])
-    settings = demo.settings_for(torch.device(kind if ranks <= torch.cuda.device_count() else "cpu"))
+    settings = demo.settings_for(torch.device(device.type if ranks <= torch.cuda.device_count() else "cpu"))
     if here is None:
         return demo_ranks.run(settings, arguments.parallel, arguments.gpus)
     return demo_ranks.run_here(settings, arguments.parallel, replace(here, device_type=settings.device.type))

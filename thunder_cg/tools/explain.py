@@ -1,58 +1,96 @@
-"""`python -m thunder_cg explain FILE`: runs a script, and prints the reports of what it compiled."""
+"""`python -m thunder_cg explain FILE`: runs a script or a model, and prints the reports of what was compiled."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from thunder_cg import NotCompiledError, explain
-from thunder_cg.report.html import render
+from thunder_cg.files import MARK, refuse_foreign, replace
+from thunder_cg.tools.arguments import Parser, positive
+
+if TYPE_CHECKING:
+    from thunder_cg import Report
+
+_DESCRIPTION = """\
+Says what was captured, what was not, and why.
+
+FILE: runs a Python script as `python FILE ARGS` does, and then prints explain(...) of each compiled function or module
+among its global variables.
+
+FILE:NAME: calls the function NAME of the file, without arguments. It returns a model or a function, and its inputs:
+
+    def make_model():
+        return Net().cuda(), (torch.randn(8, 64, device="cuda"),)
+
+The inputs are a tuple of positional arguments, a dict of keyword arguments, or a single argument. The model is compiled
+with thunder.jit(model, transforms=[cudagraph_transform()]), unless it is compiled already. It is called --calls times;
+if a result requires grad, each call is followed by a backward of the sum of the results.
+
+Exits with 0 if all operators are captured, 1 if some are eager, a region has no graph or nothing is compiled, and 2 for
+wrong arguments."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 1 if the script compiled nothing with the transform."""
-    description = (
-        "Runs a Python script as `python FILE ARGS` does, and then prints explain(...) of each compiled function or "
-        "module among its global variables. Exits with 1 if there is none."
+    """Runs the command; returns 0 if all operators of all that was compiled are captured, else 1."""
+    parser = Parser(
+        "python -m thunder_cg explain", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser = argparse.ArgumentParser("python -m thunder_cg explain", description=description)
     parser.add_argument("--html", type=Path, metavar="HTML", help="write the reports there as HTML, too")
-    parser.add_argument("file", type=Path, metavar="FILE", help="the script")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="its arguments")
+    parser.add_argument("--json", type=Path, metavar="JSON", help="write them there as JSON, by name")
+    parser.add_argument("--calls", type=positive, default=3, metavar="N", help="calls of FILE:NAME (default: 3)")
+    parser.add_argument("file", metavar="FILE[:NAME]", help="a script, or a function that makes a model")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
     arguments = parser.parse_args(argv)
-    if not arguments.file.is_file():
-        parser.error(f"{arguments.file}: there is no such file")
-    reports = _reports(_run_script(arguments.file, arguments.arguments))
+    file, name = _split(arguments.file)
+    if not file.is_file():
+        parser.error(f"{file}: there is no such file")
+    if name and arguments.arguments:
+        parser.error(f"{arguments.file} takes no arguments; leave out {' '.join(arguments.arguments)}")
+    try:
+        for path in (arguments.html, arguments.json):
+            refuse_foreign(path)
+    except ValueError as error:
+        parser.error(str(error))
+    variables = _run(file, arguments.arguments, file.stem if name else "__main__")
+    reports = _reports({name: _called(variables, name, arguments.calls, parser)} if name else variables)
     if not reports:
         problem = "no global variable has a function or module that was compiled with cudagraph_transform()"
         fix = "assign it to one, as in: jmodel = thunder.jit(model, transforms=[cudagraph_transform()])"
-        print(f"{arguments.file}: {problem}; {fix}", file=sys.stderr)
+        print(f"{file}: {problem}; {fix}", file=sys.stderr)
         return 1
-    for name, report in reports.items():
-        print(f"{name}:\n{report}\n")
+    for label, report in reports.items():
+        print(f"{label}:\n{report}\n")
     if arguments.html is not None:
-        head = f'<head><meta charset="utf-8"><title>{escape(arguments.file.name)}</title></head>'
-        body = "".join(f"<h2>{escape(name)}</h2>{render(report)}" for name, report in reports.items())
-        page = f"<!DOCTYPE html><html>{head}<body>{body}</body></html>\n"
-        arguments.html.write_text(page, encoding="utf-8")
-    return 0
+        replace(arguments.html, _page(file.name, reports))
+    if arguments.json is not None:
+        content = {label: report.to_dict() for label, report in reports.items()}
+        replace(arguments.json, json.dumps({"generator": f"{MARK} explain", "reports": content}, indent=1) + "\n")
+    return int(not all(map(_is_captured, reports.values())))
 
 
-def _run_script(file: Path, arguments: Sequence[str]) -> dict[str, Any]:
-    """Runs a script as `__main__`, and returns its global variables. `SystemExit` if it ends with an error status.
+def _split(text: str) -> tuple[Path, str]:
+    """File and name in "FILE:NAME"; the name is "" if there is none."""
+    file, colon, name = text.rpartition(":")
+    return (Path(file), name) if colon and name.isidentifier() and not Path(text).exists() else (Path(text), "")
+
+
+def _run(file: Path, arguments: Sequence[str], name: str) -> dict[str, Any]:
+    """Runs a script as the module `name`, and returns its global variables. `SystemExit` if it ends with an error.
 
     `runpy.run_path` would lose the variables of a script that calls `sys.exit(0)`.
     """
-    module = ModuleType("__main__")
+    module = ModuleType(name)
     module.__file__ = str(file)
     before = sys.argv, sys.path, sys.modules["__main__"]
     sys.argv, sys.path = [str(file), *arguments], [str(file.resolve().parent), *sys.path]
-    sys.modules["__main__"] = module
+    if name == "__main__":
+        sys.modules["__main__"] = module
     try:
         exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
     except SystemExit as end:
@@ -63,9 +101,45 @@ def _run_script(file: Path, arguments: Sequence[str]) -> dict[str, Any]:
     return vars(module)
 
 
-def _reports(variables: Mapping[str, Any]) -> dict[str, Any]:
+def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser) -> Callable[..., Any]:
+    """The compiled model that the function `name` makes, after so many calls."""
+    import thunder
+    import torch
+
+    from thunder_cg import NotCompiledError, cudagraph_transform, explain
+    from thunder_cg.compat.torch import tree_leaves
+
+    if not callable(make := variables.get(name)):
+        parser.error(f"the file has no function {name!r}; it has {', '.join(_functions(variables)) or 'none'}")
+    made = make()
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        parser.error(f"{name}() returned a {type(made).__name__}; return a model and its inputs: (model, (x,))")
+    model, inputs = made
+    try:
+        explain(model)
+    except NotCompiledError:
+        model = thunder.jit(model, transforms=[cudagraph_transform()])
+    keywords = inputs if isinstance(inputs, dict) else {}
+    positional = inputs if isinstance(inputs, tuple) else () if keywords else (inputs,)
+    for _ in range(calls):
+        result = model(*positional, **keywords)
+        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        if trained := [leaf for leaf in results if leaf.requires_grad]:
+            torch.autograd.backward([leaf.sum() for leaf in trained])
+    return model
+
+
+def _functions(variables: Mapping[str, Any]) -> list[str]:
+    """Names of the functions that a file defines itself."""
+    own = variables["__name__"]
+    return [name for name, value in variables.items() if callable(value) and getattr(value, "__module__", "") == own]
+
+
+def _reports(variables: Mapping[str, Any]) -> dict[str, Report]:
     """The report of each variable that was compiled with the transform; under its first name, if it has several."""
-    reports: dict[int, tuple[str, Any]] = {}
+    from thunder_cg import NotCompiledError, explain
+
+    reports: dict[int, tuple[str, Report]] = {}
     for name, value in variables.items():
         if not name.startswith("__") and callable(value) and id(value) not in reports:
             try:
@@ -73,3 +147,17 @@ def _reports(variables: Mapping[str, Any]) -> dict[str, Any]:
             except NotCompiledError:
                 continue
     return dict(reports.values())
+
+
+def _is_captured(report: Report) -> bool:
+    """Whether no operator is eager, and each region has a graph."""
+    regions = [region for trace in report.traces for region in trace.regions]
+    eager = [op for trace in report.traces for op in trace.ops if op.verdict == "eager"]
+    graphs = bool(regions) and all(region.captures and region.failure is None for region in regions)
+    return graphs and not (eager or report.outside)
+
+
+def _page(title: str, reports: Mapping[str, Report]) -> str:
+    head = f'<meta charset="utf-8"><meta name="generator" content="{MARK} explain"><title>{escape(title)}</title>'
+    body = "".join(f"<h2>{escape(name)}</h2>{report._repr_html_()}" for name, report in reports.items())
+    return f"<!DOCTYPE html><html><head>{head}</head><body>{body}</body></html>\n"

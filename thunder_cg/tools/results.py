@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 import thunder
 import torch
 
+from thunder_cg.files import replace
+
 FOLDER = Path(__file__).parent / "results"
 """The result files of this release; a wheel has none of them."""
 
@@ -47,8 +49,19 @@ class MeasuredResults:
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(self.to_text(), encoding="utf-8")
+        """Writes the file, whole or not at all. ValueError if there is a file that holds something else."""
+        self.check_writable(path)
+        replace(path, self.to_text())
+
+    @classmethod
+    def check_writable(cls, path: Path | None) -> None:
+        """Checks, before the work, that `write` would not overwrite what somebody else wrote.
+
+        Raises:
+            ValueError: there is a file that holds something else.
+        """
+        if path is not None and (path.is_file() or path.is_dir()):
+            cls.read(path)
 
     @classmethod
     def read(cls: type[R], path: Path) -> R:
@@ -59,7 +72,7 @@ class MeasuredResults:
         """
         try:
             return cls.from_dict(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path} does not hold {cls.__name__} ({error!r}); name another file") from None
 
     @classmethod
@@ -93,11 +106,14 @@ class Journal:
         """The records of earlier runs.
 
         Raises:
-            ValueError: they are from another machine or other versions.
+            ValueError: they are from another machine or other versions, or the file is no journal.
         """
         if self._path is None or not self._path.exists():
             return
-        for line in self._path.read_text(encoding="utf-8").splitlines():
+        lines = self._path.read_text(encoding="utf-8").splitlines()
+        if lines and not lines[0].startswith('{"environment"'[: len(lines[0])]):
+            raise ValueError(f"{self._path} is no journal of an interrupted run; name another file, or remove this one")
+        for line in lines:
             try:
                 content = json.loads(line)
             except ValueError:  # the run was interrupted while it wrote this line

@@ -7,7 +7,6 @@ gets one more transform.
 
 from __future__ import annotations
 
-import argparse
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +17,7 @@ from unittest.mock import patch
 import thunder
 from thunder.transforms.cudagraph import CUDAGraphTransform
 
+from thunder_cg.tools.arguments import Parser
 from thunder_cg.transform import CudagraphTransform, cudagraph_transform
 
 BENCHMARKS = {name: f"thunder.benchmarks.benchmark_{name}" for name in ("litgpt", "inference")}
@@ -30,7 +30,7 @@ TRANSFORMS: Mapping[str, Callable[[], Any] | None] = {
 
 def main(argv: Sequence[str]) -> None:
     """Runs the command with these arguments."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m thunder_cg.tools.thunder_benchmarks",
         description="Runs a benchmark of Thunder's with CUDA graphs. All other arguments are those of the benchmark.",
         epilog="example: ... litgpt --graphs thunder_cg --model_name pythia-160m --compile thunder",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from thunder_cg.compat import cuda
-from thunder_cg.errors import ReplayRefused
+from thunder_cg.errors import CudagraphError, ReplayRefused
 from thunder_cg.runtime.backend import Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.copy_nodes import Copies, SetAddresses, refused
@@ -56,6 +56,13 @@ class CudaGraph:
 
     def tensors(self) -> Sequence[torch.Tensor]:
         return ()
+
+    def write_dot(self, path: str) -> None:
+        if not self._has_driver:
+            raise CudagraphError("write_dot: cuda-bindings is not installed; pip install cuda-bindings")
+        if "torch_graph" not in self.__dict__:
+            raise CudagraphError("write_dot: the graph has been destroyed; call the function again")
+        cuda.write_dot(cuda.captured_graph(self.torch_graph), path)
 
     def close(self, *, may_wait: bool) -> None:
         if may_wait:

@@ -6,11 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
-from thunder_cg.tools.arguments import add_device, device_of, positive
-from thunder_cg.tools.bench.rank_run import RankSettings, run_ranks
-from thunder_cg.tools.bench.run import BenchmarkSettings, run
+from thunder_cg.tools.arguments import Parser, add_device, device_of, positive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -19,6 +15,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.gpus is not None:
         return _on_ranks(arguments, parser)
+    from thunder_cg.tools.bench.run import BenchmarkSettings, run
+
     settings = BenchmarkSettings(
         device_of(arguments, parser),
         arguments.quick,
@@ -38,7 +36,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
 
 
-def _on_ranks(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+def _on_ranks(arguments: argparse.Namespace, parser: Parser) -> int:
+    import torch
+
+    from thunder_cg.tools.bench.rank_run import RankSettings, run_ranks
+
     device, found = device_of(arguments, parser), torch.cuda.device_count()
     if arguments.gpus > found and arguments.device != "cpu":
         problem = f"--gpus {arguments.gpus}: this machine has {found} GPUs"
@@ -65,12 +67,14 @@ def _on_ranks(arguments: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 def _tokens(text: str) -> tuple[int, int]:
     """Batch and length, as `type=` of an argument."""
-    batch, _, length = text.partition("x")
+    batch, by, length = text.partition("x")
+    if not by:
+        raise argparse.ArgumentTypeError(f"{text!r} is no batch and length; give two numbers, such as 2x128")
     return positive(batch), positive(length)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m thunder_cg bench",
         description="Measures models under eager PyTorch, Thunder, Thunder's own CUDAGraphTransform, thunder_cg, "
         "torch.compile, make_graphed_callables and a hand-made CUDA graph, in turns, and how host time grows with "

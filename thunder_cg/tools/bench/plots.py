@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
+from thunder_cg.files import MARK, refuse_foreign, replace
 from thunder_cg.tools.bench.models import optional
 from thunder_cg.tools.bench.results import BenchmarkResults
 from thunder_cg.tools.bench.variants import FLOOR, VARIANTS
+
+NAMES = ("end_to_end.svg", "host_time.svg")
 
 
 def write_plots(results: BenchmarkResults, folder: Path) -> list[Path]:
@@ -15,14 +19,16 @@ def write_plots(results: BenchmarkResults, folder: Path) -> list[Path]:
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
+        ValueError: a file of that name is none of this tool's.
     """
     figure = optional("matplotlib.figure").Figure
-    folder.mkdir(parents=True, exist_ok=True)
-    figures = {"end_to_end.svg": _bars(results, figure), "host_time.svg": _lines(results, figure)}
     written = []
-    for name, drawn in figures.items():
+    for name, drawn in zip(NAMES, (_bars(results, figure), _lines(results, figure))):
         if drawn is not None:
-            drawn.savefig(folder / name)
+            refuse_foreign(folder / name)
+            text = StringIO()
+            drawn.savefig(text, format="svg", metadata={"Title": f"{MARK} bench"})
+            replace(folder / name, text.getvalue())
             written.append(folder / name)
     return written
 

@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
+from thunder_cg.files import refuse_foreign
 from thunder_cg.tools.bench.cases import SCALING, BenchmarkCase, ScalingSeries, cases
 from thunder_cg.tools.bench.goals import goals
 from thunder_cg.tools.bench.measure import EVERY_VARIANT, BenchmarkRow, measure_case, ticks
 from thunder_cg.tools.bench.models import optional
-from thunder_cg.tools.bench.plots import write_plots
+from thunder_cg.tools.bench.plots import NAMES, write_plots
 from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
 from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
 from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, is_meant, variants
@@ -88,7 +89,8 @@ def run(settings: BenchmarkSettings) -> int:
     """Measures, and prints tables and goals. It writes the numbers after each case. Returns 0.
 
     Raises:
-        ValueError: the settings do not fit: nothing is chosen, or `json` has numbers from elsewhere.
+        ValueError: the settings do not fit: nothing is chosen, or `json` or a plot is
+            somebody else's, or from another machine.
         ModuleNotFoundError: plots are wanted and matplotlib is not installed.
     """
     if not settings.chosen:
@@ -100,6 +102,8 @@ def run(settings: BenchmarkSettings) -> int:
         )
     if settings.plots is not None:
         optional("matplotlib")
+        for name in NAMES:
+            refuse_foreign(settings.plots / name)
     results = BenchmarkResults.read_or_new(settings.json, environment(settings.device))
     with suppress(OSError, AttributeError):  # where standard error is no file
         faulthandler.enable()  # with one job, no other process can say where this one crashed

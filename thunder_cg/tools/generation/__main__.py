@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
-from thunder_cg.tools.arguments import add_device, add_rows, device_of, positive
+from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, positive
 from thunder_cg.tools.generation.measure import VARIANTS
 from thunder_cg.tools.generation.run import GenerationSettings, run
 
@@ -22,8 +21,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m thunder_cg.tools.generation",
         description="Generates tokens with models of transformers and LitGPT, with random weights and a static cache, "
         "in six variants: tokens per second, launches per token, and whether the tokens are those of uncaptured "

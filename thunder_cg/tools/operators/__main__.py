@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from thunder_cg.tools.arguments import add_device, device_of, positive
+from thunder_cg.tools.arguments import Parser, add_device, device_of, positive
 from thunder_cg.tools.operators.run import OperatorSettings, run
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns 1 if the rules disagree with a complete measurement, else 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m thunder_cg.tools.operators",
         description="Runs PyTorch's table of operators and handwritten calls through Thunder: captured and replayed "
         "with fresh values, forward and backward, and compared bit for bit with uncaptured Thunder. Symbols that the "

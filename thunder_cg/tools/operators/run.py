@@ -57,12 +57,13 @@ def run(settings: OperatorSettings) -> int:
     """Measures, and prints a summary. Returns 1 if all cases were measured and the rules disagree, else 0.
 
     Raises:
-        ValueError: a pattern matches no case, or the journal of `json` is from another machine.
+        ValueError: a pattern matches no case, `json` holds something else, or its journal is from another machine.
     """
     chosen = settings.chosen
     for only in settings.only:
         if not any(fnmatchcase(name, only) for name in chosen):
             raise ValueError(f"--only {only!r}: no case has such a name; --list shows all")
+    OperatorResults.check_writable(settings.json)
     results = OperatorResults(environment(settings.device) | {"cuda": torch.version.cuda or ""})
     parts = settings.json.with_name(settings.json.name + ".parts") if settings.json else None
     journal = Journal(parts, results.environment)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from thunder_cg.tools.arguments import add_device, add_rows, device_of
+from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of
 from thunder_cg.tools.suite.run import SuiteSettings, rewrite_table, run
 
 
@@ -31,8 +30,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m thunder_cg.tools.suite",
         description="Runs models of transformers, torchvision and timm, with random weights, through Thunder without "
         "and with cudagraph_transform(): a forward, training steps, and one new token with a static cache. Counts what "

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from thunder_cg.files import replace
 from thunder_cg.tools.bench.report import line as table_line
 from thunder_cg.tools.results import origin
 from thunder_cg.tools.suite.row import BREAK, EAGER, INDUCTOR, MODES, NOT_REPLAYED, NotCaptured, SuiteRow
@@ -63,7 +64,7 @@ def write_table(path: Path, rows: Sequence[SuiteRow], environment: Mapping[str, 
         text = rewrite(path.read_text(encoding="utf-8"), markdown(rows, environment))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    path.write_text(text, encoding="utf-8")
+    replace(path, text)
 
 
 def _name(model: str, rows: Iterable[SuiteRow]) -> str:

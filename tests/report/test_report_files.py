@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -36,7 +37,7 @@ def test_no_file_is_overwritten_that_is_no_report(report: Report, tmp_path: Path
     for suffix in (".html", ".md", ".json", ".txt"):
         path = tmp_path / f"README{suffix}"
         path.write_text(content)
-        with pytest.raises(FileExistsError, match=f"README{suffix} is a file that thunder_cg did not write; name"):
+        with pytest.raises(FileExistsError, match=f"README{suffix} exists, and thunder_cg did not write it; name"):
             report.save(path)
         assert path.read_text() == content
 
@@ -51,10 +52,10 @@ def test_an_interrupted_write_leaves_the_old_file(report: Report, tmp_path: Path
     report.save(path)
     before = path.read_bytes()
 
-    def interrupted(self: Path, target: Path) -> None:
+    def interrupted(source: str, target: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", interrupted)
+    monkeypatch.setattr(os, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         Report(()).save(path)
     assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]

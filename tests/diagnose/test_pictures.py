@@ -1,0 +1,58 @@
+"""`dump_dot` writes the graph of a region."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from support import programs
+
+from thunder_cg import CudagraphError, OptionError, dump_dot
+from thunder_cg.runtime.tape import TapeGraph
+
+
+def test_the_graph_of_a_region(transform: Callable[..., Any], device: str, tmp_path: Path) -> None:
+    def fn(x):
+        return torch.relu(torch.sin(x) @ x.t()) + 1
+
+    jfn, x, path = thunder.jit(fn, transforms=[transform()]), torch.randn(3, 3, device=device), tmp_path / "a.dot"
+    with pytest.raises(OptionError, match="expected a region, and nothing is captured"):
+        dump_dot(jfn, "CUDAGraph1", path)
+    jfn(x)
+    with pytest.raises(OptionError, match=r"dump_dot\(region='CUDAGraph1'\): .*; call the function three times first"):
+        dump_dot(jfn, "CUDAGraph1", path)
+    with pytest.raises(OptionError, match=r"region='relu'\): expected one of 'CUDAGraph1'"):
+        dump_dot(jfn, "relu", path)
+    jfn(x)
+    dump_dot(jfn, "CUDAGraph1", path)
+    said = path.read_text()
+    assert said.startswith("digraph ") and said.rstrip().endswith("}")
+    graph = programs(jfn)[0].newest_graph("CUDAGraph1").graph
+    if isinstance(graph, TapeGraph):
+        labels = re.findall(r'(\d+) \[shape=box, label="([^"\\]+)', said)
+        assert [name.partition(".")[0] for _, name in labels] == [
+            "aten::sin",
+            "aten::mm",
+            "aten::relu",
+            "aten::add",
+            "copies out",
+        ]
+        assert re.findall(r"(\d) -> (\d);", said) == [("0", "1"), ("1", "2"), ("2", "3"), ("3", "4")]
+    graph.close(may_wait=True)
+    with pytest.raises(CudagraphError, match="has been destroyed"):
+        graph.write_dot(str(path))
+
+
+def test_the_graph_of_a_backward(transform: Callable[..., Any], device: str, tmp_path: Path) -> None:
+    jfn, x = thunder.jit(lambda x: torch.tanh(torch.sin(x)), transforms=[transform()]), torch.ones(2, device=device)
+    for _ in range(3):
+        jfn(x.requires_grad_()).sum().backward()
+    forward, backward = (program.regions[0].name for program in programs(jfn))
+    for region in (forward, backward):
+        dump_dot(jfn, region, tmp_path / region)
+    assert (tmp_path / forward).read_text() != (tmp_path / backward).read_text()

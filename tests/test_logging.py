@@ -1,0 +1,117 @@
+"""What `logging` says under "thunder_cg": a line for each event, a warning for each cause, and silence else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from models import mlp
+from torch import nn
+
+from thunder_cg import cudagraph_transform
+from thunder_cg.runtime import backends, skip_reasons
+from thunder_cg.runtime.tape import TapePool
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Any]:
+    """A function that returns the lines since its last call, with their levels."""
+    caplog.set_level(logging.INFO, "thunder_cg")
+
+    def since() -> list[tuple[str, str]]:
+        found = [(r.levelname, r.getMessage()) for r in caplog.records if r.name.startswith("thunder_cg")]
+        caplog.clear()
+        return found
+
+    return since
+
+
+def compiled(fn: Any, **options: Any) -> Any:
+    return thunder.jit(fn, transforms=[cudagraph_transform(**{"backend": "tape", **options})])
+
+
+def test_without_a_handler_nothing_is_printed() -> None:
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("thunder_cg").handlers)
+
+
+def test_a_line_for_each_compile_capture_and_drop_and_no_warning(lines: Any) -> None:
+    jmodel = compiled(mlp(1).requires_grad_(False), max_recordings=1)
+    for i in range(3):
+        jmodel(torch.ones(2, 16))
+        said = lines()
+        assert len(said) == (1, 1, 0)[i] and {level for level, _ in said} <= {"INFO"}
+        if i == 0:
+            assert "Sequential, forward: compiled: 1 region with 2 of 2 ops, planned in " in said[0][1]
+        elif i == 1:
+            text = "Sequential, forward, call 2: 1 of 1 regions captured, its arenas hold "
+            assert said[0][1].startswith(text) and said[0][1].endswith(" bytes")
+    other = torch.ones(16, 2).t()
+    jmodel(other), jmodel(other)
+    (_, drop), (level, capture) = lines()
+    assert (
+        drop == "Sequential, forward: a recording is dropped: max_recordings=1, and it has the fewest replays per byte"
+    )
+    assert level == "INFO" and capture.startswith("Sequential, forward, call 5: 1 of 1 regions captured")
+
+
+def test_a_warning_for_each_eager_operator_that_is_a_cause(lines: Any) -> None:
+    def reads(x):
+        y = torch.sin(x) * 2
+        return y * y.sum().item() + torch.cos(y).exp()
+
+    jfn = compiled(reads)
+    for shape in (3, 4):
+        jfn(torch.ones(shape))
+    warned = [text for level, text in lines() if level == "WARNING"]
+    (text,) = warned
+    assert "reads, forward: Tensor.item at test_logging.py:" in text and "is eager: " in text
+    assert text.endswith(
+        "; keep the value on the device as a 0-dim tensor, or read it outside of the compiled function"
+    )
+    compiled(lambda x: torch.sin(torch.cos(x)).exp(), deny=["sin"])(torch.ones(3))
+    assert {level for level, _ in lines()} == {"INFO"}, "what the user denies, and what is alone, is no cause"
+
+
+def test_a_fallback_is_a_line_and_its_cause_one_warning(lines: Any) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    jmodel, x = compiled(model), torch.ones(1, 2)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+    for i in range(2):
+        with hooks:
+            jmodel(x).sum().backward()
+        forward, backward = [line for line in lines() if ": eager: " in line[1]]
+        assert forward[0] == ("WARNING" if i == 0 else "INFO") and "saved-tensor hooks are active" in forward[1]
+        assert forward[1].endswith(f"; {skip_reasons.FIXES[skip_reasons.HOOKS]}")
+        assert backward == (
+            "INFO",
+            f"Sequential, backward, call {i + 1}: eager: the forward of this backward ran eagerly",
+        )
+
+
+def test_a_capture_that_fails_warns_with_the_fix(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(self: Any, fn: Any, args: Any, *rest: Any) -> Any:
+        raise RuntimeError("no memory for graphs")
+
+    monkeypatch.setattr(TapePool, "capture", capture)
+    jfn = compiled(lambda x: torch.sin(torch.cos(x)))
+    for _ in range(5):
+        jfn(torch.ones(3))
+    said = [(level, text) for level, text in lines() if "could not be captured" in text]
+    assert [level for level, _ in said] == ["INFO", "INFO", "WARNING"], "the first two may pass"
+    assert said[2][1].endswith("no memory for graphs; deny=[...] leaves the operator eager and the rest captured")
+
+
+def test_the_tape_instead_of_a_gpu(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    backends._warn_of_the_tape.cache_clear()
+    cudagraph_transform()
+    cudagraph_transform()
+    ((level, text),) = lines()
+    assert level == "WARNING" and 'backend="auto" takes the tape' in text and text.endswith("if that is meant")
+    backends._warn_of_the_tape.cache_clear()
+    cudagraph_transform(backend="tape")
+    assert lines() == []

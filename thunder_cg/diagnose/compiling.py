@@ -1,0 +1,40 @@
+"""Compiles a function or module once more, with a transform of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import thunder
+
+from thunder_cg.compat import thunder as compat
+from thunder_cg.transform import CudagraphTransform
+
+
+def transform_of(fn: Any) -> CudagraphTransform | None:
+    """The transform that ``thunder.jit`` was given when it made ``fn``; None if there is none."""
+    data = thunder.compile_data(fn)
+    transforms = data.transforms if data is not None else ()
+    return next((each for each in transforms if isinstance(each, CudagraphTransform)), None)
+
+
+def original(fn: Any) -> Any:
+    """What ``thunder.jit`` was given, if it made ``fn``; else ``fn``."""
+    data = thunder.compile_data(fn)
+    return fn if data is None else data.fn
+
+
+def compiled_as(
+    fn: Any, source: Any, transform: CudagraphTransform | None, options: Mapping[str, Any] | None = None
+) -> Any:
+    """``source``, compiled as ``fn`` was, if it was, but with ``transform`` in the place of its own.
+
+    Args:
+        transform: None for no graphs.
+        options: of ``thunder.jit``; they come before those of ``fn``.
+    """
+    data, options = thunder.compile_data(fn), dict(options or {})
+    before = compat.options_of(fn) if data is not None else {}
+    transforms = options.pop("transforms", None) or (data.transforms if data is not None else ())
+    others = [each for each in transforms if not isinstance(each, CudagraphTransform)]
+    return thunder.jit(source, **{**before, **options, "transforms": [*others, *([transform] if transform else [])]})

@@ -1,0 +1,124 @@
+"""`plan`: the report before anything has run, on a machine without a GPU, too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, fields, replace
+from html import escape
+from typing import Any
+
+import thunder
+import torch
+
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.torch import tree_leaves, tree_map_only
+from thunder_cg.diagnose.compiling import compiled_as, original, transform_of
+from thunder_cg.errors import NotCompiledError
+from thunder_cg.options import Options
+from thunder_cg.report.programs import locate
+from thunder_cg.report.report import Report, explain
+from thunder_cg.transform import CudagraphTransform
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class PlanReport(Report):
+    """A `Report` of what would be captured. Nothing was run, so all counts are zero."""
+
+    note: str = ""  # what was planned, and which devices stand for which
+
+    def __str__(self) -> str:
+        return f"{self.note}\n{Report.__str__(self)}"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<p>{escape(self.note)}</p>{Report._repr_html_(self)}"
+
+
+def plan(
+    fn_or_module: Any, /, *example_inputs: Any, kwargs: Mapping[str, Any] | None = None, **options: Any
+) -> PlanReport:
+    """Says what of a function or module would be captured, without running any of its operators.
+
+    Thunder traces the Python code and the transform plans the traces, as in a first call. No operator runs, so no
+    buffer, gradient or random state changes, and no memory is allocated for activations. Effects of the Python code,
+    such as printing, happen as they do whenever Thunder traces.
+
+    Without a CUDA tensor among the inputs and parameters, the plan is for CUDA all the same: CPU tensors stand for CUDA
+    ones, or meta tensors if there is one among the inputs, as then are all parameters and inputs. The note of the
+    report says so. Only with meta tensors can the plan tell what the function moves to the CPU, or makes there.
+    Thunder may choose other kernels for a stand-in than for a GPU, such as those of attention. With ``backend="tape"``
+    the plan is for the CPU.
+
+    Args:
+        fn_or_module: a function or module, or what ``thunder.jit`` made of one, which is left as it is.
+        example_inputs: its positional arguments. Only type, shape, strides, dtype and ``requires_grad`` count.
+        kwargs: its keyword arguments.
+        options: those of :func:`cudagraph_transform`. All others are for ``thunder.jit``, such as ``executors``.
+
+    Returns:
+        A `PlanReport` with a trace for the forward and, if an input or a parameter requires grad, one for the backward.
+
+    Raises:
+        NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs.
+        OptionError: a value that an option cannot have.
+        BackendError: there are CUDA tensors, and the backend does not work on this machine.
+    """
+    if _is_of_dynamo(fn_or_module):
+        raise NotCompiledError(fn_or_module, "thunderfx made this, and a plan is of what thunder.jit makes", "plan")
+    ours = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
+    before = transform_of(fn_or_module)
+    settings = replace(before.options, **ours) if before is not None else Options(**ours)
+    inputs = (example_inputs, dict(kwargs or {}))
+    source = original(fn_or_module)
+    stand_in = _stand_in({each.device.type for each in (*_tensors(inputs), *_state(source))}, settings.backend)
+    if stand_in == "meta":
+        inputs = tree_map_only(torch.Tensor, _on_meta, inputs)
+        source = copy.deepcopy(source, {id(tensor): _on_meta(tensor) for tensor in _state(source)})
+    jitted = compiled_as(fn_or_module, source, CudagraphTransform(settings, stand_in), options)
+    compat.compile_only(jitted, *inputs)
+    report = explain(jitted)
+    note = "Planned, not run" if stand_in is None else f"Planned, not run: {stand_in} tensors stand for CUDA ones"
+    return PlanReport(report.traces, report.outside, note=f"{note}.")
+
+
+def _is_of_dynamo(fn: Any) -> bool:
+    """Whether ``thunderfx`` made it, with graphs."""
+    if thunder.compile_data(fn) is not None:
+        return False
+    try:
+        locate(fn)
+    except NotCompiledError:
+        return False
+    return True
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _state(fn: Any) -> list[torch.Tensor]:
+    """Parameters and buffers; none of a function."""
+    return [*fn.parameters(), *fn.buffers()] if isinstance(fn, torch.nn.Module) else []
+
+
+def _stand_in(devices: Set[str], backend: str) -> str | None:
+    """The type of device that stands for a CUDA device; None if tensors on these devices stand for themselves."""
+    if "cuda" in devices:
+        return None
+    if "meta" in devices:
+        return "meta"
+    return None if backend == "tape" else "cpu"
+
+
+class _MetaTensor(torch.Tensor):
+    """Thunder takes plain tensors for aliases if they have one address, and all plain meta tensors have."""
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like this one, without memory."""
+    moved = tensor.detach().to("meta")
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(moved, tensor.requires_grad)
+    return moved.as_subclass(_MetaTensor).requires_grad_(tensor.requires_grad)
