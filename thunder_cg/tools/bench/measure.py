@@ -105,7 +105,6 @@ class Contender:
         self._seconds = min(times[3:])
         if self.prepared.transform is not None:
             self.row.analysis_ms = self.prepared.transform.seconds * 1e3
-        if self.prepared.compiled is not None:
             self.row.captured = str(explain(self.prepared.compiled)).splitlines()[0].partition(": ")[2]
 
     def sync(self) -> None:
@@ -155,6 +154,8 @@ class Contender:
     def finish(self) -> BenchmarkRow:
         """The row, after all turns."""
         row = self.row
+        if self.prepared.transform is None and self.prepared.compiled is not None:  # a graphed step
+            row.captured = "; ".join(map(str.strip, str(explain(self.prepared.compiled)).splitlines()))
         row.samples = len(self._host)
         row.host_p50, row.host_p99 = median(self._host), p99(self._host)
         row.end_to_end_p50, row.end_to_end_p99 = median(self._end_to_end), p99(self._end_to_end)
