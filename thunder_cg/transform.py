@@ -22,6 +22,7 @@ from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
+from thunder_cg.compat.torch import stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError
 from thunder_cg.fastpath.dispatch import install
@@ -106,8 +107,10 @@ class CudagraphTransform(compat.Transform):
         start = time.perf_counter_ns()
         if self.options.capture_collectives != "never":
             computation_trace = schedule_collectives(computation_trace)
-        forward = self._forward_of(computation_trace)
-        ops = read(computation_trace, self._compiling.static, forward.ops if forward is not None else None)
+        before = self._forward_of(computation_trace)
+        stacks = stacks_of_generated_code(compat.get_compile_data().fn)
+        ops = read(computation_trace, self._compiling.static, before.ops if before is not None else None, stacks)
+        forward = before if before is not None and before.regions and _takes_what_was_saved(computation_trace) else None
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
@@ -186,10 +189,7 @@ class CudagraphTransform(compat.Transform):
         if compat.TraceTag.BACKWARD not in trace.tags or self._compiling.forward is None:
             return None
         names, reference = self._compiling.forward
-        program = reference()
-        if program is None or names is not trace.names or not program.regions or not _takes_what_was_saved(trace):
-            return None
-        return program
+        return reference() if names is trace.names else None
 
 
 class _Compilation(threading.local):

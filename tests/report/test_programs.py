@@ -32,6 +32,8 @@ def function(x: torch.Tensor) -> torch.Tensor:
 def broken(x: torch.Tensor) -> torch.Tensor:
     y = function(x)
     torch._dynamo.graph_break()
+    if y.sum() > 0:
+        y = y + y.sum().item()
     return function(y)
 
 
@@ -86,8 +88,23 @@ def test_without_thunders_cache_the_last_call_is_read() -> None:
 
 def test_graphs_of_dynamo_are_named() -> None:
     compiled = _thunderfx(broken, transforms=[cudagraph_transform(backend="tape")])
-    compiled(torch.randn(4))
-    assert [trace.function for trace in explain(compiled).traces] == ["broken, graph 0", "broken, graph 1"]
+    compiled(torch.ones(4, requires_grad=True))
+    report = explain(compiled)
+    assert list(dict.fromkeys(trace.function for trace in report.traces)) == [f"broken, graph {i}" for i in range(4)]
+    assert str(report).startswith("CUDA graphs: 0 of 3 calls of 3 graphs replayed;")
+    first = broken.__code__.co_firstlineno + 2
+    assert [(found.function, found.line, found.source) for found in report.breaks] == [
+        ("broken, graph 0", f"test_programs.py:{first}", "torch._dynamo.graph_break()"),
+        ("broken, graph 1", f"test_programs.py:{first + 1}", "if y.sum() > 0:"),
+        ("broken, graph 2", f"test_programs.py:{first + 2}", "y = y + y.sum().item()"),
+    ]
+    for said in (str(report), report._repr_html_()):
+        assert f"test_programs.py:{first + 1}, after broken, graph 1: a branch on what a tensor holds" in said
+        assert "Remove the `torch._dynamo.graph_break()` call." in said
+        assert "to change it: choose with torch.where" in said and "to change it: keep the value on the device" in said
+    lines = [op.line for trace in report.traces for op in trace.ops if op.verdict != "bookkeeping"]
+    assert all("test_programs.py:" in (line or "") for line in lines), lines
+    assert "eval_with_key" not in str(report.to_dict())
 
 
 def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def classify(
         captures_collectives: whether what communicates may be captured.
     """
     read_past = _read_past(ops, aliasing, user)
-    classifier = _Classifier(ops.values, user, device_type, supports_scalar_updates, captures_collectives, read_past)
+    classifier = _Classifier(ops, user, device_type, supports_scalar_updates, captures_collectives, read_past)
     return tuple(classifier.verdict(op) for op in ops.ops)
 
 
@@ -120,7 +120,7 @@ def _read_past(ops: Ops, aliasing: Aliasing, user: UserRules) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Classifier:
-    values: Mapping[str, Value]
+    ops: Ops
     user: UserRules
     device_type: str
     supports_scalar_updates: bool
@@ -148,10 +148,19 @@ class _Classifier:
         if op.is_fusion:
             detail = f"all {len(op.subs)} operators inside are allowed"
             if numbers := self.kernel_scalars(op):
-                detail += f"; {_listed(sorted(numbers))} are set before each launch"
+                detail += f"; {self.listed(sorted(numbers))} are set before each launch"
             return Verdict(True, Reason.FUSION, detail, "", device)
         detail = op.rule.cause.detail if op.rule is not None else "all operators inside are allowed"
         return Verdict(True, Reason.ALLOWED, detail, "", device)
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        return self.ops.values
+
+    def listed(self, names: Iterable[str]) -> str:
+        """Values as the user knows them, at most three."""
+        found = list(dict.fromkeys(map(self.ops.described, names)))
+        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
     def numbers(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if self.values[name].kind == "number"]
@@ -175,11 +184,12 @@ class _Classifier:
         """Whether all tensors are on one device, of the type that is captured."""
         if len(devices) > 1:
             (device, name), (other, other_name), *_ = devices.items()
-            detail = f"{name!r} is on {device} and {other_name!r} on {other}"
+            described = self.ops.described
+            detail = f"{described(name)} is on {device} and {described(other_name)} on {other}"
             return Cause(Reason.MIXED_DEVICES, detail, "keep all its tensors on one device, 0-dim ones too")
         if not devices:
             if numbers := self.numbers(op.names):
-                detail = f"it computes with numbers on the host ({_listed(numbers)}), no tensors"
+                detail = f"it computes with numbers on the host ({self.listed(numbers)}), no tensors"
                 return Cause(Reason.RUNTIME_NUMBER, detail, "compute with 0-dim tensors on the device instead")
             if op.rule is not None and not op.rule.captures:
                 return op.rule.cause
@@ -187,22 +197,25 @@ class _Classifier:
         ((device, name),) = devices.items()
         if device.split(":")[0] == self.device_type:
             return None
-        fix = f"move {name!r} to a {self.device_type} device before it"
-        return Cause(Reason.NOT_ON_DEVICE, f"{name!r} is on {device}; regions form on {self.device_type}", fix)
+        value, fix = "its result", f"let it make its result on a {self.device_type} device"
+        if name in op.inputs:
+            value = self.ops.described(name)
+            fix = f"move {value} to a {self.device_type} device before it"
+        return Cause(Reason.NOT_ON_DEVICE, f"{value} is on {device}; regions form on {self.device_type}", fix)
 
     def takes_known(self, op: Op) -> Cause | None:
         """Whether everything that a graph keeps is the same at every call."""
         settable = self.kernel_scalars(op)
         if numbers := [name for name in self.numbers(op.inputs) if name not in settable]:
-            detail = f"it takes {_listed(numbers)}, which a graph would keep as it was when captured"
+            detail = f"it takes {self.listed(numbers)}, which a graph would keep as it was when captured"
             return Cause(Reason.RUNTIME_NUMBER, detail, "pass a 0-dim tensor on the device instead of a Python number")
         if symbolic := [name for name in op.names if self.values[name].symbolic]:
-            detail = f"a size of {_listed(symbolic)} is known only at run time"
+            detail = f"a size of {self.listed(symbolic)} is known only at run time"
             fix = 'compile with the default cache="constant values", which makes a trace per shape'
             return Cause(Reason.SYMBOLIC_SHAPE, detail, fix)
         futures = [name for name in op.names if self.values[name].kind == "future"]
         if futures and not op.communicates:
-            detail = f"{_listed(futures)} is still being filled by a collective"
+            detail = f"{self.listed(futures)} is still being filled by a collective"
             return Cause(Reason.COLLECTIVE, detail, "none needed: regions form on both sides of it")
         return None
 
@@ -257,8 +270,8 @@ class _Classifier:
         return bool(given) and given <= self.kernel_scalars(fusion)
 
     def returns_known(self, op: Op) -> Cause | None:
-        if numbers := self.numbers(op.outputs):
-            detail = f"it returns {_listed(numbers)}, a Python number, which a replay would not compute again"
+        if self.numbers(op.outputs):
+            detail = "it returns a Python number, which a replay would not compute again"
             return Cause(Reason.RUNTIME_NUMBER, detail, "return a 0-dim tensor instead")
         return None
 
@@ -267,8 +280,8 @@ class _Classifier:
         read = [name for name in op.outputs if name in self.read_past]
         if not read or self.user.allows(op):
             return None
-        said = f"as_strided may read the whole storage of {_listed(read)}"
-        detail = f"{said}, and an output of a graph has its own storage"
+        said = f"as_strided may read the whole storage of {self.listed(read)}"
+        detail = f"{said}, and an output of a graph has a storage of its own"
         return Cause(Reason.UNVERIFIED, detail, "take slices instead of as_strided with an offset")
 
 
@@ -319,8 +332,3 @@ def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:
         if (device := values[name].device) is not None:
             found.setdefault(device, name)
     return found
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import enum
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import thunder
-
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules.record import Arguments, TensorArgument
+from thunder_cg.analysis.sources import SourceLine, Stacks, user_line
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe
@@ -59,6 +57,7 @@ class Op:
     is_fusion: bool = False
     subs: tuple[Op, ...] = ()
     line: str | None = None  # "model.py:12", where the user's code called it; None if Thunder does not know
+    source: str | None = None  # the text of that line
     # Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence.
     tags: frozenset[str] = frozenset()
     is_tagged_unsafe: bool = False  # its author has tagged it `torch.Tag.cudagraph_unsafe`
@@ -97,6 +96,7 @@ class Ops:
     args: tuple[str, ...]  # names that come from outside: the trace's arguments and the values unpacked from them
     # For each value, an op with a known line: the op that made it, or one close to that op, or one that uses it.
     near: Mapping[str, Op] = field(default_factory=dict)
+    made_by: Mapping[str, Op] = field(default_factory=dict)  # for each value that an op of it, or of its forward, made
 
     def origin(self, op: Op) -> Op | None:
         """The op whose line is reported for this one: itself, or a close one where Thunder has lost the line."""
@@ -108,8 +108,23 @@ class Ops:
         origin = self.origin(op)
         return op.line or (f"near {origin.line}" if origin is not None else None)
 
+    def place(self, op: Op) -> str:
+        """``"at file.py:12"``, ``"near file.py:12"``, or that the line is unknown."""
+        line = self.line(op) or "a line unknown to Thunder"
+        return line if line.startswith("near ") else f"at {line}"
 
-def read(trace: compat.TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
+    def described(self, name: str) -> str:
+        """A value as the user knows it: an argument by its name, any other by what made it and where."""
+        op = self.made_by.get(name)
+        return f"the result of {op.name} {self.place(op)}" if op is not None else f"input {name!r}"
+
+
+def read(
+    trace: compat.TraceCtx,
+    static_names: frozenset[str] = frozenset(),
+    forward: Ops | None = None,
+    stacks: Stacks | None = None,
+) -> Ops:
     """Reads ``trace`` in one pass; ``del``s and comments are dropped.
 
     Args:
@@ -118,13 +133,16 @@ def read(trace: compat.TraceCtx, static_names: frozenset[str] = frozenset(), for
             lost on the way through several of Thunder's passes, so they alone are not enough.
         forward: Of a backward trace, its forward. The forward made the saved values and the results of which the
             backward gets the gradients, so it knows their lines.
+        stacks: where code that Dynamo generated comes from.
     """
-    reader = _TraceReader(static_names)
+    reader = _TraceReader(static_names, stacks or {})
     leaves, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
     arguments = reader.names(leaf for leaf in leaves if isinstance(leaf, compat.Proxy))
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.bookkeeping for name in op.outputs)
-    return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward))
+    made_by = dict(forward.made_by) if forward is not None else {}
+    made_by |= {name: op for op in ops if not op.bookkeeping for name in op.outputs}
+    return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward), made_by)
 
 
 def process_groups(ops: Iterable[Op]) -> list[ProcessGroup]:
@@ -173,8 +191,8 @@ def computing(trace: compat.TraceCtx) -> Iterator[compat.BoundSymbol]:
 class _TraceReader:
     """Collects values by name while it turns bound symbols into ops."""
 
-    def __init__(self, static_names: frozenset[str]) -> None:
-        self.static_names = static_names
+    def __init__(self, static_names: frozenset[str], stacks: Stacks) -> None:
+        self.static_names, self.stacks = static_names, stacks
         self.values: dict[str, Value] = {}
         self._same: set[tuple[str, ...]] = set()  # inputs and results that are one tensor, of collectives in place
 
@@ -187,6 +205,7 @@ class _TraceReader:
         if id_ == "copy_" and tuple(reversed(self.names(bound.flat_proxy_args))) in self._same:
             bound = compat.without_copy(bound)
             executor, id_ = _key(bound.sym)
+        line = self.line(bound)
         op = Op(
             index=index,
             name=bound.name_with_module(),
@@ -197,7 +216,8 @@ class _TraceReader:
             bookkeeping=_is_bookkeeping(executor, id_),
             is_fusion=bool(bound.sym.is_fusion),
             subs=self.ops(bound.subsymbols),
-            line=_line(bound),
+            line=str(line) if line is not None else None,
+            source=line.text if line is not None else None,
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             is_tagged_unsafe=any(map(is_cudagraph_unsafe, compat.bound_functions(bound).values())),
             conditions=_conditions(bound, executor, id_),
@@ -207,6 +227,11 @@ class _TraceReader:
         if rules.REDUCES_IN_PLACE.name in op.conditions:
             self._same.add(op.names)
         return op
+
+    def line(self, bound: compat.BoundSymbol) -> SourceLine | None:
+        if bound.source_filename is None or bound.source_positions is None:
+            return None
+        return user_line(bound.source_filename, bound.source_positions.lineno, self.stacks)
 
     def names(self, proxies: Iterable[compat.Proxy]) -> tuple[str, ...]:
         """Their names, each once, in order; registers their values."""
@@ -252,16 +277,6 @@ def _is_bookkeeping(executor: str | None, id_: str | None) -> bool:
 
 def _dtype(proxy: compat.TensorProxy | compat.FutureTensorProxy) -> str:
     return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
-
-
-# Lines in these files, of Thunder and of what calls an operator for it, are not the user's.
-_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (thunder, compat))
-
-
-def _line(bound: compat.BoundSymbol) -> str | None:
-    if bound.source_filename is None or bound.source_positions is None or bound.source_filename.startswith(_LIBRARIES):
-        return None
-    return f"{os.path.basename(bound.source_filename)}:{bound.source_positions.lineno}"
 
 
 def _conditions(bound: compat.BoundSymbol, executor: str | None, id_: str | None) -> frozenset[str]:

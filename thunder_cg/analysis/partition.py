@@ -394,7 +394,7 @@ def _say_why_regions_end(
     ops: Ops, verdicts: Sequence[Verdict], graph: DependencyGraph, steps: list[Region | Eager], note: str
 ) -> None:
     def named(op: Op, verdict: Verdict) -> str:
-        where = f" at {op.line}" if op.line else ""
+        where = f" {ops.place(op)}" if ops.line(op) else ""
         return f"{op.name}{where}: {verdict.reason.value} ({verdict.detail})"
 
     following: dict[str, int] = {}  # by device, the next region

@@ -375,6 +375,18 @@ def optimize_ddp(yes: bool) -> AbstractContextManager[None]:
     return torch._dynamo.config.patch(optimize_ddp=yes)
 
 
+def stacks_of_generated_code(module: Any) -> dict[tuple[str, int], str]:
+    """For each line of the code of a module's FX graphs, by file name and number: the stack that Dynamo saw there."""
+    graphs = module.modules() if isinstance(module, torch.fx.GraphModule) else ()
+    found = {}
+    for graph in (each for each in graphs if isinstance(each, torch.fx.GraphModule)):
+        file, nodes = type(graph).forward.__code__.co_filename, [*graph.graph.nodes]
+        for line, index in getattr(graph, "_lineno_map", {}).items():
+            if index is not None and index < len(nodes) and nodes[index].stack_trace:
+                found[file, graph._prologue_start + line] = str(nodes[index].stack_trace)
+    return found
+
+
 def forget_dynamic_sizes() -> None:
     """Makes Dynamo forget which sizes varied: it compiles such sizes as dynamic ones from the start."""
     torch._dynamo.pgo.reset_code_state()

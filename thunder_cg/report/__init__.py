@@ -6,8 +6,9 @@ text (:mod:`text`), shown as HTML in a notebook (:mod:`html`), or taken as data 
 is a copy made at one moment. It keeps neither the function nor tensors, and later calls do not change it.
 """
 
+from thunder_cg.report.breaks import GraphBreak
 from thunder_cg.report.collectives import CollectiveReport
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain
 
-__all__ = ["CollectiveReport", "OpReport", "Outside", "RegionReport", "Report", "TraceReport", "explain"]
+__all__ = ["CollectiveReport", "GraphBreak", "OpReport", "Outside", "RegionReport", "Report", "TraceReport", "explain"]

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from thunder_cg.report import text
 
 if TYPE_CHECKING:
-    from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
 _COLOURS = {
@@ -35,12 +34,14 @@ def render(report: Report) -> str:
     first, *rest = text.ran(report)
     said = "".join(f"<br>{escape(line)}" for line in rest)
     headline = f"<p><b>CUDA graphs: {escape(first)}; {escape(text.headline(report.traces))}</b>{said}</p>"
-    return f"<div>{headline}{_outside(report.outside)}{''.join(map(_trace, report.traces))}</div>"
+    said = _listed(text.BREAKS, text.breaks(report.breaks)) + _listed(text.OUTSIDE, text.outside(report.outside))
+    return f"<div>{headline}{said}{''.join(map(_trace, report.traces))}</div>"
 
 
-def _outside(outside: Sequence[Outside]) -> str:
-    said = escape("\n".join(text.outside(outside)))
-    return f"<p>{escape(text.OUTSIDE)}</p><pre>{said}</pre>" if outside else ""
+def _listed(title: str, lines: Iterable[str]) -> str:
+    """Lines of text under their title; nothing if there are none."""
+    said = escape("\n".join(lines))
+    return f"<p>{escape(title)}</p><pre>{said}</pre>" if said else ""
 
 
 def _trace(trace: TraceReport) -> str:

@@ -7,8 +7,6 @@ the provenance of the trace that it returned. So nothing is registered anywhere,
 from __future__ import annotations
 
 import inspect
-import linecache
-import os
 import re
 import sys
 from collections import Counter
@@ -20,12 +18,12 @@ from typing import Any
 import thunder
 import torch
 
-from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.errors import NotCompiledError
+from thunder_cg.report.breaks import GraphBreak, graph_breaks
 from thunder_cg.report.text import count
 from thunder_cg.runtime.program import Program
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
 
 
@@ -43,7 +41,7 @@ class Outside:
     """An operator in a graph of Dynamo's that Thunder does not trace, so that Inductor runs it and no trace has it.
 
     Attributes:
-        line: where the user called it, as "model.py:38", or None if that is unknown.
+        line: where the user called it, as "model.py:38, called from train.py:7", or None if that is unknown.
         count: how many calls are alike.
         cost: how many pieces the graph is cut into because of all such operators.
     """
@@ -67,6 +65,7 @@ class Found:
     programs: tuple[Located, ...]
     calls: int = 0
     outside: tuple[Outside, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()
 
 
 def locate(fn: Any) -> Found:
@@ -92,18 +91,21 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
     programs: list[Located] = []
     outside: list[Outside] = []
+    breaks: list[GraphBreak] = []
     for number, graph in enumerate(backend.subgraph_infos):
         label = f"{_name(fn)}, graph {number}"
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
             programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
         outside += _outside(label, graph)
-    return Found(tuple(programs), outside=tuple(outside))
+        breaks += graph_breaks(label, graph)
+    return Found(tuple(programs), outside=tuple(outside), breaks=tuple(breaks))
 
 
 def _outside(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
-    lines = {node.name: _line(node.stack_trace) for node in graph.original_graph_module.graph.nodes}
+    nodes = graph.original_graph_module.graph.nodes
+    lines = {node.name: called_from(user_frames(node.stack_trace)) for node in nodes}
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
     cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
@@ -137,13 +139,6 @@ def understood(split: str) -> tuple[str, str, str]:
     operator = next((b for a, b in pairwise(words) if a in ("method", "function")), words[0])
     operator = operator.partition(".<locals>")[0]
     return found["name"], operator, f"{found['before']}it{found['after']}".strip().rstrip(".")
-
-
-def _line(stack_trace: str | None) -> str | None:
-    """The innermost line of a stack trace that is not PyTorch's own, as "model.py:38"."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")
-    frames = [(file, line) for file, line in frames if not file.startswith(_TORCH)]
-    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else None
 
 
 def _in_caches(label: str, jitted: Any) -> Iterator[Located]:
@@ -196,10 +191,3 @@ def _name(fn: Any) -> str:
     original = getattr(fn, "_func", fn) if data is None else data.fn
     original = getattr(original, "_orig_mod", original)
     return getattr(original, "__qualname__", type(original).__name__)
-
-
-def source(op: Op) -> str | None:
-    """The text of the line that called the op: it says more than the file name that a notebook gives a cell."""
-    if op.line is None or (bound := op.symbol) is None:
-        return None
-    return linecache.getline(bound.source_filename, bound.source_positions.lineno).strip() or None

@@ -11,8 +11,9 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import html, text
+from thunder_cg.report.breaks import GraphBreak
 from thunder_cg.report.collectives import CollectiveReport, collectives
-from thunder_cg.report.programs import Located, Outside, locate, source
+from thunder_cg.report.programs import Located, Outside, locate
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
 
@@ -100,6 +101,7 @@ class Report:
 
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
+    breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
     calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
 
     def to_dict(self) -> dict[str, Any]:
@@ -128,7 +130,7 @@ def explain(fn: Any) -> Report:
         NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
     """
     found = locate(fn)
-    return Report(tuple(map(_trace, found.programs)), found.outside, found.calls)
+    return Report(tuple(map(_trace, found.programs)), found.outside, found.breaks, found.calls)
 
 
 def _trace(located: Located) -> TraceReport:
@@ -169,7 +171,7 @@ def _op(program: Program, index: int, region: str | None) -> OpReport:
         detail="; ".join([verdict.detail, *_failures(op)]),
         fix=verdict.fix,
         line=program.ops.line(op),
-        source=source(origin) if origin is not None else None,
+        source=origin.source if origin is not None else None,
         region=region,
         fused=tuple(sub.name for sub in op.subs) if op.is_fusion else (),
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thunder_cg.report.breaks import GraphBreak
     from thunder_cg.report.collectives import CollectiveReport
     from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
@@ -18,6 +19,7 @@ FAILED = (
     "with an executor of Thunder (README, Your own operators)."
 )
 
+BREAKS = "Graph breaks, where Dynamo ends a graph and Python runs before the next one:"
 OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 
 
@@ -40,11 +42,13 @@ def ran(report: Report) -> Iterator[str]:
         yield f"none, in {count(report.calls, 'call')}" if report.calls else "none"
         return
     said = []
+    graphs = len({trace.function for trace in having})
     for kind, noun in (("forward", "call"), ("backward", "backward")):
         of_kind = [trace for trace in having if trace.kind == kind]
         calls = sum(trace.calls for trace in of_kind)
         if calls:
-            said.append(f"{sum(trace.replays for trace in of_kind):,} of {count(calls, noun)}")
+            of = f" of {graphs} graphs" if graphs > 1 and kind == "forward" else ""
+            said.append(f"{sum(trace.replays for trace in of_kind):,} of {count(calls, noun)}{of}")
     yield f"{' and '.join(said)} replayed" if said else "no call yet"
     if why := [*_not_replayed(having)]:
         yield f"Not replayed: {'; '.join(why)}"
@@ -146,9 +150,26 @@ def _summary(report: Report) -> Iterator[str]:
     if eager := [op for trace in report.traces for op in trace.ops if op.verdict == "eager"]:
         yield "Eager, and why:"
         yield from _indent(_eager(eager))
+    if report.breaks:
+        yield BREAKS
+        yield from _indent(breaks(report.breaks))
     if report.outside:
         yield OUTSIDE
         yield from _indent(outside(report.outside))
+
+
+def breaks(parts: Sequence[GraphBreak]) -> Iterator[str]:
+    """One entry for all that are alike: compiled again for other inputs, a function breaks at the same lines."""
+    alike: dict[tuple[str | None, ...], list[GraphBreak]] = {}
+    for part in parts:
+        alike.setdefault((part.line, part.source, part.reason), []).append(part)
+    for first, *others in alike.values():
+        times = f" x{len(others) + 1}" if others else ""
+        yield f"{first.line or 'a line unknown to Dynamo'}{times}, after {first.function}: {first.reason}"
+        if first.source:
+            yield f"    in: {first.source}"
+        if first.fix:
+            yield f"    to change it: {first.fix}"
 
 
 def outside(parts: Sequence[Outside]) -> Iterator[str]:

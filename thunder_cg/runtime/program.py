@@ -114,7 +114,7 @@ class Program:
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in in_pool]
         self.refuses_leaves = any(map(_writes_with_grad, ops.ops))
         for index, region in enumerate(self.regions):
-            region.index = index
+            region.index, region.describe = index, ops.described
             region.refuses_leaves = self.refuses_leaves
             region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
             in_pool |= region.stays
@@ -319,14 +319,14 @@ class Program:
         """Why no graph can ever be right for these inputs."""
         for name, tensor in zip(self.inputs, inputs):
             if not is_plain(tensor):
-                return f"input {name!r} is a {type(tensor).__name__}, not a plain tensor"
+                return f"{self.ops.described(name)} is a {type(tensor).__name__}, not a plain tensor"
             if tensor is not None and (is_zero_tensor(tensor) or not has_storage(tensor)):
-                return f"input {name!r} is a {tensor.layout} tensor without memory of its own"
+                return f"{self.ops.described(name)} is a {tensor.layout} tensor without memory of its own"
         if self.written:
             static = {i for i, is_static in enumerate(self._static) if is_static}
             if not OverlapGuard.of(inputs, static, self.written).admits(inputs):
-                names = ", ".join(repr(self.inputs[i]) for i in sorted(self.written)[:3])
-                return f"an input that is written in place ({names}) shares memory with another; pass separate tensors"
+                names = ", ".join(self.ops.described(self.inputs[i]) for i in sorted(self.written)[:3])
+                return f"{names}, written in place, shares memory with another; pass separate tensors"
             if self.refuses_leaves and any(is_leaf_with_grad(inputs[i]) for i in self.written):
                 return LEAF
         return None

@@ -77,6 +77,7 @@ class RuntimeRegion:
         self._twice = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
         self.communicates = any(op.communicates for op in ops)
         self.index = 0  # in the program
+        self.describe: Callable[[str], str] = "input {!r}".format  # says of a value of the trace what the user calls it
         self.refuses_leaves = False  # whether PyTorch refuses its writes to leaves that require grad
         self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
         self.stats = Stats()
@@ -320,7 +321,7 @@ class RuntimeRegion:
     def _fail(self, call: Call, error: Exception) -> None:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
         op = self._failing_op(error)
-        text = f"{op.name} at {call.program.ops.line(op) or 'an unknown line'}: " if op is not None else ""
+        text = f"{op.name} {call.program.ops.place(op)}: " if op is not None else ""
         text += _sentence(error)
         may_pass = _is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
         if isinstance(error, RanksDiffer):
@@ -333,8 +334,9 @@ class RuntimeRegion:
         """Notes on an error that goes to the user which op of the region raised it."""
         op = self._failing_op(error)
         if op is not None and hasattr(error, "add_note"):  # Python 3.11
-            line = call.program.ops.line(op) or "an unknown line"
-            error.add_note(f"{op.name} at {line} raised this, in {self.name}. It ran as without CUDA graphs.")
+            error.add_note(
+                f"{op.name} {call.program.ops.place(op)} raised this, in {self.name}. It ran as without CUDA graphs."
+            )
 
     def _failing_op(self, error: BaseException) -> Op | None:
         """The op of the region that raised the error, if it was one of them."""
@@ -458,19 +460,19 @@ class RuntimeRegion:
     def _check_inputs(self, args: Sequence[Any], static: frozenset[int]) -> None:
         for i, (name, arg) in enumerate(zip(self.input_names, args)):
             if not is_plain(arg):
-                raise TypeError(f"input {name!r} is a {type(arg).__name__}, not a plain tensor")
+                raise TypeError(f"{self.describe(name)} is a {type(arg).__name__}, not a plain tensor")
             # The seed of an attention that ran without a graph is on the host, whatever the trace says.
             if arg is not None and arg.device != self.device:
-                raise CaptureRefused(f"input {name!r} is on {arg.device}, and the graph on {self.device}")
+                raise CaptureRefused(f"{self.describe(name)} is on {arg.device}, and the graph on {self.device}")
             if i in self.written and i not in static and overlaps_itself(arg):
-                raise ValueError(f"input {name!r} is written in place and overlaps itself")
+                raise ValueError(f"{self.describe(name)} is written in place and overlaps itself")
         if self.written and not OverlapGuard.of(args, set(static), self.written).admits(args):
             raise ValueError("an input that is written in place shares memory with another")
 
     def _check_results(self, results: Sequence[Any]) -> None:
         for output, result in zip(self.io.outputs, results):
             if is_sparse(result):
-                problem = f"result {output.name!r} has the layout {result.layout}, which no replay can fill"
+                problem = f"{self.describe(output.name)} has the layout {result.layout}, which no replay can fill"
                 raise CaptureRefused(problem)
 
 

@@ -1,0 +1,67 @@
+"""Where the user wrote what an op does. Thunder names a line of the code that it interprets, which may be generated."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import thunder
+import torch
+
+from thunder_cg.compat import thunder as compat
+
+# For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
+Stacks = Mapping[tuple[str, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of source code; as a string ``"model.py:38"``."""
+
+    file: str
+    number: int
+
+    @property
+    def text(self) -> str | None:
+        """What the line says: more than the file name that a notebook gives a cell."""
+        return linecache.getline(self.file, self.number).strip() or None
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number}"
+
+
+def _directory(module: object) -> str:
+    return os.path.dirname(str(module.__file__)) + os.sep  # type: ignore[attr-defined]
+
+
+# Lines in these files, of Thunder and of what calls an operator for it, are not the user's.
+_TRACERS = (_directory(thunder), _directory(compat))
+_GENERATED = re.compile(r"<eval_with_key>")
+
+
+def user_line(file: str, number: int, stacks: Stacks) -> SourceLine | None:
+    """The user's line behind a line that was interpreted; None if it is unknown."""
+    if _GENERATED.match(file):
+        frames = user_frames(stacks.get((file, number)))
+        return frames[-1] if frames else None
+    return None if file.startswith(_TRACERS) else SourceLine(file, number)
+
+
+def user_frames(stack: str | None) -> list[SourceLine]:
+    """The lines of a stack, as Python prints it, that are neither PyTorch's nor Thunder's; the innermost is last."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', stack or "")
+    return users(SourceLine(file, int(number)) for file, number in found)
+
+
+def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
+    """Those of the lines that are neither PyTorch's nor Thunder's."""
+    return [line for line in frames if not line.file.startswith((*_TRACERS, _directory(torch)))]
+
+
+def called_from(frames: Sequence[SourceLine]) -> str | None:
+    """The innermost line, and from where it is called: ``"model.py:38, called from train.py:7"``."""
+    inner = dict.fromkeys(map(str, reversed(frames)))
+    return ", called from ".join(inner) or None
