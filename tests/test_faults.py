@@ -290,8 +290,8 @@ def test_an_op_fails_in_a_capture(pair, trace):
     without_faults = twins.arena_bytes()
     for position, index in enumerate(faulty.region.planned.ops):
         op = program.ops.ops[index]
-        line = program.ops.line(op)
-        assert line is not None and "test_faults.py:" in line
+        place = program.ops.place(op)
+        assert "test_faults.py:" in place
         for kind, (fault, reason) in KINDS.items():
             if kind in ("sync", "transfer") and position % 2 == (kind == "sync"):
                 continue
@@ -301,7 +301,7 @@ def test_an_op_fails_in_a_capture(pair, trace):
             twins.call()
             assert faulty.switch.hits >= 1
             said = failure(twins, trace)
-            assert said.startswith(f"{op.name} at {line}: ") and re.search(reason, said), said
+            assert said.startswith(f"{op.name} {place}: ") and re.search(reason, said), said
             assert said in str(explain(twins.graphed))
             before = replays(twins.graphed)
             twins.after(other_too=position % 4 == 0)
@@ -638,7 +638,7 @@ def test_strict(pair, backend, fail, trace):
             faulty.arm(position, fault)
             said = twins.fails(CaptureError)
             op = program.ops.ops[index]
-            assert said.startswith(f"{program.regions[0].name}: {op.name} at {program.ops.line(op)}: ")
+            assert said.startswith(f"{program.regions[0].name}: {op.name} {program.ops.place(op)}: ")
             assert re.search(reason, said) and "deny=[...]" in said and "strict=True" in said
             if trace == 0:
                 same(twins.graphed.get_buffer("total"), before)

@@ -34,10 +34,10 @@ class VersionError(CudagraphError, ImportError):
 
 
 class CaptureError(CudagraphError, RuntimeError):
-    """A region could not be captured or replayed, and ``strict=True`` forbids to run it eagerly instead."""
+    """Something was to run eagerly, and ``strict=True`` forbids that."""
 
-    def __init__(self, where: str, problem: str, fix: str) -> None:
-        super().__init__(f"{where}: {problem}; {fix}, or drop strict=True to let it run eagerly")
+    def __init__(self, where: str, problem: str, fix: str, option: str = "strict=True") -> None:
+        super().__init__(f"{where}: {problem}; {fix}, or drop {option} to let it run eagerly")
 
 
 class TransformConflictError(CudagraphError, ValueError):

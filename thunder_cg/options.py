@@ -23,7 +23,7 @@ class Options:
     allow: Collection[str] = frozenset()
     deny: Collection[str] = frozenset()
     backend: str = "auto"
-    strict: bool = False
+    strict: bool | Literal["ops"] = False
     verify: Literal["first"] | int | None = None
     debug: bool = False
     max_recordings: int = 8
@@ -35,9 +35,10 @@ class Options:
             raise OptionError(
                 "backend", self.backend, f"one of {', '.join(map(repr, BACKENDS))}", "choose one of these"
             )
-        for name in ("strict", "debug"):
-            if not isinstance(flag := getattr(self, name), bool):
-                raise OptionError(name, flag, "True or False", "pass a bool")
+        if not isinstance(self.strict, bool) and self.strict != "ops":
+            raise OptionError("strict", self.strict, 'True, False or "ops"', 'pass a bool or "ops"')
+        if not isinstance(self.debug, bool):
+            raise OptionError("debug", self.debug, "True or False", "pass a bool")
         verify = self.verify
         if not (verify is None or verify == "first" or (type(verify) is int and verify >= 1)):
             fix = 'pass "first" to compare each new recording once, or 100 to compare one call in 100 as well'

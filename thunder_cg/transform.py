@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import UserRules, classify, names_of_ops, nearest
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.ops import Ops, read
@@ -125,6 +126,8 @@ class CudagraphTransform(compat.Transform):
         )
         self._warn_of_misspelt_names(ops)
         plan = partition(ops, verdicts, aliasing)
+        if self.options.strict == "ops":
+            refuse_eager_ops(ops, plan, aliasing)
         taken = taken_names(computation_trace)
         program = self._program(computation_trace, ops, plan, aliasing, forward, taken)
         trace = Emitter(computation_trace, ops, plan, aliasing, program, forward, taken).emit()
@@ -226,7 +229,7 @@ def cudagraph_transform(
     allow: Collection[str] = (),
     deny: Collection[str] = (),
     backend: str = "auto",
-    strict: bool = False,
+    strict: bool | Literal["ops"] = False,
     verify: Literal["first"] | int | None = None,
     debug: bool = False,
     max_recordings: int = 8,
@@ -242,7 +245,9 @@ def cudagraph_transform(
         allow: operators to capture although no rule knows them, such as ``["my_op"]`` or ``["my_executor.my_op"]``.
         deny: operators to keep eager.
         backend: ``"cuda"``, ``"tape"`` (records and replays on the CPU), ``"auto"``: CUDA graphs where there is a GPU.
-        strict: raise :class:`~thunder_cg.errors.CaptureError` instead of running eagerly what could not be captured.
+        strict: raise :class:`~thunder_cg.errors.CaptureError` at each call that does not replay after its warm-up and
+            its capture, of which each layout of inputs has one; ``"ops"`` also for an operator that stays eager, when
+            Thunder compiles. Calls inside another capture or a graphed step, whose graph holds them, do not raise.
         verify: ``"first"`` replays each new recording beside an eager run of its ops on the same inputs, and compares
             results, written inputs and the device's generator bit for bit; a number N does so for one call in N as
             well, for as long as the process runs. A region that disagrees is eager from then on, the call's result is

@@ -36,7 +36,6 @@ _LASTING = 100  # calls after which a capture has paid for itself, so that a mov
 _MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
 
 _CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
-_FORWARD_WAS_EAGER = "its forward ran eagerly"
 
 
 class Program:
@@ -63,6 +62,7 @@ class Program:
         forward: Program | None,
     ) -> None:
         self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
+        self.aliasing = aliasing
         self.options, self.backend, self.verifier = options, backend, verifier
         self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
@@ -73,6 +73,7 @@ class Program:
         self.verify_after = 0 if self.samples else sys.maxsize  # so many calls; then the next replay is verified
         self._is_quarantined = False
         self._warm: set[Any] = set()
+        self._captured: set[Any] = set()  # of those that are warm
         self._forward = forward
         self._arenas = arenas
         arenas.join(self._pair)
@@ -149,9 +150,9 @@ class Program:
     def _begin(self, inputs: list[torch.Tensor]) -> Call:
         self.calls += 1
         if (reason := self.skip_reason()) is not None:
-            return Call(self).run_eagerly(reason, strict=False)
+            return Call(self).run_eagerly(reason)
         if self.collectives is not None and not self.collectives.are_alive():
-            return Call(self).run_eagerly(DESTROYED, strict=False)
+            return Call(self).run_eagerly(DESTROYED)
         for recording in self.recordings:
             assert recording.forward is not None
             if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
@@ -160,7 +161,7 @@ class Program:
                 call.verifies = self._is_due()
                 return call
         if skip_reasons.is_held_back():
-            return Call(self).run_eagerly(skip_reasons.IN_STEP, strict=False)
+            return Call(self).run_eagerly(skip_reasons.IN_STEP)
         if (reason := self._unsupported(inputs)) is not None:
             return Call(self).run_eagerly(reason)
         call = Call(self)
@@ -184,16 +185,16 @@ class Program:
         self._pair._waiting.discard(call)
         call.program = self
         if call.arena is None:
-            return Call(self).run_eagerly(_FORWARD_WAS_EAGER, strict=False)
+            return Call(self).run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if self.collectives is not None and not self.collectives.are_alive():
-            return call.run_eagerly(DESTROYED, strict=False)
+            return call.run_eagerly(DESTROYED)
         call.arena.enter()
         if backward_keeps_graph():  # the call keeps its arena for the next backward
-            return Call(self).run_eagerly(skip_reasons.RETAINED, strict=False)
+            return Call(self).run_eagerly(skip_reasons.RETAINED)
         if call.mode is Mode.EAGER:
-            return call.run_eagerly(_FORWARD_WAS_EAGER, strict=False)
+            return call.run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if skip_reasons.is_watched():
-            return call.run_eagerly(skip_reasons.WATCHED, strict=False)
+            return call.run_eagerly(skip_reasons.WATCHED)
         if call.recording is not None:
             for trace in call.recording.backwards:
                 if trace.guard.holds(inputs) and call.allocates_in(trace.scratch):
@@ -250,9 +251,8 @@ class Program:
                 self._pair._used_scratch.append(scratch)
 
     def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
-        key = self._key(inputs)
-        if key not in self._warm:
-            call.key = key
+        call.key = self._key(inputs)
+        if call.key not in self._warm:
             return call.enter(Mode.WARMUP)
         assert call.arena is not None
         if call.recording is None:
@@ -311,9 +311,14 @@ class Program:
             self.verify_after = self.calls + self.options.verify - 1
 
     def raise_if_strict(self, reason: str) -> None:
-        if self.options.strict:
-            fix = "mend that (print(explain(fn)) has the plan)"
+        if self.options.strict and reason not in skip_reasons.HELD_ELSEWHERE:
+            fix = skip_reasons.FIXES.get(reason, "mend that (print(explain(fn)) has the plan)")
             raise CaptureError(f"{self.kind} call {self.calls}", reason, fix)
+
+    @property
+    def awaiting_capture(self) -> int:
+        """How many layouts of inputs were warmed up, and are captured when they come again."""
+        return len(self._warm - self._captured)
 
     def _unsupported(self, inputs: Sequence[Any]) -> str | None:
         """Why no graph can ever be right for these inputs."""
@@ -375,8 +380,10 @@ class Program:
         if call.mode is Mode.WARMUP:
             if len(self._warm) >= _MAX_LAYOUTS:
                 self._warm.clear()
+                self._captured.clear()
             self._warm.add(call.key)
         elif call.mode is Mode.CAPTURE:
+            self._captured.add(call.key)
             recording, trace = call.recording, call.trace
             assert recording is not None and trace is not None
             if self._pair is self:

@@ -11,8 +11,24 @@ from thunder_cg.runtime.backend import Backend
 
 WATCHED = "a torch dispatch or function mode is active, which has to see each operator, and a replay shows it none"
 RETAINED = "the autograd graph is retained, so what its forward saved has to outlive this backward"
-
+HOOKS = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
+FORWARD_AD = "forward-mode AD is active, and a graph computes no tangents"
+TRACED = "torch.jit.trace records each operator, and a replay shows it none"
+IN_CAPTURE = "inside another capture"
 IN_STEP = "inside a graphed step, whose own graph is to hold it"
+FORWARD_WAS_EAGER = "the forward of this backward ran eagerly"
+
+# What changes a reason, where the caller can.
+FIXES = {
+    WATCHED: "leave the mode where the call does not have to be watched",
+    RETAINED: "sum the losses and call backward once, without retain_graph=True",
+    HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it, or give it "
+    "use_reentrant=True",
+    FORWARD_AD: "call the compiled function outside of torch.func.jvp and torch.autograd.forward_ad",
+    TRACED: "trace the function that was not compiled",
+}
+# A graph around the call is to hold what it does, or the forward has said why: no mistake for ``strict=True``.
+HELD_ELSEWHERE = frozenset({IN_CAPTURE, IN_STEP, FORWARD_WAS_EAGER})
 
 
 class _OfThread(threading.local):
@@ -40,15 +56,15 @@ def is_held_back() -> bool:
 def skip_reason(backend: Backend, *, saves: bool) -> str | None:
     """Why a call that ``saves`` tensors for a backward, or not, can replay no graph now."""
     if backend.busy():
-        return "inside another capture"
+        return IN_CAPTURE
     if (compat.dispatch_mode_count() or compat.function_mode_count()) and is_watched():
         return WATCHED
     if saves and compat.saved_tensors_hooks() is not None:  # they may keep it for longer than the graph lives
-        return "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
+        return HOOKS
     if compat.forward_ad_level() >= 0:
-        return "forward-mode AD is active, and a graph computes no tangents"
+        return FORWARD_AD
     if compat.is_traced():
-        return "torch.jit.trace records each operator, and a replay shows it none"
+        return TRACED
     return None
 
 
