@@ -20,8 +20,8 @@ def test_first_lines_answer_how_much_and_why_not(report: Report) -> None:
     assert str(report).splitlines()[:7] == [
         "CUDA graphs: 2 of 5 calls replayed; 2 regions with 2 of 4 ops; 2 ops eager",
         "Not replayed: 1 warm-up; 1 capture; 1 x strides changed",
-        "Eager, and why:",
-        "  Tensor.item x2 at model.py:14: data-dependent",
+        "What is eager because of what, the most expensive first:",
+        "  Tensor.item at model.py:14 makes 2 ops eager, adds 1 region: data-dependent",
         "      in: if x.item() < 0:",
         "      why: the host waits for <f51>",
         "      to change it: keep it in a tensor",

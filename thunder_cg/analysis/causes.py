@@ -36,7 +36,7 @@ class RootCause:
 
 
 def root_causes(ops: Ops, plan: Plan, aliasing: Aliasing) -> tuple[RootCause, ...]:
-    """In the order of the trace. Each eager op that is no bookkeeping is in one, or would go with its neighbours' one."""
+    """In the order of the trace. An op that is only alone between eager ones counts for the cause of these."""
     groups: defaultdict[tuple[str, str], list[tuple[Op, Op]]] = defaultdict(list)
     for op in _eager(ops, plan):
         if plan.verdicts[op.index].reason is not Reason.TOO_SMALL:

@@ -148,7 +148,7 @@ class _Classifier:
         if op.is_fusion:
             detail = f"all {len(op.subs)} operators inside are allowed"
             if numbers := self.kernel_scalars(op):
-                detail += f"; {self.listed(sorted(numbers))} are set before each launch"
+                detail += f"; {self.listed(op, sorted(numbers))} are set before each launch"
             return Verdict(True, Reason.FUSION, detail, "", device)
         detail = op.rule.cause.detail if op.rule is not None else "all operators inside are allowed"
         return Verdict(True, Reason.ALLOWED, detail, "", device)
@@ -157,9 +157,10 @@ class _Classifier:
     def values(self) -> Mapping[str, Value]:
         return self.ops.values
 
-    def listed(self, names: Iterable[str]) -> str:
-        """Values as the user knows them, at most three."""
-        found = list(dict.fromkeys(map(self.ops.described, names)))
+    def listed(self, op: Op, names: Iterable[str]) -> str:
+        """Values of the op as the user knows them, at most three."""
+        described = ("its result" if name in op.outputs else self.ops.described(name) for name in names)
+        found = list(dict.fromkeys(described))
         return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
     def numbers(self, names: Iterable[str]) -> list[str]:
@@ -189,7 +190,7 @@ class _Classifier:
             return Cause(Reason.MIXED_DEVICES, detail, "keep all its tensors on one device, 0-dim ones too")
         if not devices:
             if numbers := self.numbers(op.names):
-                detail = f"it computes with numbers on the host ({self.listed(numbers)}), no tensors"
+                detail = f"it computes with numbers on the host ({self.listed(op, numbers)}), no tensors"
                 return Cause(Reason.RUNTIME_NUMBER, detail, "compute with 0-dim tensors on the device instead")
             if op.rule is not None and not op.rule.captures:
                 return op.rule.cause
@@ -207,15 +208,15 @@ class _Classifier:
         """Whether everything that a graph keeps is the same at every call."""
         settable = self.kernel_scalars(op)
         if numbers := [name for name in self.numbers(op.inputs) if name not in settable]:
-            detail = f"it takes {self.listed(numbers)}, which a graph would keep as it was when captured"
+            detail = f"it takes {self.listed(op, numbers)}, which a graph would keep as it was when captured"
             return Cause(Reason.RUNTIME_NUMBER, detail, "pass a 0-dim tensor on the device instead of a Python number")
         if symbolic := [name for name in op.names if self.values[name].symbolic]:
-            detail = f"a size of {self.listed(symbolic)} is known only at run time"
+            detail = f"a size of {self.listed(op, symbolic)} is known only at run time"
             fix = 'compile with the default cache="constant values", which makes a trace per shape'
             return Cause(Reason.SYMBOLIC_SHAPE, detail, fix)
         futures = [name for name in op.names if self.values[name].kind == "future"]
         if futures and not op.communicates:
-            detail = f"{self.listed(futures)} is still being filled by a collective"
+            detail = f"{self.listed(op, futures)} is still being filled by a collective"
             return Cause(Reason.COLLECTIVE, detail, "none needed: regions form on both sides of it")
         return None
 
@@ -280,7 +281,7 @@ class _Classifier:
         read = [name for name in op.outputs if name in self.read_past]
         if not read or self.user.allows(op):
             return None
-        said = f"as_strided may read the whole storage of {self.listed(read)}"
+        said = f"as_strided may read the whole storage of {self.listed(op, read)}"
         detail = f"{said}, and an output of a graph has a storage of its own"
         return Cause(Reason.UNVERIFIED, detail, "take slices instead of as_strided with an offset")
 

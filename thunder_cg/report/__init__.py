@@ -7,8 +7,19 @@ is a copy made at one moment. It keeps neither the function nor tensors, and lat
 """
 
 from thunder_cg.report.breaks import GraphBreak
+from thunder_cg.report.causes import CauseReport
 from thunder_cg.report.collectives import CollectiveReport
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain
 
-__all__ = ["CollectiveReport", "GraphBreak", "OpReport", "Outside", "RegionReport", "Report", "TraceReport", "explain"]
+__all__ = [
+    "CauseReport",
+    "CollectiveReport",
+    "GraphBreak",
+    "OpReport",
+    "Outside",
+    "RegionReport",
+    "Report",
+    "TraceReport",
+    "explain",
+]

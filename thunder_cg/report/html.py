@@ -34,7 +34,8 @@ def render(report: Report) -> str:
     first, *rest = text.ran(report)
     said = "".join(f"<br>{escape(line)}" for line in rest)
     headline = f"<p><b>CUDA graphs: {escape(first)}; {escape(text.headline(report.traces))}</b>{said}</p>"
-    said = _listed(text.BREAKS, text.breaks(report.breaks)) + _listed(text.OUTSIDE, text.outside(report.outside))
+    said = _listed(text.CAUSES, text.causes(report.causes))
+    said += _listed(text.BREAKS, text.breaks(report.breaks)) + _listed(text.OUTSIDE, text.outside(report.outside))
     return f"<div>{headline}{said}{''.join(map(_trace, report.traces))}</div>"
 
 

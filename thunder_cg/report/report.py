@@ -12,6 +12,7 @@ from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import html, text
 from thunder_cg.report.breaks import GraphBreak
+from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.programs import Located, Outside, locate
 from thunder_cg.runtime.program import Program
@@ -101,6 +102,7 @@ class Report:
 
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
+    causes: tuple[CauseReport, ...] = ()  # of eager ops, the most expensive first
     breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
     calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
 
@@ -130,7 +132,13 @@ def explain(fn: Any) -> Report:
         NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
     """
     found = locate(fn)
-    return Report(tuple(map(_trace, found.programs)), found.outside, found.breaks, found.calls)
+    return Report(
+        traces=tuple(map(_trace, found.programs)),
+        outside=found.outside,
+        causes=causes(located.program for located in found.programs),
+        breaks=found.breaks,
+        calls=found.calls,
+    )
 
 
 def _trace(located: Located) -> TraceReport:

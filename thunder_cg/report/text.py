@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from thunder_cg.report.breaks import GraphBreak
+    from thunder_cg.report.causes import CauseReport
     from thunder_cg.report.collectives import CollectiveReport
     from thunder_cg.report.programs import Outside
-    from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
+    from thunder_cg.report.report import RegionReport, Report, TraceReport
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
 FAILED = (
@@ -19,6 +20,7 @@ FAILED = (
     "with an executor of Thunder (README, Your own operators)."
 )
 
+CAUSES = "What is eager because of what, the most expensive first:"
 BREAKS = "Graph breaks, where Dynamo ends a graph and Python runs before the next one:"
 OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 
@@ -147,9 +149,9 @@ def _summary(report: Report) -> Iterator[str]:
     first, *rest = ran(report)
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
-    if eager := [op for trace in report.traces for op in trace.ops if op.verdict == "eager"]:
-        yield "Eager, and why:"
-        yield from _indent(_eager(eager))
+    if report.causes:
+        yield CAUSES
+        yield from _indent(causes(report.causes))
     if report.breaks:
         yield BREAKS
         yield from _indent(breaks(report.breaks))
@@ -184,20 +186,17 @@ def outside(parts: Sequence[Outside]) -> Iterator[str]:
             yield f"    {part.operator}{times} at {part.line or 'a line unknown to Dynamo'}: {part.reason}"
 
 
-def _eager(ops: Iterable[OpReport]) -> Iterator[str]:
-    """One entry for all ops that are alike, as one line in twelve layers is; the detail is the first one's."""
-    alike: dict[tuple[str | None, ...], list[OpReport]] = {}
-    for op in ops:
-        alike.setdefault((op.name, op.line, op.source, op.reason, op.fix), []).append(op)
-    for first, *others in alike.values():
-        line = first.line or "a line unknown to Thunder"
-        where = line if line.startswith("near ") else f"at {line}"
-        yield f"{first.name}{f' x{len(others) + 1}' if others else ''} {where}: {first.reason}"
-        if first.source:
-            yield f"    in: {first.source}"
-        yield f"    why: {first.detail}"
-        if first.fix:
-            yield f"    to change it: {first.fix}"
+def causes(parts: Sequence[CauseReport]) -> Iterator[str]:
+    """An entry for each root cause: what it does, why, and what would change it."""
+    for part in parts:
+        regions = f", adds {count(part.added_regions, 'region')}" if part.added_regions else ""
+        cost = f", costs {part.microseconds:,.0f} µs a call" if part.microseconds is not None else ""
+        yield f"{part.name} {part.place} makes {count(part.eager_ops, 'op')} eager{regions}{cost}: {part.reason}"
+        if part.source:
+            yield f"    in: {part.source}"
+        yield f"    why: {part.detail}"
+        if part.fix:
+            yield f"    to change it: {part.fix}"
 
 
 def _trace(trace: TraceReport) -> Iterator[str]:
