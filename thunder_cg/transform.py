@@ -23,7 +23,7 @@ from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
-from thunder_cg.compat.torch import stacks_of_generated_code
+from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError
 from thunder_cg.fastpath.dispatch import install
@@ -31,6 +31,7 @@ from thunder_cg.fastpath.prologue import with_one_check
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import resolve
+from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
@@ -77,7 +78,7 @@ class CudagraphTransform(compat.Transform):
         self._backend = resolve(options.backend)
         self._arenas = Arenas(self._backend, options.max_arenas, options.debug or self._backend.poisons)
         self._numbers = count(1)
-        self._compiling = _Compilation()
+        self._compiling = _Compiling()
         self._named: set[str] = set()  # patterns of the user's that ops have, or that a warning was about
 
     def transform_module(self, model: compat.ThunderModule) -> None:
@@ -105,7 +106,7 @@ class CudagraphTransform(compat.Transform):
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Partitions a forward trace, or the backward trace that follows it."""
-        start = time.perf_counter_ns()
+        start = time.perf_counter()
         if self.options.capture_collectives != "never":
             computation_trace = schedule_collectives(computation_trace)
         before = self._forward_of(computation_trace)
@@ -129,16 +130,25 @@ class CudagraphTransform(compat.Transform):
         if self.options.strict == "ops":
             refuse_eager_ops(ops, plan, aliasing)
         taken = taken_names(computation_trace)
-        program = self._program(computation_trace, ops, plan, aliasing, forward, taken)
+        compilation = before.compilation if before is not None else _compilation(self._backend.device_type)
+        program = self._program(computation_trace, ops, plan, aliasing, forward, taken, compilation)
         trace = Emitter(computation_trace, ops, plan, aliasing, program, forward, taken).emit()
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
-        took = (time.perf_counter_ns() - start) // 1_000_000
+        took = int((time.perf_counter() - start) * 1000)
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
+        compilation.seconds = time.perf_counter() - compat.compilation_began()
         return trace
 
     def _program(
-        self, trace: TraceCtx, ops: Ops, plan: Plan, aliasing: Aliasing, forward: Program | None, taken: set[str]
+        self,
+        trace: TraceCtx,
+        ops: Ops,
+        plan: Plan,
+        aliasing: Aliasing,
+        forward: Program | None,
+        taken: set[str],
+        compilation: Compilation,
     ) -> Program:
         returned, saved = returned_and_saved(trace)
         ios = region_io(ops, plan, aliasing, returned, saved)
@@ -156,6 +166,7 @@ class CudagraphTransform(compat.Transform):
             verifier=verifier,
             arenas=self._arenas,
             forward=forward,
+            compilation=compilation,
         )
 
     def _region(
@@ -195,11 +206,22 @@ class CudagraphTransform(compat.Transform):
         return reference() if names is trace.names else None
 
 
-class _Compilation(threading.local):
+class _Compiling(threading.local):
     """What one compilation, which stays on its thread, has to remember from hook to hook."""
 
     static: frozenset[str] = frozenset()
     forward: tuple[set[str], weakref.ref[Program]] | None = None
+
+
+def _compilation(device_type: str) -> Compilation:
+    """What the compilation on this thread is for."""
+    data = compat.get_compile_data()
+    module = data.fn if isinstance(data.fn, torch.nn.Module) else None
+    return Compilation(
+        training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,
+        grad=bool(data.is_grad_enabled),
+        autocast=autocast_dtype(device_type),
+    )
 
 
 def _takes_what_was_saved(trace: TraceCtx) -> bool:

@@ -7,11 +7,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from traceback import walk_tb
 
 import thunder
 import torch
-
-from thunder_cg.compat import thunder as compat
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
 Stacks = Mapping[tuple[str, int], str]
@@ -38,7 +37,8 @@ def _directory(module: object) -> str:
 
 
 # Lines in these files, of Thunder and of what calls an operator for it, are not the user's.
-_TRACERS = (_directory(thunder), _directory(compat))
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
+_TRACERS = (_directory(thunder), *(os.path.join(_PACKAGE, part, "") for part in ("compat", "fastpath", "runtime")))
 _GENERATED = re.compile(r"<eval_with_key>")
 
 
@@ -59,6 +59,19 @@ def user_frames(stack: str | None) -> list[SourceLine]:
 def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
     """Those of the lines that are neither PyTorch's nor Thunder's."""
     return [line for line in frames if not line.file.startswith((*_TRACERS, _directory(torch)))]
+
+
+def described(error: BaseException) -> str:
+    """The type of an error, where in the user's code it was raised, and the first sentence of its message."""
+    lines = [line for each in (error, error.__cause__) if each is not None for line in _lines_of(each)]
+    where = f" at {lines[-1]}" if lines else ""
+    said = str(error.__cause__ if lines and error.__cause__ is not None else error).strip()
+    return f"{type(error).__name__}{where}: {said.partition(chr(10))[0].partition('. ')[0].rstrip('.') or 'no message'}"
+
+
+def _lines_of(error: BaseException) -> list[SourceLine]:
+    frames = walk_tb(error.__traceback__)
+    return users(SourceLine(frame.f_code.co_filename, number) for frame, number in frames)
 
 
 def called_from(frames: Sequence[SourceLine]) -> str | None:

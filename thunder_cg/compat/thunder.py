@@ -14,7 +14,7 @@ from thunder import CacheEntry
 from thunder.core import dtypes, prims
 from thunder.core.baseutils import build_callable
 from thunder.core.codeutils import SigInfo, module_shortname
-from thunder.core.compile_data import get_compile_data
+from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
@@ -97,6 +97,12 @@ def without_copy(symbol: BoundSymbol) -> BoundSymbol:
     )
 
 
+def compilation_began() -> float:
+    """When Thunder began the compilation that runs on this thread, in seconds of ``time.perf_counter``."""
+    _, stats = _compile_data.get()
+    return float(stats.last_trace_tracing_start) / 1e9
+
+
 # Compiled modules
 
 # The module that was given to ``thunder.jit``.
@@ -117,6 +123,11 @@ dispatch_of: Callable[[ThunderModule], Callable[..., Any]] = attrgetter("_forwar
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
     """Puts another function in the place of the one that a compiled module calls."""
     module._forward_fn = forward
+
+
+def compile_failure(function: Any) -> str | None:
+    """What Thunder raised last while it compiled a module that has a `Dispatch`, and where; None if it did not."""
+    return getattr(getattr(function, "_forward_fn", None), "compile_failure", None)
 
 
 def drop_self_reference(function: Callable[..., Any]) -> None:

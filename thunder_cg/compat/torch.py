@@ -375,6 +375,13 @@ def optimize_ddp(yes: bool) -> AbstractContextManager[None]:
     return torch._dynamo.config.patch(optimize_ddp=yes)
 
 
+def autocast_dtype(device_type: str) -> str | None:
+    """The dtype that autocast uses on devices of this type on this thread, such as "bfloat16"; None if it is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+
+
 def stacks_of_generated_code(module: Any) -> dict[tuple[str, int], str]:
     """For each line of the code of a module's FX graphs, by file name and number: the stack that Dynamo saw there."""
     graphs = module.modules() if isinstance(module, torch.fx.GraphModule) else ()

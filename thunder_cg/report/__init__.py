@@ -9,6 +9,7 @@ is a copy made at one moment. It keeps neither the function nor tensors, and lat
 from thunder_cg.report.breaks import GraphBreak
 from thunder_cg.report.causes import CauseReport
 from thunder_cg.report.collectives import CollectiveReport
+from thunder_cg.report.entries import InputReport, ShapesReport
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain
 
@@ -16,10 +17,12 @@ __all__ = [
     "CauseReport",
     "CollectiveReport",
     "GraphBreak",
+    "InputReport",
     "OpReport",
     "Outside",
     "RegionReport",
     "Report",
+    "ShapesReport",
     "TraceReport",
     "explain",
 ]

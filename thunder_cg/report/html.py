@@ -34,7 +34,9 @@ def render(report: Report) -> str:
     first, *rest = text.ran(report)
     said = "".join(f"<br>{escape(line)}" for line in rest)
     headline = f"<p><b>CUDA graphs: {escape(first)}; {escape(text.headline(report.traces))}</b>{said}</p>"
-    said = _listed(text.CAUSES, text.causes(report.causes))
+    lines = (*text.failures(report), *text.shapes(report.shapes))
+    said = "".join(f"<p>{escape(line)}</p>" for line in lines)
+    said += _listed(text.CAUSES, text.causes(report.causes))
     said += _listed(text.BREAKS, text.breaks(report.breaks)) + _listed(text.OUTSIDE, text.outside(report.outside))
     return f"<div>{headline}{said}{''.join(map(_trace, report.traces))}</div>"
 
@@ -49,7 +51,8 @@ def _trace(trace: TraceReport) -> str:
     summary = f"<b>{escape(text.title(trace))}</b>: {escape(text.headline([trace]))}"
     head = "".join(f'<th style="{_HEADER}">{escape(name)}</th>' for name in _COLUMNS)
     table = f"<table><thead><tr>{head}</tr></thead>{''.join(_groups(trace))}</table>"
-    said = "<br>".join(map(escape, (text.calls(trace), *text.collectives(trace))))
+    made_for = [text.entry(trace)] if trace.kind == "forward" else []
+    said = "<br>".join(map(escape, (*made_for, text.calls(trace), *text.collectives(trace))))
     return (
         f"<details open><summary>{summary}</summary><p>{said}</p>"
         f'<div style="max-height: 45em; overflow: auto">{table}</div></details>'

@@ -19,6 +19,7 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import called_from, user_frames
+from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.breaks import GraphBreak, graph_breaks
 from thunder_cg.report.text import count
@@ -59,11 +60,15 @@ class Found:
     """All programs, oldest first, each forward before its backward.
 
     Attributes:
-        calls: how often the function was called, as Thunder counts. With no programs, Thunder raised in these calls.
+        calls: how often the function was called, as Thunder counts.
+        failures: in how many of the calls Thunder raised while it compiled.
+        failure: what it raised last and where, of a module.
     """
 
     programs: tuple[Located, ...]
     calls: int = 0
+    failures: int = 0
+    failure: str | None = None
     outside: tuple[Outside, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
 
@@ -79,7 +84,10 @@ def locate(fn: Any) -> Found:
         programs = tuple(_in_caches(_name(fn), fn))
         if not programs and not _has_transform(thunder.list_transforms(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
-        return Found(programs, thunder.compile_stats(fn).calls)
+        stats = thunder.compile_stats(fn)
+        is_cached = thunder.compile_data(fn).cache_option is not CACHE_OPTIONS.NO_CACHING
+        failures = stats.cache_misses - len(stats.interpreter_cache) if is_cached else 0
+        return Found(programs, stats.calls, failures, compile_failure(fn))
     if (backend := _dynamo_backend(fn)) is None:
         raise NotCompiledError(fn, "Thunder did not compile this")
     return _of_dynamo(fn, backend)

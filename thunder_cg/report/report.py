@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from thunder_cg.analysis.ops import Op
@@ -14,9 +14,11 @@ from thunder_cg.report import html, text
 from thunder_cg.report.breaks import GraphBreak
 from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
+from thunder_cg.report.entries import InputReport, ShapesReport, inputs, shapes
 from thunder_cg.report.programs import Located, Outside, locate
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.skip_reasons import FIXES
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ class RegionReport:
     failure: str | None
     quarantined: bool = False
     verified: int = 0  # how many replays were compared with an eager run, which is `verify=`
+    capture_seconds: float = 0.0  # of all captures, on the host
     remark: str | None = None  # what that found besides: ops that are not deterministic, why a replay was not compared
 
 
@@ -71,14 +74,25 @@ class TraceReport:
     calls: int  # how often it ran
     eager_calls: int  # how often without graphs: warm-ups, and fallbacks
     fallbacks: Mapping[str, int]  # by their reasons
-    # Size of the arenas with its recordings. A backward shares its forward's, and several programs may share one, so
-    # they don't add up.
+    # Size of the arenas with its recordings. Programs share arenas, so these do not add up: `Report.memory_bytes` does.
     arena_bytes: int
     fast_path_calls: int = 0  # calls that went around Thunder's dispatch
     no_fast_path: str | None = None  # why others did not
     warm_ups: int = 0  # of the calls without graphs: the first one with each layout of inputs
     remark: str | None = None  # what the user should know besides
     collectives: tuple[CollectiveReport, ...] = ()  # in the order in which the plan runs them
+    fixes: Mapping[str, str] = field(default_factory=dict)  # what would change a reason of the fallbacks, where known
+    awaiting_capture: int = 0  # layouts of inputs that were warmed up, and are captured when they come again
+    inputs: tuple[InputReport, ...] = ()  # of a forward
+    training: bool | None = None  # the module's mode when it was compiled; None for functions and Dynamo's graphs
+    grad: bool = False  # whether gradients were enabled when it was compiled
+    autocast: str | None = None  # the dtype of the autocast that was active when it was compiled
+    compile_seconds: float = 0.0  # that Thunder took for the entry, forward and backward
+
+    @property
+    def capture_seconds(self) -> float:
+        """That all captures took."""
+        return sum(region.capture_seconds for region in self.regions)
 
     @property
     def captures(self) -> int:
@@ -103,6 +117,10 @@ class Report:
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
     causes: tuple[CauseReport, ...] = ()  # of eager ops, the most expensive first
+    shapes: tuple[ShapesReport, ...] = ()  # for which Thunder compiles anew
+    compile_failures: int = 0  # calls in which Thunder raised while it compiled
+    compile_failure: str | None = None  # what it raised last and where, of a module
+    memory_bytes: int = 0  # of all arenas with recordings of the function, each counted once
     breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
     calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
 
@@ -132,11 +150,19 @@ def explain(fn: Any) -> Report:
         NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
     """
     found = locate(fn)
+    traces = tuple(map(_trace, found.programs))
+    programs = [located.program for located in found.programs]
+    arenas = {id(arena): arena.nbytes() for program in programs for arena in program.arenas()}
+    forwards = [(t.function, p, t.inputs) for t, p in zip(traces, programs) if t.kind == "forward"]
     return Report(
-        traces=tuple(map(_trace, found.programs)),
+        traces=traces,
         outside=found.outside,
-        causes=causes(located.program for located in found.programs),
+        causes=causes(programs),
+        shapes=shapes(forwards),
+        memory_bytes=sum(arenas.values()),
         breaks=found.breaks,
+        compile_failures=found.failures,
+        compile_failure=found.failure,
         calls=found.calls,
     )
 
@@ -156,8 +182,15 @@ def _trace(located: Located) -> TraceReport:
         no_fast_path=program.no_fast_path,
         remark=program.remark,
         fallbacks=dict(program.fallbacks),
-        arena_bytes=program.arena_bytes(),
+        arena_bytes=sum(arena.nbytes() for arena in program.arenas()),
         collectives=collectives(program),
+        fixes={reason: fix for reason in program.fallbacks if (fix := FIXES.get(reason))},
+        awaiting_capture=program.awaiting_capture,
+        inputs=inputs(program) if program.kind == "forward" else (),
+        training=program.compilation.training,
+        grad=program.compilation.grad,
+        autocast=program.compilation.autocast,
+        compile_seconds=program.compilation.seconds,
     )
 
 

@@ -10,14 +10,17 @@ if TYPE_CHECKING:
     from thunder_cg.report.breaks import GraphBreak
     from thunder_cg.report.causes import CauseReport
     from thunder_cg.report.collectives import CollectiveReport
+    from thunder_cg.report.entries import InputReport, ShapesReport
     from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
-FAILED = (
-    "Thunder raised in each of {calls}, so nothing is compiled. Its error says where. For a branch on data, or for "
-    "`.tolist()`, use thunder_cg.thunderfx, which leaves that to Python; for an operator of torch.library, register it "
-    "with an executor of Thunder (README, Your own operators)."
+_TO_PYTHON = (
+    "for a branch on what a tensor holds, or for `.tolist()`, use thunder_cg.thunderfx, which leaves it to Python"
+)
+_TO_EXECUTOR = (
+    "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor of "
+    "Thunder's (README, Your own operator)"
 )
 
 CAUSES = "What is eager because of what, the most expensive first:"
@@ -34,7 +37,21 @@ def render(report: Report) -> str:
 
 def nothing(report: Report) -> str:
     """What to say of a function of which nothing is compiled."""
-    return FAILED.format(calls=count(report.calls, "call")) if report.calls else NOTHING_COMPILED
+    if not report.calls:
+        return NOTHING_COMPILED
+    return f"Nothing is compiled. {' '.join(failures(report))}"
+
+
+def failures(report: Report) -> Iterator[str]:
+    """In how many calls Thunder could not compile the function, where, and what to try."""
+    if report.compile_failures:
+        said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
+        problem = report.compile_failure
+        yield f"{said}: {problem}." if problem else f"{said}; its error says where."
+        on_data = problem is None or any(each in problem for each in ("data dependen", "tolist", "bool"))
+        of_library = problem is None or any(each in problem for each in ("_ops", "not registered", "not yet supported"))
+        if tried := [text for text, fits in ((_TO_PYTHON, on_data), (_TO_EXECUTOR, of_library)) if fits]:
+            yield f"To try: {'; '.join(tried)}."
 
 
 def ran(report: Report) -> Iterator[str]:
@@ -54,6 +71,8 @@ def ran(report: Report) -> Iterator[str]:
     yield f"{' and '.join(said)} replayed" if said else "no call yet"
     if why := [*_not_replayed(having)]:
         yield f"Not replayed: {'; '.join(why)}"
+    for reason, fix in {reason: fix for trace in having for reason, fix in trace.fixes.items()}.items():
+        yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
 
 
 def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
@@ -62,8 +81,10 @@ def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
             yield count(number, noun)
     reasons = sum((Counter(trace.fallbacks) for trace in traces), Counter[str]())
     yield from (f"{times:,} x {reason}" for reason, times in reasons.most_common())
-    if not reasons and not any(trace.captures for trace in traces):
-        yield "the next call with inputs laid out like these captures"
+    if waiting := [trace for trace in traces if trace.awaiting_capture]:
+        entries = dict.fromkeys(f"{trace.function}, cache entry {trace.entry}," for trace in waiting)
+        of = f" of {' and of '.join(entries)}" if len(waiting) < len(traces) else ""
+        yield f"the next call{of} with inputs laid out like these captures"
 
 
 def headline(traces: Sequence[TraceReport]) -> str:
@@ -149,15 +170,44 @@ def _summary(report: Report) -> Iterator[str]:
     first, *rest = ran(report)
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
+    yield from failures(report)
     if report.causes:
         yield CAUSES
         yield from _indent(causes(report.causes))
+    yield from shapes(report.shapes)
+    if report.memory_bytes:
+        yield f"Arenas hold {size(report.memory_bytes)} in all; traces share them."
     if report.breaks:
         yield BREAKS
         yield from _indent(breaks(report.breaks))
     if report.outside:
         yield OUTSIDE
         yield from _indent(outside(report.outside))
+
+
+def shapes(parts: Sequence[ShapesReport]) -> Iterator[str]:
+    """Of each function that was compiled for several shapes: which inputs, how often, and what to do."""
+    for part in parts:
+        cost = f"each new shape compiles anew in Thunder ({part.seconds:.1f} s), warms up and captures"
+        fix = "pad to a few sizes, or drop_last=True in the DataLoader if only the last batch differs"
+        yield f"{part.function}: {part.shapes:,} shapes of {' and '.join(part.names)} so far; {cost}; {fix}"
+
+
+def entry(trace: TraceReport) -> str:
+    """What a forward was compiled for, how long that took, and how long its captures did."""
+    modes = {True: ["train mode"], False: ["eval mode"], None: []}[trace.training]
+    modes.append("gradients enabled" if trace.grad else "gradients disabled")
+    modes.append(f"autocast to {trace.autocast}" if trace.autocast else "no autocast")
+    took = [f"compiled in {trace.compile_seconds:.2f} s"]
+    took += [f"captures took {trace.capture_seconds:.3f} s"] if trace.capture_seconds else []
+    said = [", ".join([*map(_input, trace.inputs[:4]), *([f"{len(trace.inputs) - 4} more"] * (len(trace.inputs) > 4))])]
+    return "; ".join([f"for {said[0]}" if trace.inputs else "for no tensors", ", ".join(modes), ", ".join(took)])
+
+
+def _input(brought: InputReport) -> str:
+    shape = ", ".join("?" if each is None else str(each) for each in brought.shape)
+    strides = " or ".join(f"({', '.join(map(str, each))})" for each in brought.strides[:4])
+    return f"{brought.name} {brought.dtype} ({shape})" + (f" with strides {strides}" if strides else "")
 
 
 def breaks(parts: Sequence[GraphBreak]) -> Iterator[str]:
@@ -201,6 +251,8 @@ def causes(parts: Sequence[CauseReport]) -> Iterator[str]:
 
 def _trace(trace: TraceReport) -> Iterator[str]:
     yield f"{title(trace)}: {headline([trace])}"
+    if trace.kind == "forward":
+        yield f"  {entry(trace)}"
     yield f"  {calls(trace)}"
     yield from _indent(collectives(trace))
     for region in trace.regions:

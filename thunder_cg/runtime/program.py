@@ -6,7 +6,7 @@ import gc
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from operator import or_
 from typing import Any
@@ -24,10 +24,11 @@ from thunder_cg.runtime.agreement import DESTROYED, Collectives
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode, SavedState
+from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.recording import Recording, TraceRecording
 from thunder_cg.runtime.region import LEAF, RuntimeRegion
-from thunder_cg.runtime.tensors import is_leaf_with_grad, is_plain, layout
+from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout
 from thunder_cg.runtime.verifier import Verifier
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
@@ -60,9 +61,10 @@ class Program:
         verifier: Verifier,
         arenas: Arenas,
         forward: Program | None,
+        compilation: Compilation,
     ) -> None:
         self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
-        self.aliasing = aliasing
+        self.aliasing, self.compilation = aliasing, compilation
         self.options, self.backend, self.verifier = options, backend, verifier
         self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
@@ -72,7 +74,7 @@ class Program:
         self.samples = isinstance(options.verify, int)
         self.verify_after = 0 if self.samples else sys.maxsize  # so many calls; then the next replay is verified
         self._is_quarantined = False
-        self._warm: set[Any] = set()
+        self._warm: dict[Any, None] = {}  # layouts that were warmed up, in their order
         self._captured: set[Any] = set()  # of those that are warm
         self._forward = forward
         self._arenas = arenas
@@ -213,7 +215,7 @@ class Program:
         if recording.backwards and not recording.keeps_saved:  # what the forward saved may have been reused
             self._pair._backward_varies = True
             self._pair.drop(recording)
-            self._warm.add(self._key(inputs))
+            self._warm[self._key(inputs)] = None
             self._count_moves(recording.backwards, inputs)
             reason = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
             return call.run_eagerly(reason, strict=False)
@@ -318,7 +320,7 @@ class Program:
     @property
     def awaiting_capture(self) -> int:
         """How many layouts of inputs were warmed up, and are captured when they come again."""
-        return len(self._warm - self._captured)
+        return len(self._warm.keys() - self._captured)
 
     def _unsupported(self, inputs: Sequence[Any]) -> str | None:
         """Why no graph can ever be right for these inputs."""
@@ -381,7 +383,7 @@ class Program:
             if len(self._warm) >= _MAX_LAYOUTS:
                 self._warm.clear()
                 self._captured.clear()
-            self._warm.add(call.key)
+            self._warm[call.key] = None
         elif call.mode is Mode.CAPTURE:
             self._captured.add(call.key)
             recording, trace = call.recording, call.trace
@@ -451,9 +453,14 @@ class Program:
         self._is_quarantined = True
         call.run_eagerly(f"{self.regions[region].name} disagrees with its ops", strict=False)
 
-    def arena_bytes(self) -> int:
-        """Bytes of the arenas that hold the program's recordings. Arenas are shared between programs."""
-        return sum(arena.nbytes() for arena in (*self._pair._used, *self._pair._used_scratch))
+    def arenas(self) -> tuple[Arena, ...]:
+        """Those that hold the program's recordings. Programs share arenas."""
+        return (*self._pair._used, *self._pair._used_scratch)
+
+    def layouts(self) -> Iterator[Mapping[str, Layout]]:
+        """The inputs of each call that was warmed up, without those that an earlier region made."""
+        names = [self.inputs[i] for i in self._keyed]
+        yield from (dict(zip(names, layouts)) for _, layouts in self._warm)
 
 
 def _writes_with_grad(op: Op) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import re
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ class Stats:
     bytes_in: int = 0
     bytes_out: int = 0
     verified: int = 0
+    capture_seconds: float = 0.0  # of all captures, on the host
 
 
 class RuntimeRegion:
@@ -279,7 +281,10 @@ class RuntimeRegion:
         in_pool, before = self._in_pool(call, args), (self.failure, self.tries)
         try:
             self._agree(call, self._before, args)
-            return self._record(call, args)
+            began = time.perf_counter()
+            results = self._record(call, args)
+            self.stats.capture_seconds += time.perf_counter() - began
+            return results
         except _Executed as error:
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
