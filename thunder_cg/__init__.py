@@ -22,6 +22,7 @@ from thunder_cg.errors import (  # noqa: E402  (the versions are checked before 
     VersionError,
 )
 from thunder_cg.kernels import executors  # noqa: E402
+from thunder_cg.report.profile import profile  # noqa: E402
 from thunder_cg.report.report import Report, explain  # noqa: E402
 from thunder_cg.step import graphed_step  # noqa: E402
 from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform  # noqa: E402
@@ -40,5 +41,6 @@ __all__ = [
     "executors",
     "explain",
     "graphed_step",
+    "profile",
     "thunderfx",
 ]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from thunder import CacheEntry
+from thunder.common import transform_to_torch_types
 from thunder.core import dtypes, prims
 from thunder.core.baseutils import build_callable
 from thunder.core.codeutils import SigInfo, module_shortname
@@ -128,6 +129,12 @@ def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
 def compile_failure(function: Any) -> str | None:
     """What Thunder raised last while it compiled a module that has a `Dispatch`, and where; None if it did not."""
     return getattr(getattr(function, "_forward_fn", None), "compile_failure", None)
+
+
+def computation_and_inputs(function: Any, args: Any, kwargs: Any) -> tuple[CacheEntry, Sequence[Any]]:
+    """The cache entry that a compiled function has for a call, compiled if need be, and what its computation gets."""
+    entry, inputs, _ = function._lc_cd.get_computation_and_inputs(*args, **kwargs)
+    return entry, inputs
 
 
 def drop_self_reference(function: Callable[..., Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis.causes import RootCause, root_causes
@@ -34,12 +34,22 @@ class CauseReport:
     microseconds: float | None = None
 
 
-def causes(programs: Iterable[Program]) -> tuple[CauseReport, ...]:
-    """The root causes in these programs, the most expensive first."""
+def causes(
+    programs: Iterable[Program], times: Mapping[int, Mapping[int, float]] | None = None
+) -> tuple[CauseReport, ...]:
+    """The root causes in these programs, the most expensive first.
+
+    Args:
+        times: by the identity of programs, the microseconds of eager ops, if they were measured.
+    """
     alike: dict[tuple[str, str], list[RootCause]] = {}
+    took: dict[tuple[str, str], float] = {}
     for program in programs:
         for cause in root_causes(program.ops, program.plan, program.aliasing):
-            alike.setdefault((cause.name, cause.place), []).append(cause)
+            key = cause.name, cause.place
+            alike.setdefault(key, []).append(cause)
+            if (measured := (times or {}).get(id(program))) is not None:
+                took[key] = took.get(key, 0.0) + sum(measured.get(index, 0.0) for index in cause.ops)
     found = [
         CauseReport(
             name=first.name,
@@ -50,7 +60,8 @@ def causes(programs: Iterable[Program]) -> tuple[CauseReport, ...]:
             reason=first.reason,
             detail=first.detail,
             fix=first.fix,
+            microseconds=took.get(key),
         )
-        for first, *others in alike.values()
+        for key, (first, *others) in alike.items()
     ]
-    return tuple(sorted(found, key=lambda cause: (cause.added_regions, cause.eager_ops), reverse=True))
+    return tuple(sorted(found, key=lambda c: (c.microseconds or 0.0, c.added_regions, c.eager_ops), reverse=True))

@@ -34,7 +34,7 @@ def render(report: Report) -> str:
     first, *rest = text.ran(report)
     said = "".join(f"<br>{escape(line)}" for line in rest)
     headline = f"<p><b>CUDA graphs: {escape(first)}; {escape(text.headline(report.traces))}</b>{said}</p>"
-    lines = (*text.failures(report), *text.shapes(report.shapes))
+    lines = (*text.failures(report), *text.measured(report), *text.shapes(report.shapes))
     said = "".join(f"<p>{escape(line)}</p>" for line in lines)
     said += _listed(text.CAUSES, text.causes(report.causes))
     said += _listed(text.BREAKS, text.breaks(report.breaks)) + _listed(text.OUTSIDE, text.outside(report.outside))
@@ -85,7 +85,8 @@ def _frame(ops: Iterable[OpReport]) -> str:
 def _row(op: OpReport) -> str:
     name = f"<code>{escape(op.name)}</code>" + (f" ({escape(', '.join(op.fused))})" if op.fused else "")
     where = "<br>".join(filter(None, (op.source and f"<code>{escape(op.source)}</code>", op.line and escape(op.line))))
-    return _line(op.verdict, (name, *map(escape, (op.verdict, op.reason, op.detail, op.fix)), where))
+    verdict = op.verdict if op.microseconds is None else f"{op.verdict}, {op.microseconds:,.0f} µs a call"
+    return _line(op.verdict, (name, *map(escape, (verdict, op.reason, op.detail, op.fix)), where))
 
 
 def _line(verdict: str, cells: Sequence[str]) -> str:

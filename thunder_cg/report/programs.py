@@ -153,9 +153,23 @@ def _in_caches(label: str, jitted: Any) -> Iterator[Located]:
     """The program of each trace: the one on the newest version that has one, as passes of Thunder's may follow."""
     for number, traces in enumerate(_trace_lists(thunder.compile_stats(jitted))):
         for versions in traces:
-            left = (getattr(t.get_provenance(), "program", None) for t in reversed(list(versions)) if t is not None)
-            if (program := next((p for p in left if isinstance(p, Program)), None)) is not None:
+            if (program := program_of(versions)) is not None:
                 yield Located(label, number, program)
+
+
+def program_of(versions: Iterable[Any]) -> Program | None:
+    """The program of a trace, given all that passes made of the trace."""
+    left = (getattr(t.get_provenance(), "program", None) for t in reversed([*versions]) if t is not None)
+    return next((program for program in left if isinstance(program, Program)), None)
+
+
+def jitted_parts(fn: Any) -> Iterator[Any]:
+    """The functions of Thunder's that a compiled function consists of: it itself, or those in Dynamo's graphs."""
+    if thunder.compile_stats(fn) is not None:
+        yield fn
+    elif (backend := _dynamo_backend(fn)) is not None:
+        for graph in backend.subgraph_infos:
+            yield from graph.thunder_compiled_fns or ()
 
 
 def _trace_lists(stats: Any) -> Iterator[tuple[Iterable[Any], Iterable[Any]]]:

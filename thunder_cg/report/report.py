@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from typing import Any, Literal
 
 from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import html, text
@@ -38,6 +40,7 @@ class OpReport:
     source: str | None
     region: str | None  # the name of the region that it is in, None if it is eager
     fused: tuple[str, ...]  # names of the ops inside a fusion
+    microseconds: float | None = None  # that it takes in one call, if it is eager and was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,20 @@ class RegionReport:
     quarantined: bool = False
     verified: int = 0  # how many replays were compared with an eager run, which is `verify=`
     capture_seconds: float = 0.0  # of all captures, on the host
+    # Where they were measured, of one call, in microseconds: the region, its ops run eagerly, what its copies take of
+    # it, and the eager ops between it and the next region.
+    microseconds: float | None = None
+    eager_microseconds: float | None = None
+    copy_microseconds: float | None = None
+    split_microseconds: float | None = None
     remark: str | None = None  # what that found besides: ops that are not deterministic, why a replay was not compared
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether it takes less time than its ops run eagerly; None if that was not measured."""
+        if self.microseconds is None or self.eager_microseconds is None:
+            return None
+        return self.microseconds < self.eager_microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +137,7 @@ class Report:
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
     compile_failure: str | None = None  # what it raised last and where, of a module
     memory_bytes: int = 0  # of all arenas with recordings of the function, each counted once
+    clock: str | None = None  # the backend whose clock measured the times in it; None if none did
     breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
     calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
 
@@ -137,6 +154,16 @@ class Report:
         return html.render(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What `profile` measured of one program, in microseconds."""
+
+    regions: dict[str, float] = field(default_factory=dict)  # by name
+    eager_regions: dict[str, float] = field(default_factory=dict)  # with the region's ops in its place
+    copies: dict[str, float] = field(default_factory=dict)  # of as many bytes as a replay copies
+    ops: dict[int, float] = field(default_factory=dict)  # eager ones, by index
+
+
 def explain(fn: Any) -> Report:
     """Says what of `fn` is captured, what stays eager and why, and what calling it has cost so far.
 
@@ -149,15 +176,21 @@ def explain(fn: Any) -> Report:
     Raises:
         NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
     """
+    return report(fn)
+
+
+def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
+    """The report of a function, with times by the identity of programs if they were measured."""
     found = locate(fn)
-    traces = tuple(map(_trace, found.programs))
+    traces = tuple(_trace(each, (times or {}).get(id(each.program), Times())) for each in found.programs)
     programs = [located.program for located in found.programs]
     arenas = {id(arena): arena.nbytes() for program in programs for arena in program.arenas()}
     forwards = [(t.function, p, t.inputs) for t, p in zip(traces, programs) if t.kind == "forward"]
     return Report(
         traces=traces,
         outside=found.outside,
-        causes=causes(programs),
+        causes=causes(programs, {key: each.ops for key, each in times.items()} if times is not None else None),
+        clock=programs[0].backend.name if times and programs else None,
         shapes=shapes(forwards),
         memory_bytes=sum(arenas.values()),
         breaks=found.breaks,
@@ -167,14 +200,14 @@ def explain(fn: Any) -> Report:
     )
 
 
-def _trace(located: Located) -> TraceReport:
+def _trace(located: Located, times: Times) -> TraceReport:
     program = located.program
     return TraceReport(
         function=located.function,
         entry=located.entry,
         kind=program.kind,
-        ops=_ops(program),
-        regions=tuple(map(_region, program.regions)),
+        ops=_ops(program, times),
+        regions=tuple(_region(program, region, times) for region in program.regions),
         calls=program.calls,
         eager_calls=program.eager_calls,
         warm_ups=program.warm_ups,
@@ -194,13 +227,14 @@ def _trace(located: Located) -> TraceReport:
     )
 
 
-def _ops(program: Program) -> tuple[OpReport, ...]:
+def _ops(program: Program, times: Times) -> tuple[OpReport, ...]:
     """All ops, in the order in which the plan runs them."""
     regions = {index: region.name for region in program.regions for index in region.planned.ops}
-    return tuple(_op(program, index, regions.get(index)) for step in program.plan.steps for index in step.ops)
+    order = [index for step in program.plan.steps for index in step.ops]
+    return tuple(_op(program, index, regions.get(index), times.ops.get(index)) for index in order)
 
 
-def _op(program: Program, index: int, region: str | None) -> OpReport:
+def _op(program: Program, index: int, region: str | None, microseconds: float | None) -> OpReport:
     op, verdict = program.ops.ops[index], program.plan.verdicts[index]
     origin = program.ops.origin(op)
     return OpReport(
@@ -215,6 +249,7 @@ def _op(program: Program, index: int, region: str | None) -> OpReport:
         source=origin.source if origin is not None else None,
         region=region,
         fused=tuple(sub.name for sub in op.subs) if op.is_fusion else (),
+        microseconds=microseconds,
     )
 
 
@@ -225,7 +260,7 @@ def _failures(op: Op) -> list[str]:
     return [f"Inductor cannot compile it, so it runs op by op: {failure}" for failure in failures]
 
 
-def _region(region: RuntimeRegion) -> RegionReport:
+def _region(program: Program, region: RuntimeRegion, times: Times) -> RegionReport:
     return RegionReport(
         name=region.name,
         device=region.planned.device,
@@ -234,8 +269,21 @@ def _region(region: RuntimeRegion) -> RegionReport:
         failure=region.failure,
         quarantined=region.disagreement is not None,
         remark=region.remark,
+        microseconds=times.regions.get(region.name),
+        eager_microseconds=times.eager_regions.get(region.name),
+        copy_microseconds=times.copies.get(region.name),
+        split_microseconds=_split(program, region, times),
         **asdict(region.stats),
     )
+
+
+def _split(program: Program, region: RuntimeRegion, times: Times) -> float | None:
+    """The time of the eager ops between a region and the next one."""
+    steps = program.plan.steps
+    at = next(i for i, step in enumerate(steps) if step is region.planned)
+    between = takewhile(lambda step: not isinstance(step, Region), steps[at + 1 :])
+    found = [times.ops[index] for step in between for index in step.ops if index in times.ops]
+    return sum(found) if found else None
 
 
 def _plain(value: Any) -> Any:

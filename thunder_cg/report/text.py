@@ -139,13 +139,20 @@ def region_counts(region: RegionReport) -> str:
     runs = ((region.captures, "capture"), (region.replays, "replay"), (region.eager_runs, "eager run"))
     said = ", ".join(count(number, noun) for number, noun in runs)
     said += f", {region.verified:,} verified" if region.verified else ""
-    return f"{said}; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
+    said = f"{said}; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
+    if region.microseconds is not None and region.eager_microseconds is not None:
+        gain = region.eager_microseconds - region.microseconds
+        said += f"; {region.microseconds:,.0f} µs as a graph, {region.eager_microseconds:,.0f} µs eagerly, "
+        said += f"so it {'saves' if gain > 0 else 'costs'} {abs(gain):,.0f} µs a call"
+        said += f"; its copies take {region.copy_microseconds:,.0f} µs" if region.copy_microseconds else ""
+    return said
 
 
 def notes(region: RegionReport) -> Iterator[str]:
     """Why it ended, why it runs eagerly, and what verification found."""
     if region.split:
-        yield f"ended by: {region.split}"
+        cost = f" ({region.split_microseconds:,.0f} µs of eager ops)" if region.split_microseconds is not None else ""
+        yield f"ended by{cost}: {region.split}"
     if region.failure:
         why = "quarantined" if region.quarantined else "as it could not be captured"
         yield f"runs eagerly, {why}: {region.failure}"
@@ -174,6 +181,7 @@ def _summary(report: Report) -> Iterator[str]:
     if report.causes:
         yield CAUSES
         yield from _indent(causes(report.causes))
+    yield from measured(report)
     yield from shapes(report.shapes)
     if report.memory_bytes:
         yield f"Arenas hold {size(report.memory_bytes)} in all; traces share them."
@@ -183,6 +191,29 @@ def _summary(report: Report) -> Iterator[str]:
     if report.outside:
         yield OUTSIDE
         yield from _indent(outside(report.outside))
+
+
+def measured(report: Report) -> Iterator[str]:
+    """How times were measured, what regions save in a call, and which of them do not pay."""
+    if report.clock is None:
+        return
+    regions = [region for trace in report.traces for region in trace.regions if region.pays is not None]
+    as_graphs, eagerly = sum(_graph(region) for region in regions), sum(_eager(region) for region in regions)
+    how = "CUDA events" if report.clock == "cuda" else "the host's clock"
+    yield f"Measured with {how}: the regions take {as_graphs:,.0f} µs of a call as graphs, {eagerly:,.0f} µs eagerly."
+    if report.clock == "tape":
+        yield "The tape stands in for CUDA graphs and is slower than what it replays, so no region pays here."
+    elif losing := [region for region in regions if not region.pays]:
+        names = ", ".join(f"{r.name} ({_graph(r):,.0f} µs as a graph, {_eager(r):,.0f} µs eagerly)" for r in losing)
+        yield f"Regions that do not pay: {names}."
+
+
+def _graph(region: RegionReport) -> float:
+    return region.microseconds or 0.0
+
+
+def _eager(region: RegionReport) -> float:
+    return region.eager_microseconds or 0.0
 
 
 def shapes(parts: Sequence[ShapesReport]) -> Iterator[str]:

@@ -104,6 +104,19 @@ class Pool(Protocol):
         """Gives the pool's memory back. No graph recorded in it may be replayed afterwards."""
 
 
+class Timer(Protocol):
+    """Times what runs between marks, as the device does it if the backend can tell."""
+
+    def start(self) -> None:
+        """Begins a run."""
+
+    def mark(self) -> None:
+        """Ends what has run since the mark before, or the start. On CUDA a CUDA event on the current stream."""
+
+    def stop(self) -> list[float]:
+        """Ends the run. Returns the time up to each mark, since the mark before, in microseconds."""
+
+
 class Backend(Protocol):
     """What can capture and replay."""
 
@@ -141,6 +154,9 @@ class Backend(Protocol):
         The node of Thunder's backward tells autograd no stream. So autograd takes the gradients to be made on the
         default stream, and has the streams of the nodes that accumulate them wait for that one.
         """
+
+    def timer(self) -> Timer:
+        """A new timer, for what runs on the calling thread."""
 
     def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
         """After a replay that communicates: if it never ends, the process does, with a message."""

@@ -7,10 +7,12 @@ arena with NaN at its release, so that a later use fails a test. It is slower th
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -71,8 +73,27 @@ class TapeBackend:
     def order_gradients(self) -> None:
         """A CPU has no streams."""
 
+    def timer(self) -> HostTimer:
+        return HostTimer()
+
     def watch_collectives(self, groups: Sequence[distributed.ProcessGroup]) -> None:
         """A replay waits for its collectives, and torch for the other ranks."""
+
+
+class HostTimer:
+    """The host's clock: on a CPU, an operator has run when its call returns."""
+
+    def __init__(self) -> None:
+        self._times: list[int] = []
+
+    def start(self) -> None:
+        self._times = [time.perf_counter_ns()]
+
+    def mark(self) -> None:
+        self._times.append(time.perf_counter_ns())
+
+    def stop(self) -> list[float]:
+        return [(later - earlier) / 1000 for earlier, later in pairwise(self._times)]
 
 
 def _itself(future: Any) -> Any:

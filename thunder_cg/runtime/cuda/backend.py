@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -49,6 +50,32 @@ class CudaBackend:
         if current != default:
             default.wait_stream(current)
 
+    def timer(self) -> EventTimer:
+        return EventTimer()
+
     def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
         index = torch.cuda.current_device()
         watchdog(index).watch(groups, torch.cuda.current_stream(index))
+
+
+class EventTimer:
+    """CUDA events on the current stream of the current device. They are made once and recorded again in each run."""
+
+    def __init__(self) -> None:
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
+
+    def start(self) -> None:
+        self._used = 0
+        self.mark()
+
+    def mark(self) -> None:
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        self._events[self._used].record()
+        self._used += 1
+
+    def stop(self) -> list[float]:
+        events = self._events[: self._used]
+        events[-1].synchronize()
+        return [earlier.elapsed_time(later) * 1000 for earlier, later in pairwise(events)]
