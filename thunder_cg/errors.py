@@ -26,11 +26,12 @@ class BackendError(CudagraphError, RuntimeError):
 
 
 class VersionError(CudagraphError, ImportError):
-    """An installed package is outside the range that the package was tested with."""
+    """A package that this one needs is outside the range that was tested, or is not installed."""
 
-    def __init__(self, package: str, found: str, supported: str) -> None:
+    def __init__(self, package: str, found: str | None, supported: str) -> None:
+        problem = f"{package} {found} is installed" if found is not None else f"{package} is not installed"
         fix = f"pip install '{package}{supported}'"
-        super().__init__(f"thunder_cg needs {package} {supported}, but {package} {found} is installed; {fix}")
+        super().__init__(f"thunder_cg needs {package} {supported}, but {problem}; {fix}")
 
 
 class CaptureError(CudagraphError, RuntimeError):

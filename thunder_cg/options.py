@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from thunder_cg.compat.thunder import name_of_operator
 from thunder_cg.errors import OptionError
 
 BACKENDS = ("auto", "cuda", "tape")
@@ -20,8 +21,8 @@ class Options:
         OptionError: for the first value that cannot be meant.
     """
 
-    allow: Collection[str] = frozenset()
-    deny: Collection[str] = frozenset()
+    allow: Collection[str | Callable[..., Any]] = frozenset()
+    deny: Collection[str | Callable[..., Any]] = frozenset()
     backend: str = "auto"
     strict: bool | Literal["ops"] = False
     verify: Literal["first"] | int | None = None
@@ -52,12 +53,15 @@ class Options:
                 raise OptionError(name, bound, "a whole number of at least 1", "raise it")
         for name in ("allow", "deny"):
             value = getattr(self, name)
-            if isinstance(value, str) or not isinstance(value, Collection) or not all(_is_name(n) for n in value):
-                raise OptionError(name, value, "a collection of operator names", 'pass a list such as ["my_op"]')
-            object.__setattr__(self, name, frozenset(value))
+            if isinstance(value, str) or not isinstance(value, Collection) or not all(map(_is_operator, value)):
+                expected = "a collection of operators, or of their names"
+                raise OptionError(name, value, expected, 'pass a list such as ["my_op"]')
+            object.__setattr__(self, name, frozenset(map(name_of_operator, value)))
         if both := set(self.allow).intersection(self.deny):
-            raise OptionError("allow", sorted(both), "names that deny= does not hold too", "name each operator once")
+            raise OptionError(
+                "allow", sorted(map(str, both)), "names that deny= does not hold too", "name each operator once"
+            )
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+def _is_operator(value: object) -> bool:
+    return bool(value) if isinstance(value, str) else callable(value) and isinstance(value, Hashable)

@@ -7,7 +7,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Literal
@@ -16,7 +16,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
-from thunder_cg.analysis.classify import UserRules, classify, names_of_ops, nearest
+from thunder_cg.analysis.classify import Pattern, UserRules, classify, names_of_ops, nearest
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.partition import Plan, Region, partition
@@ -79,7 +79,7 @@ class CudagraphTransform(compat.Transform):
         self._arenas = Arenas(self._backend, options.max_arenas, options.debug or self._backend.poisons)
         self._numbers = count(1)
         self._compiling = _Compiling()
-        self._named: set[str] = set()  # patterns of the user's that ops have, or that a warning was about
+        self._named: set[Pattern] = set()  # patterns of the user's that ops have, or that a warning was about
 
     def transform_module(self, model: compat.ThunderModule) -> None:
         """Gives the compiled module its fast path to the graphs."""
@@ -187,7 +187,9 @@ class CudagraphTransform(compat.Transform):
 
     def _warn_of_misspelt_names(self, ops: Ops) -> None:
         """Says once of each name in ``allow=`` and ``deny=`` that no op has, but one almost has."""
-        unmatched = {option: sorted(getattr(self.options, option) - self._named) for option in ("allow", "deny")}
+        unmatched = {
+            option: sorted(getattr(self.options, option) - self._named, key=str) for option in ("allow", "deny")
+        }
         names = names_of_ops(ops) if any(unmatched.values()) else set()
         for option, name in ((option, name) for option, given in unmatched.items() for name in given):
             close = name if name in names else nearest(name, names)
@@ -248,8 +250,8 @@ def _refuse_a_second_graph_transform(transforms: Sequence[Any]) -> None:
 
 def cudagraph_transform(
     *,
-    allow: Collection[str] = (),
-    deny: Collection[str] = (),
+    allow: Collection[str | Callable[..., Any]] = (),
+    deny: Collection[str | Callable[..., Any]] = (),
     backend: str = "auto",
     strict: bool | Literal["ops"] = False,
     verify: Literal["first"] | int | None = None,
@@ -264,7 +266,9 @@ def cudagraph_transform(
     is right for runs eagerly, and :func:`thunder_cg.explain` says why.
 
     Args:
-        allow: operators to capture although no rule knows them, such as ``["my_op"]`` or ``["my_executor.my_op"]``.
+        allow: operators to capture although no rule knows them, such as ``["my_op"]`` or ``["my_executor.my_op"]``. An
+            operator of ``torch.library`` is ``"ns::op"`` or ``"torch.ops.ns.op"``; objects serve as well as names: what
+            ``torch.library.custom_op`` or ``torch.ops`` has, a symbol of Thunder's, or the function that it calls.
         deny: operators to keep eager.
         backend: ``"cuda"``, ``"tape"`` (records and replays on the CPU), ``"auto"``: CUDA graphs where there is a GPU.
         strict: raise :class:`~thunder_cg.errors.CaptureError` at each call that does not replay after its warm-up and

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
@@ -20,9 +21,13 @@ from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
 from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
+from thunder_cg.compat.thunder import bound_functions
+from thunder_cg.compat.torch import library_names
 from thunder_cg.errors import OptionError
 
-__all__ = ["UserRules", "Verdict", "classify", "names_of_ops", "nearest"]
+__all__ = ["UserRules", "Verdict", "classify", "names_of_ops", "nearest", "shown"]
+
+Pattern = str | Callable[..., Any]  # an operator, by one of its names or by its function
 
 _AD_HOC = re.compile(r"__ad_hoc_executor_\d+")
 _AD_HOC_SUFFIX = re.compile(r"_\d+_\d+$")  # thunder.extend.TemporaryExecutor adds its address and a counter
@@ -41,46 +46,56 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class UserRules:
-    """The user's own rules: operators by id (``"my_op"``), executor and id (``"my_ex.my_op"``), or printed name
-    (``"torch.nn.functional.linear"``).
+    """The user's own rules: operators by id (``"my_op"``), executor and id (``"my_ex.my_op"``), printed name
+    (``"torch.nn.functional.linear"``), name in ``torch.library`` (``"ns::op"`` or ``"torch.ops.ns.op"``), or by the
+    function that their symbol calls.
 
     Raises:
         OptionError: for a pattern that cannot be a name, or is in both.
     """
 
-    allow: frozenset[str] = frozenset()
-    deny: frozenset[str] = frozenset()
+    allow: frozenset[Pattern] = frozenset()
+    deny: frozenset[Pattern] = frozenset()
 
     def __post_init__(self) -> None:
         for option, patterns in (("allow", self.allow), ("deny", self.deny)):
             for pattern in patterns:
-                if not isinstance(pattern, str) or not pattern or pattern != "".join(pattern.split()):
+                is_name = isinstance(pattern, str) and pattern != "" and pattern == "".join(pattern.split())
+                if not (is_name or callable(pattern)):
                     fix = 'write "id", "executor.id" or "torch.add"'
                     raise OptionError(option, pattern, "names without spaces", fix)
         if both := self.allow & self.deny:
-            raise OptionError("allow", sorted(both), "names that deny= does not hold too", "name each operator once")
+            raise OptionError(
+                "allow", sorted(map(str, both)), "names that deny= does not hold too", "name each operator once"
+            )
 
     def allows(self, op: Op) -> bool:
         return bool(self.allow) and any(name in self.allow for name in _patterns(op))
 
-    def denies(self, op: Op) -> str | None:
+    def denies(self, op: Op) -> Pattern | None:
         """The pattern that denies the op, if one does."""
         return next((name for name in _patterns(op) if name in self.deny), None) if self.deny else None
 
 
-def names_of_ops(ops: Ops) -> set[str]:
+def shown(pattern: Pattern) -> str:
+    """A pattern as the user has written it."""
+    return repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__qualname__", repr(pattern))
+
+
+def names_of_ops(ops: Ops) -> set[Pattern]:
     """All names by which ``allow=`` and ``deny=`` may name an op of the trace, or one that is inside of a fusion."""
     return {name for op in ops.ops if not op.bookkeeping for inner in _walk(op) for name in _patterns(inner)}
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
+def nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
     """The one of the names that ``name`` may be a misspelling of: not if it is another operator's own name.
 
     An operator and its derivative are in two traces.
     """
-    if name.rsplit(".", 1)[-1] in _known_ids():
+    if not isinstance(name, str) or name.rsplit(".", 1)[-1] in _known_ids():
         return None
-    alike = sorted(other for other in names if other.endswith(rules.VJP) == name.endswith(rules.VJP))
+    strings = (other for other in names if isinstance(other, str))
+    alike = sorted(other for other in strings if other.endswith(rules.VJP) == name.endswith(rules.VJP))
     return next(iter(difflib.get_close_matches(name, alike, n=1, cutoff=0.8)), None)
 
 
@@ -170,7 +185,8 @@ class _Classifier:
         for inner in _walk(op):
             if (pattern := self.user.denies(inner)) is not None:
                 inside = "" if inner is op else f", which is inside {op.name}"
-                return Cause(Reason.USER_DENY, f"deny= names {pattern!r}{inside}", f"remove {pattern!r} from deny=")
+                named = shown(pattern)
+                return Cause(Reason.USER_DENY, f"deny= names {named}{inside}", f"remove {named} from deny=")
         return None
 
     def is_unsafe(self, op: Op) -> Cause | None:
@@ -295,7 +311,9 @@ def _passed_to_kernels(fusion: Op, sub: Op) -> set[str]:
 def _allow_fix(op: Op) -> str:
     """Has the most precise name that ``allow=`` takes and that is the same in the next process."""
     executor, id_ = _stable(op)
-    name = op.name if op.id is None else f"{executor}.{id_}" if executor else id_
+    functions = bound_functions(op.symbol).values() if op.symbol is not None else ()
+    in_library = next((names[0] for names in map(library_names, functions) if names), None)
+    name = in_library or (op.name if op.id is None else f"{executor}.{id_}" if executor else id_)
     return f"if it only launches kernels on the current stream, cudagraph_transform(allow=[{name!r}])"
 
 
@@ -305,8 +323,8 @@ def _stable(op: Op) -> tuple[str | None, str]:
     return op.executor, op.id or ""
 
 
-def _patterns(op: Op) -> Iterator[str]:
-    """All names by which a pattern of the user may match the op."""
+def _patterns(op: Op) -> Iterator[Pattern]:
+    """All names by which a pattern of the user may match the op, and the functions that its symbol calls."""
     yield op.name
     if op.id is not None:
         executor, id_ = _stable(op)
@@ -314,6 +332,10 @@ def _patterns(op: Op) -> Iterator[str]:
         yield id_
         if executor is not None:
             yield f"{executor}.{id_}"
+    for function in bound_functions(op.symbol).values() if op.symbol is not None else ():
+        yield from library_names(function)
+        if isinstance(function, Hashable):
+            yield function
 
 
 def _walk(op: Op) -> Iterator[Op]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -60,6 +60,8 @@ from thunder.torch import (
     meta_adaptor,
     sum as torch_sum,
 )
+
+from thunder_cg.compat.torch import library_names
 
 # Traces
 
@@ -159,6 +161,20 @@ torch_executor_has: Callable[[str], bool] = _torch_executor.opmap.__contains__
 def torch_implementations() -> Mapping[Any, ImplInfo]:
     """What the torch executor has for each symbol but those that communicate, by the symbol's id."""
     return {id_: found for id_, found in _torch_executor.implmap.items() if not isinstance(id_, _Communication)}
+
+
+def name_of_operator(operator: Any) -> Any:
+    """The name that an operator has in traces, given as an object: a symbol, an operator of ``torch.library``, or a
+    function of PyTorch's that Thunder knows. Anything else is returned as it is.
+    """
+    if isinstance(operator, Symbol):
+        return f"{operator.executor.name}.{operator.id}" if operator.executor is not None else str(operator.id)
+    if names := library_names(operator):
+        return names[0]
+    if isinstance(operator, Hashable) and (symbol := _torch_to_thunder_function_map.get(operator)) is not None:
+        name = str(getattr(symbol, "id", None) or getattr(operator, "__name__", ""))
+        return f"torch.{name.rsplit('.', 1)[-1]}"
+    return operator
 
 
 def torch_operators() -> set[str]:

@@ -25,6 +25,7 @@ from torch._C._dynamo import guards as _guards
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardManagerType
+from torch._library.custom_ops import CustomOpDef
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
@@ -318,6 +319,20 @@ def is_cudagraph_unsafe(function: Any) -> bool:
     if isinstance(function, torch._ops.OpOverloadPacket):
         return any(is_cudagraph_unsafe(getattr(function, name)) for name in function.overloads())
     return isinstance(function, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in function.tags
+
+
+def library_names(function: Any) -> tuple[str, ...]:
+    """The names of an operator of ``torch.library``: "ns::op" and "torch.ops.ns.op"; () for anything else."""
+    if isinstance(function, CustomOpDef):
+        function = function._opoverload
+    if isinstance(function, torch._ops.OpOverload):
+        name, overload = function.overloadpacket._qualified_op_name, f".{function._overloadname}"
+    elif isinstance(function, torch._ops.OpOverloadPacket):
+        name, overload = function._qualified_op_name, ""
+    else:
+        return ()
+    whole = f"torch.ops.{name.replace('::', '.')}"
+    return (name, whole, name + overload, whole + overload) if overload else (name, whole)
 
 
 # Namespaces of PyTorch's own operators: those of the distributed ones communicate.

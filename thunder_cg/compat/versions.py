@@ -15,10 +15,10 @@ SUPPORTED = {"torch": ("2.9", "2.12"), "lightning-thunder": ("0.2.6", "0.3")}
 def check_versions() -> None:
     """Raises :class:`VersionError` for the first installed package outside its range."""
     for package, (least, below) in SUPPORTED.items():
+        supported = f">={least},<{below}"
         try:
             found = version(package)
         except PackageNotFoundError:
-            found = "not installed"
-        release = LooseVersion(found.split("+")[0])
-        if found == "not installed" or not LooseVersion(least) <= release < LooseVersion(below):
-            raise VersionError(package, found, f">={least},<{below}")
+            raise VersionError(package, None, supported) from None
+        if not LooseVersion(least) <= LooseVersion(found.split("+")[0]) < LooseVersion(below):
+            raise VersionError(package, found, supported)

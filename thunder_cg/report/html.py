@@ -34,7 +34,7 @@ def render(report: Report) -> str:
     first, *rest = text.ran(report)
     said = "".join(f"<br>{escape(line)}" for line in rest)
     headline = f"<p><b>CUDA graphs: {escape(first)}; {escape(text.headline(report.traces))}</b>{said}</p>"
-    lines = (*text.failures(report), *text.measured(report), *text.shapes(report.shapes))
+    lines = (*text.failures(report), *text.unmatched(report), *text.measured(report), *text.shapes(report.shapes))
     said = "".join(f"<p>{escape(line)}</p>" for line in lines)
     said += _listed(text.CAUSES, text.causes(report.causes))
     said += _listed(text.BREAKS, text.breaks(report.breaks)) + _listed(text.OUTSIDE, text.outside(report.outside))

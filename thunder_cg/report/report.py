@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from typing import Any, Literal
 
+from thunder_cg.analysis.classify import names_of_ops, nearest, shown
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import bound_functions
@@ -137,6 +138,8 @@ class Report:
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
     compile_failure: str | None = None  # what it raised last and where, of a module
     memory_bytes: int = 0  # of all arenas with recordings of the function, each counted once
+    # Names in the options allow= and deny= that no operator of the traces has: the option, the name, the nearest one.
+    unmatched: tuple[tuple[str, str, str | None], ...] = ()
     clock: str | None = None  # the backend whose clock measured the times in it; None if none did
     breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
     calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
@@ -193,11 +196,19 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
         clock=programs[0].backend.name if times and programs else None,
         shapes=shapes(forwards),
         memory_bytes=sum(arenas.values()),
+        unmatched=_unmatched(programs),
         breaks=found.breaks,
         compile_failures=found.failures,
         compile_failure=found.failure,
         calls=found.calls,
     )
+
+
+def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None], ...]:
+    names = {name for program in programs for name in names_of_ops(program.ops)}
+    given = {(option, name) for p in programs for option in ("allow", "deny") for name in getattr(p.options, option)}
+    missing = sorted((option, shown(name), nearest(name, names)) for option, name in given if name not in names)
+    return tuple(missing)
 
 
 def _trace(located: Located, times: Times) -> TraceReport:

@@ -181,6 +181,7 @@ def _summary(report: Report) -> Iterator[str]:
     if report.causes:
         yield CAUSES
         yield from _indent(causes(report.causes))
+    yield from unmatched(report)
     yield from measured(report)
     yield from shapes(report.shapes)
     if report.memory_bytes:
@@ -191,6 +192,13 @@ def _summary(report: Report) -> Iterator[str]:
     if report.outside:
         yield OUTSIDE
         yield from _indent(outside(report.outside))
+
+
+def unmatched(report: Report) -> Iterator[str]:
+    """Names in options that no operator has."""
+    for option, name, close in report.unmatched:
+        hint = f"; did you mean {close!r}?" if close else ""
+        yield f"{option}= names {name}, and no operator of these traces has that name{hint}"
 
 
 def measured(report: Report) -> Iterator[str]:

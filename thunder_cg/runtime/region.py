@@ -102,13 +102,17 @@ class RuntimeRegion:
                 call.run_eagerly(f"{self.name} is quarantined", strict=False)
             elif graph is not None:
                 if graph.admits(args):
+                    verifies = call.verifies and not self.communicates
                     try:
-                        verifies = call.verifies and not self.communicates
                         results = self._verify(call, graph, args) if verifies else graph.replay(args)
                         self.stats.replays += 1
                         return results
                     except ReplayRefused as error:
                         call.run_eagerly(f"{self.name} could not be replayed: {_sentence(error)}")
+                    except Exception as error:
+                        if not verifies:
+                            self._note_replay(error)
+                        raise
                 else:
                     assert call.recording is not None
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
@@ -338,10 +342,15 @@ class RuntimeRegion:
     def _name_failing_op(self, call: Call, error: Exception) -> None:
         """Notes on an error that goes to the user which op of the region raised it."""
         op = self._failing_op(error)
-        if op is not None and hasattr(error, "add_note"):  # Python 3.11
-            error.add_note(
-                f"{op.name} {call.program.ops.place(op)} raised this, in {self.name}. It ran as without CUDA graphs."
-            )
+        if op is not None:
+            fails = "No graph ran it, so it fails without CUDA graphs, too."
+            if _is_out_of_memory(error) and call.mode in (Mode.WARMUP, Mode.CAPTURE):
+                fails = "Its memory was to be in a pool of CUDA graphs. Without them, it may fit."
+            _note(error, f"{op.name} {call.program.ops.place(op)} raised this, in {self.name}. {fails}")
+
+    def _note_replay(self, error: Exception) -> None:
+        ran = "In the warm-up its operators ran without the graph, so they do not fail without CUDA graphs."
+        _note(error, f"A replay of the graph of {self.name} raised this. {ran}")
 
     def _failing_op(self, error: BaseException) -> Op | None:
         """The op of the region that raised the error, if it was one of them."""
@@ -387,6 +396,7 @@ class RuntimeRegion:
         except ReplayRefused:
             raise
         except Exception as error:
+            self._note_replay(error)
             raise _Executed from error
         for i in graph.outputs.fixed:
             call.owned[self.io.outputs[i].name] = produced[i]
@@ -498,6 +508,11 @@ def copy_out(*tensors: Any) -> list[Any]:
         Outputs([tensor], (), [True], device, torch.Tensor.detach).deliver_owned(results, ())
         copies += results
     return copies
+
+
+def _note(error: Exception, said: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(said)
 
 
 def _memory(value: Any) -> int:
