@@ -14,6 +14,7 @@ from thunder_cg.errors import CaptureError
 
 __all__ = ["RootCause", "refuse_eager_ops", "root_causes"]
 
+_MAX_PLANS = 16  # a plan of 5,000 ops takes 50 ms; of what more causes add, only their ops are counted
 _ELSEWHERE = frozenset({Reason.NOT_ON_DEVICE, Reason.MIXED_DEVICES})  # an earlier op has left the device
 
 
@@ -42,10 +43,14 @@ def root_causes(ops: Ops, plan: Plan, aliasing: Aliasing) -> tuple[RootCause, ..
         if plan.verdicts[op.index].reason is not Reason.TOO_SMALL:
             root = _root(ops, plan, op)
             groups[root.name, ops.place(root)].append((root, op))
-    found = [_cause(ops, plan, aliasing, *group[0], [op for _, op in group]) for group in groups.values()]
+    largest = sorted(groups, key=lambda key: len(groups[key]), reverse=True)[:_MAX_PLANS]
+    found = []
+    for key, group in groups.items():
+        mine = [op for _, op in group]
+        found.append(_cause(ops, plan, aliasing, *group[0], mine, plans=key in largest))
     everything = _if_captured(ops, plan, aliasing, {op.index for group in groups.values() for _, op in group})
     small = [op for op in _eager(ops, everything) if everything.verdicts[op.index].reason is Reason.TOO_SMALL]
-    return (*found, *([_cause(ops, plan, aliasing, small[0], small[0], small)] if small else ()))
+    return (*found, *([_cause(ops, plan, aliasing, small[0], small[0], small, plans=False)] if small else ()))
 
 
 def refuse_eager_ops(ops: Ops, plan: Plan, aliasing: Aliasing) -> None:
@@ -91,9 +96,10 @@ def _is_here(ops: Ops, op: Op) -> bool:
     return op.index < len(ops.ops) and ops.ops[op.index] is op
 
 
-def _cause(ops: Ops, plan: Plan, aliasing: Aliasing, root: Op, first: Op, mine: list[Op]) -> RootCause:
+def _cause(ops: Ops, plan: Plan, aliasing: Aliasing, root: Op, first: Op, mine: list[Op], *, plans: bool) -> RootCause:
+    """The cause of the ops ``mine``, of which ``first`` is one. With ``plans``, what it costs besides them."""
     indices = {op.index for op in mine}
-    then = _if_captured(ops, plan, aliasing, indices)
+    then = _if_captured(ops, plan, aliasing, indices) if plans else plan
     verdict = plan.verdicts[(root if _is_here(ops, root) else first).index]
     origin = root if root.source else ops.origin(root)
     return RootCause(

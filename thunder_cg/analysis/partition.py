@@ -397,6 +397,12 @@ def _say_why_regions_end(
         where = f" {ops.place(op)}" if ops.line(op) else ""
         return f"{op.name}{where}: {verdict.reason.value} ({verdict.detail})"
 
+    def follows(op: int, others: Set[int]) -> bool:
+        """Whether an op is eager only because it takes a number that one of the others makes."""
+        makers = [ops.made_by.get(name) for name in ops.ops[op].inputs]
+        found = any(ops.ops[other] is maker for other in others for maker in makers)
+        return found and verdicts[op].reason is Reason.RUNTIME_NUMBER
+
     following: dict[str, int] = {}  # by device, the next region
     for at in reversed(range(len(steps))):
         step = steps[at]
@@ -404,6 +410,7 @@ def _say_why_regions_end(
             continue
         end = following.get(step.device, len(steps))
         blocking = _blocking(ops, graph, steps, at, end)
+        blocking = [op for op in blocking if not follows(op, {*blocking} - {op})] or blocking
         text = "; ".join(named(ops.ops[op], verdicts[op]) for op in blocking[:3])
         if len(blocking) > 3:
             text += f"; and {len(blocking) - 3} more"
