@@ -11,7 +11,7 @@ import pytest
 import thunder
 import torch
 
-from thunder_cg import cudagraph_transform, explain
+from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.programs import understood
 
@@ -119,6 +119,20 @@ def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.Monke
     assert f"sinc at {outside.line}: {outside.reason}" in str(report)
     cost = "half_supported, graph 0, cut into 1 piece of Thunder's and 1 of Inductor's:"
     assert cost in str(report) and escape(cost) in report._repr_html_()
+
+
+def test_what_inductor_gets_is_an_error_with_strict_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda graph: _object_to_sinc)
+    line = f"{Path(__file__).name}:{half_supported.__code__.co_firstlineno + 1}"
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=rf"sinc at {line}: runs eagerly, as Inductor got it"
+    ):
+        thunderfx(half_supported, backend="tape", strict="ops")(torch.randn(4))
+
+
+def _object_to_sinc(node: torch.fx.Node) -> str | None:
+    return "is left out by a test" if "sinc" in node.name else None
 
 
 @pytest.mark.parametrize(

@@ -105,12 +105,12 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
             programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
-        outside += _outside(label, graph)
+        outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
     return Found(tuple(programs), outside=tuple(outside), breaks=tuple(breaks))
 
 
-def _outside(label: str, graph: Any) -> Iterator[Outside]:
+def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
     nodes = graph.original_graph_module.graph.nodes
     lines = {node.name: called_from(user_frames(node.stack_trace)) for node in nodes}
