@@ -85,8 +85,8 @@ def test_outputs_are_committed(committed: nbformat.NotebookNode, executed: nbfor
 def test_committed_reports_are_those_of_this_code(
     cell: str, committed: nbformat.NotebookNode, executed: nbformat.NotebookNode
 ) -> None:
-    """But for line numbers, which are those of PyTorch's sources, too."""
-    before, now = (re.sub(r"[\w/]+\.py:\d+", "", _html(notebook, cell)) for notebook in (committed, executed))
+    """But for times, and line numbers, which are those of PyTorch's sources, too."""
+    before, now = (re.sub(r"[\w/]+\.py:\d+|\d+\.\d+ s\b", "", _html(notebook, cell)) for notebook in (committed, executed))
     assert before == now, "python tests/test_notebook.py saves new outputs"
 
 
