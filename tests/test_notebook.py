@@ -86,7 +86,9 @@ def test_committed_reports_are_those_of_this_code(
     cell: str, committed: nbformat.NotebookNode, executed: nbformat.NotebookNode
 ) -> None:
     """But for times, and line numbers, which are those of PyTorch's sources, too."""
-    before, now = (re.sub(r"[\w/]+\.py:\d+|\d+\.\d+ s\b", "", _html(notebook, cell)) for notebook in (committed, executed))
+    before, now = (
+        re.sub(r"[\w/]+\.py:\d+|\d+\.\d+ s\b", "", _html(notebook, cell)) for notebook in (committed, executed)
+    )
     assert before == now, "python tests/test_notebook.py saves new outputs"
 
 
