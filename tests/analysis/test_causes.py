@@ -39,6 +39,8 @@ def test_an_op_elsewhere_is_the_cause_of_what_follows_there(trace):
 def test_a_trace_too_small_for_a_region_is_its_own_cause(trace):
     t = trace().op("relu", "a", "x", name="torch.relu", line="model.py:2").returns("x")
     assert causes_of(t) == [("torch.relu", "at model.py:2", (0,), 1, 0)]
+    (verdict, _) = t.plan().verdicts
+    assert "all that the trace runs on its device: one kernel" in verdict.detail and "nothing to gain" in verdict.fix
     assert causes_of(trace().add("a b", "x").add("x b", "y").returns("y")) == []
 
 
