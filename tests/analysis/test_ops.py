@@ -283,3 +283,24 @@ def test_records_are_frozen_and_compare_without_the_symbol(traces_of):
         sin.name = "other"
     assert dataclasses.replace(sin, symbol=None) == sin
     assert "symbol" not in repr(Op(0, "torch.sin", "torch", "sin"))
+
+
+class Inner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+def test_a_line_of_pytorchs_modules_stands_for_the_users_near_it(traces_of):
+    (ops,) = traces_of(Inner().requires_grad_(False), torch.ones(2, 3))
+    (linear,), (tanh,) = only(ops, "linear"), only(ops, "tanh")
+    assert tanh.line == f"test_ops.py:{Inner.forward.__code__.co_firstlineno + 1}" and tanh.library_line is None
+    assert linear.line is None and linear.library_line.startswith("linear.py:")
+    assert ops.place(linear) == f"near {tanh.line}" and ops.origin(linear) is tanh
+    (ops,) = traces_of(torch.nn.Sequential(torch.nn.Linear(3, 3)).requires_grad_(False), torch.ones(2, 3))
+    (linear,) = only(ops, "linear")
+    assert ops.place(linear) == f"at {linear.library_line}" and ops.origin(linear) is linear
+    assert linear.source == "return F.linear(input, self.weight, self.bias)"

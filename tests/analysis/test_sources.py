@@ -8,7 +8,7 @@ import pytest
 import thunder
 import torch
 
-from thunder_cg.analysis.sources import SourceLine, called_from, user_frames, user_line
+from thunder_cg.analysis.sources import SourceLine, called_from, line_behind, user_frames
 from thunder_cg.compat.torch import stacks_of_generated_code
 
 TORCH, THUNDER = (os.path.dirname(str(module.__file__)) for module in (torch, thunder))
@@ -39,7 +39,7 @@ def test_the_innermost_line_that_is_not_torchs():
     ],
 )
 def test_a_line_of_generated_code_is_what_it_was_generated_from(file, found):
-    assert user_line(file, 5, {("<eval_with_key>.40", 5): STACK}) == found
+    assert line_behind(file, 5, {("<eval_with_key>.40", 5): STACK}) == found
 
 
 def test_the_text_of_a_line():

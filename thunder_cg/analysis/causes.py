@@ -101,7 +101,7 @@ def _cause(ops: Ops, plan: Plan, aliasing: Aliasing, root: Op, first: Op, mine: 
     indices = {op.index for op in mine}
     then = _if_captured(ops, plan, aliasing, indices) if plans else plan
     verdict = plan.verdicts[(root if _is_here(ops, root) else first).index]
-    origin = root if root.source else ops.origin(root)
+    origin = ops.origin(root)
     return RootCause(
         name=root.name,
         place=ops.place(root),

@@ -13,7 +13,7 @@ from typing import Any
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules.record import Arguments, TensorArgument
-from thunder_cg.analysis.sources import SourceLine, Stacks, user_line
+from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe
@@ -57,7 +57,8 @@ class Op:
     is_fusion: bool = False
     subs: tuple[Op, ...] = ()
     line: str | None = None  # "model.py:12", where the user's code called it; None if Thunder does not know
-    source: str | None = None  # the text of that line
+    library_line: str | None = None  # the line in a module of PyTorch's, of an op that such a module called
+    source: str | None = None  # the text of the one line or the other
     # Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence.
     tags: frozenset[str] = frozenset()
     is_tagged_unsafe: bool = False  # its author has tagged it `torch.Tag.cudagraph_unsafe`
@@ -101,12 +102,15 @@ class Ops:
     def origin(self, op: Op) -> Op | None:
         """The op whose line is reported for this one: itself, or a close one where Thunder has lost the line."""
         values = op.inputs if op.bookkeeping else op.names
-        return op if op.line else next((self.near[name] for name in values if name in self.near), None)
+        near = (self.near[name] for name in values if name in self.near)
+        return op if op.line else next(near, op if op.library_line else None)
 
     def line(self, op: Op) -> str | None:
-        """``"file.py:12"`` in the user's source, or ``"near file.py:12"``."""
+        """``"file.py:12"`` in the user's source, or ``"near file.py:12"``; a line of PyTorch's if there is none."""
         origin = self.origin(op)
-        return op.line or (f"near {origin.line}" if origin is not None else None)
+        if origin is None or origin.line is None:
+            return op.library_line
+        return op.line or f"near {origin.line}"
 
     def place(self, op: Op) -> str:
         """``"at file.py:12"``, ``"near file.py:12"``, or that the line is unknown."""
@@ -216,7 +220,8 @@ class _TraceReader:
             bookkeeping=_is_bookkeeping(executor, id_),
             is_fusion=bool(bound.sym.is_fusion),
             subs=self.ops(bound.subsymbols),
-            line=str(line) if line is not None else None,
+            line=str(line) if line is not None and line.is_users else None,
+            library_line=str(line) if line is not None and not line.is_users else None,
             source=line.text if line is not None else None,
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             is_tagged_unsafe=any(map(is_cudagraph_unsafe, compat.bound_functions(bound).values())),
@@ -231,7 +236,7 @@ class _TraceReader:
     def line(self, bound: compat.BoundSymbol) -> SourceLine | None:
         if bound.source_filename is None or bound.source_positions is None:
             return None
-        return user_line(bound.source_filename, bound.source_positions.lineno, self.stacks)
+        return line_behind(bound.source_filename, bound.source_positions.lineno, self.stacks)
 
     def names(self, proxies: Iterable[compat.Proxy]) -> tuple[str, ...]:
         """Their names, each once, in order; registers their values."""

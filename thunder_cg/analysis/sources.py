@@ -28,6 +28,11 @@ class SourceLine:
         """What the line says: more than the file name that a notebook gives a cell."""
         return linecache.getline(self.file, self.number).strip() or None
 
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither PyTorch's nor Thunder's."""
+        return not self.file.startswith(_LIBRARIES)
+
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.number}"
 
@@ -39,11 +44,12 @@ def _directory(module: object) -> str:
 # Lines in these files, of Thunder and of what calls an operator for it, are not the user's.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _TRACERS = (_directory(thunder), *(os.path.join(_PACKAGE, part, "") for part in ("compat", "fastpath", "runtime")))
+_LIBRARIES = (*_TRACERS, _directory(torch))
 _GENERATED = re.compile(r"<eval_with_key>")
 
 
-def user_line(file: str, number: int, stacks: Stacks) -> SourceLine | None:
-    """The user's line behind a line that was interpreted; None if it is unknown."""
+def line_behind(file: str, number: int, stacks: Stacks) -> SourceLine | None:
+    """The line behind a line that was interpreted, in the user's code or in a module of PyTorch's; None if unknown."""
     if _GENERATED.match(file):
         frames = user_frames(stacks.get((file, number)))
         return frames[-1] if frames else None
@@ -58,7 +64,7 @@ def user_frames(stack: str | None) -> list[SourceLine]:
 
 def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
     """Those of the lines that are neither PyTorch's nor Thunder's."""
-    return [line for line in frames if not line.file.startswith((*_TRACERS, _directory(torch)))]
+    return [line for line in frames if line.is_users]
 
 
 def described(error: BaseException) -> str:
