@@ -10,6 +10,7 @@ Note [What is timed]
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,9 @@ from thunder_cg.runtime.functions import unused
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.tensors import copy_all
 
-_WARM_UPS, _CALLS = 3, 20
+_WARM_UPS, _CALLS = 4, 20  # a backward for another layout of gradients takes three calls until it replays
+_SECONDS = 10.0  # after which no more calls are made, if there were a few
+_FEW = 3
 
 Timed = Op | str  # what ends at a mark: an eager op, or a region by its name
 
@@ -39,7 +42,7 @@ def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
 
     Each region is timed as a replay and with its ops run eagerly, each eager op as it runs. The report then ranks root
     causes by time, and names regions that take longer than their ops. On CUDA the times are those of CUDA events on the
-    device's current stream, medians of 20 calls; on the tape they are the host's.
+    device's current stream, medians of up to 20 calls; on the tape they are the host's.
 
     The function is called about 50 times, forward and, if an input or a parameter requires grad, backward, with ones
     for gradients. Nothing is accumulated in ``.grad``, but what the calls write and draw is written and drawn so often.
@@ -90,7 +93,10 @@ def _timed(entry: Any, inputs: Sequence[Any], forward: Program, backward: Progra
     for as_planned in (True, False):
         run = _Run.of(forward, entry.computation_traces[-1], as_planned)
         back = _Run.of(backward, entry.backward_traces[-1], as_planned) if backward is not None else None
+        began = time.perf_counter()
         for call in range(_WARM_UPS + _CALLS):
+            if call >= _WARM_UPS + _FEW and time.perf_counter() - began > _SECONDS:
+                break
             if call == _WARM_UPS:
                 run.clear()
             result = run(*inputs)
@@ -200,6 +206,6 @@ def _time_copies(program: Program, times: Times) -> None:
             for target, source in zip(copies, memory):
                 copy_all([target], [source])
                 timer.mark()
-            for position, time in enumerate(timer.stop()):
-                took[position].append(time)
+            for position, microseconds in enumerate(timer.stop()):
+                took[position].append(microseconds)
         times.copies[region.name] = sum(map(median, took.values()))
