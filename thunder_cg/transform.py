@@ -110,7 +110,7 @@ class CudagraphTransform(compat.Transform):
         if self.options.capture_collectives != "never":
             computation_trace = schedule_collectives(computation_trace)
         before = self._forward_of(computation_trace)
-        stacks = stacks_of_generated_code(compat.get_compile_data().fn)
+        stacks = stacks_of_generated_code(getattr(compat.get_compile_data(), "fn", None))
         ops = read(computation_trace, self._compiling.static, before.ops if before is not None else None, stacks)
         forward = before if before is not None and before.regions and _takes_what_was_saved(computation_trace) else None
         aliasing = Aliasing.of(ops)
@@ -218,6 +218,8 @@ class _Compiling(threading.local):
 def _compilation(device_type: str) -> Compilation:
     """What the compilation on this thread is for."""
     data = compat.get_compile_data()
+    if data is None:  # somebody transforms a trace by hand
+        return Compilation()
     module = data.fn if isinstance(data.fn, torch.nn.Module) else None
     return Compilation(
         training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,

@@ -107,6 +107,13 @@ def test_graphs_of_dynamo_are_named() -> None:
     assert "eval_with_key" not in str(report.to_dict())
 
 
+def test_calls_of_dynamos_graphs_without_regions_are_counted() -> None:
+    compiled = _thunderfx(torch.relu, transforms=[cudagraph_transform(backend="tape")])
+    for _ in range(3):
+        compiled(torch.ones(3))
+    assert str(explain(compiled)).startswith("CUDA graphs: none, in 3 calls; 0 regions with 0 of ")
+
+
 def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one needs a C++ compiler
     compiled = _thunderfx(half_supported, transforms=[cudagraph_transform(backend="tape")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -101,9 +102,9 @@ def without_copy(symbol: BoundSymbol) -> BoundSymbol:
 
 
 def compilation_began() -> float:
-    """When Thunder began the compilation that runs on this thread, in seconds of ``time.perf_counter``."""
+    """When Thunder began the compilation that runs on this thread, in seconds of ``time.perf_counter``; now if none."""
     _, stats = _compile_data.get()
-    return float(stats.last_trace_tracing_start) / 1e9
+    return float(stats.last_trace_tracing_start) / 1e9 if stats is not None else time.perf_counter()
 
 
 # Compiled modules

@@ -60,7 +60,7 @@ class Found:
     """All programs, oldest first, each forward before its backward.
 
     Attributes:
-        calls: how often the function was called, as Thunder counts.
+        calls: how often the function was called, as Thunder counts; of Dynamo's graphs, all calls together.
         failures: in how many of the calls Thunder raised while it compiled.
         failure: what it raised last and where, of a module.
     """
@@ -84,10 +84,7 @@ def locate(fn: Any) -> Found:
         programs = tuple(_in_caches(_name(fn), fn))
         if not programs and not _has_transform(thunder.list_transforms(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM)
-        stats = thunder.compile_stats(fn)
-        is_cached = thunder.compile_data(fn).cache_option is not CACHE_OPTIONS.NO_CACHING
-        failures = stats.cache_misses - len(stats.interpreter_cache) if is_cached else 0
-        return Found(programs, stats.calls, failures, compile_failure(fn))
+        return Found(programs, thunder.compile_stats(fn).calls, _failures(fn), compile_failure(fn))
     if (backend := _dynamo_backend(fn)) is None:
         raise NotCompiledError(fn, "Thunder did not compile this")
     return _of_dynamo(fn, backend)
@@ -100,14 +97,26 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     programs: list[Located] = []
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []
+    calls = failures = 0
+    failure = None
     for number, graph in enumerate(backend.subgraph_infos):
         label = f"{_name(fn)}, graph {number}"
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
             programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
+            calls += thunder.compile_stats(jitted).calls
+            failures += _failures(jitted)
+            failure = compile_failure(jitted) or failure
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
-    return Found(tuple(programs), outside=tuple(outside), breaks=tuple(breaks))
+    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks))
+
+
+def _failures(jitted: Any) -> int:
+    """In how many calls Thunder raised while it compiled: of what it compiled, it keeps all."""
+    stats = thunder.compile_stats(jitted)
+    keeps_all = thunder.compile_data(jitted).cache_option is not CACHE_OPTIONS.NO_CACHING
+    return stats.cache_misses - len(stats.interpreter_cache) if keeps_all else 0
 
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:

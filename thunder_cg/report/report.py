@@ -142,7 +142,7 @@ class Report:
     unmatched: tuple[tuple[str, str, str | None], ...] = ()
     clock: str | None = None  # the backend whose clock measured the times in it; None if none did
     breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
-    calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
+    calls: int = 0  # of the function, or of all of Dynamo's graphs, as Thunder counts
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""

@@ -37,7 +37,7 @@ def render(report: Report) -> str:
 
 def nothing(report: Report) -> str:
     """What to say of a function of which nothing is compiled."""
-    if not report.calls:
+    if not report.compile_failures:
         return NOTHING_COMPILED
     return f"Nothing is compiled. {' '.join(failures(report))}"
 
