@@ -131,7 +131,7 @@ class _Run:
     @classmethod
     def of(cls, program: Program, trace: Any, as_planned: bool) -> _Run:
         """As the plan says, or with each region's ops in its place."""
-        timer = program.backend.timer()
+        timer = program.backend.timer(_device(program))
         marks: list[Timed] = []
         new = compat.from_trace(trace)
         name = unused("profile_mark", set(trace.names))
@@ -189,14 +189,19 @@ def _without_regions(program: Program) -> Iterator[tuple[Any, Timed | None]]:
             yield last.symbol, None if last.bookkeeping else last
 
 
+def _device(program: Program) -> torch.device:
+    """The device of its first region. With regions on several devices, only what that one does is timed."""
+    return next((region.device for region in program.regions), torch.device(program.backend.device_type))
+
+
 def _key(symbol: Any) -> tuple[Any, ...]:
     return symbol.sym.name, *(proxy.name for proxy in (*symbol.flat_proxy_outs, *symbol.flat_proxy_args))
 
 
 def _time_copies(program: Program, times: Times) -> None:
     """What it takes to copy as many bytes as a replay of each region copies in and out."""
-    timer = program.backend.timer()
     for region in program.regions:
+        timer = program.backend.timer(region.device)
         sizes = [size for size in (region.stats.bytes_in, region.stats.bytes_out) if size]
         memory = [torch.empty(size, dtype=torch.uint8, device=region.device) for size in sizes]
         copies = [torch.empty_like(each) for each in memory]

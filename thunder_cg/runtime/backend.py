@@ -111,7 +111,7 @@ class Timer(Protocol):
         """Begins a run."""
 
     def mark(self) -> None:
-        """Ends what has run since the mark before, or the start. On CUDA a CUDA event on the current stream."""
+        """Ends what has run since the mark before, or the start: on CUDA an event on the device's current stream."""
 
     def stop(self) -> list[float]:
         """Ends the run. Returns the time up to each mark, since the mark before, in microseconds."""
@@ -155,8 +155,8 @@ class Backend(Protocol):
         default stream, and has the streams of the nodes that accumulate them wait for that one.
         """
 
-    def timer(self) -> Timer:
-        """A new timer, for what runs on the calling thread."""
+    def timer(self, device: torch.device) -> Timer:
+        """A new timer, for what the calling thread runs on ``device``."""
 
     def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
         """After a replay that communicates: if it never ends, the process does, with a message."""

@@ -73,7 +73,7 @@ class TapeBackend:
     def order_gradients(self) -> None:
         """A CPU has no streams."""
 
-    def timer(self) -> HostTimer:
+    def timer(self, device: torch.device) -> HostTimer:
         return HostTimer()
 
     def watch_collectives(self, groups: Sequence[distributed.ProcessGroup]) -> None:

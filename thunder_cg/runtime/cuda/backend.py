@@ -50,8 +50,8 @@ class CudaBackend:
         if current != default:
             default.wait_stream(current)
 
-    def timer(self) -> EventTimer:
-        return EventTimer()
+    def timer(self, device: torch.device) -> EventTimer:
+        return EventTimer(device)
 
     def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
         index = torch.cuda.current_device()
@@ -59,9 +59,10 @@ class CudaBackend:
 
 
 class EventTimer:
-    """CUDA events on the current stream of the current device. They are made once and recorded again in each run."""
+    """CUDA events on the current stream of a device. They are made once and recorded again in each run."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._events: list[torch.cuda.Event] = []
         self._used = 0
 
@@ -72,7 +73,7 @@ class EventTimer:
     def mark(self) -> None:
         if self._used == len(self._events):
             self._events.append(torch.cuda.Event(enable_timing=True))
-        self._events[self._used].record()
+        self._events[self._used].record(torch.cuda.current_stream(self._device))
         self._used += 1
 
     def stop(self) -> list[float]:
