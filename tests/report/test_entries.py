@@ -83,7 +83,7 @@ def test_new_shapes_have_advice_and_memory_is_counted_once(net, x):
     report = explain(net)
     (found,) = report.shapes
     assert (found.function, found.names, found.shapes) == ("Net", ("x",), 2) and found.seconds > 0
-    said = f"Net: 2 shapes of x so far; each new shape compiles anew in Thunder ({found.seconds:.1f} s)"
+    said = f"Net: 2 shapes of x so far; each new shape compiles anew in Thunder ({found.seconds:.2f} s)"
     assert said_by(report, said) and said in report._repr_html_()
     assert "drop_last=True" in said_by(report, said)[0]
     held = [trace.arena_bytes for trace in report.traces]

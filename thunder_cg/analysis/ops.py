@@ -16,7 +16,7 @@ from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
-from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe
+from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
 
 __all__ = ["Op", "Ops", "Value", "computing", "process_groups", "read"]
 
@@ -48,7 +48,7 @@ class Op:
     """A bound symbol of the trace."""
 
     index: int  # position among its siblings, dropped symbols not counted
-    name: str  # as the trace prints it: "torch.add", "Tensor.item", "TorchCompile0"
+    name: str  # as the trace prints it: "torch.add", "Tensor.item", "TorchCompile0"; else "torch.ops.ns.op"
     executor: str | None  # None for prims and Thunder's own torch symbols
     id: str | None  # a prim's is its enum name, such as "RETURN"; None for fusions
     inputs: tuple[str, ...] = ()
@@ -209,10 +209,11 @@ class _TraceReader:
         if id_ == "copy_" and tuple(reversed(self.names(bound.flat_proxy_args))) in self._same:
             bound = compat.without_copy(bound)
             executor, id_ = _key(bound.sym)
-        line = self.line(bound)
+        line, functions = self.line(bound), compat.bound_functions(bound).values()
+        in_library = [] if bound.sym.is_fusion else [names for names in map(library_names, functions) if names]
         op = Op(
             index=index,
-            name=bound.name_with_module(),
+            name=in_library[0][1] if in_library else bound.name_with_module(),
             executor=executor,
             id=id_,
             inputs=self.names(bound.flat_proxy_args),
@@ -224,7 +225,7 @@ class _TraceReader:
             library_line=str(line) if line is not None and not line.is_users else None,
             source=line.text if line is not None else None,
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
-            is_tagged_unsafe=any(map(is_cudagraph_unsafe, compat.bound_functions(bound).values())),
+            is_tagged_unsafe=any(map(is_cudagraph_unsafe, functions)),
             conditions=_conditions(bound, executor, id_),
             keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, compat.Proxy)),
             symbol=bound,

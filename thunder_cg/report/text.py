@@ -227,7 +227,7 @@ def _eager(region: RegionReport) -> float:
 def shapes(parts: Sequence[ShapesReport]) -> Iterator[str]:
     """Of each function that was compiled for several shapes: which inputs, how often, and what to do."""
     for part in parts:
-        cost = f"each new shape compiles anew in Thunder ({part.seconds:.1f} s), warms up and captures"
+        cost = f"each new shape compiles anew in Thunder ({part.seconds:.2f} s), warms up and captures"
         fix = "pad to a few sizes, or drop_last=True in the DataLoader if only the last batch differs"
         yield f"{part.function}: {part.shapes:,} shapes of {' and '.join(part.names)} so far; {cost}; {fix}"
 
@@ -244,9 +244,13 @@ def entry(trace: TraceReport) -> str:
 
 
 def _input(brought: InputReport) -> str:
-    shape = ", ".join("?" if each is None else str(each) for each in brought.shape)
-    strides = " or ".join(f"({', '.join(map(str, each))})" for each in brought.strides[:4])
-    return f"{brought.name} {brought.dtype} ({shape})" + (f" with strides {strides}" if strides else "")
+    strides = " or ".join(map(_tuple, brought.strides[:4]))
+    return f"{brought.name} {brought.dtype} {_tuple(brought.shape)}" + (f" with strides {strides}" if strides else "")
+
+
+def _tuple(sizes: Sequence[int | None]) -> str:
+    """As Python writes it: (2, 4), (2,), and a question mark for what is known only at run time."""
+    return str(tuple(sizes)).replace("None", "?")
 
 
 def breaks(parts: Sequence[GraphBreak]) -> Iterator[str]:
