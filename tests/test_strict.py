@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import thunder
 import torch
-from support import replays
+from support import fast_path_calls, replays
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import CaptureError
@@ -43,6 +45,24 @@ def test_each_call_that_does_not_replay_raises(transform, device):
             step(x, retain_graph=True)
     step(x)
     assert replays(jitted) == 2 * 2 * 2 + 2 * 2 - 2 + 2  # the forwards that were retained, and this step
+
+
+class Watching(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_module_raises_from_its_fast_path_too(transform, device):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(device).requires_grad_(False)
+    jitted = thunder.jit(model, transforms=[transform(strict=True)])
+    x = torch.ones(2, 4, device=device)
+    for _ in range(4):
+        jitted(x)
+    assert fast_path_calls(jitted) == 2
+    with Watching(), pytest.raises(CaptureError, match=r"forward call 5: a torch dispatch or function mode is active"):
+        jitted(x)
+    jitted(x)
+    assert fast_path_calls(jitted) == 3
 
 
 def test_strict_ops_raises_for_an_eager_op_when_thunder_compiles(transform, device):

@@ -6,6 +6,8 @@ Functions that a steady call uses are PyTorch's own objects under another name: 
 from __future__ import annotations
 
 import enum
+import linecache
+import re
 import sys
 import types
 import unittest
@@ -398,14 +400,19 @@ def autocast_dtype(device_type: str) -> str | None:
 
 
 def stacks_of_generated_code(module: Any) -> dict[tuple[str, int], str]:
-    """For each line of the code of a module's FX graphs, by file name and number: the stack that Dynamo saw there."""
+    """For each line of the code of a module's FX graphs, by file name and number: the stack that Dynamo saw there.
+
+    A line assigns to a variable that has the name of its node.
+    """
     graphs = module.modules() if isinstance(module, torch.fx.GraphModule) else ()
     found = {}
     for graph in (each for each in graphs if isinstance(each, torch.fx.GraphModule)):
-        file, nodes = type(graph).forward.__code__.co_filename, [*graph.graph.nodes]
-        for line, index in getattr(graph, "_lineno_map", {}).items():
-            if index is not None and index < len(nodes) and nodes[index].stack_trace:
-                found[file, graph._prologue_start + line] = str(nodes[index].stack_trace)
+        file = type(graph).forward.__code__.co_filename
+        stacks = {node.name: node.stack_trace for node in graph.graph.nodes}
+        for number, line in enumerate(linecache.getlines(file), 1):
+            assigned = re.match(r"\s*(\w+)(\s*:[^=]*)?\s*=", line)
+            if assigned and (stack := stacks.get(assigned[1])):
+                found[file, number] = str(stack)
     return found
 
 

@@ -213,7 +213,8 @@ def measured(report: Report) -> Iterator[str]:
         yield "The tape stands in for CUDA graphs and is slower than what it replays, so no region pays here."
     elif losing := [region for region in regions if not region.pays]:
         names = ", ".join(f"{r.name} ({_graph(r):,.0f} µs as a graph, {_eager(r):,.0f} µs eagerly)" for r in losing)
-        yield f"Regions that do not pay: {names}."
+        larger = "Larger ones pay more: remove what splits them, or leave their operators eager with deny="
+        yield f"Regions that do not pay: {names}. {larger}."
 
 
 def _graph(region: RegionReport) -> float:
