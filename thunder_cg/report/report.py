@@ -205,8 +205,8 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
 
 
 def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None], ...]:
-    names = {name for program in programs for name in names_of_ops(program.ops)}
     given = {(option, name) for p in programs for option in ("allow", "deny") for name in getattr(p.options, option)}
+    names = {name for program in programs for name in names_of_ops(program.ops)} if given else set()
     missing = sorted((option, shown(name), nearest(name, names)) for option, name in given if name not in names)
     return tuple(missing)
 
