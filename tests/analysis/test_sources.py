@@ -8,8 +8,10 @@ import pytest
 import thunder
 import torch
 
-from thunder_cg.analysis.sources import SourceLine, called_from, line_behind, user_frames
+from thunder_cg.analysis import sources
+from thunder_cg.analysis.sources import SourceLine, called_from, described, line_behind, user_frames
 from thunder_cg.compat.torch import stacks_of_generated_code
+from thunder_cg.tools import demo
 
 TORCH, THUNDER = (os.path.dirname(str(module.__file__)) for module in (torch, thunder))
 STACK = f"""
@@ -68,3 +70,24 @@ def _calling_inner() -> torch.fx.Graph:
     graph = torch.fx.Graph()
     graph.output(graph.call_module("inner", (graph.placeholder("x"),)))
     return graph
+
+
+def test_an_error_is_described_by_the_users_line():
+    def fails():
+        raise ValueError("too big. And more")
+
+    def fails_while_tracing():
+        try:
+            fails()
+        except ValueError as error:
+            raise RuntimeError("while tracing") from error
+
+    line = f"test_sources.py:{fails.__code__.co_firstlineno + 1}"
+    with pytest.raises(ValueError, match="too big") as raised:
+        fails()
+    assert described(raised.value) == f"ValueError at {line}: too big"
+    with pytest.raises(RuntimeError, match="tracing") as caused:
+        fails_while_tracing()
+    assert described(caused.value) == f"RuntimeError at {line}: too big"  # what it comes from
+    assert described(KeyError()) == "KeyError: no message"
+    assert not SourceLine(sources.__file__, 1).is_users and SourceLine(demo.__file__, 1).is_users

@@ -31,7 +31,7 @@ class SourceLine:
     @property
     def is_users(self) -> bool:
         """Whether it is neither PyTorch's nor Thunder's."""
-        return not self.file.startswith(_LIBRARIES)
+        return not (self.file.startswith(_TORCH) or _is_tracer(self.file))
 
     def __str__(self) -> str:
         return f"{os.path.basename(self.file)}:{self.number}"
@@ -41,11 +41,15 @@ def _directory(module: object) -> str:
     return os.path.dirname(str(module.__file__)) + os.sep  # type: ignore[attr-defined]
 
 
-# Lines in these files, of Thunder and of what calls an operator for it, are not the user's.
-_PACKAGE = os.path.dirname(os.path.dirname(__file__))
-_TRACERS = (_directory(thunder), *(os.path.join(_PACKAGE, part, "") for part in ("compat", "fastpath", "runtime")))
-_LIBRARIES = (*_TRACERS, _directory(torch))
+_TORCH, _THUNDER = _directory(torch), _directory(thunder)
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_TOOLS = os.path.join(_PACKAGE, "tools", "")  # which have models
 _GENERATED = re.compile(r"<eval_with_key>")
+
+
+def _is_tracer(file: str) -> bool:
+    """Whether a file is Thunder's or this package's, which call operators for the user."""
+    return file.startswith(_THUNDER) or (file.startswith(_PACKAGE) and not file.startswith(_TOOLS))
 
 
 def line_behind(file: str, number: int, stacks: Stacks) -> SourceLine | None:
@@ -53,7 +57,7 @@ def line_behind(file: str, number: int, stacks: Stacks) -> SourceLine | None:
     if _GENERATED.match(file):
         frames = user_frames(stacks.get((file, number)))
         return frames[-1] if frames else None
-    return None if file.startswith(_TRACERS) else SourceLine(file, number)
+    return None if _is_tracer(file) else SourceLine(file, number)
 
 
 def user_frames(stack: str | None) -> list[SourceLine]:
