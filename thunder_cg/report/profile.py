@@ -11,9 +11,8 @@ Note [What is timed]
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
@@ -98,19 +97,24 @@ def _timed(entry: Any, inputs: Sequence[Any], forward: Program, backward: Progra
             if call >= _WARM_UPS + _FEW and time.perf_counter() - began > _SECONDS:
                 break
             if call == _WARM_UPS:
-                run.clear()
-            result = run(*inputs)
-            if back is not None:
-                if call == _WARM_UPS:
-                    back.clear()
-                data, (tensors, others) = result
-                gradients = [_ones_like(value) for value in data["flat_output"]]
-                back([list(tensors), others], gradients)
+                for each in (run, back) if back is not None else (run,):
+                    each.timer.runs()
+            _call(run, back, inputs)
         for each in (run, back) if back is not None else (run,):
             each.add_to(found[id(each.program)], as_planned)
     for program in (forward, backward) if backward is not None else (forward,):
         _time_copies(program, found[id(program)])
     return found
+
+
+def _call(run: _Run, back: _Run | None, inputs: Sequence[Any]) -> None:
+    """One forward, and its backward, which alone owns what was saved, so that it can free that on the way."""
+    result = run(*inputs)
+    if back is not None:
+        data, (tensors, others) = result
+        gradients, saved = [_ones_like(value) for value in data["flat_output"]], [list(tensors), others]
+        del result, data, tensors, others
+        back(saved, gradients)
 
 
 def _ones_like(value: Any) -> Any:
@@ -120,13 +124,12 @@ def _ones_like(value: Any) -> Any:
 
 @dataclass(slots=True)
 class _Run:
-    """A trace with marks, and the times between them."""
+    """A trace with marks, and the timer that they are of."""
 
     program: Program
     function: Callable[..., Any]
     marks: list[Timed]
     timer: Timer
-    times: list[list[float]] = field(default_factory=list)  # of each call, by mark
 
     @classmethod
     def of(cls, program: Program, trace: Any, as_planned: bool) -> _Run:
@@ -147,17 +150,13 @@ class _Run:
 
     def __call__(self, *args: Any) -> Any:
         self.timer.start()
-        result = self.function(*args)
-        self.times.append(self.timer.stop())
-        return result
-
-    def clear(self) -> None:
-        self.times.clear()
+        return self.function(*args)
 
     def add_to(self, times: Times, as_planned: bool) -> None:
         """The median of each mark's times."""
+        calls = self.timer.runs()
         for position, timed in enumerate(self.marks):
-            took = median(call[position] for call in self.times)
+            took = median(call[position] for call in calls)
             if isinstance(timed, str):
                 (times.regions if as_planned else times.eager_regions)[timed] = took
             elif as_planned:
@@ -205,12 +204,10 @@ def _time_copies(program: Program, times: Times) -> None:
         sizes = [size for size in (region.stats.bytes_in, region.stats.bytes_out) if size]
         memory = [torch.empty(size, dtype=torch.uint8, device=region.device) for size in sizes]
         copies = [torch.empty_like(each) for each in memory]
-        took: defaultdict[int, list[float]] = defaultdict(list)
         for _ in range(_CALLS if memory else 0):
             timer.start()
             for target, source in zip(copies, memory):
                 copy_all([target], [source])
-                timer.mark()
-            for position, microseconds in enumerate(timer.stop()):
-                took[position].append(microseconds)
-        times.copies[region.name] = sum(map(median, took.values()))
+            timer.mark()
+        runs = timer.runs()
+        times.copies[region.name] = median(run[0] for run in runs) if runs else 0.0

@@ -108,13 +108,13 @@ class Timer(Protocol):
     """Times what runs between marks, as the device does it if the backend can tell."""
 
     def start(self) -> None:
-        """Begins a run."""
+        """Begins a run. It waits for nothing, so that runs follow one another as calls do."""
 
     def mark(self) -> None:
         """Ends what has run since the mark before, or the start: on CUDA an event on the device's current stream."""
 
-    def stop(self) -> list[float]:
-        """Ends the run. Returns the time up to each mark, since the mark before, in microseconds."""
+    def runs(self) -> list[list[float]]:
+        """Of each run since this was asked last: the times up to each mark, since the mark before, in microseconds."""
 
 
 class Backend(Protocol):

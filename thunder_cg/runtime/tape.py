@@ -84,16 +84,17 @@ class HostTimer:
     """The host's clock: on a CPU, an operator has run when its call returns."""
 
     def __init__(self) -> None:
-        self._times: list[int] = []
+        self._runs: list[list[int]] = []
 
     def start(self) -> None:
-        self._times = [time.perf_counter_ns()]
+        self._runs.append([time.perf_counter_ns()])
 
     def mark(self) -> None:
-        self._times.append(time.perf_counter_ns())
+        self._runs[-1].append(time.perf_counter_ns())
 
-    def stop(self) -> list[float]:
-        return [(later - earlier) / 1000 for earlier, later in pairwise(self._times)]
+    def runs(self) -> list[list[float]]:
+        runs, self._runs = self._runs, []
+        return [[(later - earlier) / 1000 for earlier, later in pairwise(run)] for run in runs]
 
 
 def _itself(future: Any) -> Any:

@@ -59,24 +59,26 @@ class CudaBackend:
 
 
 class EventTimer:
-    """CUDA events on the current stream of a device. They are made once and recorded again in each run."""
+    """CUDA events on the current stream of a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._used = 0
+        self._runs: list[list[torch.cuda.Event]] = []
+        self._unused: list[torch.cuda.Event] = []
 
     def start(self) -> None:
-        self._used = 0
+        self._runs.append([])
         self.mark()
 
     def mark(self) -> None:
-        if self._used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))
-        self._events[self._used].record(torch.cuda.current_stream(self._device))
-        self._used += 1
+        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._runs[-1].append(event)
 
-    def stop(self) -> list[float]:
-        events = self._events[: self._used]
-        events[-1].synchronize()
-        return [earlier.elapsed_time(later) * 1000 for earlier, later in pairwise(events)]
+    def runs(self) -> list[list[float]]:
+        runs, self._runs = self._runs, []
+        if runs:
+            runs[-1][-1].synchronize()
+        times = [[earlier.elapsed_time(later) * 1000 for earlier, later in pairwise(run)] for run in runs]
+        self._unused += [event for run in runs for event in run]
+        return times
