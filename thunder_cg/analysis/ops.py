@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,6 +42,19 @@ class Value:
     static: bool = False  # a parameter or buffer of the module: its address outlives the call
     dtype: str | None = None  # Thunder's name, such as "float32" or "bool8"; None unless tensor or future
     proxy: Any = field(default=None, compare=False, repr=False)  # for the transform
+
+    @property
+    def users_name(self) -> str:
+        """What the user calls an argument: Thunder calls ``args[1]["a"]`` ``t_1_a``, Dynamo calls ``x`` ``l_x_``."""
+        if self.static:
+            return self.name
+        if (dynamos := re.fullmatch(r"[lg]_(\w+)_", self.name)) is not None:
+            return dynamos[1]
+        if (nested := re.fullmatch(r"t_(\d+)((?:_\d+)*)(?:_(\w+))?", self.name)) is None:
+            return self.name
+        argument, indices, key = nested.groups()
+        inside = "".join(f"[{index}]" for index in indices.split("_")[1:]) + (f"[{key!r}]" if key else "")
+        return f"args[{argument}]{inside}" if inside else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +134,9 @@ class Ops:
     def described(self, name: str) -> str:
         """A value as the user knows it: an argument by its name, any other by what made it and where."""
         op = self.made_by.get(name)
-        return f"the result of {op.name} {self.place(op)}" if op is not None else f"input {name!r}"
+        if op is not None:
+            return f"the result of {op.name} {self.place(op)}"
+        return f"input {self.values[name].users_name!r}"
 
 
 def read(

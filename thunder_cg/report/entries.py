@@ -50,14 +50,8 @@ def inputs(program: Program) -> tuple[InputReport, ...]:
         if value.kind == "tensor" and not value.static:
             shape = (None if isinstance(size, NumberProxy) else int(size) for size in proxy_shape(value.proxy))
             strides = dict.fromkeys(known[value.name][1] for known in layouts if known.get(value.name))
-            found.append(InputReport(_users_name(value.name), str(value.dtype), tuple(shape), tuple(strides)))
+            found.append(InputReport(value.users_name, str(value.dtype), tuple(shape), tuple(strides)))
     return tuple(found)
-
-
-def _users_name(name: str) -> str:
-    """Dynamo calls an argument ``x`` ``l_x_``."""
-    is_dynamos = name.startswith("l_") and name.endswith("_") and len(name) > 3
-    return name[2:-1] if is_dynamos else name
 
 
 def shapes(functions: Iterable[tuple[str, Program, tuple[InputReport, ...]]]) -> tuple[ShapesReport, ...]:
