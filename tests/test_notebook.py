@@ -105,9 +105,9 @@ def test_outputs_are_committed(name: str, request: pytest.FixtureRequest) -> Non
 
 @pytest.mark.parametrize("cell", ["explain", "explain-fixed"])
 def test_committed_reports_are_those_of_this_code(cell: str) -> None:
-    """But for line numbers, which are those of PyTorch's sources, too."""
+    """But for times, and line numbers, which are those of PyTorch's sources, too."""
     notebooks = _read("inspect_partition"), _executed("inspect_partition", False)
-    before, now = (re.sub(r"[\w/]+\.py:\d+", "", _html(notebook, cell)) for notebook in notebooks)
+    before, now = (re.sub(r"[\w/]+\.py:\d+|\d+\.\d+ s\b", "", _html(notebook, cell)) for notebook in notebooks)
     assert before == now, "python tests/test_notebook.py saves new outputs"
 
 

@@ -14,8 +14,7 @@ from thunder.dynamo import thunderfx
 from thunder.recipes import BaseRecipe
 from torch import nn
 
-from thunder_cg import BackendError, CUDAGraphPlugin, OptionError, VersionError, cudagraph_transform, explain
-from thunder_cg.compat import versions
+from thunder_cg import BackendError, CUDAGraphPlugin, OptionError, cudagraph_transform, explain
 
 CALLS = 5
 
@@ -174,18 +173,6 @@ def test_wrong_options(options, words):
 def test_cuda_without_a_gpu():
     with pytest.raises(BackendError, match=r"torch.cuda.is_available\(\) is False.*backend=\"tape\""):
         cudagraph_transform(backend="cuda")
-
-
-@pytest.mark.parametrize(
-    ("package", "found"), [("torch", "2.13.0+cpu"), ("torch", "2.8.1"), ("lightning-thunder", "0.3.0")]
-)
-def test_versions_outside_the_range(monkeypatch, package, found):
-    real = versions.version
-    monkeypatch.setattr(versions, "version", lambda name: found if name == package else real(name))
-    with pytest.raises(VersionError) as error:
-        versions.check_versions()
-    least, below = versions.SUPPORTED[package]
-    assert all(word in str(error.value) for word in (package, found, least, below, "pip install"))
 
 
 def test_nothing_to_capture(twins, device):

@@ -38,6 +38,7 @@ if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_arg
     )
     from thunder_cg.kernels import executors
     from thunder_cg.memory import release
+    from thunder_cg.report.profile import profile
     from thunder_cg.report.report import Report, explain
     from thunder_cg.step import graphed_step
     from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform
@@ -70,6 +71,7 @@ __all__ = [
     "explain",
     "graphed_step",
     "plan",
+    "profile",
     "release",
     "thunderfx",
 ]

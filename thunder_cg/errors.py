@@ -26,18 +26,19 @@ class BackendError(CudagraphError, RuntimeError):
 
 
 class VersionError(CudagraphError, ImportError):
-    """An installed package is outside the range that the package was tested with."""
+    """A package that this one needs is outside the range that was tested, or is not installed."""
 
-    def __init__(self, package: str, found: str, supported: str) -> None:
+    def __init__(self, package: str, found: str | None, supported: str) -> None:
+        problem = f"{package} {found} is installed" if found is not None else f"{package} is not installed"
         fix = f"pip install '{package}{supported}'"
-        super().__init__(f"thunder_cg needs {package} {supported}, but {package} {found} is installed; {fix}")
+        super().__init__(f"thunder_cg needs {package} {supported}, but {problem}; {fix}")
 
 
 class CaptureError(CudagraphError, RuntimeError):
-    """A region could not be captured or replayed, and ``strict=True`` forbids to run it eagerly instead."""
+    """Something was to run eagerly, and ``strict=True`` forbids that."""
 
-    def __init__(self, where: str, problem: str, fix: str) -> None:
-        super().__init__(f"{where}: {problem}; {fix}, or drop strict=True to let it run eagerly")
+    def __init__(self, where: str, problem: str, fix: str, option: str = "strict=True") -> None:
+        super().__init__(f"{where}: {problem}; {fix}, or drop {option} to let it run eagerly")
 
 
 class WrongGradientWarning(UserWarning):

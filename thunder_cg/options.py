@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from thunder_cg.compat.thunder import name_of_operator
 from thunder_cg.errors import OptionError
 
 BACKENDS = ("auto", "cuda", "tape")
@@ -20,10 +21,10 @@ class Options:
         OptionError: for the first value that cannot be meant.
     """
 
-    allow: Collection[str] = frozenset()
-    deny: Collection[str] = frozenset()
+    allow: Collection[str | Callable[..., Any]] = frozenset()
+    deny: Collection[str | Callable[..., Any]] = frozenset()
     backend: str = "auto"
-    strict: bool = False
+    strict: bool | Literal["ops"] = False
     verify: Literal["first"] | int | None = None
     debug: bool = False
     max_recordings: int = 8
@@ -36,9 +37,10 @@ class Options:
             raise OptionError(
                 "backend", self.backend, f"one of {', '.join(map(repr, BACKENDS))}", "choose one of these"
             )
-        for name in ("strict", "debug"):
-            if not isinstance(flag := getattr(self, name), bool):
-                raise OptionError(name, flag, "True or False", "pass a bool")
+        if not isinstance(self.strict, bool) and self.strict != "ops":
+            raise OptionError("strict", self.strict, 'True, False or "ops"', 'pass a bool or "ops"')
+        if not isinstance(self.debug, bool):
+            raise OptionError("debug", self.debug, "True or False", "pass a bool")
         verify = self.verify
         if not (verify is None or verify == "first" or (type(verify) is int and verify >= 1)):
             fix = 'pass "first" to compare each new recording once, or 100 to compare one call in 100 as well'
@@ -57,12 +59,15 @@ class Options:
             raise OptionError("memory_budget", budget, expected, "pass 2 * 2**30 for 2 GiB, or 0.5")
         for name in ("allow", "deny"):
             value = getattr(self, name)
-            if isinstance(value, str) or not isinstance(value, Collection) or not all(_is_name(n) for n in value):
-                raise OptionError(name, value, "a collection of operator names", 'pass a list such as ["my_op"]')
-            object.__setattr__(self, name, frozenset(value))
+            if isinstance(value, str) or not isinstance(value, Collection) or not all(map(_is_operator, value)):
+                expected = "a collection of operators, or of their names"
+                raise OptionError(name, value, expected, 'pass a list such as ["my_op"]')
+            object.__setattr__(self, name, frozenset(map(name_of_operator, value)))
         if both := set(self.allow).intersection(self.deny):
-            raise OptionError("allow", sorted(both), "names that deny= does not hold too", "name each operator once")
+            raise OptionError(
+                "allow", sorted(map(str, both)), "names that deny= does not hold too", "name each operator once"
+            )
 
 
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+def _is_operator(value: object) -> bool:
+    return bool(value) if isinstance(value, str) else callable(value) and isinstance(value, Hashable)

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import count
 from typing import Any, Literal
@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.classify import UserRules, classify, names_of_ops, nearest
+from thunder_cg.analysis.causes import refuse_eager_ops
+from thunder_cg.analysis.classify import Pattern, UserRules, classify, names_of_ops, nearest
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost, overwritten, unsummed
 from thunder_cg.analysis.ops import Ops, names_in, read
@@ -25,6 +26,7 @@ from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
+from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError, WrongGradientWarning
 from thunder_cg.fastpath.dispatch import install
@@ -32,6 +34,7 @@ from thunder_cg.fastpath.prologue import with_one_check
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
+from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
@@ -86,9 +89,9 @@ class CudagraphTransform(compat.Transform):
         poison = options.debug or self._backend.poisons
         self._arenas = Arenas(self._backend, options.max_arenas, poison, options.memory_budget)
         self._numbers = count(1)
-        self._compiling = _Compilation()
+        self._compiling = _Compiling()
         self._warned: set[str] = set()  # what the log has a warning about
-        self._named: set[str] = set()  # patterns of the user's that ops have, or that a warning was about
+        self._named: set[Pattern] = set()  # patterns of the user's that ops have, or that a warning was about
 
     def transform_module(self, model: compat.ThunderModule) -> None:
         """Gives the compiled module its fast path to the graphs."""
@@ -109,7 +112,7 @@ class CudagraphTransform(compat.Transform):
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
         self._compiling.forward = None
-        early = read(computation_trace)
+        early = self._read(computation_trace)
         self._compiling.wrong_gradients = (*lost(early, Aliasing.of(early)), *unsummed(early))
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
@@ -117,12 +120,12 @@ class CudagraphTransform(compat.Transform):
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
         """Partitions a forward trace, or the backward trace that follows it."""
-        start = time.perf_counter_ns()
+        start = time.perf_counter()
         if self.options.capture_collectives != "never":
             computation_trace = schedule_collectives(computation_trace)
-        forward = self._forward_of(computation_trace)
-        saving = forward.ops if forward is not None else None
-        ops = read(computation_trace, self._compiling.static, saving, stand_in=self._stand_in)
+        before = self._forward_of(computation_trace)
+        forward = before if before is not None and before.regions and _takes_what_was_saved(computation_trace) else None
+        ops = self._read(computation_trace, self._compiling.static, before.ops if before is not None else None)
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
@@ -142,18 +145,33 @@ class CudagraphTransform(compat.Transform):
         )
         self._warn_of_misspelt_names(ops)
         plan = partition(ops, verdicts, aliasing)
+        if self.options.strict == "ops":
+            refuse_eager_ops(ops, plan, aliasing)
         taken = taken_names(computation_trace)
-        program = self._program(computation_trace, ops, plan, aliasing, forward, taken)
+        compilation = before.compilation if before is not None else _compilation(self._backend.device_type)
+        program = self._program(computation_trace, ops, plan, aliasing, forward, taken, compilation)
         trace = Emitter(computation_trace, ops, plan, aliasing, program, forward, taken).emit()
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
-        took = (time.perf_counter_ns() - start) // 1_000_000
+        took = int((time.perf_counter() - start) * 1000)
         self._log(program, took)
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
+        compilation.seconds = time.perf_counter() - compat.compilation_began()
         return trace
 
+    def _read(self, trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
+        stacks = stacks_of_generated_code(getattr(compat.get_compile_data(), "fn", None))
+        return read(trace, static_names, forward, stacks, self._stand_in)
+
     def _program(
-        self, trace: TraceCtx, ops: Ops, plan: Plan, aliasing: Aliasing, forward: Program | None, taken: set[str]
+        self,
+        trace: TraceCtx,
+        ops: Ops,
+        plan: Plan,
+        aliasing: Aliasing,
+        forward: Program | None,
+        taken: set[str],
+        compilation: Compilation,
     ) -> Program:
         returned, saved = returned_and_saved(trace)
         ios = region_io(ops, plan, aliasing, returned, saved)
@@ -173,6 +191,7 @@ class CudagraphTransform(compat.Transform):
             arenas=self._arenas,
             forward=forward,
             warned=self._warned,
+            compilation=compilation,
         )
 
     def _log(self, program: Program, took: int) -> None:
@@ -211,7 +230,9 @@ class CudagraphTransform(compat.Transform):
 
     def _warn_of_misspelt_names(self, ops: Ops) -> None:
         """Says once of each name in ``allow=`` and ``deny=`` that no op has, but one almost has."""
-        unmatched = {option: sorted(getattr(self.options, option) - self._named) for option in ("allow", "deny")}
+        unmatched = {
+            option: sorted(getattr(self.options, option) - self._named, key=str) for option in ("allow", "deny")
+        }
         names = names_of_ops(ops) if any(unmatched.values()) else set()
         for option, name in ((option, name) for option, given in unmatched.items() for name in given):
             close = name if name in names else nearest(name, names)
@@ -227,13 +248,10 @@ class CudagraphTransform(compat.Transform):
         if compat.TraceTag.BACKWARD not in trace.tags or self._compiling.forward is None:
             return None
         names, reference = self._compiling.forward
-        program = reference()
-        if program is None or names is not trace.names or not program.regions or not _takes_what_was_saved(trace):
-            return None
-        return program
+        return reference() if names is trace.names else None
 
 
-class _Compilation(threading.local):
+class _Compiling(threading.local):
     """What one compilation, which stays on its thread, has to remember from hook to hook."""
 
     static: frozenset[str] = frozenset()
@@ -249,6 +267,19 @@ def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
 def _name(fn: Any) -> str:
     """The user's name for what is compiled: a module's class, a function's qualified name."""
     return str(getattr(fn, "__qualname__", type(fn).__name__))
+
+
+def _compilation(device_type: str) -> Compilation:
+    """What the compilation on this thread is for."""
+    data = compat.get_compile_data()
+    if data is None:  # somebody transforms a trace by hand
+        return Compilation()
+    module = data.fn if isinstance(data.fn, torch.nn.Module) else None
+    return Compilation(
+        training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,
+        grad=bool(data.is_grad_enabled),
+        autocast=autocast_dtype(device_type),
+    )
 
 
 def _takes_what_was_saved(trace: TraceCtx) -> bool:
@@ -275,10 +306,10 @@ def _refuse_a_second_graph_transform(transforms: Sequence[Any]) -> None:
 
 def cudagraph_transform(
     *,
-    allow: Collection[str] = (),
-    deny: Collection[str] = (),
+    allow: Collection[str | Callable[..., Any]] = (),
+    deny: Collection[str | Callable[..., Any]] = (),
     backend: str = "auto",
-    strict: bool = False,
+    strict: bool | Literal["ops"] = False,
     verify: Literal["first"] | int | None = None,
     debug: bool = False,
     max_recordings: int = 8,
@@ -292,10 +323,14 @@ def cudagraph_transform(
     is right for runs eagerly, and :func:`thunder_cg.explain` says why.
 
     Args:
-        allow: operators to capture although no rule knows them, such as ``["my_op"]`` or ``["my_executor.my_op"]``.
+        allow: operators to capture although no rule knows them, such as ``["my_op"]`` or ``["my_executor.my_op"]``. An
+            operator of ``torch.library`` is ``"ns::op"`` or ``"torch.ops.ns.op"``; objects serve as well as names: what
+            ``torch.library.custom_op`` or ``torch.ops`` has, a symbol of Thunder's, or the function that it calls.
         deny: operators to keep eager.
         backend: ``"cuda"``, ``"tape"`` (records and replays on the CPU), ``"auto"``: CUDA graphs where there is a GPU.
-        strict: raise :class:`~thunder_cg.errors.CaptureError` instead of running eagerly what could not be captured.
+        strict: raise :class:`~thunder_cg.errors.CaptureError` at each call that does not replay after its warm-up and
+            its capture, of which each layout of inputs has one; ``"ops"`` also for an operator that stays eager, when
+            Thunder compiles. Calls inside another capture or a graphed step, whose graph holds them, do not raise.
         verify: ``"first"`` replays each new recording beside an eager run of its ops on the same inputs, and compares
             results, written inputs and the device's generator bit for bit; a number N does so for one call in N as
             well, for as long as the process runs. A region that disagrees is eager from then on, the call's result is

@@ -60,7 +60,8 @@ class Trace:
         return self.op("RETURN", inputs, executor=None, bookkeeping=True)
 
     def done(self) -> Ops:
-        return Ops(tuple(self.ops), self.values, tuple(self.args))
+        made_by = {name: op for op in self.ops if not op.bookkeeping for name in op.outputs}
+        return Ops(tuple(self.ops), self.values, tuple(self.args), made_by=made_by)
 
     def verdicts(
         self,

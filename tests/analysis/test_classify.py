@@ -62,7 +62,7 @@ def test_the_cpu_is_the_device_for_the_tape(trace):
 def test_symbolic_sizes(trace):
     t = trace().add("a", "b")
     t.values["b"] = dataclasses.replace(t.values["b"], symbolic=True)
-    assert verdict(t).reason is Reason.SYMBOLIC_SHAPE and "'b'" in verdict(t).detail
+    assert verdict(t).reason is Reason.SYMBOLIC_SHAPE and "a size of its result" in verdict(t).detail
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_storage_that_is_read_past_a_view_stays_outside_of_graphs(trace):
     t = trace().add("a", "b").op("torch_slice_prim_impl", "b", "s").add("s", "o")
     t.op("as_strided", "s", "v", conditions=frozenset({"reads_past_its_view"})).add("v", "g")
     assert [v.capture for v in t.verdicts()] == [False, False, True, False, True]
-    assert "'b'" in t.verdicts()[0].detail and t.verdicts()[0].fix
+    assert "storage of its result" in t.verdicts()[0].detail and t.verdicts()[0].fix
     assert all(v.capture for v in t.verdicts(allow=("as_strided",)))
     t.ops[3] = dataclasses.replace(t.ops[3], conditions=frozenset())
     assert all(v.capture for v in t.verdicts())

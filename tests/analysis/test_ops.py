@@ -8,7 +8,7 @@ import pytest
 import thunder
 import torch
 
-from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.ops import Op, Value
 
 
 def only(ops, id_):
@@ -283,3 +283,43 @@ def test_records_are_frozen_and_compare_without_the_symbol(traces_of):
         sin.name = "other"
     assert dataclasses.replace(sin, symbol=None) == sin
     assert "symbol" not in repr(Op(0, "torch.sin", "torch", "sin"))
+
+
+class Inner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x))
+
+
+def test_a_line_of_pytorchs_modules_stands_for_the_users_near_it(traces_of):
+    (ops,) = traces_of(Inner().requires_grad_(False), torch.ones(2, 3))
+    (linear,), (tanh,) = only(ops, "linear"), only(ops, "tanh")
+    assert tanh.line == f"test_ops.py:{Inner.forward.__code__.co_firstlineno + 1}" and tanh.library_line is None
+    assert linear.line is None and linear.library_line.startswith("linear.py:")
+    assert ops.place(linear) == f"near {tanh.line}" and ops.origin(linear) is tanh
+    (ops,) = traces_of(torch.nn.Sequential(torch.nn.Linear(3, 3)).requires_grad_(False), torch.ones(2, 3))
+    (linear,) = only(ops, "linear")
+    assert ops.place(linear) == f"at {linear.library_line}" and ops.origin(linear) is linear
+    assert linear.source == "return F.linear(input, self.weight, self.bias)"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        *[("x", "x"), ("l_x_", "x"), ("l_ys_0_", "ys_0"), ("g_table_", "table"), ("t_weight", "t_weight")],
+        *[("t_1_0", "args[1][0]"), ("t_2_a", "args[2]['a']"), ("t_2_0_a_b", "args[2][0]['a_b']"), ("t_1", "t_1")],
+    ],
+)
+def test_arguments_have_the_users_names(name, found):
+    assert Value(name, "tensor").users_name == found
+    assert Value(name, "tensor", static=True).users_name == name
+
+
+def test_values_are_described_by_what_made_them_or_by_their_name(traces_of):
+    (ops,) = traces_of(lambda x, ys: torch.tanh(x * ys[0]), torch.ones(2), [torch.ones(2)])
+    (mul,) = only(ops, "mul")
+    assert [ops.described(name) for name in mul.inputs] == ["input 'x'", "input 'args[1][0]'"]
+    assert ops.described(mul.outputs[0]) == f"the result of torch.mul at {mul.line}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from thunder_cg.report import OpReport, RegionReport, Report, TraceReport
+from thunder_cg.report import CauseReport, OpReport, RegionReport, Report, TraceReport
 
 
 def op(index: int, name: str, verdict: str = "capture", region: str | None = None, **changed: object) -> OpReport:
@@ -43,4 +43,15 @@ def report() -> Report:
         RegionReport("CUDAGraph1", "cuda:0", 1, "Tensor.item at model.py:14", 1, 3, 1, 4096, 2_621_440, None),
         RegionReport("CUDAGraph2", "cuda:0", 1, "", 0, 0, 5, 0, 0, "operation not permitted & <gone>"),
     )
-    return Report((TraceReport("Net", 0, "forward", ops, regions, 5, 2, {"strides changed": 1}, 1536, warm_ups=1),))
+    cause = CauseReport(
+        name="Tensor.item",
+        place="at model.py:14",
+        source="if x.item() < 0:",
+        eager_ops=2,
+        added_regions=1,
+        reason="data-dependent",
+        detail="the host waits for <f51>",
+        fix="keep it in a tensor",
+    )
+    trace = TraceReport("Net", 0, "forward", ops, regions, 5, 2, {"strides changed": 1}, 1536, warm_ups=1)
+    return Report((trace,), causes=(cause,))

@@ -11,7 +11,7 @@ import pytest
 import thunder
 import torch
 
-from thunder_cg import cudagraph_transform, explain
+from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.programs import understood
 
@@ -32,6 +32,8 @@ def function(x: torch.Tensor) -> torch.Tensor:
 def broken(x: torch.Tensor) -> torch.Tensor:
     y = function(x)
     torch._dynamo.graph_break()
+    if y.sum() > 0:
+        y = y + y.sum().item()
     return function(y)
 
 
@@ -86,8 +88,30 @@ def test_without_thunders_cache_the_last_call_is_read() -> None:
 
 def test_graphs_of_dynamo_are_named() -> None:
     compiled = _thunderfx(broken, transforms=[cudagraph_transform(backend="tape")])
-    compiled(torch.randn(4))
-    assert [trace.function for trace in explain(compiled).traces] == ["broken, graph 0", "broken, graph 1"]
+    compiled(torch.ones(4, requires_grad=True))
+    report = explain(compiled)
+    assert list(dict.fromkeys(trace.function for trace in report.traces)) == [f"broken, graph {i}" for i in range(4)]
+    assert str(report).startswith("CUDA graphs: 0 of 3 calls of 3 graphs replayed;")
+    first = broken.__code__.co_firstlineno + 2
+    assert [(found.function, found.line, found.source) for found in report.breaks] == [
+        ("broken, graph 0", f"test_programs.py:{first}", "torch._dynamo.graph_break()"),
+        ("broken, graph 1", f"test_programs.py:{first + 1}", "if y.sum() > 0:"),
+        ("broken, graph 2", f"test_programs.py:{first + 2}", "y = y + y.sum().item()"),
+    ]
+    for said in (str(report), report._repr_html_()):
+        assert f"test_programs.py:{first + 1}, after broken, graph 1: a branch on what a tensor holds" in said
+        assert "Remove the `torch._dynamo.graph_break()` call." in said
+        assert "to change it: choose with torch.where" in said and "to change it: keep the value on the device" in said
+    lines = [op.line for trace in report.traces for op in trace.ops if op.verdict != "bookkeeping"]
+    assert all("test_programs.py:" in (line or "") for line in lines), lines
+    assert "eval_with_key" not in str(report.to_dict())
+
+
+def test_calls_of_dynamos_graphs_without_regions_are_counted() -> None:
+    compiled = _thunderfx(torch.relu, transforms=[cudagraph_transform(backend="tape")])
+    for _ in range(3):
+        compiled(torch.ones(3))
+    assert str(explain(compiled)).startswith("CUDA graphs: none, in 3 calls; 0 regions with 0 of ")
 
 
 def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,6 +126,20 @@ def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.Monke
     assert f"sinc at {outside.line}: {outside.reason}" in str(report)
     cost = "half_supported, graph 0, cut into 1 piece of Thunder's and 1 of Inductor's:"
     assert cost in str(report) and escape(cost) in report._repr_html_()
+
+
+def test_what_inductor_gets_is_an_error_with_strict_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda graph: _object_to_sinc)
+    line = f"{Path(__file__).name}:{half_supported.__code__.co_firstlineno + 1}"
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=rf"sinc at {line}: runs eagerly, as Inductor got it"
+    ):
+        thunderfx(half_supported, backend="tape", strict="ops")(torch.randn(4))
+
+
+def _object_to_sinc(node: torch.fx.Node) -> str | None:
+    return "is left out by a test" if "sinc" in node.name else None
 
 
 @pytest.mark.parametrize(

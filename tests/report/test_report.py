@@ -52,6 +52,8 @@ def test_eager_ops_have_a_reason_a_fix_and_the_users_line(reports: list[Report])
     assert all(op.reason and op.detail and op.fix and op.region is None for op in eager)
     (item,) = (op for op in eager if "item" in op.name)
     assert (item.line or "").startswith("test_report.py:") and item.source == "z = y * y.sum().item()"
+    (mul,) = (op for op in eager if "mul" in op.name)
+    assert mul.detail.startswith(f"it takes the result of Tensor.item at {item.line}, which a graph would keep")
 
 
 def test_rows_are_the_plan_in_order_and_every_op_once(reports: list[Report]) -> None:

@@ -20,8 +20,8 @@ def test_first_lines_answer_how_much_and_why_not(report: Report) -> None:
     assert str(report).splitlines()[:7] == [
         "CUDA graphs: 2 of 5 calls replayed; 2 regions with 2 of 4 ops; 2 ops eager",
         "Not replayed: 1 warm-up; 1 capture; 1 x strides changed",
-        "Eager, and why:",
-        "  Tensor.item x2 at model.py:14: data-dependent",
+        "What is eager because of what, the most expensive first:",
+        "  Tensor.item at model.py:14 makes 2 ops eager, adds 1 region: data-dependent",
         "      in: if x.item() < 0:",
         "      why: the host waits for <f51>",
         "      to change it: keep it in a tensor",
@@ -118,16 +118,38 @@ def test_headline_says_what_ran(backend, device) -> None:
 
 
 def test_a_function_that_thunder_cannot_compile(backend) -> None:
-    def branches(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.sum() > 0 else x
+    """A module's report has what Thunder raised and where, and only the advice that is for it."""
 
-    compiled = thunder.jit(branches, transforms=[cudagraph_transform(backend=backend)])
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dim() == 2:
+                return torch.relu(x) * 2
+            return x * 2 if x.sum() > 0 else x
+
+    model = thunder.jit(Branches(), transforms=[cudagraph_transform(backend=backend)])
     for _ in range(2):
         with pytest.raises(NotImplementedError):
-            compiled(torch.ones(3))
-    said = str(explain(compiled))
-    assert said.startswith("Thunder raised in each of 2 calls, so nothing is compiled.") and "thunderfx" in said
-    assert escape(said) in explain(compiled)._repr_html_()
+            model(torch.ones(3))
+    said = str(explain(model))
+    line = Branches.forward.__code__.co_firstlineno + 3
+    assert said.startswith(
+        "Nothing is compiled. Thunder raised while it compiled, in 2 of 2 calls: NotImplementedError at "
+        f"test_text.py:{line}: casting a TensorProxy to a Python boolean is not supported"
+    )
+    assert "To try: for a branch on what a tensor holds" in said and "thunderfx" in said and "torch.library" not in said
+    assert escape(said) in explain(model)._repr_html_()
+    model(torch.ones(3, 3))  # what compiles does not hide what does not
+    for said in (str(explain(model)), explain(model)._repr_html_()):
+        assert "Thunder raised while it compiled, in 2 of 3 calls: NotImplementedError at test_text.py:" in said
+        assert "0 of 1 call replayed" in said
+    function = thunder.jit(Branches().forward, transforms=[cudagraph_transform(backend=backend)])
+    with pytest.raises(NotImplementedError):
+        function(torch.ones(3))
+    said = str(explain(function))
+    assert (
+        "in 1 of 1 call; its error says where. To try: for a branch" in said
+        and "for an operator of torch.library" in said
+    )
 
 
 def test_a_function_with_nothing_to_capture(backend) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.aliasing import Aliasing
@@ -20,9 +21,13 @@ from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
 from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
+from thunder_cg.compat.thunder import bound_functions
+from thunder_cg.compat.torch import library_names
 from thunder_cg.errors import OptionError
 
-__all__ = ["UserRules", "Verdict", "classify", "names_of_ops", "nearest"]
+__all__ = ["UserRules", "Verdict", "classify", "names_of_ops", "nearest", "shown"]
+
+Pattern = str | Callable[..., Any]  # an operator, by one of its names or by its function
 
 _AD_HOC = re.compile(r"__ad_hoc_executor_\d+")
 _AD_HOC_SUFFIX = re.compile(r"_\d+_\d+$")  # thunder.extend.TemporaryExecutor adds its address and a counter
@@ -41,46 +46,56 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class UserRules:
-    """The user's own rules: operators by id (``"my_op"``), executor and id (``"my_ex.my_op"``), or printed name
-    (``"torch.nn.functional.linear"``).
+    """The user's own rules: operators by id (``"my_op"``), executor and id (``"my_ex.my_op"``), printed name
+    (``"torch.nn.functional.linear"``), name in ``torch.library`` (``"ns::op"`` or ``"torch.ops.ns.op"``), or by the
+    function that their symbol calls.
 
     Raises:
         OptionError: for a pattern that cannot be a name, or is in both.
     """
 
-    allow: frozenset[str] = frozenset()
-    deny: frozenset[str] = frozenset()
+    allow: frozenset[Pattern] = frozenset()
+    deny: frozenset[Pattern] = frozenset()
 
     def __post_init__(self) -> None:
         for option, patterns in (("allow", self.allow), ("deny", self.deny)):
             for pattern in patterns:
-                if not isinstance(pattern, str) or not pattern or pattern != "".join(pattern.split()):
+                is_name = isinstance(pattern, str) and pattern != "" and pattern == "".join(pattern.split())
+                if not (is_name or callable(pattern)):
                     fix = 'write "id", "executor.id" or "torch.add"'
                     raise OptionError(option, pattern, "names without spaces", fix)
         if both := self.allow & self.deny:
-            raise OptionError("allow", sorted(both), "names that deny= does not hold too", "name each operator once")
+            raise OptionError(
+                "allow", sorted(map(str, both)), "names that deny= does not hold too", "name each operator once"
+            )
 
     def allows(self, op: Op) -> bool:
         return bool(self.allow) and any(name in self.allow for name in _patterns(op))
 
-    def denies(self, op: Op) -> str | None:
+    def denies(self, op: Op) -> Pattern | None:
         """The pattern that denies the op, if one does."""
         return next((name for name in _patterns(op) if name in self.deny), None) if self.deny else None
 
 
-def names_of_ops(ops: Ops) -> set[str]:
+def shown(pattern: Pattern) -> str:
+    """A pattern as the user has written it."""
+    return repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__qualname__", repr(pattern))
+
+
+def names_of_ops(ops: Ops) -> set[Pattern]:
     """All names by which ``allow=`` and ``deny=`` may name an op of the trace, or one that is inside of a fusion."""
     return {name for op in ops.ops if not op.bookkeeping for inner in _walk(op) for name in _patterns(inner)}
 
 
-def nearest(name: str, names: Iterable[str]) -> str | None:
+def nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
     """The one of the names that ``name`` may be a misspelling of: not if it is another operator's own name.
 
     An operator and its derivative are in two traces.
     """
-    if name.rsplit(".", 1)[-1] in _known_ids():
+    if not isinstance(name, str) or name.rsplit(".", 1)[-1] in _known_ids():
         return None
-    alike = sorted(other for other in names if other.endswith(rules.VJP) == name.endswith(rules.VJP))
+    strings = (other for other in names if isinstance(other, str))
+    alike = sorted(other for other in strings if other.endswith(rules.VJP) == name.endswith(rules.VJP))
     return next(iter(difflib.get_close_matches(name, alike, n=1, cutoff=0.8)), None)
 
 
@@ -106,7 +121,7 @@ def classify(
         captures_collectives: whether what communicates may be captured.
     """
     read_past = _read_past(ops, aliasing, user)
-    classifier = _Classifier(ops.values, user, device_type, supports_scalar_updates, captures_collectives, read_past)
+    classifier = _Classifier(ops, user, device_type, supports_scalar_updates, captures_collectives, read_past)
     return tuple(classifier.verdict(op) for op in ops.ops)
 
 
@@ -120,7 +135,7 @@ def _read_past(ops: Ops, aliasing: Aliasing, user: UserRules) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Classifier:
-    values: Mapping[str, Value]
+    ops: Ops
     user: UserRules
     device_type: str
     supports_scalar_updates: bool
@@ -148,10 +163,20 @@ class _Classifier:
         if op.is_fusion:
             detail = f"all {len(op.subs)} operators inside are allowed"
             if numbers := self.kernel_scalars(op):
-                detail += f"; {_listed(sorted(numbers))} are set before each launch"
+                detail += f"; {self.listed(op, sorted(numbers))} are set before each launch"
             return Verdict(True, Reason.FUSION, detail, "", device)
         detail = op.rule.cause.detail if op.rule is not None else "all operators inside are allowed"
         return Verdict(True, Reason.ALLOWED, detail, "", device)
+
+    @property
+    def values(self) -> Mapping[str, Value]:
+        return self.ops.values
+
+    def listed(self, op: Op, names: Iterable[str]) -> str:
+        """Values of the op as the user knows them, at most three."""
+        described = ("its result" if name in op.outputs else self.ops.described(name) for name in names)
+        found = list(dict.fromkeys(described))
+        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
     def numbers(self, names: Iterable[str]) -> list[str]:
         return [name for name in names if self.values[name].kind == "number"]
@@ -160,7 +185,8 @@ class _Classifier:
         for inner in _walk(op):
             if (pattern := self.user.denies(inner)) is not None:
                 inside = "" if inner is op else f", which is inside {op.name}"
-                return Cause(Reason.USER_DENY, f"deny= names {pattern!r}{inside}", f"remove {pattern!r} from deny=")
+                named = shown(pattern)
+                return Cause(Reason.USER_DENY, f"deny= names {named}{inside}", f"remove {named} from deny=")
         return None
 
     def is_unsafe(self, op: Op) -> Cause | None:
@@ -175,11 +201,12 @@ class _Classifier:
         """Whether all tensors are on one device, of the type that is captured."""
         if len(devices) > 1:
             (device, name), (other, other_name), *_ = devices.items()
-            detail = f"{name!r} is on {device} and {other_name!r} on {other}"
+            described = self.ops.described
+            detail = f"{described(name)} is on {device} and {described(other_name)} on {other}"
             return Cause(Reason.MIXED_DEVICES, detail, "keep all its tensors on one device, 0-dim ones too")
         if not devices:
             if numbers := self.numbers(op.names):
-                detail = f"it computes with numbers on the host ({_listed(numbers)}), no tensors"
+                detail = f"it computes with numbers on the host ({self.listed(op, numbers)}), no tensors"
                 return Cause(Reason.RUNTIME_NUMBER, detail, "compute with 0-dim tensors on the device instead")
             if op.rule is not None and not op.rule.captures:
                 return op.rule.cause
@@ -187,22 +214,25 @@ class _Classifier:
         ((device, name),) = devices.items()
         if device.split(":")[0] == self.device_type:
             return None
-        fix = f"move {name!r} to a {self.device_type} device before it"
-        return Cause(Reason.NOT_ON_DEVICE, f"{name!r} is on {device}; regions form on {self.device_type}", fix)
+        value, fix = "its result", f"let it make its result on a {self.device_type} device"
+        if name in op.inputs:
+            value = self.ops.described(name)
+            fix = f"move {value} to a {self.device_type} device before it"
+        return Cause(Reason.NOT_ON_DEVICE, f"{value} is on {device}; regions form on {self.device_type}", fix)
 
     def takes_known(self, op: Op) -> Cause | None:
         """Whether everything that a graph keeps is the same at every call."""
         settable = self.kernel_scalars(op)
         if numbers := [name for name in self.numbers(op.inputs) if name not in settable]:
-            detail = f"it takes {_listed(numbers)}, which a graph would keep as it was when captured"
+            detail = f"it takes {self.listed(op, numbers)}, which a graph would keep as it was when captured"
             return Cause(Reason.RUNTIME_NUMBER, detail, "pass a 0-dim tensor on the device instead of a Python number")
         if symbolic := [name for name in op.names if self.values[name].symbolic]:
-            detail = f"a size of {_listed(symbolic)} is known only at run time"
+            detail = f"a size of {self.listed(op, symbolic)} is known only at run time"
             fix = 'compile with the default cache="constant values", which makes a trace per shape'
             return Cause(Reason.SYMBOLIC_SHAPE, detail, fix)
         futures = [name for name in op.names if self.values[name].kind == "future"]
         if futures and not op.communicates:
-            detail = f"{_listed(futures)} is still being filled by a collective"
+            detail = f"{self.listed(op, futures)} is still being filled by a collective"
             return Cause(Reason.COLLECTIVE, detail, "none needed: regions form on both sides of it")
         return None
 
@@ -257,8 +287,8 @@ class _Classifier:
         return bool(given) and given <= self.kernel_scalars(fusion)
 
     def returns_known(self, op: Op) -> Cause | None:
-        if numbers := self.numbers(op.outputs):
-            detail = f"it returns {_listed(numbers)}, a Python number, which a replay would not compute again"
+        if self.numbers(op.outputs):
+            detail = "it returns a Python number, which a replay would not compute again"
             return Cause(Reason.RUNTIME_NUMBER, detail, "return a 0-dim tensor instead")
         return None
 
@@ -267,8 +297,8 @@ class _Classifier:
         read = [name for name in op.outputs if name in self.read_past]
         if not read or self.user.allows(op):
             return None
-        said = f"as_strided may read the whole storage of {_listed(read)}"
-        detail = f"{said}, and an output of a graph has its own storage"
+        said = f"as_strided may read the whole storage of {self.listed(op, read)}"
+        detail = f"{said}, and an output of a graph has a storage of its own"
         return Cause(Reason.UNVERIFIED, detail, "take slices instead of as_strided with an offset")
 
 
@@ -281,7 +311,9 @@ def _passed_to_kernels(fusion: Op, sub: Op) -> set[str]:
 def _allow_fix(op: Op) -> str:
     """Has the most precise name that ``allow=`` takes and that is the same in the next process."""
     executor, id_ = _stable(op)
-    name = op.name if op.id is None else f"{executor}.{id_}" if executor else id_
+    functions = bound_functions(op.symbol).values() if op.symbol is not None else ()
+    in_library = next((names[0] for names in map(library_names, functions) if names), None)
+    name = in_library or (op.name if op.id is None else f"{executor}.{id_}" if executor else id_)
     return f"if it only launches kernels on the current stream, cudagraph_transform(allow=[{name!r}])"
 
 
@@ -291,8 +323,8 @@ def _stable(op: Op) -> tuple[str | None, str]:
     return op.executor, op.id or ""
 
 
-def _patterns(op: Op) -> Iterator[str]:
-    """All names by which a pattern of the user may match the op."""
+def _patterns(op: Op) -> Iterator[Pattern]:
+    """All names by which a pattern of the user may match the op, and the functions that its symbol calls."""
     yield op.name
     if op.id is not None:
         executor, id_ = _stable(op)
@@ -300,6 +332,10 @@ def _patterns(op: Op) -> Iterator[str]:
         yield id_
         if executor is not None:
             yield f"{executor}.{id_}"
+    for function in bound_functions(op.symbol).values() if op.symbol is not None else ():
+        yield from library_names(function)
+        if isinstance(function, Hashable):
+            yield function
 
 
 def _walk(op: Op) -> Iterator[Op]:
@@ -319,8 +355,3 @@ def _devices(op: Op, values: Mapping[str, Value]) -> dict[str, str]:
         if (device := values[name].device) is not None:
             found.setdefault(device, name)
     return found
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

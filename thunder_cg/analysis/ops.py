@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import enum
 import math
-import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import thunder
-
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules.record import Arguments, TensorArgument
+from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
-from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe
+from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
 
 __all__ = ["Op", "Ops", "Value", "computing", "names_in", "process_groups", "read"]
 
@@ -45,13 +44,26 @@ class Value:
     dtype: str | None = None  # Thunder's name, such as "float32" or "bool8"; None unless tensor or future
     proxy: Any = field(default=None, compare=False, repr=False)  # for the transform
 
+    @property
+    def users_name(self) -> str:
+        """What the user calls an argument: Thunder calls ``args[1]["a"]`` ``t_1_a``, Dynamo calls ``x`` ``l_x_``."""
+        if self.static:
+            return self.name
+        if (dynamos := re.fullmatch(r"[lg]_(\w+)_", self.name)) is not None:
+            return dynamos[1]
+        if (nested := re.fullmatch(r"t_(\d+)((?:_\d+)*)(?:_(\w+))?", self.name)) is None:
+            return self.name
+        argument, indices, key = nested.groups()
+        inside = "".join(f"[{index}]" for index in indices.split("_")[1:]) + (f"[{key!r}]" if key else "")
+        return f"args[{argument}]{inside}" if inside else self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Op:
     """A bound symbol of the trace."""
 
     index: int  # position among its siblings, dropped symbols not counted
-    name: str  # as the trace prints it: "torch.add", "Tensor.item", "TorchCompile0"
+    name: str  # as the trace prints it: "torch.add", "Tensor.item", "TorchCompile0"; else "torch.ops.ns.op"
     executor: str | None  # None for prims and Thunder's own torch symbols
     id: str | None  # a prim's is its enum name, such as "RETURN"; None for fusions
     inputs: tuple[str, ...] = ()
@@ -60,6 +72,8 @@ class Op:
     is_fusion: bool = False
     subs: tuple[Op, ...] = ()
     line: str | None = None  # "model.py:12", where the user's code called it; None if Thunder does not know
+    library_line: str | None = None  # the line in a module of PyTorch's, of an op that such a module called
+    source: str | None = None  # the text of the one line or the other
     # Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence.
     tags: frozenset[str] = frozenset()
     is_tagged_unsafe: bool = False  # its author has tagged it `torch.Tag.cudagraph_unsafe`
@@ -98,22 +112,39 @@ class Ops:
     args: tuple[str, ...]  # names that come from outside: the trace's arguments and the values unpacked from them
     # For each value, an op with a known line: the op that made it, or one close to that op, or one that uses it.
     near: Mapping[str, Op] = field(default_factory=dict)
+    made_by: Mapping[str, Op] = field(default_factory=dict)  # for each value that an op of it, or of its forward, made
 
     def origin(self, op: Op) -> Op | None:
         """The op whose line is reported for this one: itself, or a close one where Thunder has lost the line."""
         values = op.inputs if op.bookkeeping else op.names
-        return op if op.line else next((self.near[name] for name in values if name in self.near), None)
+        near = (self.near[name] for name in values if name in self.near)
+        return op if op.line else next(near, op if op.library_line else None)
 
     def line(self, op: Op) -> str | None:
-        """``"file.py:12"`` in the user's source, or ``"near file.py:12"``."""
+        """``"file.py:12"`` in the user's source, or ``"near file.py:12"``; a line of PyTorch's if there is none."""
         origin = self.origin(op)
-        return op.line or (f"near {origin.line}" if origin is not None else None)
+        if origin is None or origin.line is None:
+            return op.library_line
+        return op.line or f"near {origin.line}"
+
+    def place(self, op: Op) -> str:
+        """``"at file.py:12"``, ``"near file.py:12"``, or that the line is unknown."""
+        line = self.line(op) or "a line unknown to Thunder"
+        return line if line.startswith("near ") else f"at {line}"
+
+    def described(self, name: str) -> str:
+        """A value as the user knows it: an argument by its name, any other by what made it and where."""
+        op = self.made_by.get(name)
+        if op is not None:
+            return f"the result of {op.name} {self.place(op)}"
+        return f"input {self.values[name].users_name!r}"
 
 
 def read(
     trace: compat.TraceCtx,
     static_names: frozenset[str] = frozenset(),
     forward: Ops | None = None,
+    stacks: Stacks | None = None,
     stand_in: str | None = None,
 ) -> Ops:
     """Reads ``trace`` in one pass; ``del``s and comments are dropped.
@@ -124,14 +155,17 @@ def read(
             lost on the way through several of Thunder's passes, so they alone are not enough.
         forward: Of a backward trace, its forward. The forward made the saved values and the results of which the
             backward gets the gradients, so it knows their lines.
+        stacks: where code that Dynamo generated comes from.
         stand_in: A type of device, "cpu" or "meta", that stands for "cuda:0" in a trace that is only planned.
     """
-    reader = _TraceReader(static_names, stand_in)
+    reader = _TraceReader(static_names, stacks or {}, stand_in)
     leaves, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
     arguments = reader.names(leaf for leaf in leaves if isinstance(leaf, compat.Proxy))
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.bookkeeping for name in op.outputs)
-    return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward))
+    made_by = dict(forward.made_by) if forward is not None else {}
+    made_by |= {name: op for op in ops if not op.bookkeeping for name in op.outputs}
+    return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward), made_by)
 
 
 def names_in(tree: Any) -> set[str]:
@@ -185,8 +219,8 @@ def computing(trace: compat.TraceCtx) -> Iterator[compat.BoundSymbol]:
 class _TraceReader:
     """Collects values by name while it turns bound symbols into ops."""
 
-    def __init__(self, static_names: frozenset[str], stand_in: str | None) -> None:
-        self.static_names, self.stand_in = static_names, stand_in
+    def __init__(self, static_names: frozenset[str], stacks: Stacks, stand_in: str | None) -> None:
+        self.static_names, self.stacks, self.stand_in = static_names, stacks, stand_in
         self.values: dict[str, Value] = {}
         self._same: set[tuple[str, ...]] = set()  # inputs and results that are one tensor, of collectives in place
 
@@ -199,9 +233,11 @@ class _TraceReader:
         if id_ == "copy_" and tuple(reversed(self.names(bound.flat_proxy_args))) in self._same:
             bound = compat.without_copy(bound)
             executor, id_ = _key(bound.sym)
+        line, functions = self.line(bound), compat.bound_functions(bound).values()
+        in_library = [] if bound.sym.is_fusion else [names for names in map(library_names, functions) if names]
         op = Op(
             index=index,
-            name=bound.name_with_module(),
+            name=in_library[0][1] if in_library else bound.name_with_module(),
             executor=executor,
             id=id_,
             inputs=self.names(bound.flat_proxy_args),
@@ -209,9 +245,11 @@ class _TraceReader:
             bookkeeping=_is_bookkeeping(executor, id_),
             is_fusion=bool(bound.sym.is_fusion),
             subs=self.ops(bound.subsymbols),
-            line=_line(bound),
+            line=str(line) if line is not None and line.is_users else None,
+            library_line=str(line) if line is not None and not line.is_users else None,
+            source=line.text if line is not None else None,
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
-            is_tagged_unsafe=any(map(is_cudagraph_unsafe, compat.bound_functions(bound).values())),
+            is_tagged_unsafe=any(map(is_cudagraph_unsafe, functions)),
             conditions=_conditions(bound, executor, id_, self.stand_in),
             keywords=tuple((key, p.name) for key, p in bound.kwargs.items() if isinstance(p, compat.Proxy)),
             symbol=bound,
@@ -219,6 +257,11 @@ class _TraceReader:
         if rules.REDUCES_IN_PLACE.name in op.conditions:
             self._same.add(op.names)
         return op
+
+    def line(self, bound: compat.BoundSymbol) -> SourceLine | None:
+        if bound.source_filename is None or bound.source_positions is None:
+            return None
+        return line_behind(bound.source_filename, bound.source_positions.lineno, self.stacks)
 
     def names(self, proxies: Iterable[compat.Proxy]) -> tuple[str, ...]:
         """Their names, each once, in order; registers their values."""
@@ -269,16 +312,6 @@ def _device(proxy: compat.TensorProxy | compat.FutureTensorProxy, stand_in: str 
 
 def _dtype(proxy: compat.TensorProxy | compat.FutureTensorProxy) -> str:
     return str(proxy.dtype).removeprefix("thunder.dtypes.").rstrip("_")
-
-
-# Lines in these files, of Thunder and of what calls an operator for it, are not the user's.
-_LIBRARIES = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (thunder, compat))
-
-
-def _line(bound: compat.BoundSymbol) -> str | None:
-    if bound.source_filename is None or bound.source_positions is None or bound.source_filename.startswith(_LIBRARIES):
-        return None
-    return f"{os.path.basename(bound.source_filename)}:{bound.source_positions.lineno}"
 
 
 def _conditions(

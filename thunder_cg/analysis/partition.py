@@ -364,6 +364,7 @@ def _plan(
     ops: Ops, verdicts: Sequence[Verdict], graph: DependencyGraph, runs: list[tuple[str | None, list[int]]], note: str
 ) -> Plan:
     final = list(verdicts)
+    has_eager = any(color is None and not op.bookkeeping for op, color in zip(ops.ops, graph.colors))
     steps: list[Region | Eager] = []
     for color, members in runs:
         if color is None:
@@ -371,7 +372,7 @@ def _plan(
         elif (kernels := sum(_kernels(ops.ops[op], verdicts[op]) for op in members)) < _FEWEST_KERNELS:
             steps.extend(Eager(op) for op in members)
             for op in members:
-                final[op] = _too_small(final[op], kernels)
+                final[op] = _too_small(final[op], kernels, has_eager)
         else:
             steps.append(Region(tuple(members), color, ""))
     _say_why_regions_end(ops, final, graph, steps, note)
@@ -390,10 +391,13 @@ def _kernels(op: Op, verdict: Verdict) -> int:
     return int(op.rule is None or op.rule.launches_kernels)
 
 
-def _too_small(verdict: Verdict, kernels: int) -> Verdict:
+def _too_small(verdict: Verdict, kernels: int, has_eager: bool) -> Verdict:
     found = "only views" if kernels == 0 else "one kernel"
-    detail = f"alone between eager operators or devices: {found}, and a graph of fewer than two launches no faster"
+    where = "alone between eager operators or devices" if has_eager else "all that the trace runs on its device"
+    detail = f"{where}: {found}, and a graph of fewer than two launches no faster"
     fix = "allow or remove the eager operators around it, and it joins the region before or after them"
+    if not has_eager:
+        fix = "nothing has to change: there is nothing to gain"
     return replace(verdict, capture=False, reason=Reason.TOO_SMALL, detail=detail, fix=fix)
 
 
@@ -401,8 +405,14 @@ def _say_why_regions_end(
     ops: Ops, verdicts: Sequence[Verdict], graph: DependencyGraph, steps: list[Region | Eager], note: str
 ) -> None:
     def named(op: Op, verdict: Verdict) -> str:
-        where = f" at {op.line}" if op.line else ""
+        where = f" {ops.place(op)}" if ops.line(op) else ""
         return f"{op.name}{where}: {verdict.reason.value} ({verdict.detail})"
+
+    def follows(op: int, others: Set[int]) -> bool:
+        """Whether an op is eager only because it takes a number that one of the others makes."""
+        makers = [ops.made_by.get(name) for name in ops.ops[op].inputs]
+        found = any(ops.ops[other] is maker for other in others for maker in makers)
+        return found and verdicts[op].reason is Reason.RUNTIME_NUMBER
 
     following: dict[str, int] = {}  # by device, the next region
     for at in reversed(range(len(steps))):
@@ -411,6 +421,7 @@ def _say_why_regions_end(
             continue
         end = following.get(step.device, len(steps))
         blocking = _blocking(ops, graph, steps, at, end)
+        blocking = [op for op in blocking if not follows(op, {*blocking} - {op})] or blocking
         text = "; ".join(named(ops.ops[op], verdicts[op]) for op in blocking[:3])
         if len(blocking) > 3:
             text += f"; and {len(blocking) - 3} more"

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -11,10 +12,11 @@ from typing import Any
 
 import torch
 from thunder import CacheEntry
+from thunder.common import transform_to_torch_types
 from thunder.core import dtypes, prims
 from thunder.core.baseutils import build_callable
 from thunder.core.codeutils import SigInfo, module_shortname
-from thunder.core.compile_data import get_compile_data
+from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
@@ -60,6 +62,8 @@ from thunder.torch import (
     meta_adaptor,
     sum as torch_sum,
 )
+
+from thunder_cg.compat.torch import library_names
 
 # Traces
 
@@ -108,6 +112,12 @@ def without_copy(symbol: BoundSymbol) -> BoundSymbol:
     )
 
 
+def compilation_began() -> float:
+    """When Thunder began the compilation that runs on this thread, in seconds of ``time.perf_counter``; now if none."""
+    _, stats = _compile_data.get()
+    return float(stats.last_trace_tracing_start) / 1e9 if stats is not None else time.perf_counter()
+
+
 # Compiled modules
 
 # The module that was given to ``thunder.jit``.
@@ -128,6 +138,17 @@ dispatch_of: Callable[[ThunderModule], Callable[..., Any]] = attrgetter("_forwar
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
     """Puts another function in the place of the one that a compiled module calls."""
     module._forward_fn = forward
+
+
+def compile_failure(function: Any) -> str | None:
+    """What Thunder raised last while it compiled a module that has a `Dispatch`, and where; None if it did not."""
+    return getattr(getattr(function, "_forward_fn", None), "compile_failure", None)
+
+
+def computation_and_inputs(function: Any, args: Any, kwargs: Any) -> tuple[CacheEntry, Sequence[Any]]:
+    """The cache entry that a compiled function has for a call, compiled if need be, and what its computation gets."""
+    entry, inputs, _ = function._lc_cd.get_computation_and_inputs(*args, **kwargs)
+    return entry, inputs
 
 
 def drop_self_reference(function: Callable[..., Any]) -> None:
@@ -170,6 +191,20 @@ torch_executor_has: Callable[[str], bool] = _torch_executor.opmap.__contains__
 def torch_implementations() -> Mapping[Any, ImplInfo]:
     """What the torch executor has for each symbol but those that communicate, by the symbol's id."""
     return {id_: found for id_, found in _torch_executor.implmap.items() if not isinstance(id_, _Communication)}
+
+
+def name_of_operator(operator: Any) -> Any:
+    """The name that an operator has in traces, given as an object: a symbol, an operator of ``torch.library``, or a
+    function of PyTorch's that Thunder knows. Anything else is returned as it is.
+    """
+    if isinstance(operator, Symbol):
+        return f"{operator.executor.name}.{operator.id}" if operator.executor is not None else str(operator.id)
+    if names := library_names(operator):
+        return names[0]
+    if isinstance(operator, Hashable) and (symbol := _torch_to_thunder_function_map.get(operator)) is not None:
+        name = str(getattr(symbol, "id", None) or getattr(operator, "__name__", ""))
+        return f"torch.{name.rsplit('.', 1)[-1]}"
+    return operator
 
 
 def torch_operators() -> set[str]:

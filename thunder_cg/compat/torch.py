@@ -6,6 +6,8 @@ Functions that a steady call uses are PyTorch's own objects under another name: 
 from __future__ import annotations
 
 import enum
+import linecache
+import re
 import sys
 import types
 import unittest
@@ -25,6 +27,7 @@ from torch._C._dynamo import guards as _guards
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardManagerType
+from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
@@ -333,6 +336,20 @@ def is_cudagraph_unsafe(function: Any) -> bool:
     return isinstance(function, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in function.tags
 
 
+def library_names(function: Any) -> tuple[str, ...]:
+    """The names of an operator of ``torch.library``: "ns::op" and "torch.ops.ns.op"; () for anything else."""
+    if isinstance(function, CustomOpDef):
+        function = function._opoverload
+    if isinstance(function, torch._ops.OpOverload):
+        name, overload = function.overloadpacket._qualified_op_name, f".{function._overloadname}"
+    elif isinstance(function, torch._ops.OpOverloadPacket):
+        name, overload = function._qualified_op_name, ""
+    else:
+        return ()
+    whole = f"torch.ops.{name.replace('::', '.')}"
+    return (name, whole, name + overload, whole + overload) if overload else (name, whole)
+
+
 # Namespaces of PyTorch's own operators: those of the distributed ones communicate.
 _NAMESPACES = frozenset({
     "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "aten", "c10d", "fsdp", "inductor", "prims",
@@ -386,6 +403,30 @@ def dynamo_recompile_limit(limit: int) -> AbstractContextManager[None]:
 def optimize_ddp(yes: bool) -> AbstractContextManager[None]:
     """Whether Dynamo, where it compiles inside, cuts a DDP module's graph at its buckets to overlap their reduction."""
     return torch._dynamo.config.patch(optimize_ddp=yes)
+
+
+def autocast_dtype(device_type: str) -> str | None:
+    """The dtype that autocast uses on devices of this type on this thread, such as "bfloat16"; None if it is off."""
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+
+
+def stacks_of_generated_code(module: Any) -> dict[tuple[str, int], str]:
+    """For each line of the code of a module's FX graphs, by file name and number: the stack that Dynamo saw there.
+
+    A line assigns to a variable that has the name of its node.
+    """
+    graphs = module.modules() if isinstance(module, torch.fx.GraphModule) else ()
+    found = {}
+    for graph in (each for each in graphs if isinstance(each, torch.fx.GraphModule)):
+        file = type(graph).forward.__code__.co_filename
+        stacks = {node.name: node.stack_trace for node in graph.graph.nodes}
+        for number, line in enumerate(linecache.getlines(file), 1):
+            assigned = re.match(r"\s*(\w+)(\s*:[^=]*)?\s*=", line)
+            if assigned and (stack := stacks.get(assigned[1])):
+                found[file, number] = str(stack)
+    return found
 
 
 def forget_dynamic_sizes() -> None:

@@ -21,10 +21,10 @@ def check_versions() -> None:
 def check_version(package: str) -> None:
     """Raises :class:`VersionError` if the package is not installed, or is outside its range."""
     least, below = SUPPORTED[package]
+    supported = f">={least},<{below}"
     try:
         found = version(package)
     except PackageNotFoundError:
-        found = "not installed"
-    release = LooseVersion(found.split("+")[0])
-    if found == "not installed" or not LooseVersion(least) <= release < LooseVersion(below):
-        raise VersionError(package, found, f">={least},<{below}")
+        raise VersionError(package, None, supported) from None
+    if not LooseVersion(least) <= LooseVersion(found.split("+")[0]) < LooseVersion(below):
+        raise VersionError(package, found, supported)

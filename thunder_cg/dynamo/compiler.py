@@ -11,7 +11,9 @@ import torch
 from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.rewrites import rewrite
+from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
+from thunder_cg.report.programs import outside_of
 from thunder_cg.transform import cudagraph_transform
 
 
@@ -19,9 +21,21 @@ class Compiler(ThunderCompiler):
     """Gives Inductor less of a graph of Dynamo's than Thunder's own compiler does."""
 
     def __call__(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
+        """Compiles one of Dynamo's graphs.
+
+        Raises:
+            CaptureError: with ``strict="ops"``, Inductor got an operator of it.
+        """
         rewrite(module, self.thunder_options)
         with keeping_fallbacks(objections(module.graph)):
-            return super().__call__(module, *inputs)
+            compiled = super().__call__(module, *inputs)
+        options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
+        if any(getattr(each, "strict", None) == "ops" for each in options):
+            for outside in outside_of("the graph", self.subgraph_infos[-1]):
+                where = f"{outside.operator} at {outside.line or 'a line unknown to Dynamo'}"
+                problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
+                raise CaptureError(where, problem, "use an operator that Thunder traces", option='strict="ops"')
+        return compiled
 
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:

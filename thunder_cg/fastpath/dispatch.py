@@ -9,6 +9,7 @@ from weakref import WeakMethod, ref
 
 import torch
 
+from thunder_cg.analysis.sources import described
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import CacheEntry, ThunderModule, TraceCtx, connect_to_autograd, current_trace
 from thunder_cg.compat.torch import (
@@ -151,6 +152,7 @@ class Dispatch:
         self._calls: list[FastPath] = []  # of all entries
         self._unsupported: list[CacheEntry] = []
         self._statistics = compat.compile_stats(module)
+        self.compile_failure: str | None = None  # what Thunder raised last while it compiled, and where
         self._known = 0  # how many cache entries there were
         # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
         self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
@@ -171,7 +173,13 @@ class Dispatch:
         for entry in self._entries:
             entry.drop_caches()
         nodes = nodes_of(self._leaves())  # held until Thunder's own nodes hold them: see Note [Nodes without hooks]
-        result = self._thunders(*args, **kwargs)
+        failures = self._failures()
+        try:
+            result = self._thunders(*args, **kwargs)
+        except Exception as error:
+            if self._failures() > failures:
+                self.compile_failure = described(error)
+            raise
         del nodes
         self._build_fast_paths(args, kwargs)
         self._calls = [call for entry in self._certain() for call in entry.calls()]
@@ -182,6 +190,10 @@ class Dispatch:
         self._calls = []
         for entry in self._entries:
             entry.drop_discarded()
+
+    def _failures(self) -> int:
+        """How often Thunder has raised while it compiled, as it keeps what it has compiled."""
+        return self._statistics.cache_misses - len(self._statistics.interpreter_cache)
 
     def _leaves(self) -> Iterable[torch.Tensor]:
         """The parameters that Thunder's call may get a gradient for, if calls may get autograd nodes of ours."""

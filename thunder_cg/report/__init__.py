@@ -8,8 +8,11 @@ text (:mod:`text`, :mod:`terminal`), shown as HTML in a notebook (:mod:`html`, w
 calls do not change it.
 """
 
+from thunder_cg.report.breaks import GraphBreak
+from thunder_cg.report.causes import CauseReport
 from thunder_cg.report.collectives import CollectiveReport
 from thunder_cg.report.crossings import CrossingReport
+from thunder_cg.report.entries import InputReport, ShapesReport
 from thunder_cg.report.memory import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain
@@ -17,8 +20,11 @@ from thunder_cg.report.step import StepReport
 
 __all__ = [
     "ArenaMemory",
+    "CauseReport",
     "CollectiveReport",
     "CrossingReport",
+    "GraphBreak",
+    "InputReport",
     "MemoryPreview",
     "MemoryReport",
     "OpReport",
@@ -27,6 +33,7 @@ __all__ = [
     "RegionMemory",
     "RegionReport",
     "Report",
+    "ShapesReport",
     "StepReport",
     "TraceReport",
     "explain",

@@ -81,7 +81,8 @@ def _memory(ledger: MemoryReport) -> str:
 
 def _trace(trace: TraceReport) -> str:
     summary = f"<b>{escape(text.title(trace))}</b>: {escape(text.headline([trace]))}"
-    said = "<br>".join(map(escape, (text.calls(trace), *text.collectives(trace))))
+    made_for = [text.entry(trace)] if trace.kind == "forward" else []
+    said = "<br>".join(map(escape, (*made_for, text.calls(trace), *text.collectives(trace))))
     drawn = picture.render(trace)
     plan = f'<details><summary>Picture of the plan</summary><div class="plan">{drawn}</div></details>' if drawn else ""
     return f"<details open><summary>{summary}</summary><p>{said}</p>{plan}{''.join(_steps(trace))}</details>"

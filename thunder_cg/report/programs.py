@@ -7,8 +7,6 @@ the provenance of the trace that it returned. So nothing is registered anywhere,
 from __future__ import annotations
 
 import inspect
-import linecache
-import os
 import re
 import sys
 from collections import Counter
@@ -20,12 +18,13 @@ from typing import Any
 import thunder
 import torch
 
-from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.sources import called_from, user_frames
+from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
 from thunder_cg.errors import NotCompiledError
+from thunder_cg.report.breaks import GraphBreak, graph_breaks
 from thunder_cg.report.text import count
 from thunder_cg.runtime.program import Program
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
 
 
@@ -43,7 +42,7 @@ class Outside:
     """An operator in a graph of Dynamo's that Thunder does not trace, so that Inductor runs it and no trace has it.
 
     Attributes:
-        line: where the user called it, as "model.py:38", or None if that is unknown.
+        line: where the user called it, as "model.py:38, called from train.py:7", or None if that is unknown.
         count: how many calls are alike.
         cost: how many pieces the graph is cut into because of all such operators.
     """
@@ -61,12 +60,17 @@ class Found:
     """All programs, oldest first, each forward before its backward.
 
     Attributes:
-        calls: how often the function was called, as Thunder counts. With no programs, Thunder raised in these calls.
+        calls: how often the function was called, as Thunder counts; of Dynamo's graphs, all calls together.
+        failures: in how many of the calls Thunder raised while it compiled.
+        failure: what it raised last and where, of a module.
     """
 
     programs: tuple[Located, ...]
     calls: int = 0
+    failures: int = 0
+    failure: str | None = None
     outside: tuple[Outside, ...] = ()
+    breaks: tuple[GraphBreak, ...] = ()
 
 
 def locate(fn: Any, function: str = "explain") -> Found:
@@ -81,7 +85,7 @@ def locate(fn: Any, function: str = "explain") -> Found:
         programs = tuple(_in_caches(_name(fn), fn))
         if not programs and not _has_transform(thunder.list_transforms(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
-        return Found(programs, thunder.compile_stats(fn).calls)
+        return Found(programs, thunder.compile_stats(fn).calls, _failures(fn), compile_failure(fn))
     if (backend := _dynamo_backend(fn)) is None:
         raise NotCompiledError(fn, "Thunder did not compile this", function)
     if not _has_transform(backend.thunder_options.get("transforms") or ()):
@@ -93,18 +97,33 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
     programs: list[Located] = []
     outside: list[Outside] = []
+    breaks: list[GraphBreak] = []
+    calls = failures = 0
+    failure = None
     for number, graph in enumerate(backend.subgraph_infos):
         label = f"{_name(fn)}, graph {number}"
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
             programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
-        outside += _outside(label, graph)
-    return Found(tuple(programs), outside=tuple(outside))
+            calls += thunder.compile_stats(jitted).calls
+            failures += _failures(jitted)
+            failure = compile_failure(jitted) or failure
+        outside += outside_of(label, graph)
+        breaks += graph_breaks(label, graph)
+    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks))
 
 
-def _outside(label: str, graph: Any) -> Iterator[Outside]:
+def _failures(jitted: Any) -> int:
+    """In how many calls Thunder raised while it compiled: of what it compiled, it keeps all."""
+    stats = thunder.compile_stats(jitted)
+    keeps_all = thunder.compile_data(jitted).cache_option is not CACHE_OPTIONS.NO_CACHING
+    return stats.cache_misses - len(stats.interpreter_cache) if keeps_all else 0
+
+
+def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
-    lines = {node.name: _line(node.stack_trace) for node in graph.original_graph_module.graph.nodes}
+    nodes = graph.original_graph_module.graph.nodes
+    lines = {node.name: called_from(user_frames(node.stack_trace)) for node in nodes}
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
     cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
@@ -140,20 +159,27 @@ def understood(split: str) -> tuple[str, str, str]:
     return found["name"], operator, f"{found['before']}it{found['after']}".strip().rstrip(".")
 
 
-def _line(stack_trace: str | None) -> str | None:
-    """The innermost line of a stack trace that is not PyTorch's own, as "model.py:38"."""
-    frames = re.findall(r'File "([^"]+)", line (\d+)', stack_trace or "")
-    frames = [(file, line) for file, line in frames if not file.startswith(_TORCH)]
-    return f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else None
-
-
 def _in_caches(label: str, jitted: Any) -> Iterator[Located]:
     """The program of each trace: the one on the newest version that has one, as passes of Thunder's may follow."""
     for number, traces in enumerate(_trace_lists(thunder.compile_stats(jitted))):
         for versions in traces:
-            left = (getattr(t.get_provenance(), "program", None) for t in reversed(list(versions)) if t is not None)
-            if (program := next((p for p in left if isinstance(p, Program)), None)) is not None:
+            if (program := program_of(versions)) is not None:
                 yield Located(label, number, program)
+
+
+def program_of(versions: Iterable[Any]) -> Program | None:
+    """The program of a trace, given all that passes made of the trace."""
+    left = (getattr(t.get_provenance(), "program", None) for t in reversed([*versions]) if t is not None)
+    return next((program for program in left if isinstance(program, Program)), None)
+
+
+def jitted_parts(fn: Any) -> Iterator[Any]:
+    """The functions of Thunder's that a compiled function consists of: it itself, or those in Dynamo's graphs."""
+    if thunder.compile_stats(fn) is not None:
+        yield fn
+    elif (backend := _dynamo_backend(fn)) is not None:
+        for graph in backend.subgraph_infos:
+            yield from graph.thunder_compiled_fns or ()
 
 
 def _trace_lists(stats: Any) -> Iterator[tuple[Iterable[Any], Iterable[Any]]]:
@@ -197,10 +223,3 @@ def _name(fn: Any) -> str:
     original = getattr(fn, "_func", fn) if data is None else data.fn
     original = getattr(original, "_orig_mod", original)
     return getattr(original, "__qualname__", type(original).__name__)
-
-
-def source(op: Op) -> str | None:
-    """The text of the line that called the op: it says more than the file name that a notebook gives a cell."""
-    if op.line is None or (bound := op.symbol) is None:
-        return None
-    return linecache.getline(bound.source_filename, bound.source_positions.lineno).strip() or None

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, overload
 
+from thunder_cg.analysis.classify import names_of_ops, nearest, shown
 from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
+from thunder_cg.report.breaks import GraphBreak
+from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
 from thunder_cg.report.differences import Differences
+from thunder_cg.report.entries import InputReport, ShapesReport, inputs, shapes
 from thunder_cg.report.memory import MemoryReport
-from thunder_cg.report.programs import Located, Outside, locate, source
+from thunder_cg.report.programs import Located, Outside, locate
 from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.skip_reasons import FIXES
 from thunder_cg.step import GraphedStep
 
 
@@ -40,6 +47,7 @@ class OpReport:
     source: str | None
     region: str | None  # the name of the region that it is in, None if it is eager
     fused: tuple[str, ...]  # names of the ops inside a fusion
+    microseconds: float | None = None  # that it takes in one call, if it is eager and was measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +68,21 @@ class RegionReport:
     failure: str | None
     quarantined: bool = False
     verified: int = 0  # how many replays were compared with an eager run, which is `verify=`
+    capture_seconds: float = 0.0  # of all captures, on the host
+    # Where they were measured, of one call, in microseconds: the region, its ops run eagerly, what its copies take of
+    # it, and the eager ops between it and the next region.
+    microseconds: float | None = None
+    eager_microseconds: float | None = None
+    copy_microseconds: float | None = None
+    split_microseconds: float | None = None
     remark: str | None = None  # what that found besides: ops that are not deterministic, why a replay was not compared
+
+    @property
+    def pays(self) -> bool | None:
+        """Whether it takes less time than its ops run eagerly; None if that was not measured."""
+        if self.microseconds is None or self.eager_microseconds is None:
+            return None
+        return self.microseconds < self.eager_microseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +97,7 @@ class TraceReport:
     calls: int  # how often it ran
     eager_calls: int  # how often without graphs: warm-ups, and fallbacks
     fallbacks: Mapping[str, int]  # by their reasons
-    # Size of the arenas with its recordings. A backward shares its forward's, and several programs may share one, so
-    # they don't add up.
+    # Size of the arenas with its recordings. Programs share arenas, so these do not add up: `Report.memory.pools` does.
     arena_bytes: int
     fast_path_calls: int = 0  # calls that went around Thunder's dispatch
     no_fast_path: str | None = None  # why others did not
@@ -84,6 +105,18 @@ class TraceReport:
     remark: str | None = None  # what the user should know besides
     collectives: tuple[CollectiveReport, ...] = ()  # in the order in which the plan runs them
     crossings: tuple[CrossingReport, ...] = ()  # values that go from one step of the plan to another
+    fixes: Mapping[str, str] = field(default_factory=dict)  # what would change a reason of the fallbacks, where known
+    awaiting_capture: int = 0  # layouts of inputs that were warmed up, and are captured when they come again
+    inputs: tuple[InputReport, ...] = ()  # of a forward
+    training: bool | None = None  # the module's mode when it was compiled; None for functions and Dynamo's graphs
+    grad: bool = False  # whether gradients were enabled when it was compiled
+    autocast: str | None = None  # the dtype of the autocast that was active when it was compiled
+    compile_seconds: float = 0.0  # that Thunder took for the entry, forward and backward
+
+    @property
+    def capture_seconds(self) -> float:
+        """That all captures took."""
+        return sum(region.capture_seconds for region in self.regions)
 
     @property
     def captures(self) -> int:
@@ -108,7 +141,15 @@ class Report:
 
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
-    calls: int = 0  # of the function, as Thunder counts; it counts none that goes around its dispatch
+    causes: tuple[CauseReport, ...] = ()  # of eager ops, the most expensive first
+    shapes: tuple[ShapesReport, ...] = ()  # for which Thunder compiles anew
+    compile_failures: int = 0  # calls in which Thunder raised while it compiled
+    compile_failure: str | None = None  # what it raised last and where, of a module
+    # Names in the options allow= and deny= that no operator of the traces has: the option, the name, the nearest one.
+    unmatched: tuple[tuple[str, str, str | None], ...] = ()
+    clock: str | None = None  # the backend whose clock measured the times in it; None if none did
+    breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
+    calls: int = 0  # of the function, or of all of Dynamo's graphs, as Thunder counts
     memory: MemoryReport = field(default_factory=MemoryReport)  # the ledger
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,6 +190,16 @@ class Report:
         return html.render(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What `profile` measured of one program, in microseconds."""
+
+    regions: dict[str, float] = field(default_factory=dict)  # by name
+    eager_regions: dict[str, float] = field(default_factory=dict)  # with the region's ops in its place
+    copies: dict[str, float] = field(default_factory=dict)  # of as many bytes as a replay copies
+    ops: dict[int, float] = field(default_factory=dict)  # eager ones, by index
+
+
 @overload
 def explain(fn: GraphedStep) -> StepReport: ...
 @overload
@@ -169,19 +220,45 @@ def explain(fn: Any) -> Report | StepReport:
     """
     if isinstance(fn, GraphedStep):
         return StepReport.of(fn)
+    return report(fn)
+
+
+def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
+    """The report of a function, with times by the identity of programs if they were measured."""
     found = locate(fn)
-    memory = MemoryReport.of(found.programs)
-    return Report(tuple(map(_trace, found.programs)), found.outside, found.calls, memory)
+    traces = tuple(_trace(each, (times or {}).get(id(each.program), Times())) for each in found.programs)
+    programs = [located.program for located in found.programs]
+    forwards = [(t.function, p, t.inputs) for t, p in zip(traces, programs) if t.kind == "forward"]
+    return Report(
+        traces=traces,
+        outside=found.outside,
+        causes=causes(programs, {key: each.ops for key, each in times.items()} if times is not None else None),
+        clock=programs[0].backend.name if times and programs else None,
+        shapes=shapes(forwards),
+        memory=MemoryReport.of(found.programs),
+        unmatched=_unmatched(programs),
+        breaks=found.breaks,
+        compile_failures=found.failures,
+        compile_failure=found.failure,
+        calls=found.calls,
+    )
 
 
-def _trace(located: Located) -> TraceReport:
+def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None], ...]:
+    given = {(option, name) for p in programs for option in ("allow", "deny") for name in getattr(p.options, option)}
+    names = {name for program in programs for name in names_of_ops(program.ops)} if given else set()
+    missing = sorted((option, shown(name), nearest(name, names)) for option, name in given if name not in names)
+    return tuple(missing)
+
+
+def _trace(located: Located, times: Times) -> TraceReport:
     program = located.program
     return TraceReport(
         function=located.function,
         entry=located.entry,
         kind=program.kind,
-        ops=_ops(program),
-        regions=tuple(map(_region, program.regions)),
+        ops=_ops(program, times),
+        regions=tuple(_region(program, region, times) for region in program.regions),
         calls=program.calls,
         eager_calls=program.eager_calls,
         warm_ups=program.warm_ups,
@@ -192,16 +269,24 @@ def _trace(located: Located) -> TraceReport:
         arena_bytes=sum(arena.nbytes() for arena in program.arenas()),
         collectives=collectives(program),
         crossings=crossings(program),
+        fixes={reason: fix for reason in program.fallbacks if (fix := FIXES.get(reason))},
+        awaiting_capture=program.awaiting_capture,
+        inputs=inputs(program) if program.kind == "forward" else (),
+        training=program.compilation.training,
+        grad=program.compilation.grad,
+        autocast=program.compilation.autocast,
+        compile_seconds=program.compilation.seconds,
     )
 
 
-def _ops(program: Program) -> tuple[OpReport, ...]:
+def _ops(program: Program, times: Times) -> tuple[OpReport, ...]:
     """All ops, in the order in which the plan runs them."""
     regions = {index: region.name for region in program.regions for index in region.planned.ops}
-    return tuple(_op(program, index, regions.get(index)) for step in program.plan.steps for index in step.ops)
+    order = [index for step in program.plan.steps for index in step.ops]
+    return tuple(_op(program, index, regions.get(index), times.ops.get(index)) for index in order)
 
 
-def _op(program: Program, index: int, region: str | None) -> OpReport:
+def _op(program: Program, index: int, region: str | None, microseconds: float | None) -> OpReport:
     op, verdict = program.ops.ops[index], program.plan.verdicts[index]
     origin = program.ops.origin(op)
     return OpReport(
@@ -213,9 +298,10 @@ def _op(program: Program, index: int, region: str | None) -> OpReport:
         detail="; ".join([verdict.detail, *_failures(op)]),
         fix=verdict.fix,
         line=program.ops.line(op),
-        source=source(origin) if origin is not None else None,
+        source=origin.source if origin is not None else None,
         region=region,
         fused=tuple(sub.name for sub in op.subs) if op.is_fusion else (),
+        microseconds=microseconds,
     )
 
 
@@ -226,7 +312,7 @@ def _failures(op: Op) -> list[str]:
     return [f"Inductor cannot compile it, so it runs op by op: {failure}" for failure in failures]
 
 
-def _region(region: RuntimeRegion) -> RegionReport:
+def _region(program: Program, region: RuntimeRegion, times: Times) -> RegionReport:
     return RegionReport(
         name=region.name,
         device=region.planned.device,
@@ -235,8 +321,21 @@ def _region(region: RuntimeRegion) -> RegionReport:
         failure=region.failure,
         quarantined=region.disagreement is not None,
         remark=region.remark,
+        microseconds=times.regions.get(region.name),
+        eager_microseconds=times.eager_regions.get(region.name),
+        copy_microseconds=times.copies.get(region.name),
+        split_microseconds=_split(program, region, times),
         **asdict(region.stats),
     )
+
+
+def _split(program: Program, region: RuntimeRegion, times: Times) -> float | None:
+    """The time of the eager ops between a region and the next one."""
+    steps = program.plan.steps
+    at = next(i for i, step in enumerate(steps) if step is region.planned)
+    between = takewhile(lambda step: not isinstance(step, Region), steps[at + 1 :])
+    found = [times.ops[index] for step in between for index in step.ops if index in times.ops]
+    return sum(found) if found else None
 
 
 def _plain(value: Any) -> Any:

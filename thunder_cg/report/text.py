@@ -7,18 +7,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from thunder_cg.report.breaks import GraphBreak
+    from thunder_cg.report.causes import CauseReport
     from thunder_cg.report.collectives import CollectiveReport
+    from thunder_cg.report.entries import InputReport, ShapesReport
     from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.programs import Outside
-    from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
+    from thunder_cg.report.report import RegionReport, Report, TraceReport
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
-FAILED = (
-    "Thunder raised in each of {calls}, so nothing is compiled. Its error says where. For a branch on data, or for "
-    "`.tolist()`, use thunder_cg.thunderfx, which leaves that to Python; for an operator of torch.library, register it "
-    "with an executor of Thunder (README, Your own operators)."
+_TO_PYTHON = (
+    "for a branch on what a tensor holds, or for `.tolist()`, use thunder_cg.thunderfx, which leaves it to Python"
+)
+_TO_EXECUTOR = (
+    "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor of "
+    "Thunder's (README, Your own operator)"
 )
 
+CAUSES = "What is eager because of what, the most expensive first:"
+BREAKS = "Graph breaks, where Dynamo ends a graph and Python runs before the next one:"
 OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 
 
@@ -35,7 +42,21 @@ def opening(report: Report) -> str:
 
 def nothing(report: Report) -> str:
     """What to say of a function of which nothing is compiled."""
-    return FAILED.format(calls=count(report.calls, "call")) if report.calls else NOTHING_COMPILED
+    if not report.compile_failures:
+        return NOTHING_COMPILED
+    return f"Nothing is compiled. {' '.join(failures(report))}"
+
+
+def failures(report: Report) -> Iterator[str]:
+    """In how many calls Thunder could not compile the function, where, and what to try."""
+    if report.compile_failures:
+        said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
+        problem = report.compile_failure
+        yield f"{said}: {problem}." if problem else f"{said}; its error says where."
+        on_data = problem is None or any(each in problem for each in ("data dependen", "tolist", "bool"))
+        of_library = problem is None or any(each in problem for each in ("_ops", "not registered", "not yet supported"))
+        if tried := [text for text, fits in ((_TO_PYTHON, on_data), (_TO_EXECUTOR, of_library)) if fits]:
+            yield f"To try: {'; '.join(tried)}."
 
 
 def ran(report: Report) -> Iterator[str]:
@@ -45,14 +66,18 @@ def ran(report: Report) -> Iterator[str]:
         yield f"none, in {count(report.calls, 'call')}" if report.calls else "none"
         return
     said = []
+    graphs = len({trace.function for trace in having})
     for kind, noun in (("forward", "call"), ("backward", "backward")):
         of_kind = [trace for trace in having if trace.kind == kind]
         calls = sum(trace.calls for trace in of_kind)
         if calls:
-            said.append(f"{sum(trace.replays for trace in of_kind):,} of {count(calls, noun)}")
+            of = f" of {graphs} graphs" if graphs > 1 and kind == "forward" else ""
+            said.append(f"{sum(trace.replays for trace in of_kind):,} of {count(calls, noun)}{of}")
     yield f"{' and '.join(said)} replayed" if said else "no call yet"
     if said and (why := [*_not_replayed(having)]):
         yield f"Not replayed: {'; '.join(why)}"
+    for reason, fix in {reason: fix for trace in having for reason, fix in trace.fixes.items()}.items():
+        yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
 
 
 def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
@@ -61,8 +86,10 @@ def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
             yield count(number, noun)
     reasons = sum((Counter(trace.fallbacks) for trace in traces), Counter[str]())
     yield from (f"{times:,} x {reason}" for reason, times in reasons.most_common())
-    if not reasons and not any(trace.captures for trace in traces):
-        yield "the next call with inputs laid out like these captures"
+    if waiting := [trace for trace in traces if trace.awaiting_capture]:
+        entries = dict.fromkeys(f"{trace.function}, cache entry {trace.entry}," for trace in waiting)
+        of = f" of {' and of '.join(entries)}" if len(waiting) < len(traces) else ""
+        yield f"the next call{of} with inputs laid out like these captures"
 
 
 def headline(traces: Sequence[TraceReport]) -> str:
@@ -146,13 +173,20 @@ def region_counts(region: RegionReport) -> str:
     runs = ((region.captures, "capture"), (region.replays, "replay"), (region.eager_runs, "eager run"))
     said = ", ".join(count(number, noun) for number, noun in runs)
     said += f", {region.verified:,} verified" if region.verified else ""
-    return f"{said}; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
+    said = f"{said}; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
+    if region.microseconds is not None and region.eager_microseconds is not None:
+        gain = region.eager_microseconds - region.microseconds
+        said += f"; {region.microseconds:,.0f} µs as a graph, {region.eager_microseconds:,.0f} µs eagerly, "
+        said += f"so it {'saves' if gain > 0 else 'costs'} {abs(gain):,.0f} µs a call"
+        said += f"; its copies take {region.copy_microseconds:,.0f} µs" if region.copy_microseconds else ""
+    return said
 
 
 def notes(region: RegionReport) -> Iterator[str]:
     """Why it ended, why it runs eagerly, and what verification found."""
     if region.split:
-        yield f"ended by: {region.split}"
+        cost = f" ({region.split_microseconds:,.0f} µs of eager ops)" if region.split_microseconds is not None else ""
+        yield f"ended by{cost}: {region.split}"
     if region.failure:
         why = "quarantined" if region.quarantined else "as it could not be captured"
         yield f"runs eagerly, {why}: {region.failure}"
@@ -177,12 +211,95 @@ def _summary(report: Report) -> Iterator[str]:
     first, *rest = ran(report)
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
-    if eager := [op for trace in report.traces for op in trace.ops if op.verdict == "eager"]:
-        yield "Eager, and why:"
-        yield from _indent(_eager(eager))
+    yield from failures(report)
+    if report.causes:
+        yield CAUSES
+        yield from _indent(causes(report.causes))
+    yield from unmatched(report)
+    yield from measured(report)
+    yield from shapes(report.shapes)
+    if report.memory.pools:
+        yield f"Arenas hold {size(report.memory.pools)} in all; traces share them."
+    if report.breaks:
+        yield BREAKS
+        yield from _indent(breaks(report.breaks))
     if report.outside:
         yield OUTSIDE
         yield from _indent(outside(report.outside))
+
+
+def unmatched(report: Report) -> Iterator[str]:
+    """Names in options that no operator has."""
+    for option, name, close in report.unmatched:
+        hint = f"; did you mean {close!r}?" if close else ""
+        yield f"{option}= names {name}, and no operator of these traces has that name{hint}"
+
+
+def measured(report: Report) -> Iterator[str]:
+    """How times were measured, what regions save in a call, and which of them do not pay."""
+    if report.clock is None:
+        return
+    regions = [region for trace in report.traces for region in trace.regions if region.pays is not None]
+    as_graphs, eagerly = sum(_graph(region) for region in regions), sum(_eager(region) for region in regions)
+    how = "CUDA events" if report.clock == "cuda" else "the host's clock"
+    yield f"Measured with {how}: the regions take {as_graphs:,.0f} µs of a call as graphs, {eagerly:,.0f} µs eagerly."
+    if report.clock == "tape":
+        yield "The tape stands in for CUDA graphs and is slower than what it replays, so no region pays here."
+    elif losing := [region for region in regions if not region.pays]:
+        names = ", ".join(f"{r.name} ({_graph(r):,.0f} µs as a graph, {_eager(r):,.0f} µs eagerly)" for r in losing)
+        larger = "Larger ones pay more: remove what splits them, or leave their operators eager with deny="
+        yield f"Regions that do not pay: {names}. {larger}."
+
+
+def _graph(region: RegionReport) -> float:
+    return region.microseconds or 0.0
+
+
+def _eager(region: RegionReport) -> float:
+    return region.eager_microseconds or 0.0
+
+
+def shapes(parts: Sequence[ShapesReport]) -> Iterator[str]:
+    """Of each function that was compiled for several shapes: which inputs, how often, and what to do."""
+    for part in parts:
+        cost = f"each new shape compiles anew in Thunder ({part.seconds:.2f} s), warms up and captures"
+        fix = "pad to a few sizes, or drop_last=True in the DataLoader if only the last batch differs"
+        yield f"{part.function}: {part.shapes:,} shapes of {' and '.join(part.names)} so far; {cost}; {fix}"
+
+
+def entry(trace: TraceReport) -> str:
+    """What a forward was compiled for, how long that took, and how long its captures did."""
+    modes = {True: ["train mode"], False: ["eval mode"], None: []}[trace.training]
+    modes.append("gradients enabled" if trace.grad else "gradients disabled")
+    modes.append(f"autocast to {trace.autocast}" if trace.autocast else "no autocast")
+    took = [f"compiled in {trace.compile_seconds:.2f} s"]
+    took += [f"captures took {trace.capture_seconds:.3f} s"] if trace.capture_seconds else []
+    said = [", ".join([*map(_input, trace.inputs[:4]), *([f"{len(trace.inputs) - 4} more"] * (len(trace.inputs) > 4))])]
+    return "; ".join([f"for {said[0]}" if trace.inputs else "for no tensors", ", ".join(modes), ", ".join(took)])
+
+
+def _input(brought: InputReport) -> str:
+    strides = " or ".join(map(_tuple, brought.strides[:4]))
+    return f"{brought.name} {brought.dtype} {_tuple(brought.shape)}" + (f" with strides {strides}" if strides else "")
+
+
+def _tuple(sizes: Sequence[int | None]) -> str:
+    """As Python writes it: (2, 4), (2,), and a question mark for what is known only at run time."""
+    return str(tuple(sizes)).replace("None", "?")
+
+
+def breaks(parts: Sequence[GraphBreak]) -> Iterator[str]:
+    """One entry for all that are alike: compiled again for other inputs, a function breaks at the same lines."""
+    alike: dict[tuple[str | None, ...], list[GraphBreak]] = {}
+    for part in parts:
+        alike.setdefault((part.line, part.source, part.reason), []).append(part)
+    for first, *others in alike.values():
+        times = f" x{len(others) + 1}" if others else ""
+        yield f"{first.line or 'a line unknown to Dynamo'}{times}, after {first.function}: {first.reason}"
+        if first.source:
+            yield f"    in: {first.source}"
+        if first.fix:
+            yield f"    to change it: {first.fix}"
 
 
 def outside(parts: Sequence[Outside]) -> Iterator[str]:
@@ -197,24 +314,23 @@ def outside(parts: Sequence[Outside]) -> Iterator[str]:
             yield f"    {part.operator}{times} at {part.line or 'a line unknown to Dynamo'}: {part.reason}"
 
 
-def _eager(ops: Iterable[OpReport]) -> Iterator[str]:
-    """One entry for all ops that are alike, as one line in twelve layers is; the detail is the first one's."""
-    alike: dict[tuple[str | None, ...], list[OpReport]] = {}
-    for op in ops:
-        alike.setdefault((op.name, op.line, op.source, op.reason, op.fix), []).append(op)
-    for first, *others in alike.values():
-        line = first.line or "a line unknown to Thunder"
-        where = line if line.startswith("near ") else f"at {line}"
-        yield f"{first.name}{f' x{len(others) + 1}' if others else ''} {where}: {first.reason}"
-        if first.source:
-            yield f"    in: {first.source}"
-        yield f"    why: {first.detail}"
-        if first.fix:
-            yield f"    to change it: {first.fix}"
+def causes(parts: Sequence[CauseReport]) -> Iterator[str]:
+    """An entry for each root cause: what it does, why, and what would change it."""
+    for part in parts:
+        regions = f", adds {count(part.added_regions, 'region')}" if part.added_regions else ""
+        cost = f", costs {part.microseconds:,.0f} µs a call" if part.microseconds is not None else ""
+        yield f"{part.name} {part.place} makes {count(part.eager_ops, 'op')} eager{regions}{cost}: {part.reason}"
+        if part.source:
+            yield f"    in: {part.source}"
+        yield f"    why: {part.detail}"
+        if part.fix:
+            yield f"    to change it: {part.fix}"
 
 
 def _trace(trace: TraceReport) -> Iterator[str]:
     yield f"{title(trace)}: {headline([trace])}"
+    if trace.kind == "forward":
+        yield f"  {entry(trace)}"
     yield f"  {calls(trace)}"
     yield from _indent(collectives(trace))
     for region in trace.regions:

@@ -116,6 +116,19 @@ class Pool(Protocol):
         """Gives the pool's memory back. No graph recorded in it may be replayed afterwards."""
 
 
+class Timer(Protocol):
+    """Times what runs between marks, as the device does it if the backend can tell."""
+
+    def start(self) -> None:
+        """Begins a run. It waits for nothing, so that runs follow one another as calls do."""
+
+    def mark(self) -> None:
+        """Ends what has run since the mark before, or the start: on CUDA an event on the device's current stream."""
+
+    def runs(self) -> list[list[float]]:
+        """Of each run since this was asked last: the times up to each mark, since the mark before, in microseconds."""
+
+
 class Backend(Protocol):
     """What can capture and replay."""
 
@@ -159,6 +172,9 @@ class Backend(Protocol):
         The node of Thunder's backward tells autograd no stream. So autograd takes the gradients to be made on the
         default stream, and has the streams of the nodes that accumulate them wait for that one.
         """
+
+    def timer(self, device: torch.device) -> Timer:
+        """A new timer, for what the calling thread runs on ``device``."""
 
     def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
         """After a replay that communicates: if it never ends, the process does, with a message."""

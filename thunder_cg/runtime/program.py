@@ -7,7 +7,7 @@ import logging
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
 from operator import or_
 from typing import Any
@@ -26,10 +26,11 @@ from thunder_cg.runtime.agreement import DESTROYED, Collectives
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode, SavedState
+from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 from thunder_cg.runtime.region import LEAF, RuntimeRegion
-from thunder_cg.runtime.tensors import is_leaf_with_grad, is_plain, layout
+from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout
 from thunder_cg.runtime.verifier import Verifier
 
 _logger = logging.getLogger(__name__)
@@ -73,8 +74,10 @@ class Program:
         arenas: Arenas,
         forward: Program | None,
         warned: set[str],
+        compilation: Compilation,
     ) -> None:
         self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
+        self.aliasing, self.compilation = aliasing, compilation
         self.label, self._warned = f"{name}, {kind}", warned
         self.options, self.backend, self.verifier = options, backend, verifier
         self.calls = self.eager_calls = self.warm_ups = 0
@@ -85,7 +88,8 @@ class Program:
         self.samples = isinstance(options.verify, int)
         self.verify_after = 0 if self.samples else sys.maxsize  # so many calls; then the next replay is verified
         self._is_quarantined = False
-        self._warm: set[Any] = set()
+        self._warm: dict[Any, None] = {}  # layouts that were warmed up, in their order
+        self._captured: set[Any] = set()  # of those that are warm
         self._forward = forward
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
@@ -141,7 +145,7 @@ class Program:
         self._keyed = [i for i, name in enumerate(self.inputs) if name not in in_pool]
         self.refuses_leaves = any(map(_writes_with_grad, ops.ops))
         for index, region in enumerate(self.regions):
-            region.index = index
+            region.index, region.describe = index, ops.described
             region.refuses_leaves = self.refuses_leaves
             region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
             in_pool |= region.stays
@@ -176,9 +180,9 @@ class Program:
     def _begin(self, inputs: list[torch.Tensor]) -> Call:
         self.calls += 1
         if (reason := self.skip_reason()) is not None:
-            return Call(self).run_eagerly(reason, strict=False)
+            return Call(self).run_eagerly(reason)
         if self.collectives is not None and not self.collectives.are_alive():
-            return Call(self).run_eagerly(DESTROYED, strict=False)
+            return Call(self).run_eagerly(DESTROYED)
         for recording in self.recordings:
             assert recording.forward is not None
             if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
@@ -187,7 +191,7 @@ class Program:
                 call.verifies = self._is_due()
                 return call
         if skip_reasons.is_held_back():
-            return Call(self).run_eagerly(skip_reasons.IN_STEP, strict=False)
+            return Call(self).run_eagerly(skip_reasons.IN_STEP)
         if (reason := self._unsupported(inputs)) is not None:
             return Call(self).run_eagerly(reason)
         call = Call(self)
@@ -214,16 +218,16 @@ class Program:
         self._pair._waiting.discard(call)
         call.program = self
         if call.arena is None:
-            return Call(self).run_eagerly(skip_reasons.FORWARD_WAS_EAGER, strict=False)
+            return Call(self).run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if self.collectives is not None and not self.collectives.are_alive():
-            return call.run_eagerly(DESTROYED, strict=False)
+            return call.run_eagerly(DESTROYED)
         call.arena.enter()
         if backward_keeps_graph():  # the call keeps its arena for the next backward
-            return Call(self).run_eagerly(skip_reasons.RETAINED, strict=False)
+            return Call(self).run_eagerly(skip_reasons.RETAINED)
         if call.mode is Mode.EAGER:
-            return call.run_eagerly(skip_reasons.FORWARD_WAS_EAGER, strict=False)
+            return call.run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if skip_reasons.is_watched():
-            return call.run_eagerly(skip_reasons.WATCHED, strict=False)
+            return call.run_eagerly(skip_reasons.WATCHED)
         if call.recording is not None:
             for trace in call.recording.backwards:
                 if trace.guard.holds(inputs) and call.allocates_in(trace.scratch):
@@ -244,7 +248,7 @@ class Program:
         if recording.backwards and not recording.keeps_saved:  # what the forward saved may have been reused
             self._pair._backward_varies = True
             self._pair.drop(recording, "its backward gets gradients that are laid out in another way")
-            self._warm.add(self._key(inputs))
+            self._warm[self._key(inputs)] = None
             self._count_moves(recording.backwards, inputs)
             reason = "the backward's inputs are not laid out as when it was captured, so both are captured anew"
             return call.run_eagerly(reason, strict=False)
@@ -282,9 +286,8 @@ class Program:
                 self._pair._used_scratch.append(scratch)
 
     def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
-        key = self._key(inputs)
-        if key not in self._warm:
-            call.key = key
+        call.key = self._key(inputs)
+        if call.key not in self._warm:
             return call.enter(Mode.WARMUP)
         assert call.arena is not None
         if call.recording is None:
@@ -375,22 +378,27 @@ class Program:
             self.verify_after = self.calls + self.options.verify - 1
 
     def raise_if_strict(self, reason: str) -> None:
-        if self.options.strict:
-            fix = "mend that (print(explain(fn)) has the plan)"
+        if self.options.strict and reason not in skip_reasons.HELD_ELSEWHERE:
+            fix = skip_reasons.FIXES.get(reason, "mend that (print(explain(fn)) has the plan)")
             raise CaptureError(f"{self.kind} call {self.calls}", reason, fix)
+
+    @property
+    def awaiting_capture(self) -> int:
+        """How many layouts of inputs were warmed up, and are captured when they come again."""
+        return len(self._warm.keys() - self._captured)
 
     def _unsupported(self, inputs: Sequence[Any]) -> str | None:
         """Why no graph can ever be right for these inputs."""
         for name, tensor in zip(self.inputs, inputs):
             if not is_plain(tensor):
-                return f"input {name!r} is a {type(tensor).__name__}, not a plain tensor"
+                return f"{self.ops.described(name)} is a {type(tensor).__name__}, not a plain tensor"
             if tensor is not None and (is_zero_tensor(tensor) or not has_storage(tensor)):
-                return f"input {name!r} is a {tensor.layout} tensor without memory of its own"
+                return f"{self.ops.described(name)} is a {tensor.layout} tensor without memory of its own"
         if self.written:
             static = {i for i, is_static in enumerate(self._static) if is_static}
             if not OverlapGuard.of(inputs, static, self.written).admits(inputs):
-                names = ", ".join(repr(self.inputs[i]) for i in sorted(self.written)[:3])
-                return f"an input that is written in place ({names}) shares memory with another; pass separate tensors"
+                names = ", ".join(self.ops.described(self.inputs[i]) for i in sorted(self.written)[:3])
+                return f"{names}, written in place, shares memory with another; pass separate tensors"
             if self.refuses_leaves and any(is_leaf_with_grad(inputs[i]) for i in self.written):
                 return LEAF
         return None
@@ -439,9 +447,11 @@ class Program:
         if call.mode is Mode.WARMUP:
             if len(self._warm) >= _MAX_LAYOUTS:
                 self._warm.clear()
-            self._warm.add(call.key)
+                self._captured.clear()
+            self._warm[call.key] = None
             self._fits(call)
         elif call.mode is Mode.CAPTURE:
+            self._captured.add(call.key)
             recording, trace = call.recording, call.trace
             assert recording is not None and trace is not None
             if self._pair is self:
@@ -574,6 +584,11 @@ class Program:
                 if (graph := trace.graphs[index]) is not None:
                     return graph
         return None
+
+    def layouts(self) -> Iterator[Mapping[str, Layout]]:
+        """The inputs of each call that was warmed up, without those that an earlier region made."""
+        names = [self.inputs[i] for i in self._keyed]
+        yield from (dict(zip(names, layouts)) for _, layouts in self._warm)
 
 
 def _no_fast_paths() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import linecache
 import re
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ class Stats:
     bytes_in: int = 0
     bytes_out: int = 0
     verified: int = 0
+    capture_seconds: float = 0.0  # of all captures, on the host
 
 
 class RuntimeRegion:
@@ -77,6 +79,7 @@ class RuntimeRegion:
         self._twice = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
         self.communicates = any(op.communicates for op in ops)
         self.index = 0  # in the program
+        self.describe: Callable[[str], str] = "input {!r}".format  # says of a value of the trace what the user calls it
         self.refuses_leaves = False  # whether PyTorch refuses its writes to leaves that require grad
         self.aliased_in_pool: list[int] = []  # inputs in the pool that results may be views of
         self.stats = Stats()
@@ -100,13 +103,17 @@ class RuntimeRegion:
                 call.run_eagerly(f"{self.name} is quarantined", strict=False)
             elif graph is not None:
                 if graph.admits(args):
+                    verifies = call.verifies and not self.communicates
                     try:
-                        verifies = call.verifies and not self.communicates
                         results = self._verify(call, graph, args) if verifies else graph.replay(args)
                         self.stats.replays += 1
                         return results
                     except ReplayRefused as error:
                         call.run_eagerly(f"{self.name} could not be replayed: {_sentence(error)}")
+                    except Exception as error:
+                        if not verifies:
+                            self._note_replay(error)
+                        raise
                 else:
                     assert call.recording is not None
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
@@ -279,7 +286,10 @@ class RuntimeRegion:
         in_pool, before = self._in_pool(call, args), (self.failure, self.tries)
         try:
             self._agree(call, self._before, args)
-            return self._record(call, args)
+            began = time.perf_counter()
+            results = self._record(call, args)
+            self.stats.capture_seconds += time.perf_counter() - began
+            return results
         except _Executed as error:
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
@@ -321,7 +331,7 @@ class RuntimeRegion:
     def _fail(self, call: Call, error: Exception) -> None:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
         op = self._failing_op(error)
-        text = f"{op.name} at {call.program.ops.line(op) or 'an unknown line'}: " if op is not None else ""
+        text = f"{op.name} {call.program.ops.place(op)}: " if op is not None else ""
         text += _sentence(error)
         may_pass = _is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
         if isinstance(error, RanksDiffer):
@@ -336,9 +346,15 @@ class RuntimeRegion:
     def _name_failing_op(self, call: Call, error: Exception) -> None:
         """Notes on an error that goes to the user which op of the region raised it."""
         op = self._failing_op(error)
-        if op is not None and hasattr(error, "add_note"):  # Python 3.11
-            line = call.program.ops.line(op) or "an unknown line"
-            error.add_note(f"{op.name} at {line} raised this, in {self.name}. It ran as without CUDA graphs.")
+        if op is not None:
+            fails = "No graph ran it, so it fails without CUDA graphs, too."
+            if _is_out_of_memory(error) and call.mode in (Mode.WARMUP, Mode.CAPTURE):
+                fails = "Its memory was to be in a pool of CUDA graphs. Without them, it may fit."
+            _note(error, f"{op.name} {call.program.ops.place(op)} raised this, in {self.name}. {fails}")
+
+    def _note_replay(self, error: Exception) -> None:
+        ran = "In the warm-up its operators ran without the graph, so they do not fail without CUDA graphs."
+        _note(error, f"A replay of the graph of {self.name} raised this. {ran}")
 
     def _failing_op(self, error: BaseException) -> Op | None:
         """The op of the region that raised the error, if it was one of them."""
@@ -384,6 +400,7 @@ class RuntimeRegion:
         except ReplayRefused:
             raise
         except Exception as error:
+            self._note_replay(error)
             raise _Executed from error
         for i in graph.outputs.fixed:
             call.owned[self.io.outputs[i].name] = produced[i]
@@ -462,19 +479,19 @@ class RuntimeRegion:
     def _check_inputs(self, args: Sequence[Any], static: frozenset[int]) -> None:
         for i, (name, arg) in enumerate(zip(self.input_names, args)):
             if not is_plain(arg):
-                raise TypeError(f"input {name!r} is a {type(arg).__name__}, not a plain tensor")
+                raise TypeError(f"{self.describe(name)} is a {type(arg).__name__}, not a plain tensor")
             # The seed of an attention that ran without a graph is on the host, whatever the trace says.
             if arg is not None and arg.device != self.device:
-                raise CaptureRefused(f"input {name!r} is on {arg.device}, and the graph on {self.device}")
+                raise CaptureRefused(f"{self.describe(name)} is on {arg.device}, and the graph on {self.device}")
             if i in self.written and i not in static and overlaps_itself(arg):
-                raise ValueError(f"input {name!r} is written in place and overlaps itself")
+                raise ValueError(f"{self.describe(name)} is written in place and overlaps itself")
         if self.written and not OverlapGuard.of(args, set(static), self.written).admits(args):
             raise ValueError("an input that is written in place shares memory with another")
 
     def _check_results(self, results: Sequence[Any]) -> None:
         for output, result in zip(self.io.outputs, results):
             if is_sparse(result):
-                problem = f"result {output.name!r} has the layout {result.layout}, which no replay can fill"
+                problem = f"{self.describe(output.name)} has the layout {result.layout}, which no replay can fill"
                 raise CaptureRefused(problem)
 
 
@@ -495,6 +512,11 @@ def copy_out(*tensors: Any) -> list[Any]:
         Outputs([tensor], (), [True], device, torch.Tensor.detach).deliver_owned(results, ())
         copies += results
     return copies
+
+
+def _note(error: Exception, said: str) -> None:
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(said)
 
 
 def _memory(value: Any) -> int:

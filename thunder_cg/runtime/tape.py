@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -78,8 +80,28 @@ class TapeBackend:
     def order_gradients(self) -> None:
         """A CPU has no streams."""
 
+    def timer(self, device: torch.device) -> HostTimer:
+        return HostTimer()
+
     def watch_collectives(self, groups: Sequence[distributed.ProcessGroup]) -> None:
         """A replay waits for its collectives, and torch for the other ranks."""
+
+
+class HostTimer:
+    """The host's clock: on a CPU, an operator has run when its call returns."""
+
+    def __init__(self) -> None:
+        self._runs: list[list[int]] = []
+
+    def start(self) -> None:
+        self._runs.append([time.perf_counter_ns()])
+
+    def mark(self) -> None:
+        self._runs[-1].append(time.perf_counter_ns())
+
+    def runs(self) -> list[list[float]]:
+        runs, self._runs = self._runs, []
+        return [[(later - earlier) / 1000 for earlier, later in pairwise(run)] for run in runs]
 
 
 def _itself(future: Any) -> Any:

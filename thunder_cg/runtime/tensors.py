@@ -37,8 +37,11 @@ def is_leaf_with_grad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.is_leaf and tensor.requires_grad
 
 
-def layout(tensor: torch.Tensor | None) -> tuple[Any, ...]:
-    """What kernels can see of a tensor besides its address and its values."""
+Layout = tuple[Any, ...]
+
+
+def layout(tensor: torch.Tensor | None) -> Layout:
+    """What kernels can see of a tensor besides its address and its values: size, strides, dtype, device and more."""
     if tensor is None:
         return ()
     kind = tuple(tensor.size()), tensor.stride(), tensor.dtype, tensor.device, tensor.data_ptr() % ALIGNMENT

@@ -55,9 +55,10 @@ class Compared:
     kind: str  # "result", "written input" or "generator"
     index: int
     name: str
+    described: str  # as the user knows it
 
     def __str__(self) -> str:
-        return f"the state of the {self.name}" if self.kind == "generator" else f"{self.kind} {self.name!r}"
+        return f"written {self.described}" if self.kind == "written input" else self.described
 
 
 @dataclass(slots=True)
@@ -100,7 +101,9 @@ class Trial:
         self._hashes_before = self._hash_others()
         of_device = torch.cuda.default_generators if region.device.type == "cuda" else [torch.default_generator]
         self._generators = [of_device[region.device.index or 0]] if may_draw else []  # states of these are compared
-        self.generators = [Compared("generator", 0, f"{g.device} generator") for g in self._generators]
+        self.generators = [
+            Compared("generator", 0, str(g.device), f"the state of the {g.device} generator") for g in self._generators
+        ]
         self._before = self._states()
         self._left: list[torch.Tensor] | None = self._before  # by the last run; None: it did not come to its end
 
@@ -230,8 +233,11 @@ class Trial:
 
     def differing(self, eager: Run, replayed: Run) -> list[Compared]:
         """Where two runs differ."""
-        compared = [Compared("result", i, output.name) for i, output in enumerate(self.region.io.outputs)]
-        compared += [*(Compared("written input", i, self._inputs[i]) for i in self._written), *self.generators]
+        described, inputs = self.region.describe, self._inputs
+        results = [each.name for each in self.region.io.outputs]
+        compared = [Compared("result", i, name, described(name)) for i, name in enumerate(results)]
+        compared += [Compared("written input", i, inputs[i], described(inputs[i])) for i in self._written]
+        compared += self.generators
         return [of for of in compared if not self._agree(of, eager, replayed)]
 
     def _agree(self, of: Compared, eager: Run, replayed: Run) -> bool:

@@ -68,7 +68,7 @@ class ReplayVerifier:
             replayed = trial.without_running()
             trial.adopt(eager, replayed, has_run=False, wholly=True)
             op = next((op for op in trial.region.ops if silently in op.inputs), None)
-            difference = f"input {silently!r} is written by an operator that does not say so"
+            difference = f"{self._ops.described(silently)} is written by an operator that does not say so"
             return Outcome(replayed.results, Disagreement(op, difference, self._where(op)))
         replayed = trial.replay()
         differing = trial.differing(eager, replayed)
@@ -150,8 +150,7 @@ class ReplayVerifier:
         return ancestors
 
     def _where(self, op: Op | None) -> str:
-        line = (op and self._ops.line(op)) or "at a line unknown to Thunder"
-        return line if line.startswith(("near ", "at ")) else f"at {line}"
+        return self._ops.place(op) if op is not None else "at a line unknown to Thunder"
 
 
 def _memory_of(source: str | None) -> str:

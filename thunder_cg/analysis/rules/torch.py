@@ -68,8 +68,7 @@ _SOLVER = Cause(Reason.HOST_SYNC,
     "move the decomposition out of the compiled function, or off the hot path", "MAGMA, cuSOLVER")
 _COPIES_NUMBERS = Cause(Reason.HOST_SYNC,
     "it copies numbers from Python to the device, and a graph would replay the copy from memory that is gone",
-    "make the tensor once, outside of the compiled function, or with torch.full or torch.arange; "
-    "batch_norm_gather_stats_with_counts takes one")
+    "make the tensor once, outside of the compiled function, or with torch.full or torch.arange")
 _READS_RANGE = Cause(Reason.HOST_SYNC, "it reads its input's range or parameters on the host",
     "give the range in other ops")
 _SEED_ON_HOST = Cause(Reason.RANDOM_STATE, "it takes the generator's seed and offset as numbers on the host",
@@ -303,7 +302,9 @@ RULES: tuple[Rule, ...] = (
     *_rows("ldl_factor ldl_factor_ex ldl_solve", _SOLVER, evidence=MEASURED_ON_GPU, derivative=_UNMEASURED),
     *_rows("new_tensor tensor", _COPIES_NUMBERS),
     *_rows("unravel_index", _COPIES_NUMBERS, derivative=_UNMEASURED),
-    *_rows("batch_norm_gather_stats", _COPIES_NUMBERS, writes=ALL, derivative=_UNMEASURED),
+    *_rows("batch_norm_gather_stats",
+           replace(_COPIES_NUMBERS, fix="call batch_norm_gather_stats_with_counts, which takes a tensor"),
+           writes=ALL, derivative=_UNMEASURED),
     *_rows("fake_quantize_per_channel_affine", _READS_RANGE, evidence=MEASURED_ON_GPU, derivative=_UNMEASURED),
     *_rows("ops.rngprims.philox_rand", _SEED_ON_HOST, evidence=NOT_MEASURED),
     *_rows("get_and_update_rng_state_impl", _SEED_ON_HOST, draws=True, derivative=_but(draws=False)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -58,6 +59,35 @@ class CudaBackend:
         if current != default and not self.busy():  # inside a capture, no stream outside may wait
             default.wait_stream(current)
 
+    def timer(self, device: torch.device) -> EventTimer:
+        return EventTimer(device)
+
     def watch_collectives(self, groups: Sequence[ProcessGroup]) -> None:
         index = torch.cuda.current_device()
         watchdog(index).watch(groups, torch.cuda.current_stream(index))
+
+
+class EventTimer:
+    """CUDA events on the current stream of a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._runs: list[list[torch.cuda.Event]] = []
+        self._unused: list[torch.cuda.Event] = []
+
+    def start(self) -> None:
+        self._runs.append([])
+        self.mark()
+
+    def mark(self) -> None:
+        event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._runs[-1].append(event)
+
+    def runs(self) -> list[list[float]]:
+        runs, self._runs = self._runs, []
+        if runs:
+            runs[-1][-1].synchronize()
+        times = [[earlier.elapsed_time(later) * 1000 for earlier, later in pairwise(run)] for run in runs]
+        self._unused += [event for run in runs for event in run]
+        return times

@@ -1,0 +1,98 @@
+"""profile: times of regions and eager ops, in the report's own words."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import thunder
+import torch
+from torch import nn
+
+from thunder_cg import NotCompiledError, explain, profile, thunderfx
+from thunder_cg.report import Report
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.add_(1)
+        y = torch.tanh(self.first(x)) * 2
+        y = y * y.sum().item()
+        return torch.tanh(self.second(y)), (y > 0).sum()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_each_region_and_each_eager_op_is_timed(transform, device, backend, trains):
+    net = thunder.jit(Net().to(device).requires_grad_(trains), transforms=[transform()])
+    report = profile(net, torch.ones(2, 4, device=device))
+    assert [trace.kind for trace in report.traces] == ["forward", "backward"][: 1 + trains]
+    assert report.clock == backend and all(p.grad is None for p in net.parameters())
+    for trace in report.traces:
+        assert len(trace.regions) == 2 and not trace.fallbacks
+        assert all(region.microseconds > 0 and region.eager_microseconds > 0 for region in trace.regions)
+        assert all(
+            (region.copy_microseconds > 0) == bool(region.bytes_in + region.bytes_out) for region in trace.regions
+        )
+        eager = [op for op in trace.ops if op.verdict == "eager"]
+        assert all(op.microseconds > 0 for op in eager)
+        assert all(op.microseconds is None for op in trace.ops if op.verdict != "eager")
+        first, second = trace.regions
+        assert first.split_microseconds == pytest.approx(sum(op.microseconds for op in eager))
+        assert second.split_microseconds is None and first.replays > 20 and first.captures == 1
+    (cause,) = report.causes
+    splits = sum(trace.regions[0].split_microseconds for trace in report.traces)
+    assert cause.microseconds == pytest.approx(splits) and cause.added_regions == len(report.traces)
+    said = f"Tensor.item {cause.place} makes {cause.eager_ops} ops eager, adds {count(cause.added_regions)}, costs "
+    assert said in str(report) and said in report._repr_html_()
+    assert explain(net).clock is None and explain(net).causes[0].microseconds is None
+    assert float(net.get_buffer("calls")) > 40  # what the calls write is written
+
+
+def count(regions: int) -> str:
+    return f"{regions} region" + "s" * (regions > 1)
+
+
+def test_each_of_dynamos_graphs_is_timed(transform, backend, device):
+    def broken(x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x) * 2
+        torch._dynamo.graph_break()
+        return torch.tanh(y) * 3
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compiled = thunderfx(broken, backend=backend)
+        report = profile(compiled, torch.ones(3, device=device))
+    torch._dynamo.reset()
+    regions = [region for trace in report.traces for region in trace.regions]
+    assert len(regions) == 2 and all(region.microseconds > 0 for region in regions)
+
+
+def test_what_the_times_say(report: Report) -> None:
+    (trace,) = report.traces
+    one, other = trace.regions
+    slow = replace(other, failure=None, microseconds=30.0, eager_microseconds=12.4, copy_microseconds=0.0)
+    fast = replace(one, microseconds=20.0, eager_microseconds=1234.0, copy_microseconds=5.0, split_microseconds=140.0)
+    assert (fast.pays, slow.pays, one.pays) == (True, False, None)
+    measured = replace(report, traces=(replace(trace, regions=(fast, slow)),), clock="cuda")
+    for said in (str(measured), measured._repr_html_()):
+        assert "Measured with CUDA events: the regions take 50 µs of a call as graphs, 1,246 µs eagerly." in said
+        assert "Regions that do not pay: CUDAGraph2 (30 µs as a graph, 12 µs eagerly)." in said
+        assert "; 20 µs as a graph, 1,234 µs eagerly, so it saves 1,214 µs a call; its copies take 5 µs" in said
+        assert "; 30 µs as a graph, 12 µs eagerly, so it costs 18 µs a call" in said
+        assert "ended by (140 µs of eager ops): Tensor.item at model.py:14" in said
+    on_tape = str(replace(measured, clock="tape"))
+    assert "The tape stands in for CUDA graphs and is slower" in on_tape and "do not pay" not in on_tape
+
+
+def test_what_is_not_compiled_is_not_called() -> None:
+    def never(x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("called")
+
+    with pytest.raises(NotCompiledError):
+        profile(never, torch.ones(1))

@@ -1,0 +1,118 @@
+"""allow= and deny= take an operator of torch.library, or the operator itself, in each form that a user may write."""
+
+from __future__ import annotations
+
+import pytest
+import thunder
+import torch
+from thunder.core.proxies import TensorProxy
+from thunder.extend import OperatorExecutor
+
+from thunder_cg import OptionError, cudagraph_transform, explain, thunderfx
+
+
+@torch.library.custom_op("thunder_cg_names::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@double.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def clip(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + x.abs())
+
+
+mine = OperatorExecutor("names_ex")
+soft_clip = mine.register_operator("soft_clip", meta=lambda x: TensorProxy(like=x), fn=clip)
+
+PACKET = torch.ops.thunder_cg_names.double
+LIBRARY = [
+    *("thunder_cg_names::double", "torch.ops.thunder_cg_names.double", "thunder_cg_names::double.default"),
+    *(double, PACKET, PACKET.default),
+]
+
+
+def of_library(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(double(x)) + 1
+
+
+def of_executor(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(soft_clip(torch.nn.functional.linear(x, x))) + 1
+
+
+def jitted(**options):
+    executors = [mine, *thunder.get_default_executors()]
+    return thunder.jit(of_executor, executors=executors, transforms=[cudagraph_transform(backend="tape", **options)])
+
+
+def verdicts(compiled) -> dict[str, tuple[str, str]]:
+    compiled(torch.ones(2, 2))
+    (trace,) = explain(compiled).traces
+    return {op.name.rpartition(".")[2]: (op.verdict, op.reason) for op in trace.ops}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", LIBRARY, ids=lambda name: getattr(name, "__name__", None) or str(name))
+def test_an_operator_of_torch_library(name):
+    allowed = thunderfx(of_library, backend="tape", allow=[name])
+    assert verdicts(allowed)["double"] == ("capture", "allowed by the user")
+    assert not explain(allowed).unmatched
+
+
+def test_the_fix_names_it_as_its_author_does():
+    compiled = thunderfx(of_library, backend="tape")
+    compiled(torch.ones(2, 2))
+    (cause,) = explain(compiled).causes
+    assert cause.name == "torch.ops.thunder_cg_names.double"
+    assert cause.fix.endswith("cudagraph_transform(allow=['thunder_cg_names::double'])")
+
+
+@pytest.mark.parametrize("operator", [soft_clip, clip, "names_ex.soft_clip"], ids=["symbol", "function", "name"])
+def test_an_operator_of_an_executor(operator):
+    assert verdicts(jitted(allow=[operator]))["soft_clip"] == ("capture", "allowed by the user")
+
+
+@pytest.mark.parametrize("operator", [torch.nn.functional.linear, "torch.linear", "torch.nn.functional.linear"])
+def test_a_function_of_pytorchs(operator):
+    compiled = jitted(deny=[operator])
+    assert verdicts(compiled)["linear"] == ("eager", "denied by the user")
+    assert not explain(compiled).unmatched
+
+
+def test_what_no_operator_has_is_in_the_report():
+    def other(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    compiled = jitted(allow=["soft_clp", other], deny=[torch.sin])
+    with pytest.warns(UserWarning, match="did you mean 'soft_clip'"):
+        compiled(torch.ones(2, 2))
+    report = explain(compiled)
+    name = other.__qualname__
+    assert sorted(report.unmatched) == [
+        ("allow", "'soft_clp'", "soft_clip"),
+        ("allow", name, None),
+        ("deny", "'torch.sin'", None),
+    ]
+    said = "allow= names 'soft_clp', and no operator of these traces has that name; did you mean 'soft_clip'?"
+    assert said in str(report) and f"allow= names {name}, and no operator of these traces has that name\n" in str(
+        report
+    )
+
+
+@pytest.mark.parametrize("wrong", [[3], [""], "my_op", [[]]])
+def test_what_is_no_operator_is_refused(wrong):
+    with pytest.raises(OptionError, match=r"allow=.*a collection of operators, or of their names"):
+        cudagraph_transform(backend="tape", allow=wrong)
+
+
+def test_one_operator_in_both_options_is_refused():
+    with pytest.raises(OptionError, match=r"thunder_cg_names::double.*name each operator once"):
+        cudagraph_transform(backend="tape", allow=[double], deny=[PACKET])

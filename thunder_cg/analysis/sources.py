@@ -1,0 +1,90 @@
+"""Where the user wrote what an op does. Thunder names a line of the code that it interprets, which may be generated."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from traceback import walk_tb
+
+import thunder
+import torch
+
+# For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
+Stacks = Mapping[tuple[str, int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class SourceLine:
+    """A line of source code; as a string ``"model.py:38"``."""
+
+    file: str
+    number: int
+
+    @property
+    def text(self) -> str | None:
+        """What the line says: more than the file name that a notebook gives a cell."""
+        return linecache.getline(self.file, self.number).strip() or None
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is neither PyTorch's nor Thunder's."""
+        return not (self.file.startswith(_TORCH) or _is_tracer(self.file))
+
+    def __str__(self) -> str:
+        return f"{os.path.basename(self.file)}:{self.number}"
+
+
+def _directory(module: object) -> str:
+    return os.path.dirname(str(module.__file__)) + os.sep  # type: ignore[attr-defined]
+
+
+_TORCH, _THUNDER = _directory(torch), _directory(thunder)
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_TOOLS = os.path.join(_PACKAGE, "tools", "")  # which have models
+_GENERATED = re.compile(r"<eval_with_key>")
+
+
+def _is_tracer(file: str) -> bool:
+    """Whether a file is Thunder's or this package's, which call operators for the user."""
+    return file.startswith(_THUNDER) or (file.startswith(_PACKAGE) and not file.startswith(_TOOLS))
+
+
+def line_behind(file: str, number: int, stacks: Stacks) -> SourceLine | None:
+    """The line behind a line that was interpreted, in the user's code or in a module of PyTorch's; None if unknown."""
+    if _GENERATED.match(file):
+        frames = user_frames(stacks.get((file, number)))
+        return frames[-1] if frames else None
+    return None if _is_tracer(file) else SourceLine(file, number)
+
+
+def user_frames(stack: str | None) -> list[SourceLine]:
+    """The lines of a stack, as Python prints it, that are neither PyTorch's nor Thunder's; the innermost is last."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', stack or "")
+    return users(SourceLine(file, int(number)) for file, number in found)
+
+
+def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
+    """Those of the lines that are neither PyTorch's nor Thunder's."""
+    return [line for line in frames if line.is_users]
+
+
+def described(error: BaseException) -> str:
+    """The type of an error, where in the user's code it was raised, and the first sentence of its message."""
+    lines = [line for each in (error, error.__cause__) if each is not None for line in _lines_of(each)]
+    where = f" at {lines[-1]}" if lines else ""
+    said = str(error.__cause__ if lines and error.__cause__ is not None else error).strip()
+    return f"{type(error).__name__}{where}: {said.partition(chr(10))[0].partition('. ')[0].rstrip('.') or 'no message'}"
+
+
+def _lines_of(error: BaseException) -> list[SourceLine]:
+    frames = walk_tb(error.__traceback__)
+    return users(SourceLine(frame.f_code.co_filename, number) for frame, number in frames)
+
+
+def called_from(frames: Sequence[SourceLine]) -> str | None:
+    """The innermost line, and from where it is called: ``"model.py:38, called from train.py:7"``."""
+    inner = dict.fromkeys(map(str, reversed(frames)))
+    return ", called from ".join(inner) or None

@@ -1,0 +1,213 @@
+"""`profile(fn, *inputs)`: what each region and each eager op of a call takes, and what a region saves.
+
+Note [What is timed]
+    The traces that a call runs are rebuilt with a mark of the backend's timer after each region and each eager op: once
+    as they are, and once with the regions' ops in the place of the regions, in the same order. Both run on the same
+    inputs, each backward after its forward. They go around the fast paths, so what these save besides is not seen. The
+    time between two marks counts for what is between them: on a GPU that is also time in which the GPU waits for the
+    host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from thunder_cg.analysis.ops import Op
+from thunder_cg.analysis.partition import Region
+from thunder_cg.compat import thunder as compat
+from thunder_cg.executor import executor
+from thunder_cg.report.programs import jitted_parts, program_of
+from thunder_cg.report.report import Report, Times, report
+from thunder_cg.runtime.backend import Timer
+from thunder_cg.runtime.functions import unused
+from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.tensors import copy_all
+
+_WARM_UPS, _CALLS = 4, 20  # a backward for another layout of gradients takes three calls until it replays
+_SECONDS = 10.0  # after which no more calls are made, if there were a few
+_FEW = 3
+
+Timed = Op | str  # what ends at a mark: an eager op, or a region by its name
+
+
+def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
+    """Times a call of a compiled function: `explain` with what each region and each eager op takes, in microseconds.
+
+    Each region is timed as a replay and with its ops run eagerly, each eager op as it runs. The report then ranks root
+    causes by time, and names regions that take longer than their ops. On CUDA the times are those of CUDA events on the
+    device's current stream, medians of up to 20 calls; on the tape they are the host's.
+
+    The function is called about 50 times, forward and, if an input or a parameter requires grad, backward, with ones
+    for gradients. Nothing is accumulated in ``.grad``, but what the calls write and draw is written and drawn so often.
+    With collectives, all ranks have to call it.
+
+    Args:
+        fn: what `thunder.jit`, `thunder.compile` or `thunderfx` returned, compiled with `cudagraph_transform()`.
+        args, kwargs: of the call to time.
+
+    Raises:
+        NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
+    """
+    report(fn)  # raises, before anything is called
+    times: dict[int, Times] = {}
+    for jitted, part_args, part_kwargs in _calls_of_parts(fn, args, kwargs):
+        entry, inputs = compat.computation_and_inputs(jitted, part_args, part_kwargs)
+        forward = program_of(entry.computation_traces)
+        if forward is not None:
+            backward = program_of(entry.backward_traces) if entry.backward_fn else None
+            times |= _timed(entry, inputs, forward, backward)
+    return report(fn, times)
+
+
+def _calls_of_parts(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """The functions of Thunder's that a call of ``fn`` calls, with their arguments. Dynamo has them call by call."""
+    fn(*args, **kwargs)  # compiles
+    parts = [*jitted_parts(fn)]
+    if parts == [fn]:
+        yield fn, args, kwargs
+        return
+    calls: dict[int, tuple[Any, Any, Any]] = {}
+
+    def seen(part: Any, args: Any, kwargs: Any) -> None:
+        calls.setdefault(id(part), (part, args, kwargs))
+
+    hooks = [part.register_forward_pre_hook(seen, with_kwargs=True) for part in parts]
+    try:
+        fn(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    yield from calls.values()
+
+
+def _timed(entry: Any, inputs: Sequence[Any], forward: Program, backward: Program | None) -> dict[int, Times]:
+    """The times of a forward and its backward, by the identity of their programs."""
+    found = {id(program): Times() for program in (forward, backward) if program is not None}
+    for as_planned in (True, False):
+        run = _Run.of(forward, entry.computation_traces[-1], as_planned)
+        back = _Run.of(backward, entry.backward_traces[-1], as_planned) if backward is not None else None
+        began = time.perf_counter()
+        for call in range(_WARM_UPS + _CALLS):
+            if call >= _WARM_UPS + _FEW and time.perf_counter() - began > _SECONDS:
+                break
+            if call == _WARM_UPS:
+                for each in (run, back) if back is not None else (run,):
+                    each.timer.runs()
+            _call(run, back, inputs)
+        for each in (run, back) if back is not None else (run,):
+            each.add_to(found[id(each.program)], as_planned)
+    for program in (forward, backward) if backward is not None else (forward,):
+        _time_copies(program, found[id(program)])
+    return found
+
+
+def _call(run: _Run, back: _Run | None, inputs: Sequence[Any]) -> None:
+    """One forward, and its backward, which alone owns what was saved, so that it can free that on the way."""
+    result = run(*inputs)
+    if back is not None:
+        data, (tensors, others) = result
+        gradients, saved = [_ones_like(value) for value in data["flat_output"]], [list(tensors), others]
+        del result, data, tensors, others
+        back(saved, gradients)
+
+
+def _ones_like(value: Any) -> Any:
+    floats = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return torch.ones_like(value) if floats else None
+
+
+@dataclass(slots=True)
+class _Run:
+    """A trace with marks, and the timer that they are of."""
+
+    program: Program
+    function: Callable[..., Any]
+    marks: list[Timed]
+    timer: Timer
+
+    @classmethod
+    def of(cls, program: Program, trace: Any, as_planned: bool) -> _Run:
+        """As the plan says, or with each region's ops in its place."""
+        timer = program.backend.timer(_device(program))
+        marks: list[Timed] = []
+        new = compat.from_trace(trace)
+        name = unused("profile_mark", set(trace.names))
+        with compat.tracectx(new):
+            new.bound_symbols = []
+            for symbol, ends in _as_planned(program, trace) if as_planned else _without_regions(program):
+                new.bound_symbols.append(symbol)
+                if ends is not None:
+                    marks.append(ends)
+                    new.bound_symbols.append(executor.bind(name, timer.mark, (), None, has_effect=True))
+            new = compat.del_last_used(new)
+        return cls(program, compat.transform_to_torch_types(new).python_callable(), marks, timer)
+
+    def __call__(self, *args: Any) -> Any:
+        self.timer.start()
+        return self.function(*args)
+
+    def add_to(self, times: Times, as_planned: bool) -> None:
+        """The median of each mark's times."""
+        calls = self.timer.runs()
+        for position, timed in enumerate(self.marks):
+            took = median(call[position] for call in calls)
+            if isinstance(timed, str):
+                (times.regions if as_planned else times.eager_regions)[timed] = took
+            elif as_planned:
+                times.ops[timed.index] = took
+
+
+def _as_planned(program: Program, trace: Any) -> Iterator[tuple[Any, Timed | None]]:
+    """The symbols of the emitted trace, and what ends after each one."""
+    eager = {_key(op.symbol): op for op in program.ops.ops if not op.bookkeeping}
+    regions = {region.name for region in program.regions}
+    for symbol in trace.bound_symbols:
+        if symbol.sym.id is compat.PrimIDs.DEL:
+            continue
+        if (name := symbol.sym.name) in regions or name.startswith("cudagraph_begin"):
+            yield symbol, name
+        else:
+            yield symbol, eager.get(_key(symbol))
+
+
+def _without_regions(program: Program) -> Iterator[tuple[Any, Timed | None]]:
+    """The ops in the order of the plan, and what ends after each one."""
+    names = (region.name for region in program.regions)
+    for step in program.plan.steps:
+        *first, last = [program.ops.ops[index] for index in step.ops]
+        yield from ((op.symbol, None) for op in first)
+        if isinstance(step, Region):
+            yield last.symbol, next(names)
+        else:
+            yield last.symbol, None if last.bookkeeping else last
+
+
+def _device(program: Program) -> torch.device:
+    """The device of its first region. With regions on several devices, only what that one does is timed."""
+    return next((region.device for region in program.regions), torch.device(program.backend.device_type))
+
+
+def _key(symbol: Any) -> tuple[Any, ...]:
+    return symbol.sym.name, *(proxy.name for proxy in (*symbol.flat_proxy_outs, *symbol.flat_proxy_args))
+
+
+def _time_copies(program: Program, times: Times) -> None:
+    """What it takes to copy as many bytes as a replay of each region copies in and out."""
+    for region in program.regions:
+        timer = program.backend.timer(region.device)
+        sizes = [size for size in (region.stats.bytes_in, region.stats.bytes_out) if size]
+        memory = [torch.empty(size, dtype=torch.uint8, device=region.device) for size in sizes]
+        copies = [torch.empty_like(each) for each in memory]
+        for _ in range(_CALLS if memory else 0):
+            timer.start()
+            for target, source in zip(copies, memory):
+                copy_all([target], [source])
+            timer.mark()
+        runs = timer.runs()
+        times.copies[region.name] = median(run[0] for run in runs) if runs else 0.0

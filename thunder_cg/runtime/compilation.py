@@ -1,0 +1,22 @@
+"""What Thunder compiled a trace for, and how long that took. Only the report reads it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Compilation:
+    """How the entry of Thunder's cache came to be that a program belongs to.
+
+    Attributes:
+        training: the module's mode; None of a function, and of Dynamo's graphs.
+        grad: whether gradients were enabled.
+        autocast: the dtype of the autocast that was active, such as "bfloat16"; None if none was.
+        seconds: from the beginning of Thunder's tracing until the last trace of the entry was partitioned.
+    """
+
+    training: bool | None = None
+    grad: bool = False
+    autocast: str | None = None
+    seconds: float = 0.0
