@@ -65,7 +65,7 @@ def test_the_ledger_adds_up_to_what_pytorch_and_the_driver_say(quiet, trains):
     call(model, 4)
     memory = explain(model).memory
     grown, taken_grown = reserved() - before, taken() - taken_before
-    assert replays(model) > 0 and memory.pools == transform._arenas.nbytes() > 400 * MB
+    assert replays(model) > 0 and memory.pools == transform._arenas.nbytes() > 200 * MB
     assert memory.workspaces > 0
     assert memory.pools + memory.workspaces == pytest.approx(grown, rel=0.01)
     assert memory.pools + memory.workspaces + memory.graphs == pytest.approx(taken_grown, rel=0.01)

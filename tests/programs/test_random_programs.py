@@ -89,7 +89,7 @@ def test_programs(
 
 def forgets_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     init = RegionGraph.__init__
-    monkeypatch.setattr(RegionGraph, "__init__", lambda self, copied, written: init(self, copied, ()))
+    monkeypatch.setattr(RegionGraph, "__init__", lambda self, copied, written, label: init(self, copied, (), label))
 
 
 def draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
