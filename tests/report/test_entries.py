@@ -88,7 +88,7 @@ def test_new_shapes_have_advice_and_memory_is_counted_once(net, x):
     assert "drop_last=True" in said_by(report, said)[0]
     held = [trace.arena_bytes for trace in report.traces]
     assert report.memory.pools == max(held) > 0 and sum(held) > report.memory.pools  # all entries share one arena
-    assert said_by(report, "Arenas hold ")
+    assert said_by(report, "Memory: the pools of 1 arena hold ")
 
 
 @pytest.mark.parametrize("fixed", [None, "reentrant", "inside"])

@@ -218,8 +218,6 @@ def _summary(report: Report) -> Iterator[str]:
     yield from unmatched(report)
     yield from measured(report)
     yield from shapes(report.shapes)
-    if report.memory.pools:
-        yield f"Arenas hold {size(report.memory.pools)} in all; traces share them."
     if report.breaks:
         yield BREAKS
         yield from _indent(breaks(report.breaks))
