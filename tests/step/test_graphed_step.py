@@ -877,6 +877,23 @@ def test_what_is_installed():
     assert is_installed("/other/venv/lib/python3.12/site-packages/tool/main.py") and not is_installed(__file__)
 
 
+def test_a_module_that_is_swapped(step_twins):
+    def train(model, wrap):
+        torch.manual_seed(3)
+        step, losses = wrap(usual(model)), []
+        for i in range(12):
+            if i == 6:
+                model[1] = nn.Sigmoid()
+            losses.append(step(*step_twins.batch()).detach())
+        return step, losses
+
+    model = step_twins.model(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    _, expected = train(copy.deepcopy(model), lambda step: step)
+    step, found = train(model, step_twins.graphed)
+    same(found, expected)
+    assert step.captures == 2 and step.replays >= 6 and "changed from Tanh to Sigmoid" in why(step), why(step)
+
+
 def test_options_are_checked(step_twins):
     def step():
         return None

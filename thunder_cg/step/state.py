@@ -72,7 +72,7 @@ class Same:
         value = self.value
         if isinstance(value, Tensor):
             return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-        return f"a {type(value).__name__}"
+        return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 class _Collector:
