@@ -72,7 +72,7 @@ def test_the_fix_names_it_as_its_author_does():
     compiled(torch.ones(2, 2))
     (cause,) = explain(compiled).causes
     assert cause.name == "torch.ops.thunder_cg_names.double"
-    assert cause.fix.endswith("cudagraph_transform(allow=['thunder_cg_names::double'])")
+    assert cause.fix.endswith("thunderfx(fn, allow=['thunder_cg_names::double'])")
 
 
 @pytest.mark.parametrize("operator", [soft_clip, clip, "names_ex.soft_clip"], ids=["symbol", "function", "name"])

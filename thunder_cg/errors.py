@@ -55,9 +55,10 @@ class ForeignFileError(CudagraphError, FileExistsError, ValueError):
 class TransformConflictError(CudagraphError, ValueError):
     """Two of the transforms that Thunder was given capture CUDA graphs."""
 
-    def __init__(self, given: Sequence[str], graphs: Sequence[str]) -> None:
+    def __init__(self, given: Sequence[str], graphs: Sequence[str], fix: str | None = None) -> None:
         others = [name for name in graphs if name != "CudagraphTransform"]
-        fix = f"drop {' and '.join(others)}" if others else "drop all but one cudagraph_transform()"
+        if fix is None:
+            fix = f"drop {' and '.join(others)}" if others else "drop all but one cudagraph_transform()"
         super().__init__(f"transforms=[{', '.join(given)}]: {len(graphs)} of them capture CUDA graphs; {fix}")
 
 

@@ -12,7 +12,8 @@ from support import fast_path_calls, programs, regions, replays, same, same_trai
 from thunder.dynamo import utils
 from torch import nn
 
-from thunder_cg import OptionError, explain, thunderfx
+from thunder_cg import OptionError, cudagraph_transform, explain, thunderfx
+from thunder_cg.errors import TransformConflictError
 
 
 class Fallbacks(nn.Module):
@@ -257,3 +258,10 @@ def test_autocast(inside):
             same(graphed(*tensors), fn(*tensors))
     if inside:
         assert "another dtype under autocast" in outside(graphed)[0]
+
+
+def test_a_second_graph_transform_is_refused(backend):
+    with pytest.raises(
+        TransformConflictError, match=r"thunderfx has one itself; pass its options, as in thunderfx\(fn"
+    ):
+        thunderfx(torch.tanh, transforms=[cudagraph_transform(backend=backend)])

@@ -55,7 +55,7 @@ def makes(x: torch.Tensor) -> torch.Tensor:
         (reads, {}, {}, "keep the value on the device as a 0-dim tensor", lambda x: x * x.sum(), {}),
         (makes, {}, {}, "make the tensor once, outside of the compiled function", lambda x: x + OUTSIDE, {}),
         (makes, {}, {}, "or with torch.full or torch.arange", lambda x: x + torch.arange(1, 3, dtype=x.dtype), {}),
-        (unknown, {}, {}, "if it only launches kernels on the current stream, cudagraph_transform(allow=", None, {}),
+        (unknown, {}, {}, "the same kernels for the same shapes, cudagraph_transform(allow=", None, {}),
         (torch.sin, {}, {"deny": ["torch.sin"]}, "remove 'torch.sin' from deny=", None, {}),
         (
             torch.sin,

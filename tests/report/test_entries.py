@@ -64,12 +64,12 @@ def test_the_next_call_captures_where_one_was_warmed_up(net, x):
         return line
 
     net(x).sum().backward()
-    assert said() == "Not replayed: 2 warm-ups; the next call with inputs laid out like these captures"
+    assert said() == "Not replayed: 2 warm-ups; the next call with the same layout of inputs will capture"
     net(x).sum().backward()
     assert said() == "Not replayed: 2 warm-ups; 2 captures"
     with torch.no_grad():
         net(x)
-    assert said().endswith("the next call of Net, cache entry 1, with inputs laid out like these captures")
+    assert said().endswith("the next call of Net, cache entry 1, with the same layout of inputs will capture")
     assert [trace.awaiting_capture for trace in explain(net).traces] == [0, 0, 1]
     with torch.no_grad():
         net(x)

@@ -96,7 +96,8 @@ def nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
         return None
     strings = (other for other in names if isinstance(other, str))
     alike = sorted(other for other in strings if other.endswith(rules.VJP) == name.endswith(rules.VJP))
-    return next(iter(difflib.get_close_matches(name, alike, n=1, cutoff=0.8)), None)
+    close = difflib.get_close_matches(name, alike, cutoff=0.8)
+    return next((each for each in close if "::" in each), next(iter(close), None))  # the name that the advice has
 
 
 @cache
@@ -314,7 +315,8 @@ def _allow_fix(op: Op) -> str:
     functions = bound_functions(op.symbol).values() if op.symbol is not None else ()
     in_library = next((names[0] for names in map(library_names, functions) if names), None)
     name = in_library or (op.name if op.id is None else f"{executor}.{id_}" if executor else id_)
-    return f"if it only launches kernels on the current stream, cudagraph_transform(allow=[{name!r}])"
+    said = "if it keeps no state, and always launches the same kernels for the same shapes"
+    return f"{said}, cudagraph_transform(allow=[{name!r}]), or thunder_cg.thunderfx(fn, allow=[{name!r}])"
 
 
 def _stable(op: Op) -> tuple[str | None, str]:

@@ -11,7 +11,7 @@ import torch
 from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.rewrites import rewrite
-from thunder_cg.errors import CaptureError
+from thunder_cg.errors import CaptureError, TransformConflictError
 from thunder_cg.options import Options
 from thunder_cg.report.programs import outside_of
 from thunder_cg.transform import cudagraph_transform
@@ -41,7 +41,11 @@ class Compiler(ThunderCompiler):
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """See :func:`thunder_cg.thunderfx`."""
     ours = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
-    transforms = [*(options.pop("transforms", None) or ()), cudagraph_transform(**ours)]
+    given = options.pop("transforms", None) or ()
+    if graphs := [type(each).__name__ for each in given if getattr(each, "owns_regions", False)]:
+        fix = "thunder_cg.thunderfx has one itself; pass its options, as in thunderfx(fn, allow=[...])"
+        raise TransformConflictError([type(each).__name__ for each in given], [*graphs, "its own"], fix)
+    transforms = [*given, cudagraph_transform(**ours)]
     return compile_with(fn, transforms=transforms, **options)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine, called_from, users
 
-_ON_DEVICE = "keep the value on the device as a 0-dim tensor, or read it outside of the compiled function"
 _BRANCH = "choose with torch.where, or branch outside of the compiled function"
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
@@ -48,6 +48,6 @@ def _understood(said: str) -> tuple[str, str]:
     if "jump" in first or "Data-dependent branching" in first:
         return "a branch on what a tensor holds", _BRANCH
     if ".item()" in first:
-        return "Tensor.item() reads what a tensor holds into Python", _ON_DEVICE
+        return "Tensor.item() reads what a tensor holds into Python", KEEP_ON_DEVICE
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]
     return first, next((hint for hint in hints if not hint.startswith(_NO_HELP)), "")

@@ -76,8 +76,17 @@ def ran(report: Report) -> Iterator[str]:
     yield f"{' and '.join(said)} replayed" if said else "no call yet"
     if said and (why := [*_not_replayed(having)]):
         yield f"Not replayed: {'; '.join(why)}"
+    if is_complete(report, having):
+        yield "All calls after warm-up and capture replay, and no operator is eager: there is nothing to change."
     for reason, fix in {reason: fix for trace in having for reason, fix in trace.fixes.items()}.items():
         yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
+
+
+def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:
+    """Whether nothing can be better: all operators are in graphs, and all calls that may replay do."""
+    eager = sum(trace.counts["eager"] for trace in report.traces)
+    others = report.outside or report.breaks or report.compile_failures or any(trace.fallbacks for trace in having)
+    return not (eager or others) and all(trace.replays and not trace.awaiting_capture for trace in having)
 
 
 def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
@@ -87,9 +96,9 @@ def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
     reasons = sum((Counter(trace.fallbacks) for trace in traces), Counter[str]())
     yield from (f"{times:,} x {reason}" for reason, times in reasons.most_common())
     if waiting := [trace for trace in traces if trace.awaiting_capture]:
-        entries = dict.fromkeys(f"{trace.function}, cache entry {trace.entry}," for trace in waiting)
-        of = f" of {' and of '.join(entries)}" if len(waiting) < len(traces) else ""
-        yield f"the next call{of} with inputs laid out like these captures"
+        entries = [*dict.fromkeys(f"{trace.function}, cache entry {trace.entry}," for trace in waiting)]
+        of = f" of {entries[0]}" if len(entries) == 1 else f" of {len(entries)} cache entries"
+        yield f"the next call{of if len(waiting) < len(traces) else ''} with the same layout of inputs will capture"
 
 
 def headline(traces: Sequence[TraceReport]) -> str:
@@ -261,7 +270,7 @@ def shapes(parts: Sequence[ShapesReport]) -> Iterator[str]:
     """Of each function that was compiled for several shapes: which inputs, how often, and what to do."""
     for part in parts:
         cost = f"each new shape compiles anew in Thunder ({part.seconds:.2f} s), warms up and captures"
-        fix = "pad to a few sizes, or drop_last=True in the DataLoader if only the last batch differs"
+        fix = "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True"
         yield f"{part.function}: {part.shapes:,} shapes of {' and '.join(part.names)} so far; {cost}; {fix}"
 
 

@@ -22,8 +22,8 @@ FORWARD_WAS_EAGER = "the forward of this backward ran eagerly"
 FIXES = {
     WATCHED: "leave the mode, such as a FlopCounterMode, around the calls that it need not see",
     RETAINED: "sum the losses and call backward once, without retain_graph=True",
-    HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it, or give it "
-    "use_reentrant=True; offload only what is not compiled",
+    HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it; or give it "
+    "use_reentrant=True, which needs an input that requires grad; offload only what is not compiled",
     FORWARD_AD: "call the compiled function outside of torch.func.jvp and torch.autograd.forward_ad",
     TRACED: "trace the function that was not compiled",
 }

@@ -28,11 +28,36 @@ from types import MappingProxyType
 from thunder_cg.analysis.rules import executors, prims, torch
 from thunder_cg.analysis.rules.conditions import IN_PLACE, REDUCES_IN_PLACE, positions
 from thunder_cg.analysis.rules.executors import EXECUTORS, executor_rule
-from thunder_cg.analysis.rules.record import VJP, AliasedInputs, Cause, Condition, Evidence, Key, Reason, Rule
+from thunder_cg.analysis.rules.record import (
+    KEEP_ON_DEVICE,
+    VJP,
+    AliasedInputs,
+    Cause,
+    Condition,
+    Evidence,
+    Key,
+    Reason,
+    Rule,
+)
 
 __all__ = [
-    "EXECUTORS", "IN_PLACE", "REDUCES_IN_PLACE", "RULES", "VJP", "AliasedInputs", "Cause", "Condition", "Evidence",
-    "Key", "Reason", "Rule", "executor_rule", "find", "key_of", "positions",
+    "EXECUTORS",
+    "IN_PLACE",
+    "KEEP_ON_DEVICE",
+    "REDUCES_IN_PLACE",
+    "RULES",
+    "VJP",
+    "AliasedInputs",
+    "Cause",
+    "Condition",
+    "Evidence",
+    "Key",
+    "Reason",
+    "Rule",
+    "executor_rule",
+    "find",
+    "key_of",
+    "positions",
 ]  # fmt: skip
 
 _RECORDS = (*torch.RULES, *prims.RULES, *executors.RULES)

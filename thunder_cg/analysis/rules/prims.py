@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from thunder_cg.analysis.rules import conditions as when
-from thunder_cg.analysis.rules.record import AliasedInputs, Cause, Evidence, Reason, Rule, rows
+from thunder_cg.analysis.rules.record import KEEP_ON_DEVICE, AliasedInputs, Cause, Evidence, Reason, Rule, rows
 from thunder_cg.compat.torch import Settings
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
@@ -60,7 +60,7 @@ RULES: tuple[Rule, ...] = (
     # Prims that stay eager
     *_eager("ITEM", Reason.DATA_DEPENDENT,
             "it reads a tensor's contents into Python, so the host must wait for the device",
-            "keep the value on the device as a 0-dim tensor, or read it outside of the compiled function"),
+            KEEP_ON_DEVICE),
     *_eager("DEVICE_PUT", Reason.MIXED_DEVICES,
             "it moves a tensor between devices", "move the tensor before or after the compiled function", aliases=ALL),
     *_eager("NUMPY_ARRAY_TO_TORCH_TENSOR TENSOR_FROM_SEQUENCE", Reason.HOST_SYNC,

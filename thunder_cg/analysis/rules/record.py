@@ -16,6 +16,13 @@ Key = tuple[str | None, str | None]
 VJP = "_vjp"
 
 
+# What changes a read of a tensor's contents.
+KEEP_ON_DEVICE = (
+    "keep the value on the device as a 0-dim tensor, with torch.clamp or torch.where in the place of Python's max() "
+    "and if; or read it outside of the compiled function"
+)
+
+
 class Reason(enum.Enum):
     """Why an op is captured or eager; the value is how a report says it."""
 

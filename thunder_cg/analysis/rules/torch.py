@@ -12,7 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 from thunder_cg.analysis.rules import conditions as when
-from thunder_cg.analysis.rules.record import CAPTURED, VJP, AliasedInputs, Cause, Evidence, Reason, Rule, rows
+from thunder_cg.analysis.rules.record import (
+    CAPTURED,
+    KEEP_ON_DEVICE,
+    VJP,
+    AliasedInputs,
+    Cause,
+    Evidence,
+    Reason,
+    Rule,
+    rows,
+)
 from thunder_cg.compat.torch import Settings
 
 FIRST, LAST, PAIRWISE, ALL = AliasedInputs
@@ -56,7 +66,7 @@ def _rows(
 _TAGS = "torch.Tag.data_dependent_output and dynamic_output_shape"
 _READS_CONTENTS = Cause(Reason.DATA_DEPENDENT,
     "it reads a tensor's contents into Python, so the host must wait for the device",
-    "keep the value on the device as a 0-dim tensor, or read it outside of the compiled function", _TAGS)
+    KEEP_ON_DEVICE, _TAGS)
 _DYNAMIC_SIZE = Cause(Reason.DATA_DEPENDENT,
     "the size of its result depends on what its input holds, so the host must ask the device",
     "use a form with a fixed size: torch.where or a mask instead of indices, nonzero_static instead of nonzero", _TAGS)
@@ -66,6 +76,9 @@ _SOLVER = Cause(Reason.HOST_SYNC,
     "its solver library is chosen by size and batch, and several of them wait for the device or report errors "
     "through the host",
     "move the decomposition out of the compiled function, or off the hot path", "MAGMA, cuSOLVER")
+_NORM = Cause(Reason.HOST_SYNC,
+    "with p='nuc' it waits for a solver library, and its rule does not tell norms apart",
+    "call torch.linalg.vector_norm(x) instead", "torch.norm, MAGMA, cuSOLVER")
 _COPIES_NUMBERS = Cause(Reason.HOST_SYNC,
     "it copies numbers from Python to the device, and a graph would replay the copy from memory that is gone",
     "make the tensor once, outside of the compiled function, or with torch.full or torch.arange")
@@ -293,7 +306,8 @@ RULES: tuple[Rule, ...] = (
     *_rows("choose_qparams_optimized", _CHECKS_CONTENTS, derivative=_UNMEASURED),
     *_rows("lobpcg", _CHECKS_CONTENTS, draws=True),
     *_rows("matrix_exp mode", _CHECKS_CONTENTS, evidence=MEASURED_ON_GPU, derivative=_ON_GPU),
-    *_rows("cholesky cond eigh eigvalsh lstsq matrix_norm norm nuclear_norm svd svdvals", _SOLVER),
+    *_rows("cholesky cond eigh eigvalsh lstsq matrix_norm nuclear_norm svd svdvals", _SOLVER),
+    *_rows("norm", _NORM),
     *_rows("matrix_rank", _SOLVER, derivative=_UNMEASURED),
     *_rows("""
         cholesky_inverse cholesky_solve eig eigvals inv inverse lu lu_factor lu_factor_ex matrix_power pinv pinverse
