@@ -160,3 +160,17 @@ def test_a_function_with_nothing_to_capture(backend) -> None:
     said = str(explain(compiled))
     assert said.startswith("CUDA graphs: none, in 3 calls; 0 regions with 0 of 2 ops; 2 ops eager")
     assert "nothing in it is captured, so its calls are not counted" in said
+
+
+def test_entries_that_differ_in_sizes_are_a_line_each(backend, device) -> None:
+    model = thunder.jit(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(device).requires_grad_(False),
+        transforms=[cudagraph_transform(backend=backend)],
+    )
+    for rows in (2, 2, 3, 3, 3, *range(4, 14)):
+        model(torch.randn(rows, 4, device=device))
+    said = str(explain(model))
+    assert said.count("on cpu, " if device == "cpu" else "on cuda:0, ") == 1
+    assert "\n\nSequential, forward, cache entry 1: as cache entry 0; for input float32 (3, 4)" in said
+    assert "; 3 calls, 1 of them without graphs" in said
+    assert said.endswith("\n  2 more: see explain(fn).memory")

@@ -26,12 +26,13 @@ _TO_EXECUTOR = (
 
 CAUSES = "What is eager because of what, the most expensive first:"
 BREAKS = "Graph breaks, where Dynamo ends a graph and Python runs before the next one:"
+_MOST_LINES = 8  # of recordings, and of traces that are not captured, in the ledger
 OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 
 
 def render(report: Report) -> str:
     """The text of the whole report, without a newline at its end."""
-    parts = [opening(report), *("\n".join(_trace(trace)) for trace in report.traces), "\n".join(memory(report.memory))]
+    parts = [opening(report), *_traces(report.traces), "\n".join(memory(report.memory))]
     return "\n\n".join(filter(None, parts))
 
 
@@ -157,7 +158,7 @@ def memory(ledger: MemoryReport) -> Iterator[str]:
     yield said + (f"; memory_budget is {size(ledger.budget)}" if ledger.budget is not None else "")
     for arena in ledger.arenas:
         yield f"  arena {arena.number}: {size(arena.pool)}{', held by a call in flight' if arena.is_held else ''}"
-    for recording in ledger.recordings:
+    for recording in ledger.recordings[:_MOST_LINES]:
         buffers, graphs, copied_in, copied_out = (
             size(sum(getattr(region, name) for region in recording.regions))
             for name in ("static_buffers", "graph", "copied_in", "copied_out")
@@ -169,12 +170,14 @@ def memory(ledger: MemoryReport) -> Iterator[str]:
             f"needs about {needs} of arena {arenas}, and {without_graphs} without graphs; "
             f"copies of inputs {buffers}; in the driver {graphs}; copied per call {copied_in} in, {copied_out} out"
         )
-    for preview in ledger.previews:
+    for preview in ledger.previews[:_MOST_LINES]:
         needs, without_graphs = size(preview.needs), size(preview.without_graphs)
         yield (
             f"  {preview.function}, cache entry {preview.entry}, {preview.kind}, not captured: "
             f"would need about {needs} of an arena, and {without_graphs} without graphs"
         )
+    if more := sum(max(0, len(parts) - _MOST_LINES) for parts in (ledger.recordings, ledger.previews)):
+        yield f"  {more:,} more: see explain(fn).memory"
 
 
 def region_counts(region: RegionReport) -> str:
@@ -332,6 +335,25 @@ def causes(parts: Sequence[CauseReport]) -> Iterator[str]:
         yield f"    why: {part.detail}"
         if part.fix:
             yield f"    to change it: {part.fix}"
+
+
+def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
+    """Each trace in full, but those that differ from an earlier one in the sizes of inputs only: a line for each."""
+    full: list[TraceReport] = []
+    for trace in traces:
+        if (same := next((each for each in full if _are_alike(each, trace)), None)) is None:
+            full.append(trace)
+            yield "\n".join(_trace(trace))
+        else:
+            inputs = f"; {entry(trace)}" if trace.kind == "forward" else ""
+            yield f"{title(trace)}: as cache entry {same.entry}{inputs}; {calls(trace)}"
+
+
+def _are_alike(a: TraceReport, b: TraceReport) -> bool:
+    """Whether the same ops of one function are in regions, or eager for the same reasons, and no capture failed."""
+    failed = any(region.failure or region.remark for region in (*a.regions, *b.regions))
+    ops = [[(op.name, op.line, op.verdict, op.detail) for op in trace.ops] for trace in (a, b)]
+    return not failed and (a.function, a.kind) == (b.function, b.kind) and ops[0] == ops[1]
 
 
 def _trace(trace: TraceReport) -> Iterator[str]:
