@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from typing import Any
 
 import thunder
@@ -18,6 +20,7 @@ import torch
 from thunder_cg import cudagraph_transform
 from thunder_cg.tools import demo
 from thunder_cg.tools.demo import CharacterGPT, Corpus, DemoRun, DemoSettings, print_lines
+from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.workers import Supervisor
 
@@ -74,11 +77,15 @@ def train_twice(here: Rank, supervisor: Supervisor | None, settings: DemoSetting
         corpus = Corpus.of(demo.package_source(), settings.device)
         model = CharacterGPT(settings, len(corpus.vocabulary)).to(settings.device)
         runs = []
+        progress = Progress(2 * settings.steps, sys.stderr if here.rank == 0 else StringIO())
         for transforms in ([], [cudagraph_transform(backend=settings.backend)]):
+            stage = "training with graphs" if transforms else "training without graphs"
             if supervisor is not None:
-                supervisor.report("training with graphs" if transforms else "training without graphs")
+                supervisor.report(stage)
             compiled = PARALLEL[parallel](thunder.jit(copy.deepcopy(model), transforms=transforms), settings.device)
-            runs.append(_train(compiled, corpus, settings, here.rank))
+            clock = demo.Clock(settings.device, progress, stage)
+            runs.append(_train(compiled, corpus, settings, clock, here.rank))
+        progress.clear()
     plain, captured = runs
     return RankDemo(
         len(plain.losses),
@@ -91,9 +98,9 @@ def train_twice(here: Rank, supervisor: Supervisor | None, settings: DemoSetting
     )
 
 
-def _train(compiled: Any, corpus: Corpus, settings: DemoSettings, rank: int) -> DemoRun:
+def _train(compiled: Any, corpus: Corpus, settings: DemoSettings, clock: demo.Clock, rank: int) -> DemoRun:
     torch.manual_seed(demo.SEED + rank)
-    losses, step_ms = demo.train(compiled, corpus, settings, demo.SEED + rank)
+    losses, step_ms = demo.train(compiled, corpus, settings, clock, demo.SEED + rank)
     parameters = {name: parameter.detach() for name, parameter in compiled.named_parameters()}
     return DemoRun(losses, parameters, "", step_ms, math.nan, compiled, None)
 
