@@ -89,10 +89,7 @@ def test_progress_counts_the_steps_of_both_runs(whole_run: WholeRun) -> None:
             (22, "training", "with"),
             (28, "writing", "with"),
         )
-        for count, stage in (
-            (first, f"{what} {how} graphs: the first call compiles"),
-            (first + 3, f"{what} {how} graphs"),
-        )
+        for count, stage in ((first, f"{what} {how} graphs: compiling"), (first + 3, f"{what} {how} graphs"))
     ]
 
 

@@ -292,7 +292,7 @@ class Clock:
         self.ticks = 0
         self.shown = 0
         self.times: list[float] = []
-        progress.show(f"{stage}: the first call compiles")
+        progress.show(f"{stage}: compiling")
 
     def tick(self) -> None:
         self.ticks += 1

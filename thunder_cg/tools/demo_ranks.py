@@ -22,7 +22,7 @@ from thunder_cg.tools import demo
 from thunder_cg.tools.demo import CharacterGPT, Corpus, DemoRun, DemoSettings, print_lines
 from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
-from thunder_cg.tools.workers import Supervisor
+from thunder_cg.tools.workers import Supervisor, WorkerProgress
 
 TIMEOUT = 900.0  # seconds for all of it
 
@@ -48,8 +48,17 @@ class RankDemo:
 def run(settings: DemoSettings, parallel: str, size: int) -> int:
     """Starts the ranks and prints what they found. Returns 0; 1 if a rank fails, or its two runs differ in one bit."""
     print_lines(_introduction(settings, parallel, size))
+    progress = Progress(2 * settings.steps)
+
+    def show(stage: str, ticks: int) -> None:
+        if ticks:
+            progress.tick(stage, ticks)
+        else:
+            progress.show(stage)
+
     try:
-        found = run_on_ranks(train_twice, (settings, parallel), size, settings.device.type, TIMEOUT)
+        found = run_on_ranks(train_twice, (settings, parallel), size, settings.device.type, TIMEOUT, show)
+        progress.clear()
     except RankFailed as failure:
         print(f"FAILED, and all other ranks were ended: {failure}", flush=True)
         return 1
@@ -78,10 +87,10 @@ def train_twice(here: Rank, supervisor: Supervisor | None, settings: DemoSetting
         model = CharacterGPT(settings, len(corpus.vocabulary)).to(settings.device)
         runs = []
         progress = Progress(2 * settings.steps, sys.stderr if here.rank == 0 else StringIO())
+        if supervisor is not None:
+            progress = WorkerProgress(supervisor)
         for transforms in ([], [cudagraph_transform(backend=settings.backend)]):
             stage = "training with graphs" if transforms else "training without graphs"
-            if supervisor is not None:
-                supervisor.report(stage)
             compiled = PARALLEL[parallel](thunder.jit(copy.deepcopy(model), transforms=transforms), settings.device)
             clock = demo.Clock(settings.device, progress, stage)
             runs.append(_train(compiled, corpus, settings, clock, here.rank))
