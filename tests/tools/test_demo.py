@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from io import StringIO
 from typing import Any
@@ -41,6 +41,7 @@ class WholeRun:
     device: str
     status: int
     printed: str
+    progress: str
     runs: list[demo.DemoRun]
 
 
@@ -54,10 +55,14 @@ def whole_run(request: pytest.FixtureRequest) -> WholeRun:
         runs.append(train_and_write(*args))
         return runs[-1]
 
-    with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        redirect_stdout(StringIO()) as printed,
+        redirect_stderr(StringIO()) as shown,
+    ):
         patch.setattr(demo, "train_and_write", recorded)
         status = demo.run(tiny(request.param))
-    return WholeRun(request.param, status, printed.getvalue(), runs)
+    return WholeRun(request.param, status, printed.getvalue(), shown.getvalue(), runs)
 
 
 def test_runs_agree_and_are_captured(whole_run: WholeRun) -> None:
@@ -71,6 +76,21 @@ def test_runs_agree_and_are_captured(whole_run: WholeRun) -> None:
         "writing, forward": [1, 1, 15, 1, 16, 0],
     }
     assert re.search(r"item at .*demo\.py:\d+: ", printed), "the plan has the eager .item() and its line"
+
+
+def test_progress_counts_the_steps_of_both_runs(whole_run: WholeRun) -> None:
+    """6 steps and 16 characters, twice. The first calls compile, so the stage is shown before them, without a tick."""
+    stages = [re.sub(r" \d+:\d\d ", " ", line) for line in whole_run.progress.splitlines()]
+    assert [line for line in stages if "/44" in line] == [
+        f"{count}/44 {stage}"
+        for first, what, how in (
+            (0, "training", "without"),
+            (6, "writing", "without"),
+            (22, "training", "with"),
+            (28, "writing", "with"),
+        )
+        for count, stage in ((first, f"{what} {how} graphs: compiling"), (first + 3, f"{what} {how} graphs"))
+    ]
 
 
 def test_one_wrong_bit_in_a_weight_is_found(

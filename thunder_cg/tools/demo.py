@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_cg import cudagraph_transform, explain
+from thunder_cg.tools.progress import Progress
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -224,18 +225,23 @@ def _sources(folder: Traversable) -> Iterator[Traversable]:
 # ------------------------------------------------------------------------------------------------------------- two runs
 
 
-def train_and_write(model: CharacterGPT, corpus: Corpus, settings: DemoSettings, transforms: Sequence[Any]) -> DemoRun:
+def train_and_write(
+    model: CharacterGPT, corpus: Corpus, settings: DemoSettings, progress: Progress, transforms: Sequence[Any]
+) -> DemoRun:
     """One run: trains `model` in place and lets it write, both compiled with `transforms`."""
+    how = "with graphs" if transforms else "without graphs"
     torch.manual_seed(SEED)
     step = thunder.jit(model, transforms=[*transforms])
-    losses, step_ms = train(step, corpus, settings)
+    losses, step_ms = train(step, corpus, settings, Clock(settings.device, progress, f"training {how}"))
     decode = thunder.jit(Decoder(model, settings).to(settings.device).eval(), transforms=[*transforms])
-    text, character_ms = write(decode, corpus, settings)
+    text, character_ms = write(decode, corpus, settings, Clock(settings.device, progress, f"writing {how}"))
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return DemoRun(losses, parameters, text, step_ms, character_ms, step, decode)
 
 
-def train(step: Any, corpus: Corpus, settings: DemoSettings, seed: int = SEED) -> tuple[tuple[Tensor, ...], float]:
+def train(
+    step: Any, corpus: Corpus, settings: DemoSettings, clock: Clock, seed: int = SEED
+) -> tuple[tuple[Tensor, ...], float]:
     """The losses of all steps, kept as the tensors that the model returned, and milliseconds per step.
 
     Args:
@@ -244,7 +250,6 @@ def train(step: Any, corpus: Corpus, settings: DemoSettings, seed: int = SEED) -
     optimizer = torch.optim.AdamW(step.parameters(), lr=2e-3)
     generator = torch.Generator().manual_seed(seed)
     losses = []
-    clock = Clock(settings.device)
     for _ in range(settings.steps):
         loss = step(*corpus.batch(settings, generator))
         loss.backward()
@@ -256,13 +261,12 @@ def train(step: Any, corpus: Corpus, settings: DemoSettings, seed: int = SEED) -
 
 
 @torch.no_grad()
-def write(decode: Any, corpus: Corpus, settings: DemoSettings) -> tuple[str, float]:
+def write(decode: Any, corpus: Corpus, settings: DemoSettings, clock: Clock) -> tuple[str, float]:
     """The text that the model writes after the prompt until its cache is full, and milliseconds per character."""
     prompt = (torch.tensor([corpus.vocabulary.index(character)], device=settings.device) for character in PROMPT)
     position = torch.zeros(1, dtype=torch.int64, device=settings.device)
     token, *given = prompt
     written = []
-    clock = Clock(settings.device)
     for _ in range(settings.context):
         chosen, number = decode(token, position)
         position += 1
@@ -276,12 +280,19 @@ def write(decode: Any, corpus: Corpus, settings: DemoSettings) -> tuple[str, flo
 
 
 class Clock:
-    """Milliseconds per tick: the median over groups of `TICKS` ticks. It waits for the GPU once in a group only."""
+    """Milliseconds per tick: the median over groups of `TICKS` ticks. It waits for the GPU once in a group only.
 
-    def __init__(self, device: torch.device) -> None:
+    It shows its ticks on `progress`, also once in a group only, so that the times are hardly changed.
+    """
+
+    def __init__(self, device: torch.device, progress: Progress, stage: str) -> None:
         self.device = device
+        self.progress = progress
+        self.stage = stage
         self.ticks = 0
+        self.shown = 0
         self.times: list[float] = []
+        progress.show(f"{stage}: compiling")
 
     def tick(self) -> None:
         self.ticks += 1
@@ -289,9 +300,15 @@ class Clock:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self.times.append(time.perf_counter())
+            self._show()
+
+    def _show(self) -> None:
+        self.progress.tick(self.stage, self.ticks - self.shown)
+        self.shown = self.ticks
 
     def milliseconds(self) -> float:
         """NaN if there was no whole group."""
+        self._show()
         groups = [(after - before) / TICKS * 1e3 for before, after in pairwise(self.times)]
         return median(groups) if groups else math.nan
 
@@ -336,8 +353,10 @@ def run(settings: DemoSettings) -> int:
         corpus = Corpus.of(package_source(), settings.device)
         model = CharacterGPT(settings, len(corpus.vocabulary)).to(settings.device)
         print_lines(_introduction(settings, corpus))
-        plain = train_and_write(copy.deepcopy(model), corpus, settings, [])
-        captured = train_and_write(model, corpus, settings, [cudagraph_transform(backend=settings.backend)])
+        progress = Progress(2 * (settings.steps + settings.context))
+        plain = train_and_write(copy.deepcopy(model), corpus, settings, progress, [])
+        captured = train_and_write(model, corpus, settings, progress, [cudagraph_transform(backend=settings.backend)])
+        progress.clear()
         found = differences(plain, captured)
     print_lines(plan("the training step", captured.step))
     print_lines(plan("writing a character", captured.decode))

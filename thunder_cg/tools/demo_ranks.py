@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from typing import Any
 
 import thunder
@@ -18,8 +20,9 @@ import torch
 from thunder_cg import cudagraph_transform
 from thunder_cg.tools import demo
 from thunder_cg.tools.demo import CharacterGPT, Corpus, DemoRun, DemoSettings, print_lines
+from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
-from thunder_cg.tools.workers import Supervisor
+from thunder_cg.tools.workers import Supervisor, WorkerProgress
 
 TIMEOUT = 900.0  # seconds for all of it
 
@@ -45,8 +48,17 @@ class RankDemo:
 def run(settings: DemoSettings, parallel: str, size: int) -> int:
     """Starts the ranks and prints what they found. Returns 0; 1 if a rank fails, or its two runs differ in one bit."""
     print_lines(_introduction(settings, parallel, size))
+    progress = Progress(2 * settings.steps)
+
+    def show(stage: str, ticks: int) -> None:
+        if ticks:
+            progress.tick(stage, ticks)
+        else:
+            progress.show(stage)
+
     try:
-        found = run_on_ranks(train_twice, (settings, parallel), size, settings.device.type, TIMEOUT)
+        found = run_on_ranks(train_twice, (settings, parallel), size, settings.device.type, TIMEOUT, show)
+        progress.clear()
     except RankFailed as failure:
         print(f"FAILED, and all other ranks were ended: {failure}", flush=True)
         return 1
@@ -74,11 +86,15 @@ def train_twice(here: Rank, supervisor: Supervisor | None, settings: DemoSetting
         corpus = Corpus.of(demo.package_source(), settings.device)
         model = CharacterGPT(settings, len(corpus.vocabulary)).to(settings.device)
         runs = []
+        progress = Progress(2 * settings.steps, sys.stderr if here.rank == 0 else StringIO())
+        if supervisor is not None:
+            progress = WorkerProgress(supervisor)
         for transforms in ([], [cudagraph_transform(backend=settings.backend)]):
-            if supervisor is not None:
-                supervisor.report("training with graphs" if transforms else "training without graphs")
+            stage = "training with graphs" if transforms else "training without graphs"
             compiled = PARALLEL[parallel](thunder.jit(copy.deepcopy(model), transforms=transforms), settings.device)
-            runs.append(_train(compiled, corpus, settings, here.rank))
+            clock = demo.Clock(settings.device, progress, stage)
+            runs.append(_train(compiled, corpus, settings, clock, here.rank))
+        progress.clear()
     plain, captured = runs
     return RankDemo(
         len(plain.losses),
@@ -91,9 +107,9 @@ def train_twice(here: Rank, supervisor: Supervisor | None, settings: DemoSetting
     )
 
 
-def _train(compiled: Any, corpus: Corpus, settings: DemoSettings, rank: int) -> DemoRun:
+def _train(compiled: Any, corpus: Corpus, settings: DemoSettings, clock: demo.Clock, rank: int) -> DemoRun:
     torch.manual_seed(demo.SEED + rank)
-    losses, step_ms = demo.train(compiled, corpus, settings, demo.SEED + rank)
+    losses, step_ms = demo.train(compiled, corpus, settings, clock, demo.SEED + rank)
     parameters = {name: parameter.detach() for name, parameter in compiled.named_parameters()}
     return DemoRun(losses, parameters, "", step_ms, math.nan, compiled, None)
 

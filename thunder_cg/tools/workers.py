@@ -22,6 +22,8 @@ from unittest.mock import patch
 
 import torch
 
+from thunder_cg.tools.progress import Progress
+
 STARTUP = 180.0  # seconds for the imports
 
 T = TypeVar("T")
@@ -54,6 +56,22 @@ class Supervisor:
         """Waits until no other task is at work."""
         self._pipe.send(("wait", None))
         self._pipe.recv()
+
+
+class WorkerProgress(Progress):
+    """Sends progress to the process that shows it."""
+
+    def __init__(self, supervisor: Supervisor) -> None:
+        self._supervisor = supervisor
+
+    def tick(self, stage: str, ticks: int = 1) -> None:
+        self._supervisor.report(stage, ticks)
+
+    def show(self, stage: str) -> None:
+        self._supervisor.report(stage, 0)
+
+    def clear(self) -> None:
+        pass
 
 
 @dataclass(slots=True)

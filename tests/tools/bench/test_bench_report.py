@@ -1,13 +1,8 @@
-"""Tables and plots of the results."""
+"""Tables of the results."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
 from thunder_cg.tools.bench.goals import Goal
-from thunder_cg.tools.bench.plots import write_plots
 from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
 from thunder_cg.tools.bench.results import BenchmarkResults
 
@@ -21,11 +16,3 @@ def test_tables(results: BenchmarkResults) -> None:
     assert "+0.500 us per parameter" in scaling_tables(results)
     goal = Goal("small", 1.1, 1.25, "x")
     assert "| small | 1.1 x | 1.25 x | NO |" in goals_table([goal])
-
-
-def test_plots(tmp_path: Path, results: BenchmarkResults) -> None:
-    pytest.importorskip("matplotlib")
-    written = write_plots(results, tmp_path / "plots")
-    assert [path.name for path in written] == ["end_to_end.svg", "host_time.svg"]
-    assert all("<svg" in path.read_text() for path in written)
-    assert write_plots(BenchmarkResults({}), tmp_path) == []

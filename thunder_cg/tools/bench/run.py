@@ -25,7 +25,7 @@ from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
 from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, is_meant, variants
 from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.results import environment
-from thunder_cg.tools.workers import Supervisor, Workers
+from thunder_cg.tools.workers import Supervisor, WorkerProgress, Workers
 
 IN_SCALING = (THUNDER, THUNDER_OWN, OURS, FLOOR)
 LARGEST = 100  # larger sizes leave out variants that only serve to compare: Thunder compiles for a minute and more
@@ -186,21 +186,8 @@ def measure_in_processes(tasks: Sequence[BenchmarkTask], jobs: int, progress: Pr
             yield task, answer.result or [BenchmarkRow(task.name, EVERY_VARIANT, failure=answer.failure)]
 
 
-class _WorkerProgress(Progress):
-    """Sends progress to the process that shows it."""
-
-    def __init__(self, supervisor: Supervisor) -> None:
-        self._supervisor = supervisor
-
-    def tick(self, stage: str, ticks: int = 1) -> None:
-        self._supervisor.report(stage, ticks)
-
-    def clear(self) -> None:
-        pass
-
-
 def _work(task: BenchmarkTask, supervisor: Supervisor) -> None:
-    progress = _WorkerProgress(supervisor)
+    progress = WorkerProgress(supervisor)
     supervisor.send_result(task.measure(*task.arguments, progress=progress, ready=supervisor.wait_for_turn))
 
 
