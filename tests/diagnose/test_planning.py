@@ -64,6 +64,8 @@ def test_the_plan_is_that_of_a_run(name: str) -> None:
     assert decisions(planned, "cpu") == decisions(ran, "cpu") and ran.calls == 1
     assert str(planned).startswith("Planned, not run.\nCUDA graphs: no call yet; ")
     assert "Not replayed" not in str(planned)
+    assert (planned.causes, planned.unmatched, planned.calls) == (ran.causes, ran.unmatched, 0)
+    assert bool(planned.causes) == (name == "item") == ("Tensor.item at" in str(planned).splitlines()[3])
     for device in ("cpu", "meta") if "training" not in name else ():
         stood_in = plan(fn, *(x.to(device) for x in inputs))
         assert decisions(stood_in, "cpu") == decisions(ran, "cpu")

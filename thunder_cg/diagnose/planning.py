@@ -80,7 +80,8 @@ def plan(
     compat.compile_only(jitted, *inputs)
     report = explain(jitted)
     note = "Planned, not run" if stand_in is None else f"Planned, not run: {stand_in} tensors stand for CUDA ones"
-    return PlanReport(report.traces, report.outside, note=f"{note}.")
+    parts = {part.name: getattr(report, part.name) for part in fields(Report)} | {"calls": 0}
+    return PlanReport(**parts, note=f"{note}.")
 
 
 def _is_of_dynamo(fn: Any) -> bool:
