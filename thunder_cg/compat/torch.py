@@ -454,6 +454,11 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves of a tree."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
 def tensor_use_count(tensor: torch.Tensor) -> int:
     """How many hold the tensor from C++, its object of Python included; 1 where PyTorch does not tell (before 2.11)."""
     return int(tensor._use_count()) if hasattr(tensor, "_use_count") else 1
@@ -465,7 +470,7 @@ storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 def shares_storage(values: Any, tensor: torch.Tensor) -> bool:
     """Whether any tensor in ``values`` shares its storage with ``tensor``."""
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    tensors = tensors_in(values)
     return any(has_storage(other) and storage_id(other) == storage_id(tensor) for other in tensors)
 
 

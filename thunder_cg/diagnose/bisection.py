@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import tree_leaves, tree_map_only
+from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, transform_of
 from thunder_cg.errors import DisagreementWarning, NotCompiledError
 from thunder_cg.report.programs import locate
@@ -160,7 +160,7 @@ class _Trials:
     def state_kept(self) -> Iterator[None]:
         """Inside, calls may change buffers, gradients and generators; at the end, these are as they were."""
         gradients = [parameter.grad for parameter in self._parameters]
-        devices = {t.device for t in (*_tensors(self._inputs), *self._parameters, *self._buffers)}
+        devices = {t.device for t in (*tensors_in(self._inputs), *self._parameters, *self._buffers)}
         self._saved = [buffer.detach().clone() for buffer in self._buffers]
         with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
             self._generators = [
@@ -188,15 +188,11 @@ class _Trials:
         """The tensors that a call returns, and the gradients of its inputs and parameters, from the state kept."""
         self._restore()
         args, kwargs = _copies(self._inputs)
-        results = _tensors(fn(*args, **kwargs))
+        results = tensors_in(fn(*args, **kwargs))
         if trained := [result for result in results if result.requires_grad]:
             torch.autograd.backward(trained, [torch.ones_like(result) for result in trained])
-        leaves = [*_tensors((args, kwargs)), *self._parameters]
+        leaves = [*tensors_in((args, kwargs)), *self._parameters]
         return [*(t.detach() for t in results), *(t.grad for t in leaves if t.is_leaf and t.grad is not None)]
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _copies(inputs: Any) -> Any:

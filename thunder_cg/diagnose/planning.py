@@ -12,7 +12,7 @@ import thunder
 import torch
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.torch import tree_leaves, tree_map_only
+from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, transform_of
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.options import Options
@@ -72,7 +72,7 @@ def plan(
     settings = replace(before.options, **ours) if before is not None else Options(**ours)
     inputs = (example_inputs, dict(kwargs or {}))
     source = original(fn_or_module)
-    stand_in = _stand_in({each.device.type for each in (*_tensors(inputs), *_state(source))}, settings.backend)
+    stand_in = _stand_in({each.device.type for each in (*tensors_in(inputs), *_state(source))}, settings.backend)
     if stand_in == "meta":
         inputs = tree_map_only(torch.Tensor, _on_meta, inputs)
         source = copy.deepcopy(source, {id(tensor): _on_meta(tensor) for tensor in _state(source)})
@@ -93,10 +93,6 @@ def _is_of_dynamo(fn: Any) -> bool:
     except NotCompiledError:
         return False
     return True
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _state(fn: Any) -> list[torch.Tensor]:

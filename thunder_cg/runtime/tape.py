@@ -125,8 +125,7 @@ def _tensors_in(step: _Step) -> list[torch.Tensor]:
     """The tensors that a step of the tape keeps."""
     if isinstance(step, list):
         return step
-    leaves = compat.tree_leaves((step.args, step.kwargs))
-    return [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *(tensor for _, tensor in step.results)]
+    return [*compat.tensors_in((step.args, step.kwargs)), *(tensor for _, tensor in step.results)]
 
 
 def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
@@ -197,7 +196,7 @@ class _Tape(_Reuse):
             return self._record(fn, args, kwargs, writes=True)
 
     def _record(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool) -> Any:
-        inputs = [t for t in compat.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inputs = compat.tensors_in((args, kwargs))
         if writes:
             for tensor in inputs:
                 at = address(tensor)
@@ -264,7 +263,7 @@ class _Tape(_Reuse):
 
 def _is_meta(args: Any, kwargs: Any) -> bool:
     """Whether an operator makes a tensor without memory, or gets nothing else."""
-    tensors = [leaf for leaf in compat.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    tensors = compat.tensors_in((args, kwargs))
     devices = {tensor.device.type for tensor in tensors} or {torch.device(kwargs.get("device") or "cpu").type}
     return devices == {"meta"}
 

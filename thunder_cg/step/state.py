@@ -38,7 +38,7 @@ from thunder_cg.compat.torch import (
     module_dictionaries,
     registered_hooks,
     tensor_guards,
-    tree_leaves,
+    tensors_in,
     version,
 )
 from thunder_cg.errors import CaptureRefused
@@ -309,8 +309,7 @@ class StepState:
 
     def tensors_in_containers(self) -> list[Tensor]:
         """What is in dictionaries and lists that the state had, though they may have been replaced since."""
-        leaves = tree_leaves([now for now, _ in self._containers])
-        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        return tensors_in([now for now, _ in self._containers])
 
     def release(self) -> None:
         """Nothing has to be restored any more."""

@@ -107,7 +107,7 @@ def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser)
     import torch
 
     from thunder_cg import NotCompiledError, cudagraph_transform, explain
-    from thunder_cg.compat.torch import tree_leaves
+    from thunder_cg.compat.torch import tensors_in
 
     if not callable(make := variables.get(name)):
         parser.error(f"the file has no function {name!r}; it has {', '.join(_functions(variables)) or 'none'}")
@@ -123,8 +123,7 @@ def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser)
     positional = inputs if isinstance(inputs, tuple) else () if keywords else (inputs,)
     for _ in range(calls):
         result = model(*positional, **keywords)
-        results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        if trained := [leaf for leaf in results if leaf.requires_grad]:
+        if trained := [tensor for tensor in tensors_in(result) if tensor.requires_grad]:
             torch.autograd.backward([leaf.sum() for leaf in trained])
     return model
 
