@@ -112,8 +112,7 @@ class CudagraphTransform(compat.Transform):
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
         self._compiling.forward = None
-        early = self._read(computation_trace)
-        self._compiling.wrong_gradients = (*lost(early, Aliasing.of(early)), *unsummed(early))
+        self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
         return prologue_trace, computation_trace, epilogue_trace
@@ -158,6 +157,15 @@ class CudagraphTransform(compat.Transform):
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
         compilation.seconds = time.perf_counter() - compat.compilation_began()
         return trace
+
+    def _wrong_gradients(self, trace: TraceCtx) -> tuple[WrongGradient, ...]:
+        """Those that can be told from a trace before Thunder differentiates it, if it is to be."""
+        arguments, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
+        unpacked = (proxy for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs)
+        if not any(map(compat.requires_grad, (*arguments, *unpacked))):
+            return ()
+        ops = self._read(trace)
+        return (*lost(ops, Aliasing.of(ops)), *unsummed(ops))
 
     def _read(self, trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
         stacks = stacks_of_generated_code(getattr(compat.get_compile_data(), "fn", None))
