@@ -42,6 +42,19 @@ def test_a_graph_dies_after_the_capture(thread):
     assert all(reference() is None for reference in alive)
 
 
+def test_a_graph_dies_after_a_capture_of_the_users(monkeypatch):
+    monkeypatch.setattr(capture_lock, "_user_captures", lambda: True)
+    made, alive = graph()
+    del made
+    with capture_lock:
+        pass
+    assert alive() is not None
+    monkeypatch.undo()
+    with capture_lock:
+        pass
+    assert alive() is None
+
+
 def test_the_lock_is_reentrant():
     """An operator that runs in a warm-up may capture a function of its own. Other threads wait for both."""
     seen = []

@@ -18,7 +18,6 @@ from torch.nn.functional import cross_entropy
 
 from thunder_cg import OptionError, explain, graphed_step, thunderfx
 from thunder_cg.step.reads import is_installed
-from thunder_cg.step.state import StepState
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -549,26 +548,6 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
     finally:
         gc.unfreeze()
     assert step.captures == 0 and "it is not known where from" in why(step), why(step)
-
-
-def test_stale_bytes_among_the_arguments_of_kernels_are_no_use(step_twins, monkeypatch):
-    """PyTorch leaves a part of some arguments as an earlier call left it: with addresses of another model, here two."""
-    others = [torch.ones(1000, device=step_twins.device) for _ in range(2)]
-    stale = [[others[0]], others, [], []]  # by capture
-    step = step_twins.graphed(usual(step_twins.compiled(step_twins.model())))
-    backend = type(step._backend)
-    found = backend.captured_addresses
-
-    def captured_addresses(self):
-        return [*found(self), *(tensor.data_ptr() for tensor in stale[len(started) - 1])]
-
-    started = []  # one for each try
-    guard = StepState.guard_tensors
-    monkeypatch.setattr(StepState, "guard_tensors", lambda self: (started.append(1), guard(self))[1])
-    monkeypatch.setattr(backend, "captured_addresses", captured_addresses)
-    for _ in range(6):
-        step(*step_twins.batch())
-    assert len(started) == 3 and step.replays >= 3, why(step)
 
 
 def test_a_tensor_that_escapes_is_refused(step_twins):

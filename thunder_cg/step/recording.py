@@ -10,12 +10,6 @@ Note [Memory that a step may use]
     A graph reads and writes memory of its own, and that of the batch and of the state. Any other memory would belong to
     a tensor that nobody has told of, so nobody would notice when the step comes to use another one. Such a capture is
     refused. So is one that leaves a tensor behind, other than gradients and results: each replay would overwrite it.
-
-Note [Stale arguments]
-    A kernel's arguments are structures that its caller has on the stack. PyTorch fills only a part of some, such as the
-    lists of tensors of a fused optimizer, so the rest is what an earlier call left there: addresses of another model's
-    tensors, too. What a step really uses is there in each capture. What is left on the stack is not, if it is captured
-    at another depth of the stack. So a step is refused only if a tensor is in all of several captures.
 """
 
 from __future__ import annotations
@@ -24,7 +18,7 @@ import bisect
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -50,10 +44,10 @@ from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
+from thunder_cg.step.stack import clear_stacks
 from thunder_cg.step.state import ATOMS, StepState, difference, random_states
 
 _TENSOR = object()
-_DEPTHS = 0, 12, 24, 36  # of the stack, at which a capture is tried: see Note [Stale arguments]
 
 
 @dataclass(frozen=True)
@@ -279,20 +273,6 @@ class StepRecording:
         return tree_unflatten(results, self.structure[0])
 
 
-class UnknownMemory(CaptureRefused):
-    """A capture whose kernels got addresses of tensors that nobody has told of.
-
-    Attributes:
-        tensors: the tensors, by their ids.
-    """
-
-    def __init__(self, tensors: Mapping[int, str]) -> None:
-        shown = next(iter(tensors.values()))
-        fix = "pass it as an argument, or let the step's function name it"
-        super().__init__(f"the step uses {shown}, and it is not known where from; {fix}")
-        self.tensors = tensors
-
-
 class _Body:
     """The function as a pool captures it, and what it shows of the step."""
 
@@ -342,57 +322,25 @@ def capture(
         CaptureRefused: no replay would be right.
         Exception: what ``fn`` raised. In both cases everything is as before.
     """
+    if state.hooks:
+        raise CaptureRefused(state.hooks[0])
+    state.guard_tensors()
+    clear_stacks(state.device)
     with _Gradient.recounted():
-        recording = _capture_at_some_depth(partial(_try_to_capture, fn, batch, state, backend, pool, others))
+        before = _GradientsBefore(state.parameters, backend)
+        try:
+            recording = _capture(fn, batch, state, before, backend, pool, others)
+        except BaseException:
+            state.restore()
+            before.restore()
+            raise
+        finally:
+            before.release()
     state.release()
     for gradient in recording.gradients:
         if gradient is not None:
             gradient.count()
     return recording
-
-
-def _capture_at_some_depth(try_to_capture: Callable[[Set[int]], StepRecording]) -> StepRecording:
-    """See Note [Stale arguments]. ``try_to_capture`` takes the ids of tensors that are known not to be used."""
-    in_all: dict[int, str] | None = None
-    unused: set[int] = set()
-    for depth in _DEPTHS:
-        try:
-            return _deeper(depth, partial(try_to_capture, unused))
-        except UnknownMemory as error:
-            found = error.tensors
-        before = found if in_all is None else in_all
-        in_all = {key: shown for key, shown in before.items() if key in found}
-        unused |= (before.keys() | found.keys()) - in_all.keys()
-    raise UnknownMemory(in_all or found)
-
-
-def _deeper(levels: int, call: Callable[[], Any]) -> Any:
-    """Calls the function with so many more frames of C on the stack, some hundred bytes each."""
-    return call() if not levels else next(map(partial(_deeper, levels - 1), (call,)))
-
-
-def _try_to_capture(
-    fn: Callable[..., Any],
-    batch: Batch,
-    state: StepState,
-    backend: Backend,
-    pool: Pool,
-    others: Sequence[StepRecording],
-    unused: Set[int],
-) -> StepRecording:
-    """As `capture`, but for counting who holds gradients. ``unused`` are ids of tensors that it does not use."""
-    if state.hooks:
-        raise CaptureRefused(state.hooks[0])
-    state.guard_tensors()
-    before = _GradientsBefore(state.parameters, backend)
-    try:
-        return _capture(fn, batch, state, before, backend, pool, others, unused)
-    except BaseException:
-        state.restore()
-        before.restore()
-        raise
-    finally:
-        before.release()
 
 
 def _capture(
@@ -403,7 +351,6 @@ def _capture(
     backend: Backend,
     pool: Pool,
     others: Sequence[StepRecording],
-    unused: Set[int],
 ) -> StepRecording:
     guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
     copied, buffers = place(pool, batch.tensors, frozenset(), {})
@@ -427,7 +374,7 @@ def _capture(
     for other in others:
         own += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
     known = [*state.tensors, *batch.tensors, *before.memory]
-    _refuse_other_memory(addresses, known, own, unused, state.device, pool)
+    _refuse_other_memory(addresses, known, own, state.device, pool)
     expected = before.expected(addresses)
     before.release()
     return StepRecording(
@@ -446,18 +393,12 @@ def _capture(
 
 
 def _refuse_other_memory(
-    addresses: _Addresses,
-    known: Sequence[Tensor | None],
-    own: Sequence[Any],
-    unused: Set[int],
-    device: torch.device,
-    pool: Pool,
+    addresses: _Addresses, known: Sequence[Tensor | None], own: Sequence[Any], device: torch.device, pool: Pool
 ) -> None:
     """See Note [Memory that a step may use]."""
     storages = {storage_id(tensor) for tensor in known if tensor is not None}
     objects = {id(tensor) for tensor in (*known, *own)}
     ranges = pool.ranges()
-    unknown: dict[int, str] = {}
     for tensor in _all_objects():
         if not issubclass(type(tensor), Tensor) or id(tensor) in objects or not has_memory(tensor):
             continue
@@ -469,10 +410,9 @@ def _refuse_other_memory(
             raise CaptureRefused(
                 f"{shown} that the step makes is still held after it, and each replay would overwrite it; {fix}"
             )
-        if id(tensor) not in unused and addresses.touch(tensor):
-            unknown[id(tensor)] = shown
-    if unknown:
-        raise UnknownMemory(unknown)
+        if addresses.touch(tensor):  # see Note [Stale arguments] in stack.py
+            fix = "pass it as an argument, or let the step's function name it"
+            raise CaptureRefused(f"the step uses {shown}, and it is not known where from; {fix}")
 
 
 def _all_objects() -> list[Any]:

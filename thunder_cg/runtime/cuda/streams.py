@@ -19,7 +19,8 @@ Note [Draws on several streams]
 
 Note [Who destroys graphs]
     PyTorch keeps a set of all graphs without a lock. A capture adds its graph to the set without holding the GIL, and
-    the destructor, which runs on any thread, removes it. So a graph is destroyed only while no capture is under way.
+    the destructor, which runs on any thread, removes it. So a graph is destroyed only while no capture is under way. It
+    would break a capture of the user's, too, in which Python's garbage collector may run it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -45,6 +46,7 @@ class CaptureLock:
         self._lock = threading.Lock()  # no RLock: a destructor on the thread that holds it must not get it
         self._owner = self._depth = 0  # reentrant: an operator that runs in a warm-up may capture, too
         self._dead: list[torch.cuda.CUDAGraph] = []  # see Note [Who destroys graphs]
+        self._user_captures = _is_capturing  # for a destructor that runs while the interpreter ends
 
     def __enter__(self) -> None:
         if self._owner != threading.get_ident():
@@ -74,14 +76,21 @@ class CaptureLock:
             self.destroy([])
 
     def destroy(self, graphs: list[torch.cuda.CUDAGraph]) -> None:
-        """Empties the list and destroys its graphs: now, or when the thread that holds the lock releases it."""
+        """Empties the list and destroys its graphs: now, or after the captures that are under way."""
         self._dead.extend(graphs)
         graphs.clear()
-        while self._dead and self._lock.acquire(blocking=False):
+        while self._dead and not self._user_captures() and self._lock.acquire(blocking=False):
             try:
                 self._dead.clear()
             finally:
                 self._lock.release()
+
+
+def _is_capturing(
+    is_initialized: Callable[[], bool] = torch.cuda.is_initialized,
+    is_capturing: Callable[[], bool] = cuda.is_current_stream_capturing,
+) -> bool:
+    return is_initialized() and is_capturing()
 
 
 capture_lock = CaptureLock()

@@ -1,0 +1,43 @@
+"""What earlier calls left on the stack is gone when a step is captured."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from thunder_cg.step.stack import overwrite_stack
+
+_SCRIPT = """
+import torch
+from test_stack import bytes_on_stack
+from thunder_cg.step.stack import clear_stacks, overwrite_stack
+overwrite_stack(0xA7)
+before = bytes_on_stack(0xA7)
+clear_stacks(torch.device("cpu"))
+print(before, bytes_on_stack(0xA7))
+"""
+
+
+def bytes_on_stack(byte: int) -> int:
+    """How many bytes of the main thread's stack have this value, next to others of it."""
+    with open("/proc/self/maps") as maps:
+        line = next(line for line in maps if "[stack]" in line)
+    start, stop = (int(address, 16) for address in line.split()[0].split("-"))
+    return 64 * ctypes.string_at(start, stop - start).count(bytes([byte]) * 64)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_stack_is_cleared():
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _SCRIPT], cwd=__file__.rpartition("/")[0], capture_output=True, text=True
+    )
+    before, after = map(int, done.stdout.split())
+    assert before > 200_000 and after == 0, done.stderr
+
+
+def test_it_can_be_called_often():
+    for byte in range(8):
+        overwrite_stack(byte)
