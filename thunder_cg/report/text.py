@@ -265,8 +265,11 @@ def measured(report: Report) -> Iterator[str]:
 
 def deselected(report: Report) -> Iterator[str]:
     """The regions that ``select="measured"`` leaves eager, with both times, and what to do."""
-    for region in (region for trace in report.traces for region in trace.regions if region.deselected):
-        yield f'select="measured" leaves {region.name} eager: {region.failure}'
+    regions = [region for trace in report.traces for region in trace.regions if region.deselected]
+    if regions:
+        said = [(region.name, *str(region.failure).partition("; ")) for region in regions]
+        names = ", ".join(f"{name} ({times})" for name, times, *_ in said)
+        yield f'select="measured" leaves eager what does not pay: {names}. To change that: {said[0][-1]}.'
 
 
 def _graph(region: RegionReport) -> float:

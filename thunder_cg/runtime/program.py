@@ -119,18 +119,21 @@ class Program:
         self.fast_paths_dropper: Callable[[], Callable[[], None] | None] = _no_fast_paths
         self._describe_inputs(saved, aliasing)
         self.collectives = self._find_collectives()
-        self.selection: Selection | None = None  # of a pair, until it is known which regions pay
-        if options.select == "measured":
-            self._join_selection()
+        self.selection = self._join_selection()
 
-    def _join_selection(self) -> None:
-        pair = self._pair
-        if pair is self:
-            self.selection = Selection(self.backend)
+    def _join_selection(self) -> Selection | None:
+        """What times the regions of the pair, of the program that owns it. See Note [Regions that pay]."""
+        if self.options.select != "measured":
+            return None
+        selection = Selection(self.backend) if self._forward is None else self._forward.selection
         if self.collectives is not None:
-            pair.selection, self.remark = None, _NOT_TIMED
-        elif pair.selection is not None:
-            pair.selection.join(self.regions, is_one_region=self.is_one_region)
+            self.remark, selection = _NOT_TIMED, None
+        if selection is not None:
+            selection.join(self.regions, is_one_region=self.is_one_region)
+        if self._forward is None:
+            return selection
+        self._forward.selection = selection
+        return None
 
     def _find_collectives(self) -> Collectives | None:
         """What it communicates. All ranks count the same calls, so those whose collectives are eager count, too."""
@@ -467,6 +470,9 @@ class Program:
 
     def _seal(self, call: Call) -> None:
         """What was warmed up or recorded is complete from here on."""
+        if call.mode in (Mode.CAPTURE, Mode.REPLAY) and all(region.is_deselected for region in self.regions):
+            self.eager_calls += 1
+            self.count_fallback(skip_reasons.DESELECTED, "")
         if call.mode is Mode.WARMUP:
             if len(self._warm) >= _MAX_LAYOUTS:
                 self._warm.clear()

@@ -75,7 +75,9 @@ class Selection:
             return region.run_untimed(call, args)
         try:
             known = self._graph if mode is Mode.REPLAY else self._eager
-            times = known.setdefault(region, _Times(self._backend, region))
+            if region not in known:
+                known[region] = _Times(self._backend, region)
+            times = known[region]
             times.start()
             results = region.run_untimed(call, args)
             if call.mode is mode:  # otherwise it began as a replay, and fell back
