@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import thunder
 import torch
 from models import Dropout, Linear
 from support import fast_path_calls, programs, replays, same, same_state, twice
+from thunder.distributed import ddp
 from torch import nn
 
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, profile, thunderfx
@@ -289,3 +290,25 @@ def test_thunderfx_takes_it_too(clock: Clock) -> None:
 def test_another_value_is_refused() -> None:
     with pytest.raises(OptionError, match=r"select='best'.*one of 'all', 'measured'; pass \"measured\""):
         cudagraph_transform(backend="tape", select="best")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def lone_rank() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_rank")
+def test_ranks_time_nothing_as_they_have_to_capture_alike(clock: Clock) -> None:
+    clock.takes("CUDAGraph1", graph=90, eager=60)
+    clock.takes("CUDAGraph2", graph=90, eager=60)
+    model = ddp(thunder.jit(nn.Sequential(Linear(4, 4), nn.Tanh()), transforms=[measured()]))
+    for _ in range(SETTLED + AGAIN):
+        model(torch.ones(2, 4)).sum().backward()
+    forward, backward = programs(model)
+    assert backward.collectives is not None and not left_eager(model)
+    assert replays(model) == 2 * (SETTLED + AGAIN - 1) and not forward.fallbacks
+    assert 'select="measured" times nothing, because it communicates, and ranks have to capture alike' in str(
+        explain(model)
+    )

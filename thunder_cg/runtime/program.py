@@ -561,9 +561,9 @@ class Program:
     def log_progress(self, call: Call, done: str, region: RuntimeRegion) -> None:
         """Says which region of how many a call has warmed up or captured, how long that took, and the memory."""
         if _logger.isEnabledFor(logging.INFO):
-            nbytes = sum(each.nbytes() for each in self.arenas())
+            mebibytes = sum(each.nbytes() for each in self.arenas()) / 2**20
             said = f"{done} region {region.index + 1} of {len(self.regions)}, {time.perf_counter() - call.began:.1f} s"
-            _logger.info("%s, call %d: %s so far, arenas hold %s bytes", self.label, self.calls, said, f"{nbytes:,}")
+            _logger.info("%s, call %d: %s so far, arenas hold %.1f MiB", self.label, self.calls, said, mebibytes)
 
     def count_fallback(self, reason: str, fix: str) -> None:
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""

@@ -88,6 +88,8 @@ class Selection:
 
     def is_complete(self) -> bool:
         """Whether enough replays were timed to decide."""
+        if self._lock.locked():  # a region is being timed: by another thread, or it has called this function
+            return False
         waiting = (r for r in self._regions if r.tries and (r in self._graph or r in self._eager))
         counts = [self._graph[r].count if r in self._graph else 0 for r in waiting]
         return self._replays >= (_CALLS if all(count >= _CALLS for count in counts) else _MOST_REPLAYS)
