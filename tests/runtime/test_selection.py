@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from torch import nn
 
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, profile, thunderfx
 from thunder_cg.runtime import skip_reasons, tape
+from thunder_cg.runtime.call import Mode
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.selection import _CALLS, _MOST_REPLAYS
+from thunder_cg.runtime.selection import _CALLS, _MOST_REPLAYS, Selection
 
 SETTLED = 1 + _CALLS + 1 + 1 + _CALLS  # the call that knows, if all regions pay: ops, warm-up, capture, replays
 AGAIN = 1 + _CALLS + 1  # calls after a decision, whose call warms up, until the next one: capture, replays
@@ -101,7 +103,11 @@ def left_eager(jfn: Any) -> dict[str, str]:
     return {region.name: str(region.failure) for region in regions if region.is_deselected}
 
 
-def test_a_region_that_does_not_pay_is_eager_and_the_others_are_captured(clock: Clock) -> None:
+def test_a_region_that_does_not_pay_is_eager_and_the_others_are_captured(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[Any] = []
+    monkeypatch.setattr(tape.TapeBackend, "give_back", lambda self: given_back.append(self))
     clock.takes("CUDAGraph2", graph=30, eager=12)
     plain, graphed = twice(pieces, measured(strict=True))
 
@@ -123,7 +129,7 @@ def test_a_region_that_does_not_pay_is_eager_and_the_others_are_captured(clock: 
     gone = [weakref.ref(each) for each in (recording.arena, *(graph.graph for graph in recording.forward.graphs))]
     del recording
     call()  # which decides, and warms up anew
-    assert not any(reference() for reference in gone), "the memory is given back"
+    assert not any(reference() for reference in gone) and len(given_back) == 1
     assert program.warm_ups == 2 and program.awaiting_capture == 1
     for _ in range(AGAIN + 3):
         call()
@@ -139,6 +145,40 @@ def test_a_region_that_does_not_pay_is_eager_and_the_others_are_captured(clock: 
         assert "leaves eager what does not pay: CUDAGraph2 (30.0 µs as a graph, 12.0 µs eagerly). To change" in form
         assert f"found that it does not pay: {said}" in " ".join(form.split())
     assert [region.microseconds is None for region in profile(graphed, torch.ones(5)).traces[0].regions] == [0, 1, 0]
+
+
+class Region:
+    """A region that falls back to its ops in the middle of a replay, if ``falls_back``."""
+
+    device, tries = torch.device("cpu"), 3
+
+    def __init__(self, falls_back: bool = False) -> None:
+        self._falls_back = falls_back
+
+    def run_untimed(self, call: Any, args: Any) -> Any:
+        if self._falls_back:
+            call.mode = Mode.EAGER
+        return args
+
+
+@pytest.mark.parametrize("mode", [Mode.REPLAY, Mode.EAGER])
+def test_what_is_not_timed(monkeypatch: pytest.MonkeyPatch, mode: Mode) -> None:
+    """Replays that fall back, verified ones, all inside of a capture, and runs beside one that is timed."""
+    selection = Selection(tape.TapeBackend())
+
+    def count(region: Any, verifies: bool = False) -> int:
+        call: Any = SimpleNamespace(mode=mode, verifies=verifies)
+        assert selection.run(region, call, (1,)) == (1,)
+        times = selection._graph if mode is Mode.REPLAY else selection._eager
+        return times[region].count if region in times else 0
+
+    region = Region()
+    assert [count(region), count(region), count(region, verifies=True), count(region)] == [1, 2, 2, 3]
+    assert count(Region(falls_back=True)) == int(mode is Mode.EAGER)
+    with selection._lock:
+        assert count(region) == 3 and not selection.is_complete()
+    monkeypatch.setattr(tape.TapeBackend, "busy", lambda self: True)
+    assert count(region) == 3
 
 
 def test_noise_does_not_decide(clock: Clock) -> None:
