@@ -362,11 +362,12 @@ def cudagraph_transform(
             with ``strict=True``. Workspaces of cuBLAS, and what the driver takes for graphs, come on top:
             :func:`thunder_cg.explain` lists them.
         select: ``"measured"`` leaves a region eager whose graph takes at least a tenth longer than its ops, even with
-            ``strict=True``; :func:`thunder_cg.explain` has both times. The first 10 calls run eagerly for that. Then
-            calls warm up and capture, and 10 replays are timed, again after each decision. A run's time is the longer
-            one of the device's and the host's, and medians are compared. If forward or backward has collectives that
-            are captured, nothing is timed, as ranks would decide differently. On the tape no graph pays, save that of
-            a module that is one region. ``"all"`` captures all regions.
+            ``strict=True``; :func:`thunder_cg.explain` has both times. For that, the first 10 calls of each function
+            that Thunder compiles, such as of each shape, run eagerly. Then calls warm up and capture, and 10 replays
+            are timed, again after each decision. A run's time is the longer one of the device's and the host's, and
+            medians are compared. If forward or backward has collectives that are captured, nothing is timed, as ranks
+            would decide differently. On the tape no graph pays, save that of a module that is one region. ``"all"``
+            captures all regions.
 
     Returns:
         The transform, for ``thunder.jit(fn, transforms=[...])``. One instance may serve any number of models.

@@ -327,6 +327,17 @@ def test_thunderfx_takes_it_too(clock: Clock) -> None:
     torch._dynamo.reset()
 
 
+def test_a_backward_without_regions_is_no_reason() -> None:
+    def scaled(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * torch.cos(torch.sin(y)).exp()
+
+    graphed = thunder.jit(scaled, transforms=[cudagraph_transform(backend="tape")])
+    for _ in range(3):
+        graphed(torch.ones(3, requires_grad=True), torch.ones(3)).sum().backward()
+    forward, backward = programs(graphed)
+    assert (len(forward.regions), len(backward.regions)) == (1, 0) and not backward.fallbacks
+
+
 def test_another_value_is_refused() -> None:
     with pytest.raises(OptionError, match=r"select='best'.*one of 'all', 'measured'; pass \"measured\""):
         cudagraph_transform(backend="tape", select="best")  # type: ignore[arg-type]

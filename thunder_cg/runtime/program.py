@@ -470,7 +470,8 @@ class Program:
 
     def _seal(self, call: Call) -> None:
         """What was warmed up or recorded is complete from here on."""
-        if call.mode in (Mode.CAPTURE, Mode.REPLAY) and all(region.is_deselected for region in self.regions):
+        is_deselected = [region.is_deselected for region in self.regions]
+        if call.mode in (Mode.CAPTURE, Mode.REPLAY) and is_deselected and all(is_deselected):
             self.eager_calls += 1
             self.count_fallback(skip_reasons.DESELECTED, "")
         if call.mode is Mode.WARMUP:
