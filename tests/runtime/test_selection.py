@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
@@ -325,6 +326,23 @@ def test_thunderfx_takes_it_too(clock: Clock) -> None:
     (program,) = programs(compiled)
     assert program.fallbacks == {skip_reasons.TIMED: _CALLS} and program.selection is None
     torch._dynamo.reset()
+
+
+def test_the_real_clock(transform: Any, device: str) -> None:
+    """Whatever it says: it decides, and results are the same before and after."""
+    plain, graphed = twice(pieces, transform(select="measured"))
+    for _ in range(SETTLED + 3 * AGAIN):
+        x = torch.randn(5, device=device)
+        results = []
+        for jfn in (plain, graphed):
+            torch.manual_seed(3)
+            results.append(jfn(x))
+        same(*results)
+    (program,) = programs(graphed)
+    assert program.selection is None
+    for name, said in left_eager(graphed).items():
+        as_graph, eagerly = (float(each) for each in re.findall(r"([\d.]+) µs", said))
+        assert as_graph > eagerly > 0 and program.newest_graph(name) is None
 
 
 def test_a_backward_without_regions_is_no_reason() -> None:
