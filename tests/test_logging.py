@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ from models import mlp
 from torch import nn
 
 from thunder_cg import cudagraph_transform
-from thunder_cg.runtime import backends, skip_reasons
+from thunder_cg.runtime import backends, call, program, region, skip_reasons
 from thunder_cg.runtime.tape import TapePool
 
 
@@ -43,19 +46,37 @@ def test_a_line_for_each_compile_capture_and_drop_and_no_warning(lines: Any) -> 
     for i in range(3):
         jmodel(torch.ones(2, 16))
         said = lines()
-        assert len(said) == (1, 1, 0)[i] and {level for level, _ in said} <= {"INFO"}
+        assert len(said) == (2, 1, 0)[i] and {level for level, _ in said} <= {"INFO"}
         if i == 0:
             assert "Sequential, forward: compiled: 1 region with 2 of 2 ops, planned in " in said[0][1]
         elif i == 1:
-            text = "Sequential, forward, call 2: 1 of 1 regions captured, its arenas hold "
-            assert said[0][1].startswith(text) and said[0][1].endswith(" bytes")
+            assert said[0][1].startswith("Sequential, forward, call 2: captured region 1 of 1, 0.")
     other = torch.ones(16, 2).t()
     jmodel(other), jmodel(other)
-    (_, drop), (level, capture) = lines()
+    _, (level, capture), (_, drop) = lines()
     assert (
         drop == "Sequential, forward: a recording is dropped: max_recordings=1, and it has the fewest replays per byte"
     )
-    assert level == "INFO" and capture.startswith("Sequential, forward, call 5: 1 of 1 regions captured")
+    assert level == "INFO" and capture.startswith("Sequential, forward, call 5: captured region 1 of 1, ")
+
+
+def test_progress_of_long_first_calls(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def pieces(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x) * 2
+        return torch.cos(y * y.sum().item()).exp()
+
+    jfn, x = compiled(pieces), torch.ones(2**18)
+    clock = SimpleNamespace(perf_counter=partial(next, itertools.count(10.0, 1.2)))
+    for module in (call, program, region):
+        monkeypatch.setattr(module, "time", clock)
+    said = [text for _ in range(3) for _ in [jfn(x)] for _, text in lines() if " so far, " in text]
+    assert [text.partition("pieces, forward, ")[2].partition(" so far, ")[0] for text in said] == [
+        "call 1: warmed up region 1 of 2, 1.2 s",  # the clock is read once in a region that warms up, or is captured,
+        "call 1: warmed up region 2 of 2, 2.4 s",
+        "call 2: captured region 1 of 2, 3.6 s",  # and twice by its capture
+        "call 2: captured region 2 of 2, 7.2 s",
+    ]
+    assert said[-1].endswith(" so far, arenas hold 6.0 MiB")
 
 
 def test_a_warning_for_each_eager_operator_that_is_a_cause(lines: Any) -> None:

@@ -11,6 +11,7 @@ from thunder_cg.errors import OptionError
 
 BACKENDS = ("auto", "cuda", "tape")
 CAPTURE_COLLECTIVES = ("auto", "always", "never")
+SELECT = ("all", "measured")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class Options:
     max_arenas: int = 16
     capture_collectives: Literal["auto", "always", "never"] = "auto"
     memory_budget: int | float | None = None
+    select: Literal["all", "measured"] = "all"
 
     def __post_init__(self) -> None:
         if self.backend not in BACKENDS:
@@ -48,6 +50,9 @@ class Options:
         if self.capture_collectives not in CAPTURE_COLLECTIVES:
             allowed = ", ".join(map(repr, CAPTURE_COLLECTIVES))
             raise OptionError("capture_collectives", self.capture_collectives, f"one of {allowed}", 'pass "auto"')
+        if self.select not in SELECT:
+            fix = 'pass "measured" to leave regions eager whose graphs do not pay'
+            raise OptionError("select", self.select, f"one of {', '.join(map(repr, SELECT))}", fix)
         for name in ("max_recordings", "max_arenas"):
             bound = getattr(self, name)
             if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:

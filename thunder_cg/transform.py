@@ -324,6 +324,7 @@ def cudagraph_transform(
     max_arenas: int = 16,
     capture_collectives: Literal["auto", "always", "never"] = "auto",
     memory_budget: int | float | None = None,
+    select: Literal["all", "measured"] = "all",
 ) -> CudagraphTransform:
     """A Thunder transform that runs the safe parts of a program as CUDA graphs.
 
@@ -360,6 +361,13 @@ def cudagraph_transform(
             recordings with the fewest replays per byte go first; if that is not enough, the call runs eagerly, even
             with ``strict=True``. Workspaces of cuBLAS, and what the driver takes for graphs, come on top:
             :func:`thunder_cg.explain` lists them.
+        select: ``"measured"`` leaves a region eager whose graph takes at least a tenth longer than its ops, even with
+            ``strict=True``; :func:`thunder_cg.explain` has both times. For that, the first 10 calls of each function
+            that Thunder compiles, such as of each shape, run eagerly. Then calls warm up and capture, and 10 replays
+            are timed, again after each decision. A run's time is the longer one of the device's and the host's, and
+            medians are compared. If forward or backward has collectives that are captured, nothing is timed, as ranks
+            would decide differently. On the tape no graph pays, save that of a module that is one region. ``"all"``
+            captures all regions.
 
     Returns:
         The transform, for ``thunder.jit(fn, transforms=[...])``. One instance may serve any number of models.
@@ -369,7 +377,17 @@ def cudagraph_transform(
         BackendError: the backend does not work on this machine.
     """
     options = Options(
-        allow, deny, backend, strict, verify, debug, max_recordings, max_arenas, capture_collectives, memory_budget
+        allow,
+        deny,
+        backend,
+        strict,
+        verify,
+        debug,
+        max_recordings,
+        max_arenas,
+        capture_collectives,
+        memory_budget,
+        select,
     )
     return CudagraphTransform(options)
 

@@ -40,7 +40,7 @@ def made(monkeypatch) -> list:
     return events
 
 
-def test_events_are_waited_for_once_and_used_again(made):
+def test_each_run_is_waited_for_once_and_events_are_used_again(made):
     timer = EventTimer(DEVICE)
     assert timer.runs() == []
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_events_are_waited_for_once_and_used_again(made):
                 timer.mark()
         assert not any(event.waited for event in made)
         assert timer.runs() == [[1000.0, 1000.0], [], [1000.0]]
-        assert sum(event.waited for event in made) == 1 and len(made) == 6
+        assert sum(event.waited for event in made) == 3 and len(made) == 6
         for event in made:
             event.waited = False
     assert timer.runs() == []

@@ -34,6 +34,6 @@ def dump_dot(fn: Any, region: str, path: str | os.PathLike[str]) -> None:
     graph = program.newest_graph(region)
     if graph is None:
         failure = next(each.failure for each in program.regions if each.name == region)
-        fix = f"its capture failed: {failure}" if failure else "call the function three times first"
+        fix = f"it runs eagerly: {failure}" if failure else "call the function three times first"
         raise OptionError("region", region, "a region with a graph", fix, "dump_dot")
     graph.graph.write_dot(os.fspath(path))

@@ -115,7 +115,8 @@ class EntryFastPaths:
 
     def build_fast_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes fast paths for what has been recorded, after a call that took Thunder's dispatch."""
-        recordings = self.compiled.forward.recordings
+        forward = self.compiled.forward
+        recordings = forward.recordings if forward.selection is None else []  # what is timed is Thunder's dispatch
         self.drop_discarded()
         known_ids = {id(recording) for recording, _ in (*self._inference, *self._training)}
         new = [recording for recording in recordings if id(recording) not in known_ids]

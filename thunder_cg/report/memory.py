@@ -104,6 +104,9 @@ def _recordings(programs: Iterable[Located], numbers: dict[Arena, int]) -> Itera
             _, _, parts = found.setdefault(id(recording), (located, recording, []))
             parts += [(located.program, trace) for trace in traces]
     for located, recording, parts in found.values():
+        regions = tuple(region for program, trace in parts for region in _regions(program, trace))
+        if not regions:  # none of them could be captured, or pays
+            continue
         yield RecordingMemory(
             function=located.function,
             entry=located.entry,
@@ -111,7 +114,7 @@ def _recordings(programs: Iterable[Located], numbers: dict[Arena, int]) -> Itera
             replays=recording.replays,
             needs=recording.nbytes,
             without_graphs=max(program.memory.without_graphs for program, _ in parts),
-            regions=tuple(region for program, trace in parts for region in _regions(program, trace)),
+            regions=regions,
         )
 
 

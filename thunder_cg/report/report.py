@@ -63,10 +63,11 @@ class RegionReport:
     eager_runs: int
     bytes_in: int  # bytes copied for one replay into the graph's memory (of the last capture)
     bytes_out: int  # and out of it
-    # Why it runs eagerly: it could not be captured or, if it is quarantined, its graph did not do what its ops do. None
-    # if it is captured.
+    # Why it runs eagerly: it could not be captured; its graph did not do what its ops do, if it is quarantined; it does
+    # not pay, if it is deselected. None if it is captured.
     failure: str | None
     quarantined: bool = False
+    deselected: bool = False  # whether the failure is that it does not pay, and `select="measured"` leaves it eager
     verified: int = 0  # how many replays were compared with an eager run, which is `verify=`
     capture_seconds: float = 0.0  # of all captures, on the host
     # Where they were measured, of one call, in microseconds: the region, its ops run eagerly, what its copies take of
@@ -320,8 +321,9 @@ def _region(program: Program, region: RuntimeRegion, times: Times) -> RegionRepo
         split=region.planned.split,
         failure=region.failure,
         quarantined=region.disagreement is not None,
+        deselected=region.is_deselected,
         remark=region.remark,
-        microseconds=times.regions.get(region.name),
+        microseconds=times.regions.get(region.name) if not region.is_deselected else None,
         eager_microseconds=times.eager_regions.get(region.name),
         copy_microseconds=times.copies.get(region.name),
         split_microseconds=_split(program, region, times),

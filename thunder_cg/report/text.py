@@ -201,6 +201,7 @@ def notes(region: RegionReport) -> Iterator[str]:
         yield f"ended by{cost}: {region.split}"
     if region.failure:
         why = "quarantined" if region.quarantined else "as it could not be captured"
+        why = 'as select="measured" found that it does not pay' if region.deselected else why
         yield f"runs eagerly, {why}: {region.failure}"
     if region.remark:
         yield f"in verification: {region.remark}"
@@ -229,6 +230,7 @@ def _summary(report: Report) -> Iterator[str]:
         yield from _indent(causes(report.causes))
     yield from unmatched(report)
     yield from measured(report)
+    yield from deselected(report)
     yield from shapes(report.shapes)
     if report.breaks:
         yield BREAKS
@@ -259,6 +261,15 @@ def measured(report: Report) -> Iterator[str]:
         names = ", ".join(f"{r.name} ({_graph(r):,.0f} µs as a graph, {_eager(r):,.0f} µs eagerly)" for r in losing)
         larger = "Larger ones pay more: remove what splits them, or leave their operators eager with deny="
         yield f"Regions that do not pay: {names}. {larger}."
+
+
+def deselected(report: Report) -> Iterator[str]:
+    """The regions that ``select="measured"`` leaves eager, with both times, and what to do."""
+    regions = [region for trace in report.traces for region in trace.regions if region.deselected]
+    if regions:
+        said = [(region.name, *str(region.failure).partition("; ")) for region in regions]
+        names = ", ".join(f"{name} ({times})" for name, times, *_ in said)
+        yield f'select="measured" leaves eager what does not pay: {names}. To change that: {said[0][-1]}.'
 
 
 def _graph(region: RegionReport) -> float:

@@ -6,7 +6,8 @@ What goes out: the results of a call, from a replay, a capture or an eager run, 
 A call, step by step:
 
 1.  `Program.begin` looks for a recording whose `Guard` holds for the call's tensors (:mod:`program`, :mod:`guards`). If
-    there is none, the call warms up, captures, or runs eagerly for a reason that is counted (:mod:`skip_reasons`).
+    there is none, the call warms up, captures, or runs eagerly for a reason that is counted (:mod:`skip_reasons`). With
+    ``select="measured"``, a `Selection` times the first calls of a pair (:mod:`selection`; Note [Regions that pay]).
 2.  The call takes an `Arena`, in whose memory everything lives that stays in graphs (:mod:`arena`).
 3.  `RuntimeRegion.run` does what the call's mode says, for each region (:mod:`region`; Note [Four modes of a call]).
 4.  A capture places inputs (:mod:`inputs`), records the region's function in a pool of the arena (:mod:`backend`), and

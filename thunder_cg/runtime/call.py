@@ -18,6 +18,7 @@ Note [Who owns a recording's memory]
 from __future__ import annotations
 
 import enum
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from thunder_cg.runtime.recording import Recording, TraceRecording
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.program import Program
+    from thunder_cg.runtime.selection import Selection
 
 
 class Mode(enum.Enum):
@@ -52,8 +54,10 @@ class Call:
         self.recording: Recording | None = None
         self.trace: TraceRecording | None = None  # the part of the recording that is for the trace that runs
         self.key: Any = None  # the layout that a warm-up is for
+        self.selection: Selection | None = None  # that times its regions
         self.round: Round | None = None  # of a call that communicates: what the ranks say of it
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
+        self.began = 0.0  # the warm-up or the capture, on the host's clock in seconds
         self.began_empty = False  # whether nothing else was in the memory that it warms up or captures in
 
     @classmethod
@@ -72,6 +76,8 @@ class Call:
             strict: whether the option ``strict=True`` makes an error of that.
         """
         self.mode = mode
+        if mode is not Mode.REPLAY:
+            self.began = time.perf_counter()
         self.program.warm_ups += mode is Mode.WARMUP
         if mode is Mode.WARMUP or (mode is Mode.EAGER and reason):
             self.program.eager_calls += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import sys
+import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
 from thunder_cg.runtime.region import LEAF, RuntimeRegion
+from thunder_cg.runtime.selection import Selection
 from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout
 from thunder_cg.runtime.verifier import Verifier
 
@@ -45,6 +47,7 @@ _LOOK_AGAIN_AT_LEAST = 1024
 _MAX_DISCARDED = 8  # recordings in a row for the memory budget, if captures do not pay
 _PAYS = 4  # replays for each capture
 
+_NOT_TIMED = 'select="measured" times nothing, because it communicates, and ranks have to capture alike'
 _CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
 
 
@@ -116,6 +119,21 @@ class Program:
         self.fast_paths_dropper: Callable[[], Callable[[], None] | None] = _no_fast_paths
         self._describe_inputs(saved, aliasing)
         self.collectives = self._find_collectives()
+        self.selection = self._join_selection()
+
+    def _join_selection(self) -> Selection | None:
+        """What times the regions of the pair, of the program that owns it. See Note [Regions that pay]."""
+        if self.options.select != "measured":
+            return None
+        selection = Selection(self.backend) if self._forward is None else self._forward.selection
+        if self.collectives is not None:
+            self.remark, selection = _NOT_TIMED, None
+        if selection is not None:
+            selection.join(self.regions, is_one_region=self.is_one_region)
+        if self._forward is None:
+            return selection
+        self._forward.selection = selection
+        return None
 
     def _find_collectives(self) -> Collectives | None:
         """What it communicates. All ranks count the same calls, so those whose collectives are eager count, too."""
@@ -183,18 +201,24 @@ class Program:
             return Call(self).run_eagerly(reason)
         if self.collectives is not None and not self.collectives.are_alive():
             return Call(self).run_eagerly(DESTROYED)
+        if self.selection is not None and self.selection.is_complete():
+            self._select(self.selection)
         for recording in self.recordings:
             assert recording.forward is not None
             if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
                 call = Call.replaying(self, recording)
                 recording.arena.enter()
                 call.verifies = self._is_due()
+                if self.selection is not None:
+                    self.selection.begin_replay(call)
                 return call
         if skip_reasons.is_held_back():
             return Call(self).run_eagerly(skip_reasons.IN_STEP)
         if (reason := self._unsupported(inputs)) is not None:
             return Call(self).run_eagerly(reason)
         call = Call(self)
+        if self.selection is not None and self.selection.begin_eager(call):
+            return call.run_eagerly(skip_reasons.TIMED, strict=False)
         call.arena = self._hold_arena()
         if call.arena is None:
             limit = self.options.max_arenas
@@ -218,7 +242,9 @@ class Program:
         self._pair._waiting.discard(call)
         call.program = self
         if call.arena is None:
-            return Call(self).run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
+            eager = Call(self)
+            eager.selection = call.selection
+            return eager.run_eagerly(skip_reasons.FORWARD_WAS_EAGER)
         if self.collectives is not None and not self.collectives.are_alive():
             return call.run_eagerly(DESTROYED)
         call.arena.enter()
@@ -444,6 +470,10 @@ class Program:
 
     def _seal(self, call: Call) -> None:
         """What was warmed up or recorded is complete from here on."""
+        is_deselected = [region.is_deselected for region in self.regions]
+        if call.mode in (Mode.CAPTURE, Mode.REPLAY) and is_deselected and all(is_deselected):
+            self.eager_calls += 1
+            self.count_fallback(skip_reasons.DESELECTED, "")
         if call.mode is Mode.WARMUP:
             if len(self._warm) >= _MAX_LAYOUTS:
                 self._warm.clear()
@@ -466,11 +496,6 @@ class Program:
             recording.incomplete = recording.incomplete or not self._fits(call)
             if not recording.incomplete:
                 self._pair.admit(recording)
-            if _logger.isEnabledFor(logging.INFO):
-                graphs = sum(graph is not None for graph in trace.graphs)
-                nbytes = sum(each.nbytes() for each in self.arenas())
-                said = f"{graphs} of {len(self.regions)} regions captured, its arenas hold {nbytes:,} bytes"
-                _logger.info("%s, call %d: %s", self.label, self.calls, said)
             if call.arena is not None:
                 call.memory.forget(call.owned.values(), recording.owned.values())
 
@@ -504,14 +529,26 @@ class Program:
         self._discarded += 1
         self.discard(recording, f"memory_budget={self.options.memory_budget}, and others are worth more")
 
-    def release(self) -> None:
+    def _select(self, selection: Selection) -> None:
+        """Decides which regions of the pair pay, and releases the recordings if some do not."""
+        left = selection.leave_eager(has_dispatch=self.fast_paths_dropper() is not None)
+        for region in left:
+            _logger.info("%s: %s is left eager: %s", self.label, region.name, region.failure)
+        if left:
+            self.release("regions in it do not pay")
+            self.backend.give_back()
+        else:
+            self.selection = None
+
+    def release(self, why: str = "it was released") -> None:
         """Gives up all recordings, and the arenas. Calls in flight keep what they hold; the next call warms up."""
         in_flight = [call.recording for call in self._waiting if call.recording is not None]
         for recording in [*self.recordings, *in_flight]:
             recording.incomplete = True  # so that no backward to come brings it back
-            self.discard(recording, "it was released")
+            self.discard(recording, why)
         self._used, self._used_scratch = [], []
         self._warm.clear()
+        self._captured.clear()
 
     def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
@@ -521,6 +558,13 @@ class Program:
         for recording in [*self.recordings, *(each for each in waiting if each is not None)]:
             recording.close(may_wait=may_wait)
         self.recordings = []
+
+    def log_progress(self, call: Call, done: str, region: RuntimeRegion) -> None:
+        """Says which region of how many a call has warmed up or captured, how long that took, and the memory."""
+        if _logger.isEnabledFor(logging.INFO):
+            mebibytes = sum(each.nbytes() for each in self.arenas()) / 2**20
+            said = f"{done} region {region.index + 1} of {len(self.regions)}, {time.perf_counter() - call.began:.1f} s"
+            _logger.info("%s, call %d: %s so far, arenas hold %.1f MiB", self.label, self.calls, said, mebibytes)
 
     def count_fallback(self, reason: str, fix: str) -> None:
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""

@@ -85,6 +85,7 @@ class RuntimeRegion:
         self.stats = Stats()
         self.failure: str | None = None  # why its last capture failed
         self._fix = ""  # what changes that; "" if the next call may do better
+        self.is_deselected = False  # whether it does not pay, which `failure` says then
         self.tries = _MAX_TRIES  # how many captures may still fail; with none left, it runs eagerly
         self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
         self.remark: str | None = None  # what verification found besides
@@ -96,6 +97,12 @@ class RuntimeRegion:
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
         """What the region does in a call, with its inputs: what stands behind its symbol in the trace."""
+        if call.selection is not None:
+            return call.selection.run(self, call, args)
+        return self.run_untimed(call, args)
+
+    def run_untimed(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
+        """`run` without a clock."""
         if call.mode is Mode.REPLAY:
             assert call.trace is not None
             graph = call.trace.graphs[self.index]
@@ -153,8 +160,14 @@ class RuntimeRegion:
         """Raises with ``strict=True``, because the region could not be captured, or was and is quarantined."""
         if call.program.options.strict and self.disagreement is not None:
             raise CaptureError(self.name, self.disagreement.problem, self.disagreement.fix)
-        if call.program.options.strict:
+        if call.program.options.strict and not self.is_deselected:
             raise CaptureError(self.name, str(self.failure), "deny the operator with deny=[...]")
+
+    def leave_eager(self, as_graph: float, eagerly: float) -> None:
+        """Has later calls run the ops, because that takes less time. Both times are in microseconds."""
+        self.is_deselected, self.tries = True, 0
+        fix = 'remove what splits its trace, since larger regions pay more, or capture it with select="all"'
+        self.failure = f"{as_graph:,.1f} µs as a graph, {eagerly:,.1f} µs eagerly; {fix}"
 
     # Eager runs and warm-ups
 
@@ -188,7 +201,9 @@ class RuntimeRegion:
 
     def _warm_up(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         try:
-            return self._run_in_arena(call, args)
+            results = self._run_in_arena(call, args)
+            call.program.log_progress(call, "warmed up", self)
+            return results
         except _NotRun as failed:
             self._fail(call, *failed.args)
         self._raise_if_strict(call)
@@ -289,6 +304,7 @@ class RuntimeRegion:
             began = time.perf_counter()
             results = self._record(call, args)
             self.stats.capture_seconds += time.perf_counter() - began
+            call.program.log_progress(call, "captured", self)
             return results
         except _Executed as error:
             raise error.__cause__ from None  # type: ignore[misc]

@@ -16,6 +16,8 @@ FORWARD_AD = "forward-mode AD is active, and a graph computes no tangents"
 TRACED = "torch.jit.trace records each operator, and a replay shows it none"
 IN_CAPTURE = "inside another capture"
 IN_STEP = "inside a graphed step, whose own graph is to hold it"
+TIMED = 'select="measured" times the ops without graphs'
+DESELECTED = 'no region pays, and select="measured" leaves such regions eager'
 FORWARD_WAS_EAGER = "the forward of this backward ran eagerly"
 
 # What changes a reason, where the caller can.

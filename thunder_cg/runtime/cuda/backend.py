@@ -86,8 +86,8 @@ class EventTimer:
 
     def runs(self) -> list[list[float]]:
         runs, self._runs = self._runs, []
-        if runs:
-            runs[-1][-1].synchronize()
+        for run in runs:  # each may be on a stream of its own
+            run[-1].synchronize()
         times = [[earlier.elapsed_time(later) * 1000 for earlier, later in pairwise(run)] for run in runs]
         self._unused += [event for run in runs for event in run]
         return times
