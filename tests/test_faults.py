@@ -40,7 +40,7 @@ from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime import tape
 from thunder_cg.runtime.cuda.backend import CudaBackend
 from thunder_cg.runtime.cuda.graph import CudaGraph
-from thunder_cg.runtime.cuda.pool import CopyBranch, CudaPool
+from thunder_cg.runtime.cuda.pool import CudaPool
 from thunder_cg.runtime.cuda.streams import CaptureStream
 from thunder_cg.runtime.outputs import Outputs, _Copy
 from thunder_cg.runtime.recording import RegionGraph
@@ -417,7 +417,7 @@ def test_a_step_of_a_capture_fails(pair, backend, fail, trace):
 
 @pytest.mark.usefixtures("each_leaves_alone")
 def test_a_gradient_cannot_leave_a_capture(pair, backend, fail):
-    switch = fail(tape._Tape, "copy_early") if backend == "tape" else fail(CopyBranch, "copy")
+    switch = fail(tape._Tape, "copy_early") if backend == "tape" else fail(CudaPool, "_capture_early_copy")
     twins = pair(Net())
     for fault, reason in (KINDS["exception"], KINDS["memory"]):
         twins.start()

@@ -30,8 +30,7 @@ class EarlyCopier:
     """Takes each result from a region's function as soon as nothing in the region will use its memory."""
 
     device: torch.device  # of the results that may be copied early
-    # Copies tensors out, or captures the copies, and returns the `tensor` of each. What it keeps of its arguments goes
-    # with the next call.
+    # Copies tensors out, or captures the copies, and returns the `tensor` of each. It keeps no argument.
     copy: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     batch_bytes: float  # results wait until they have so many bytes
     may_copy: Callable[[torch.Tensor], bool] = lambda tensor: True  # of a tensor that fills a block of memory

@@ -10,12 +10,6 @@ Note [Memory for a pool]
     memory runs out, the allocator frees its cache and tries again, but not while this thread allocates from a private
     pool. So this module frees the cache after a warm-up or a capture has failed, and once more before the next
     capture, because what was in the way may be cached by then.
-
-Note [Copies beside the ops]
-    Gradients are copied out on a branch of the graph of their own, so that the copies take the memory's bandwidth while
-    the ops that follow compute. The memory of what is copied is given up when the next copies begin: they and all later
-    ops wait for the earlier ones. So no op writes to memory that is still being copied, and two batches of copies are
-    in the arena at most.
 """
 
 from __future__ import annotations
@@ -69,29 +63,6 @@ class PrivatePool:
                     self._release(self._index, self.id)
                 except RuntimeError:
                     pass
-
-
-class CopyBranch:
-    """Copies out of a graph under capture, on a branch beside its ops: see Note [Copies beside the ops]."""
-
-    def __init__(self, graph: CudaGraph, streams: CaptureStream) -> None:
-        self._graph, self._ops, self._copies = graph, streams.stream, streams.spare
-        self._copying: Tensors = ()
-
-    def copy(self, tensors: Tensors) -> list[torch.Tensor]:
-        """Captures the copies; returns tensors that do not own the memory. It owns it until the next call."""
-        self.join()
-        self._copies.wait_stream(self._ops)
-        with torch.cuda.stream(self._copies):
-            self._graph.copy_out(tensors)
-        self._copying = tensors
-        return [cuda.alias_without_owning(tensor) for tensor in tensors]
-
-    def join(self) -> None:
-        """Has what is captured from here on wait for the copies."""
-        if self._copying:
-            self._ops.wait_stream(self._copies)
-            self._copying = ()
 
 
 class CudaPool:
@@ -212,23 +183,25 @@ class CudaPool:
         return graph, outputs
 
     def _record(self, graph: CudaGraph, fn: Function, args: Sequence[Any], copied_out: CopiedOut | None) -> Any:
-        branch = CopyBranch(graph, self._capture_stream)
         try:
             graph.begin()
             graph.copy_in()
-            copier = EarlyCopier(self._device, branch.copy, EARLY_COPY_BYTES, graph.may_copy_early)
+            copy = partial(self._capture_early_copy, graph)
+            copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, graph.may_copy_early)
             outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
             if copied_out is not None:
                 graph.copy_out(copied_out(outputs)[graph.copied_out :])
-            branch.join()
         except BaseException:
             if cuda.is_current_stream_capturing():
                 with suppress(RuntimeError):  # the error that broke the capture is the one to report
-                    branch.join()
                     graph.end()
             raise
         graph.end()
         return outputs
+
+    def _capture_early_copy(self, graph: CudaGraph, tensors: Tensors) -> list[torch.Tensor]:
+        graph.copy_out(tensors)
+        return [self.alias(tensor) for tensor in tensors]
 
     def _recover(self, graph: CudaGraph, current: torch.cuda.Stream) -> None:
         """Undoes what a capture that CUDA broke off leaves behind in the process (torch 2.9 to 2.11).
