@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import thunder_cg
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import CompileError
-from thunder_cg.kernels import inductor
+from thunder_cg.kernels import attention, derivatives, inductor
 
 
 class ConvNet(nn.Module):
@@ -173,13 +173,13 @@ def test_a_fusion_that_does_not_compile_runs_op_by_op(transform, device, monkeyp
 
 
 def test_nvfuser_where_thunder_can_use_it(monkeypatch):
-    sdpa = compat.get_executor("sdpa")
-    assert thunder_cg.executors()[0] is sdpa
+    attention_by_cudnn, sdpa = thunder_cg.executors()[:2]
+    assert (attention_by_cudnn, sdpa) == (attention.executor, compat.get_executor("sdpa"))
     monkeypatch.setattr(compat, "nvfuserex", None)
-    assert thunder_cg.executors()[-1] is inductor.executor
+    assert thunder_cg.executors()[-2:] == [derivatives.fused_executor, inductor.executor]
     nvfuser = object()
     monkeypatch.setattr(compat, "nvfuserex", nvfuser)
-    assert thunder_cg.executors()[-1] is nvfuser
+    assert thunder_cg.executors()[2:] == [derivatives.executor, nvfuser], "it would not fuse the other derivatives"
 
 
 @pytest.mark.nightly

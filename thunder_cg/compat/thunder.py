@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 from thunder import CacheEntry
+from thunder.clang import maybe_convert_to_dtype
 from thunder.common import transform_to_torch_types
 from thunder.core import dtypes, prims
 from thunder.core.baseutils import build_callable
 from thunder.core.codeutils import SigInfo, module_shortname
 from thunder.core.compile_data import _compile_data, get_compile_data
+from thunder.core.devices import to_torch_device
+from thunder.core.dtypes import to_torch_dtype
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
@@ -37,6 +40,7 @@ from thunder.core.symbol import BoundSymbol, Symbol
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, from_trace, tracectx
 from thunder.core.transform_common import Transform
 from thunder.core.transforms import augmented_forward_impls, backward_impls
+from thunder.core.utils import get_computation_dtype
 from thunder.distributed import get_skip_data_parallel_grad_sync as skips_grad_sync
 from thunder.distributed.prims import DistributedReduceOps, PrimIDs as _Communication
 from thunder.executors.nvfuserex import nvfuserex
@@ -55,6 +59,7 @@ from thunder.extend import (
 )
 from thunder.plugins import register_plugin
 from thunder.torch import (
+    _copy_ as write_in_place,
     _torch_to_thunder_function_map,
     _vjp_impl,
     augmented_forward_adaptor,
@@ -233,6 +238,15 @@ def in_torch(symbols: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: S
 def outside_of_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
     """As Thunder calls its traces: without gradients and without autocast, whatever the caller has."""
     return no_autocast(torch.no_grad()(function))
+
+
+in_torchs_language: Any = langctx(Languages.TORCH)  # operators on proxies are PyTorch's inside such a function
+
+
+def symbol_of(function: Callable[..., Any]) -> Symbol:
+    """Thunder's symbol for a function of PyTorch."""
+    symbol: Symbol = _torch_to_thunder_function_map[function]
+    return symbol
 
 
 def symbols_of_functions() -> dict[Any, Any]:

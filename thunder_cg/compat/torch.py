@@ -28,9 +28,10 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardManagerType
 from torch._library.custom_ops import CustomOpDef
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+from torch.nn.attention import SDPBackend
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -491,3 +492,19 @@ def operator_table() -> tuple[Any, ...]:
     # The table's function seeds before each call, which Thunder cannot trace.
     source.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # type: ignore[attr-defined]
     return tuple(source.op_db)
+
+
+def chooses_cudnn_attention(
+    device: torch.device, layouts: Sequence[tuple[Sequence[int], torch.dtype]], is_causal: bool, scale: float | None
+) -> bool:
+    """Whether PyTorch would have cuDNN compute attention, and its derivative, for query, key and value like these.
+
+    Args:
+        layouts: of the three, the sizes and the type.
+    """
+    with FakeTensorMode():  # nothing is allocated
+        query, key, value = (
+            torch.empty(tuple(size), dtype=dtype, device=device, requires_grad=True) for size, dtype in layouts
+        )
+        chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, is_causal, scale=scale)
+    return bool(chosen == SDPBackend.CUDNN_ATTENTION.value)

@@ -2,9 +2,10 @@
 
 Without a fuser, Thunder runs a kernel of PyTorch for each of its prims, and computes gradients of convolutions with
 convolutions. Both are slower than eager PyTorch. What goes out is a list for ``thunder.jit(..., executors=...)``:
-PyTorch's own kernels where they are the best (attention, derivatives of convolutions), and a fuser for the rest. What
-comes in, later and from Thunder, are traces: ``derivatives`` has operators with better kernels, ``inductor`` the fuser
-for machines without nvFuser. Thunder's registry owns the executors, each trace owns what was compiled for it.
+PyTorch's own kernels where they are the best (``attention``, ``derivatives`` of convolutions), and a fuser for the
+rest. On machines without nvFuser that is ``inductor``, with shorter derivatives for it to fuse (``normalization``,
+``loss``). What comes in, later and from Thunder, are traces. Thunder's registry owns the executors, each trace owns
+what was compiled for it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels import derivatives, inductor
+from thunder_cg.kernels import attention, derivatives, inductor
 
 
 def executors() -> list[Any]:
@@ -21,8 +22,8 @@ def executors() -> list[Any]:
     nvFuser fuses where Thunder can use it, else Inductor. Other executors have other kernels, which round differently:
     give the same ones to both sides of a comparison.
     """
-    fuser = inductor.executor if compat.nvfuserex is None else compat.nvfuserex
-    return [compat.get_executor("sdpa"), derivatives.executor, fuser]
+    fusers = [derivatives.fused_executor, inductor.executor] if compat.nvfuserex is None else [compat.nvfuserex]
+    return [attention.executor, compat.get_executor("sdpa"), derivatives.executor, *fusers]
 
 
 __all__ = ["executors"]

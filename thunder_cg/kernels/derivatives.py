@@ -6,7 +6,8 @@ ResNet-50 takes nine times as long as in PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,29 @@ from thunder_cg.compat import thunder as compat
 
 executor = compat.OperatorExecutor("derivatives")
 compat.register_executor(executor)
+# Of operators that are fast only where Inductor fuses them.
+fused_executor = compat.OperatorExecutor("fused_derivatives")
+compat.register_executor(fused_executor)
+
+
+def register(
+    executor: compat.OperatorExecutor,
+    function: Callable[..., Any],
+    implementation: Callable[..., Any],
+    checker: Callable[..., bool],
+) -> None:
+    """Has the executor implement a function of PyTorch's.
+
+    Args:
+        implementation: takes the function's arguments, and whether it derives the result, too.
+        checker: takes the function's arguments, and says whether the implementation is for them.
+    """
+    executor.register_implementation(
+        compat.symbol_of(function),
+        checker=checker,
+        execution_transform=partial(implementation, derives=False),
+        grad_transform=partial(implementation, derives=True),
+    )
 
 
 def channels_last(image: torch.Tensor) -> torch.memory_format:

@@ -15,8 +15,12 @@ from thunder_cg.analysis.ops import read
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import CompileError, free_layouts
-from thunder_cg.kernels import derivatives
+from thunder_cg.kernels import derivatives, loss, normalization  # noqa: F401  (they register operators)
 from thunder_cg.kernels.derivatives import has_channels_last
+
+# What is cheap Thunder computes in the forward, and once more in the backward. It takes these to be cheap, since the
+# operators of its executor for PyTorch have no tags.
+_EXPENSIVE = frozenset({"convolution", "cumsum", "scaled_dot_product_attention", "sort", "topk"})
 
 
 class InductorExecutor(compat.TorchCompileExecutor):
@@ -33,7 +37,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
         self._compiling = _FusionPass()
         for id_, implementation in compat.torch_implementations().items():
             self.register_supported(id_, implementation.checker, grad_transform=implementation.grad_transform)
-        for name in (*compat.torch_operators(), *derivatives.executor.opmap):  # what derivatives call
+        for name in (*compat.torch_operators(), *derivatives.executor.opmap, *derivatives.fused_executor.opmap):
             self.register_supported(name)
         for id_ in [id_ for id_ in self.implmap if str(id_).endswith(VJP)]:
             del self.implmap[id_]
@@ -57,6 +61,9 @@ class InductorExecutor(compat.TorchCompileExecutor):
     def fuse(self, region: Any, fusion_counter: int) -> compat.BoundSymbol:
         inputs, outputs = ([compat.unvariableify(each) for each in found] for found in (region.inputs, region.outputs))
         symbols = _complete(region.bound_symbols, inputs, self._compiling.makers)
+        for symbol in symbols:
+            if symbol.sym.name in _EXPENSIVE:
+                symbol.tags.add(compat.OpTags.MATMUL_OP)
         convolves = any("conv" in inner.sym.name for inner in _walk(symbols))
         returned = [i for i, proxy in enumerate(outputs) if proxy.name in self._compiling.returned]
         name = f"Inductor{fusion_counter}"

@@ -17,7 +17,9 @@ EXECUTORS: Mapping[str, ExecutorRule] = {
     "torchcompile_xentropy": ExecutorRule(fuses=True),
     # torch.library.custom_op checks this, and Thunder takes only operators that declare no mutation.
     "custom_op": ExecutorRule(is_pure=True),
+    "cudnn_attention": ExecutorRule(is_pure=True),
     "derivatives": ExecutorRule(is_pure=True),
+    "fused_derivatives": ExecutorRule(is_pure=True),
     # thunder_cg.dynamo takes only operators that neither write nor return an argument, as far as their schema says.
     "torch_ops": ExecutorRule(is_pure=True),
 }
@@ -57,7 +59,13 @@ RULES: tuple[Rule, ...] = (
     # for it reads them on the host, which fails the capture.
     *rows("torch_ops", "grouped_mm grouped_mm_vjp", CAPTURED, Evidence.KNOWN),
 
-    # Of thunder_cg.kernels.derivatives
+    # Of thunder_cg.kernels
+    *rows("fused_derivatives", """
+        cross_entropy cross_entropy_gradient gelu gelu_gradient normalization_after_update normalization_apply
+        normalization_gradients normalization_statistics
+    """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
+    *rows("cudnn_attention", "cudnn_attention cudnn_attention_backward cudnn_attention_forward", CAPTURED,
+          Evidence.KNOWN, settings=Settings.ATTENTION),
     *rows("derivatives", "convolution_backward_input convolution_backward_weight", CAPTURED, Evidence.KNOWN,
           settings=Settings.CUDNN | Settings.MATMUL),
 

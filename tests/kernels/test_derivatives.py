@@ -1,0 +1,187 @@
+"""Derivatives in closed form: values and gradients are PyTorch's, and what is kept between the two is small."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import thunder
+import torch
+from support import programs, same, same_state
+from torch import nn
+from torch.nn import functional as F
+
+import thunder_cg
+from thunder_cg.compat import thunder as compat
+from thunder_cg.kernels import attention, derivatives, loss, normalization
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 3, bias=False)
+        self.batch_norm = nn.BatchNorm2d(8)
+        self.layer_norm = nn.LayerNorm([8, 6, 6])
+        self.head = nn.Linear(288, 11)
+        self.last_norm = nn.LayerNorm(11, bias=False)
+
+    def forward(self, images, labels):
+        x = torch.relu(self.batch_norm(self.convolution(images)))
+        x = self.last_norm(self.head(F.gelu(self.layer_norm(x)).flatten(1)))
+        each = F.cross_entropy(x, labels, reduction="none", ignore_index=2)
+        return F.cross_entropy(x, labels), each, F.gelu(x, approximate="tanh")
+
+
+def test_a_model(transform, device, deterministic):
+    torch.manual_seed(0)
+    model = Net().double().to(device)
+    twin, graphed = copy.deepcopy(model), copy.deepcopy(model)
+    executors = [derivatives.executor, derivatives.fused_executor]
+    plain = thunder.jit(twin, executors=executors)
+    captured = thunder.jit(graphed, executors=executors, transforms=[transform(strict=True)])
+    for _ in range(4):
+        images, labels = batch(device)
+        for each in (model, plain, captured):
+            each.zero_grad()
+            mean, rows, x = each(images, labels)
+            (mean + 0.3 * rows.sum() + x.square().sum()).backward()
+        same_state(twin, graphed)
+        for p, q in zip(model.parameters(), twin.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+        for p, q in zip(model.buffers(), twin.buffers()):
+            torch.testing.assert_close(p, q)
+
+
+def batch(device):
+    return torch.randn(4, 3, 8, 8, device=device, dtype=torch.float64), torch.tensor([1, 2, 3, 10], device=device)
+
+
+def test_what_is_computed_once_more(transform, device):
+    """What is cheap: Inductor fuses it with what needs it."""
+    compiled = thunder.jit(Net().double().to(device), executors=thunder_cg.executors(), transforms=[transform()])
+    compat.compile_only(compiled, batch(device), {})
+    forward, backward = (
+        [[each.sym.name for each in op.symbol.subsymbols] for op in program.ops.ops if op.is_fusion]
+        for program in programs(compiled)
+    )
+    assert len(forward) == len(backward) == 1, "one fusion each way"
+    new = {"normalization_gradients", "cross_entropy_gradient", "gelu_gradient", "convolution_backward_weight"}
+    assert new <= {*backward[0]} and "normalization_apply" in backward[0]
+    assert not {"convolution", "normalization_statistics", "linear", "cross_entropy"}.intersection(backward[0])
+
+
+def test_statistics_move_in_the_forward(device):
+    """Also where there is no backward."""
+    model = nn.Sequential(nn.BatchNorm1d(4)).to(device)
+    twin = copy.deepcopy(model)
+    compiled = thunder.jit(model, executors=[derivatives.fused_executor])
+    x = torch.randn(8, 4, device=device)
+    with torch.no_grad():
+        compiled(x), twin(x)
+    compiled(x), twin(x)
+    for a, b in zip(model.buffers(), twin.buffers()):
+        torch.testing.assert_close(a, b)
+    model.eval(), twin.eval()
+    torch.testing.assert_close(compiled(x), twin(x))
+
+
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("kind", ["batch", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_norms(device, kind, affine, dtype):
+    a = torch.randn(4, 6, 5, device=device, dtype=dtype, requires_grad=True)
+    size = (6,) if kind == "batch" else (6, 5)
+    parameters = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
+    weight, bias = parameters if affine else (None, None)
+    over, along = ([0, 2], [1]) if kind == "batch" else ([1, 2], [1, 2])
+    if kind == "batch":
+        expected = F.batch_norm(a, None, None, weight, bias, training=True)
+    else:
+        expected = F.layer_norm(a, size, weight, bias)
+    gradient = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, [a, *(parameters if affine else [])], gradient)
+    with torch.no_grad():
+        mean, variance = normalization._statistics(a, over)
+        close(normalization._apply(a, mean, variance, weight, bias, along, 1e-5), expected)
+        found = normalization._gradients(gradient, a, mean, variance, weight, over, along, 1e-5)
+    for expected, of in zip(gradients, found):
+        close(of.to(dtype), expected)
+
+
+def close(found, expected):
+    wide = expected.dtype == torch.float64
+    torch.testing.assert_close(found, expected, rtol=1e-9 if wide else 3e-2, atol=1e-9 if wide else 6e-2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy(device, reduction):
+    logits = torch.randn(6, 5, device=device, dtype=torch.float64, requires_grad=True)
+    with torch.no_grad():
+        logits[0] *= 1e4  # exponentials overflow unless the largest is taken off
+        logits[1, 2] = -torch.inf  # a class that is masked
+    target = torch.tensor([0, 4, -100, 2, 1, -100], device=device)
+    expected = F.cross_entropy(logits, target, reduction=reduction)
+    gradient = torch.rand_like(expected)
+    (of_logits,) = torch.autograd.grad(expected, logits, gradient)
+    with torch.no_grad():
+        found, normalizer = loss._cross_entropy(logits, target, -100, reduction)
+        same_gradient = loss._gradient(gradient, logits, target, normalizer, -100, reduction)
+    close(found, expected)
+    close(same_gradient, of_logits)
+
+
+def test_other_losses_stay_thunders(device):
+    """Weights, smoothing, probabilities and images."""
+    weight = torch.rand(5, device=device)
+
+    def fn(x, labels, images, pixels):
+        weighed = F.cross_entropy(x, labels, weight) + F.cross_entropy(x, labels, label_smoothing=0.1)
+        return weighed + F.cross_entropy(x, x.softmax(1)) + F.cross_entropy(images, pixels)
+
+    arguments = (
+        torch.randn(6, 5, device=device),
+        torch.randint(5, (6,), device=device),
+        torch.randn(2, 5, 3, device=device),
+        torch.randint(5, (2, 3), device=device),
+    )
+    compiled = thunder.jit(fn, executors=[derivatives.fused_executor])
+    torch.testing.assert_close(compiled(*arguments), fn(*arguments))
+    assert "= cross_entropy(" not in str(thunder.last_traces(compiled)[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_by_cudnn(is_causal):
+    torch.manual_seed(0)
+    shape = 2, 4, 128, 64
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    if torch._fused_sdp_choice(*leaves, None, 0.0, is_causal) != 3:
+        pytest.skip("PyTorch would not choose cuDNN here")
+
+    def fn(q, k, v):
+        return F.scaled_dot_product_attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), v, is_causal=is_causal)
+
+    transforms = [thunder_cg.cudagraph_transform(verify=True)]
+    plain, captured = (thunder.jit(fn, executors=thunder_cg.executors(), transforms=each) for each in ([], transforms))
+    gradient = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    for _ in range(4):
+        results = []
+        for each in (fn, plain, captured):
+            y = each(*leaves)
+            results.append([y.detach(), *torch.autograd.grad(y, leaves, gradient)])
+        same(results[1][0], results[2][0])
+        for a, b, c in zip(*results):
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+            torch.testing.assert_close(b, c, rtol=2e-2, atol=2e-2)
+    names = [op.name for program in programs(captured) for op in program.ops.ops]
+    assert any("cudnn_attention_forward" in n for n in names) and any("cudnn_attention_backward" in n for n in names)
+    with torch.no_grad():
+        close(captured(*leaves), fn(*leaves))
+
+
+def test_attention_elsewhere_is_not_cudnns(device):
+    q = torch.randn(1, 2, 8, 4, device=device)
+    compiled = thunder.jit(F.scaled_dot_product_attention, executors=[attention.executor])
+    torch.testing.assert_close(compiled(q, q, q), F.scaled_dot_product_attention(q, q, q))
+    assert "cudnn" not in str(thunder.last_traces(compiled)[-1])

@@ -1,0 +1,165 @@
+"""BatchNorm and LayerNorm with derivatives in closed form.
+
+Thunder derives them operator by operator. Inductor cannot simplify what comes out of that: it reads the images more
+often, and keeps more of them between forward and backward, than the formula needs. Here one operator computes the
+statistics, which are kept for the backward, one applies them, and one computes all gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from thunder_cg.compat import thunder as compat
+from thunder_cg.kernels.derivatives import fused_executor, register
+
+Axes = list[int]
+
+
+def _statistics_meta(a: Any, over: Axes) -> Any:
+    shape = tuple(1 if i in over else size for i, size in enumerate(a.shape))
+    dtype = compat.get_computation_dtype(a.dtype)
+    return tuple(compat.TensorProxy(like=a, shape=shape, dtype=dtype) for _ in range(2))
+
+
+def _statistics(a: Tensor, over: Axes) -> tuple[Tensor, Tensor]:
+    """The mean and the variance, with a size of one where they are taken ``over``; float32 for types of 16 bits."""
+    widened = a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
+    variance, mean = torch.var_mean(widened, over, correction=0, keepdim=True)
+    return mean, variance
+
+
+def _apply_meta(a: Any, mean: Any, variance: Any, weight: Any, bias: Any, along: Axes, eps: float) -> Any:
+    return compat.TensorProxy(like=a)
+
+
+def _apply(
+    a: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, along: Axes, eps: float
+) -> Tensor:
+    """Weight and bias vary ``along`` these axes of ``a``."""
+    shape = [size if i in along else 1 for i, size in enumerate(a.shape)]
+    result = (a - mean) * torch.rsqrt(variance + eps)
+    result = result if weight is None else result * weight.reshape(shape)
+    result = result if bias is None else result + bias.reshape(shape)
+    return result.to(a.dtype)
+
+
+def _gradients_meta(
+    gradient: Any, a: Any, mean: Any, variance: Any, weight: Any, over: Axes, along: Axes, eps: float
+) -> Any:
+    shape = tuple(a.shape[i] for i in along)
+    return compat.TensorProxy(like=a), *(compat.TensorProxy(like=mean, shape=shape) for _ in range(2))
+
+
+def _gradients(
+    gradient: Tensor,
+    a: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    over: Axes,
+    along: Axes,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of ``a``, of the weight and of the bias, the last two in the type of the statistics."""
+    rstd = torch.rsqrt(variance + eps)
+    normalized = (a - mean) * rstd
+    of_bias = gradient.to(mean.dtype)
+    of_weight = of_bias * normalized
+    shape = [size if i in along else 1 for i, size in enumerate(a.shape)]
+    scaled = of_bias if weight is None else of_bias * weight.reshape(shape)
+    projected = (scaled * normalized).mean(over, keepdim=True)
+    of_a = rstd * (scaled - scaled.mean(over, keepdim=True) - normalized * projected)
+    others = [i for i in range(a.dim()) if i not in along]
+    return of_a.to(a.dtype), of_weight.sum(others), of_bias.sum(others)
+
+
+# Thunder computes nothing with this tag once more in the backward.
+statistics = fused_executor.register_operator(
+    "normalization_statistics", meta=_statistics_meta, fn=_statistics, tags=[compat.OpTags.REDUCTION_OP]
+)
+apply = fused_executor.register_operator("normalization_apply", meta=_apply_meta, fn=_apply)
+# Of an implementation, Thunder has the forward compute only what the result needs. So the result is to need the update.
+after_update = fused_executor.register_operator(
+    "normalization_after_update",
+    meta=lambda mean, updated: compat.TensorProxy(like=mean),
+    fn=lambda mean, updated: mean.clone(),
+    tags=[compat.OpTags.REDUCTION_OP],
+)
+gradients = fused_executor.register_operator("normalization_gradients", meta=_gradients_meta, fn=_gradients)
+
+
+def _derive(
+    result: Any, a: Any, mean: Any, variance: Any, weight: Any, bias: Any, over: Axes, along: Axes, eps: float
+) -> None:
+    """The derivative of the result."""
+    gradient = compat.prims.get_grad(result)
+    of_a, *others = gradients(gradient, a, mean, variance, weight, over, along, eps)
+    compat.prims.put_grad(a, of_a)
+    for parameter, found in zip((weight, bias), others):
+        if parameter is not None:
+            compat.prims.put_grad(parameter, compat.maybe_convert_to_dtype(found, parameter.dtype))
+
+
+@compat.in_torchs_language
+def _layer_norm(
+    a: Any, normalized_shape: Axes, weight: Any = None, bias: Any = None, eps: float = 1e-5, *, derives: bool
+) -> Any:
+    parameter = weight if weight is not None else bias
+    last = len(normalized_shape if parameter is None else parameter.shape)
+    axes = [*range(a.ndim - last, a.ndim)]
+    mean, variance = statistics(a, axes)
+    result = apply(a, mean, variance, weight, bias, axes, eps)
+    if derives:
+        _derive(result, a, mean, variance, weight, bias, axes, axes, eps)
+    return result
+
+
+@compat.in_torchs_language
+def _batch_norm(
+    a: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    *,
+    derives: bool,
+) -> Any:
+    over = [0, *range(2, a.ndim)]
+    mean, variance = statistics(a, over)
+    count = math.prod(a.shape) / a.shape[1]
+    updated = []
+    for running, now in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
+        if running is not None:
+            now = (1 - momentum) * running + momentum * now.reshape(running.shape)
+            updated.append(compat.write_in_place(running, now))
+    mean = after_update(mean, updated)
+    result = apply(a, mean, variance, weight, bias, [1], eps)
+    if derives:
+        _derive(result, a, mean, variance, weight, bias, over, [1], eps)
+    return result
+
+
+def _trains(
+    a: Any,
+    running_mean: Any = None,
+    running_var: Any = None,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> bool:
+    count = math.prod(a.shape) / max(a.shape[1], 1)
+    return training is True and isinstance(momentum, (int, float)) and count > 1
+
+
+register(fused_executor, F.layer_norm, _layer_norm, lambda a, *args, **kwargs: math.prod(a.shape) > 0)
+register(fused_executor, F.batch_norm, _batch_norm, _trains)
