@@ -11,7 +11,7 @@ from models import Linear
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain, release
-from thunder_cg.report import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory, text
+from thunder_cg.report import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory, text, units
 
 N = 1000  # elements of 4 bytes
 
@@ -46,7 +46,7 @@ def test_a_function_to_the_byte(backend, device):
     assert json.loads(json.dumps(plain)) == plain
     assert plain["recordings"][0]["regions"][0]["copied_in"] == 4 * N
     for said in (str(report), report._repr_html_()):
-        assert f"Memory: the pools of 1 arena hold {text.size(arena.pool)}, cuBLAS workspaces" in said
+        assert f"Memory: the pools of 1 arena hold {units.size(arena.pool)}, cuBLAS workspaces" in said
         assert "fn, cache entry 0, 3 replays: needs about 11.7 KiB of arena 0, and 7.8 KiB without graphs" in said
         assert "copied per call 3.9 KiB in, 3.9 KiB out" in said
     release(jitted)

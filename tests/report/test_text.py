@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain
-from thunder_cg.report import CollectiveReport, Report, text
+from thunder_cg.report import CollectiveReport, Report, text, units
 
 
 def test_empty_report_says_what_to_do() -> None:
@@ -20,11 +20,11 @@ def test_first_lines_answer_how_much_and_why_not(report: Report) -> None:
     assert str(report).splitlines()[:7] == [
         "CUDA graphs: 2 of 5 calls replayed; 2 regions with 2 of 4 ops; 2 ops eager",
         "Not replayed: 1 warm-up; 1 capture; 1 x strides changed",
-        "What is eager because of what, the most expensive first:",
-        "  Tensor.item at model.py:14 makes 2 ops eager, adds 1 region: data-dependent",
-        "      in: if x.item() < 0:",
-        "      why: the host waits for <f51>",
-        "      to change it: keep it in a tensor",
+        "What is not in a graph, by line of source, the most expensive first:",
+        "  model.py:14: if x.item() < 0:",
+        "      Tensor.item makes 2 ops eager, adds 1 region: data-dependent",
+        "        why: the host waits for <f51>",
+        "        to change it: keep it in a tensor",
     ]
 
 
@@ -65,7 +65,7 @@ def test_structure_is_not_a_problem(report: Report) -> None:
     ("nbytes", "said"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 50, "5120.0 TiB")]
 )
 def test_size(nbytes: int, said: str) -> None:
-    assert text.size(nbytes) == said
+    assert units.size(nbytes) == said
 
 
 def test_collectives_of_a_kind_are_one_line(report: Report) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import terminal, text
+from thunder_cg.report import terminal, text, units
 
 if TYPE_CHECKING:
     from thunder_cg.report.report import OpReport, Report, TraceReport
@@ -69,7 +69,7 @@ def _numbers(before: TraceReport, after: TraceReport) -> Iterator[str]:
     for name, old in pairs[0].items():
         new = pairs[1][name]
         if old != new:
-            shown = text.size if name.startswith("bytes") else str
+            shown = units.size if name.startswith("bytes") else str
             yield f"{name.removeprefix('bytes ')}: {shown(old)} -> {shown(new)}"
 
 

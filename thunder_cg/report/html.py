@@ -16,7 +16,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import picture, text
+from thunder_cg.report import picture, text, units
 
 if TYPE_CHECKING:
     from thunder_cg.report.memory import MemoryReport
@@ -100,7 +100,7 @@ def _steps(trace: TraceReport) -> Iterator[str]:
 
 def _region(region: RegionReport, table: str) -> str:
     colour = _COLOURS["capture" if region.failure is None else "eager"]
-    ops = text.count(region.ops, "op")
+    ops = units.count(region.ops, "op")
     said = f"<b>{escape(region.name)}</b> on {escape(region.device)}, {ops}: {escape(text.region_counts(region))}"
     notes = "".join(f"<br>{escape(note)}" for note in text.notes(region))
     return f'<details><summary style="background-color: {colour}">{said}{notes}</summary>{table}</details>'

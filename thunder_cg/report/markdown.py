@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import text
+from thunder_cg.report import text, units
 
 if TYPE_CHECKING:
     from thunder_cg.report.report import OpReport, Report, TraceReport
@@ -33,7 +33,7 @@ def _trace(trace: TraceReport) -> Iterator[str]:
         rows = [
             (
                 *(f"`{r.name}`", r.device, f"{r.ops:,}", f"{r.captures:,}", f"{r.replays:,}", f"{r.eager_runs:,}"),
-                *(text.size(r.bytes_in), text.size(r.bytes_out), _escape("; ".join(text.notes(r)))),
+                *(units.size(r.bytes_in), units.size(r.bytes_out), _escape("; ".join(text.notes(r)))),
             )
             for r in trace.regions
         ]

@@ -12,7 +12,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import text
+from thunder_cg.report import text, units
 
 if TYPE_CHECKING:
     from thunder_cg.report.crossings import CrossingReport
@@ -45,7 +45,7 @@ class _Line:
     @property
     def said(self) -> str:
         nbytes = sum(value.nbytes for value in self.values)
-        return text.count(len(self.values), "value") + (f", {text.size(nbytes)}" if nbytes else "")
+        return units.count(len(self.values), "value") + (f", {units.size(nbytes)}" if nbytes else "")
 
 
 def render(trace: TraceReport) -> str:
@@ -83,7 +83,7 @@ def _boxes(trace: TraceReport) -> list[_Box]:
             title, colour = f"{names}: eager", EAGER
         else:
             region = regions[name]
-            title = f"{name}: {text.count(len(ops), 'op')} on {region.device}"
+            title = f"{name}: {units.count(len(ops), 'op')} on {region.device}"
             colour = CAPTURED
             if region.failure is not None:
                 title, colour = f"{title}, runs eagerly", EAGER

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from thunder_cg.report import lines
+from thunder_cg.report.units import count, size
+
 if TYPE_CHECKING:
-    from thunder_cg.report.breaks import GraphBreak
-    from thunder_cg.report.causes import CauseReport
     from thunder_cg.report.collectives import CollectiveReport
     from thunder_cg.report.entries import InputReport, ShapesReport
     from thunder_cg.report.memory import MemoryReport
-    from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
@@ -24,10 +24,7 @@ _TO_EXECUTOR = (
     "Thunder's (README, Your own operator)"
 )
 
-CAUSES = "What is eager because of what, the most expensive first:"
-BREAKS = "Graph breaks, where Dynamo ends a graph and Python runs before the next one:"
 _MOST_LINES = 8  # of recordings, and of traces that are not captured, in the ledger
-OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 
 
 def render(report: Report) -> str:
@@ -206,36 +203,15 @@ def notes(region: RegionReport) -> Iterator[str]:
         yield f"in verification: {region.remark}"
 
 
-def count(number: int, noun: str) -> str:
-    """The number with its noun: 1 op, 2,000 ops."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the largest binary unit that leaves at least one of it: 1536 is "1.5 KiB"."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{nbytes} B"
-
-
 def _summary(report: Report) -> Iterator[str]:
     first, *rest = ran(report)
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
     yield from failures(report)
-    if report.causes:
-        yield CAUSES
-        yield from _indent(causes(report.causes))
+    yield from lines.by_line(report)
     yield from unmatched(report)
     yield from measured(report)
     yield from shapes(report.shapes)
-    if report.breaks:
-        yield BREAKS
-        yield from _indent(breaks(report.breaks))
-    if report.outside:
-        yield OUTSIDE
-        yield from _indent(outside(report.outside))
 
 
 def unmatched(report: Report) -> Iterator[str]:
@@ -296,45 +272,6 @@ def _input(brought: InputReport) -> str:
 def _tuple(sizes: Sequence[int | None]) -> str:
     """As Python writes it: (2, 4), (2,), and a question mark for what is known only at run time."""
     return str(tuple(sizes)).replace("None", "?")
-
-
-def breaks(parts: Sequence[GraphBreak]) -> Iterator[str]:
-    """One entry for all that are alike: compiled again for other inputs, a function breaks at the same lines."""
-    alike: dict[tuple[str | None, ...], list[GraphBreak]] = {}
-    for part in parts:
-        alike.setdefault((part.line, part.source, part.reason), []).append(part)
-    for first, *others in alike.values():
-        times = f" x{len(others) + 1}" if others else ""
-        yield f"{first.line or 'a line unknown to Dynamo'}{times}, after {first.function}: {first.reason}"
-        if first.source:
-            yield f"    in: {first.source}"
-        if first.fix:
-            yield f"    to change it: {first.fix}"
-
-
-def outside(parts: Sequence[Outside]) -> Iterator[str]:
-    """For each graph, the pieces that it is cut into, and what cuts it."""
-    graphs: dict[tuple[str, str], list[Outside]] = {}
-    for part in parts:
-        graphs.setdefault((part.function, part.cost), []).append(part)
-    for (function, cost), mine in graphs.items():
-        yield f"{function}, {cost}:"
-        for part in mine:
-            times = f" x{part.count}" if part.count > 1 else ""
-            yield f"    {part.operator}{times} at {part.line or 'a line unknown to Dynamo'}: {part.reason}"
-
-
-def causes(parts: Sequence[CauseReport]) -> Iterator[str]:
-    """An entry for each root cause: what it does, why, and what would change it."""
-    for part in parts:
-        regions = f", adds {count(part.added_regions, 'region')}" if part.added_regions else ""
-        cost = f", costs {part.microseconds:,.0f} µs a call" if part.microseconds is not None else ""
-        yield f"{part.name} {part.place} makes {count(part.eager_ops, 'op')} eager{regions}{cost}: {part.reason}"
-        if part.source:
-            yield f"    in: {part.source}"
-        yield f"    why: {part.detail}"
-        if part.fix:
-            yield f"    to change it: {part.fix}"
 
 
 def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
