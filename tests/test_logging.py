@@ -47,14 +47,12 @@ def test_a_line_for_each_compile_capture_and_drop_and_no_warning(lines: Any) -> 
         if i == 0:
             assert "Sequential, forward: compiled: 1 region with 2 of 2 ops, planned in " in said[0][1]
         elif i == 1:
-            text = "Sequential, forward, call 2: 1 of 1 regions captured, its arenas hold "
+            text = "Sequential, forward, call 2: 1 of 1 regions captured, its memory pools hold "
             assert said[0][1].startswith(text) and said[0][1].endswith(" bytes")
     other = torch.ones(16, 2).t()
     jmodel(other), jmodel(other)
     (_, drop), (level, capture) = lines()
-    assert (
-        drop == "Sequential, forward: a recording is dropped: max_recordings=1, and it has the fewest replays per byte"
-    )
+    assert drop == "Sequential, forward: graphs are dropped: max_recordings=1, and it has the fewest replays per byte"
     assert level == "INFO" and capture.startswith("Sequential, forward, call 5: 1 of 1 regions captured")
 
 

@@ -15,7 +15,7 @@ def test_what_a_change_did(report: Report) -> None:
         (Outside("Net", "argwhere", "model.py:3", "its shape depends", 2, "cut"),),
     )
     assert str(after.differences(report)).splitlines() == [
-        "Net, FixedNet, forward, cache entry 1:",
+        "Net, FixedNet, forward, compiled version 1:",
         "  regions: 2 -> 1",
         "  captured ops: 2 -> 1",
         "  eager ops: 2 -> 1",
@@ -44,6 +44,6 @@ def test_lines_that_moved_and_calls_are_no_difference(report: Report) -> None:
 def test_traces_that_come_and_go(report: Report) -> None:
     (trace,) = report.traces
     both = Report((trace, replace(trace, entry=1)))
-    title = "Net, forward, cache entry 1: 2 regions with 2 of 4 ops; 2 ops eager"
+    title = "Net, forward, compiled version 1: 2 regions with 2 of 4 ops; 2 ops eager"
     assert both.differences(report).lines == (f"new: {title}",)
     assert report.differences(both).lines == (f"gone: {title}",)

@@ -44,13 +44,13 @@ def test_what_verification_found(report: Report) -> None:
     found = Report((replace(trace, regions=(trace.regions[0], wrong)),))
     for said in (str(found), found._repr_html_()):
         assert "5 eager runs, 1,234 verified; copied" in said and "verified" not in said.split("CUDAGraph2")[0]
-        assert "runs eagerly, quarantined: operation not permitted" in said
+        assert "runs eagerly, as verify= found its graph wrong: operation not permitted" in said
         assert "in verification: result " in said
     assert found.to_dict()["traces"][0]["regions"][1]["verified"] == 1234
 
 
 def test_calls_and_fallbacks_and_memory(report: Report) -> None:
-    assert "5 calls, 2 of them without graphs (strides changed: 1); its arenas hold 1.5 KiB" in str(report)
+    assert "5 calls, 2 of them without graphs (strides changed: 1); its memory pools hold 1.5 KiB" in str(report)
 
 
 def test_repr_is_the_text_too(report: Report) -> None:
@@ -103,7 +103,7 @@ def test_headline_says_what_ran(backend, device) -> None:
     said = "2 regions with 21 of 21 ops; 0 ops eager"
     assert lines() == [
         f"CUDA graphs: 0 of 1 call and 0 of 1 backward replayed; {said}",
-        "Not replayed: 2 warm-ups; the next call with the same layout of inputs will capture",
+        "Not replayed: 2 warm-ups; the next call with inputs of the same shapes and strides will capture",
     ]
     for _ in range(4):
         model(x).sum().backward()
@@ -171,6 +171,6 @@ def test_entries_that_differ_in_sizes_are_a_line_each(backend, device) -> None:
         model(torch.randn(rows, 4, device=device))
     said = str(explain(model))
     assert said.count("on cpu, " if device == "cpu" else "on cuda:0, ") == 1
-    assert "\n\nSequential, forward, cache entry 1: as cache entry 0; for input float32 (3, 4)" in said
+    assert "\n\nSequential, forward, compiled version 1: as compiled version 0; for input float32 (3, 4)" in said
     assert "; 3 calls, 1 of them without graphs" in said
     assert said.endswith("\n  2 more: see explain(fn).memory")

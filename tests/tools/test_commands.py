@@ -93,7 +93,7 @@ def test_explain_calls_what_a_function_makes(tmp_path: Path, capsys: pytest.Capt
     path.write_text(MODELS)
     assert main(["explain", "--json", str(page), f"{path}:make_model"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("make_model:\n") and "Sequential, backward, cache entry 0" in said
+    assert said.startswith("make_model:\n") and "Sequential, backward, compiled version 0" in said
     content = json.loads(page.read_text())
     assert content["generator"] == "written by python -m thunder_cg explain"
     forward, backward = content["reports"]["make_model"]["traces"]

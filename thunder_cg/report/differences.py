@@ -33,7 +33,7 @@ def between(before: Report, after: Report) -> Differences:
         for first, second in zip(old, new):
             if found := [*_of_traces(first, second)]:
                 name = first.function if first.function == second.function else f"{first.function}, {second.function}"
-                lines += [f"{name}, {kind}, cache entry {second.entry}:", *(f"  {line}" for line in found)]
+                lines += [f"{name}, {kind}, compiled version {second.entry}:", *(f"  {line}" for line in found)]
         lines += [f"gone: {text.title(trace)}: {text.headline([trace])}" for trace in old[len(new) :]]
         lines += [f"new: {text.title(trace)}: {text.headline([trace])}" for trace in new[len(old) :]]
     for word, ours, others in (("now in", before, after), ("not any more in", after, before)):
@@ -80,7 +80,7 @@ def _measured(trace: TraceReport) -> dict[str, int]:
         "eager ops": trace.counts["eager"],
         "bytes copied in per replay": sum(region.bytes_in for region in trace.regions),
         "bytes copied out per replay": sum(region.bytes_out for region in trace.regions),
-        "bytes in arenas": 0 if trace.kind == "backward" else trace.arena_bytes,  # it has those of its forward
+        "bytes in memory pools": 0 if trace.kind == "backward" else trace.arena_bytes,  # it has those of its forward
     }
 
 

@@ -87,20 +87,20 @@ class RegionReport:
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """One trace of one cache entry."""
+    """One trace of one version that Thunder has compiled: one of its cache entries."""
 
     function: str  # what it was traced from
-    entry: int  # the number of the cache entry, from 0
+    entry: int  # the number of the compiled version, from 0
     kind: str  # "forward" or "backward"
     ops: tuple[OpReport, ...]  # in the order in which the plan runs them
     regions: tuple[RegionReport, ...]
     calls: int  # how often it ran
     eager_calls: int  # how often without graphs: warm-ups, and fallbacks
     fallbacks: Mapping[str, int]  # by their reasons
-    # Size of the arenas with its recordings. Programs share arenas, so these do not add up: `Report.memory.pools` does.
+    # Size of the memory pools with its graphs. Traces share pools, so these do not add up: `Report.memory.pools` does.
     arena_bytes: int
-    fast_path_calls: int = 0  # calls that went around Thunder's dispatch
-    no_fast_path: str | None = None  # why others did not
+    fast_path_calls: int = 0  # calls that were checked in C++, and did not go through Thunder's dispatch in Python
+    no_fast_path: str | None = None  # why others did not, or why theirs is not the shortest
     warm_ups: int = 0  # of the calls without graphs: the first one with each layout of inputs
     remark: str | None = None  # what the user should know besides
     collectives: tuple[CollectiveReport, ...] = ()  # in the order in which the plan runs them
@@ -111,7 +111,7 @@ class TraceReport:
     training: bool | None = None  # the module's mode when it was compiled; None for functions and Dynamo's graphs
     grad: bool = False  # whether gradients were enabled when it was compiled
     autocast: str | None = None  # the dtype of the autocast that was active when it was compiled
-    compile_seconds: float = 0.0  # that Thunder took for the entry, forward and backward
+    compile_seconds: float = 0.0  # that Thunder took for the version, forward and backward
 
     @property
     def capture_seconds(self) -> float:

@@ -94,9 +94,10 @@ def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
     reasons = sum((Counter(trace.fallbacks) for trace in traces), Counter[str]())
     yield from (f"{times:,} x {reason}" for reason, times in reasons.most_common())
     if waiting := [trace for trace in traces if trace.awaiting_capture]:
-        entries = [*dict.fromkeys(f"{trace.function}, cache entry {trace.entry}," for trace in waiting)]
-        of = f" of {entries[0]}" if len(entries) == 1 else f" of {len(entries)} cache entries"
-        yield f"the next call{of if len(waiting) < len(traces) else ''} with the same layout of inputs will capture"
+        versions = [*dict.fromkeys(f"{trace.function}, compiled version {trace.entry}," for trace in waiting)]
+        of = f" of {versions[0]}" if len(versions) == 1 else f" of {len(versions)} compiled versions"
+        of = of if len(waiting) < len(traces) else ""
+        yield f"the next call{of} with inputs of the same shapes and strides will capture"
 
 
 def headline(traces: Sequence[TraceReport]) -> str:
@@ -110,7 +111,7 @@ def headline(traces: Sequence[TraceReport]) -> str:
 
 def title(trace: TraceReport) -> str:
     """Whose trace this is, and which one."""
-    return f"{trace.function}, {trace.kind}, cache entry {trace.entry}"
+    return f"{trace.function}, {trace.kind}, compiled version {trace.entry}"
 
 
 def calls(trace: TraceReport) -> str:
@@ -125,10 +126,10 @@ def calls(trace: TraceReport) -> str:
     if trace.kind == "backward":
         return said
     if trace.fast_path_calls:
-        said += f"; {trace.fast_path_calls} around Thunder's dispatch"
+        said += f"; {trace.fast_path_calls} on the fast path, with checks in C++"
     if trace.no_fast_path:
-        said += f"; none straight to the graph: {trace.no_fast_path}"
-    return f"{said}; its arenas hold {size(trace.arena_bytes)}"
+        said += f"; slower on the host than it can be: {trace.no_fast_path}"
+    return f"{said}; its memory pools hold {size(trace.arena_bytes)}"
 
 
 def collectives(trace: TraceReport) -> Iterator[str]:
@@ -147,14 +148,15 @@ def collectives(trace: TraceReport) -> Iterator[str]:
 
 
 def memory(ledger: MemoryReport) -> Iterator[str]:
-    """The ledger: all together, each arena, each recording, and each trace that has none."""
+    """The ledger: all together, each arena (a memory pool), each recording, and each trace that has none."""
     if not ledger.arenas and not ledger.previews:
         return
-    said = f"Memory: the pools of {count(len(ledger.arenas), 'arena')} hold {size(ledger.pools)}"
-    said += f", cuBLAS workspaces {size(ledger.workspaces)}, graphs in the driver {size(ledger.graphs)}"
+    said = f"Memory of the graphs: {size(ledger.pools)} in {count(len(ledger.arenas), 'memory pool')}"
+    said += f", {size(ledger.workspaces)} in cuBLAS workspaces, {size(ledger.graphs)} in the driver"
     yield said + (f"; memory_budget is {size(ledger.budget)}" if ledger.budget is not None else "")
     for arena in ledger.arenas:
-        yield f"  arena {arena.number}: {size(arena.pool)}{', held by a call in flight' if arena.is_held else ''}"
+        held = ", in use by a call: a forward keeps it until its backward" if arena.is_held else ""
+        yield f"  pool {arena.number}: {size(arena.pool)}{held}"
     for recording in ledger.recordings[:_MOST_LINES]:
         buffers, graphs, copied_in, copied_out = (
             size(sum(getattr(region, name) for region in recording.regions))
@@ -163,15 +165,15 @@ def memory(ledger: MemoryReport) -> Iterator[str]:
         arenas = " and ".join(map(str, recording.arenas))
         needs, without_graphs = size(recording.needs), size(recording.without_graphs)
         yield (
-            f"  {recording.function}, cache entry {recording.entry}, {count(recording.replays, 'replay')}: "
-            f"needs about {needs} of arena {arenas}, and {without_graphs} without graphs; "
+            f"  {recording.function}, compiled version {recording.entry}, {count(recording.replays, 'replay')}: "
+            f"needs about {needs} of pool {arenas}, and {without_graphs} without graphs; "
             f"copies of inputs {buffers}; in the driver {graphs}; copied per call {copied_in} in, {copied_out} out"
         )
     for preview in ledger.previews[:_MOST_LINES]:
         needs, without_graphs = size(preview.needs), size(preview.without_graphs)
         yield (
-            f"  {preview.function}, cache entry {preview.entry}, {preview.kind}, not captured: "
-            f"would need about {needs} of an arena, and {without_graphs} without graphs"
+            f"  {preview.function}, compiled version {preview.entry}, {preview.kind}, not captured: "
+            f"would need about {needs} of a pool, and {without_graphs} without graphs"
         )
     if more := sum(max(0, len(parts) - _MOST_LINES) for parts in (ledger.recordings, ledger.previews)):
         yield f"  {more:,} more: see explain(fn).memory"
@@ -197,7 +199,7 @@ def notes(region: RegionReport) -> Iterator[str]:
         cost = f" ({region.split_microseconds:,.0f} µs of eager ops)" if region.split_microseconds is not None else ""
         yield f"ended by{cost}: {region.split}"
     if region.failure:
-        why = "quarantined" if region.quarantined else "as it could not be captured"
+        why = "as verify= found its graph wrong" if region.quarantined else "as it could not be captured"
         yield f"runs eagerly, {why}: {region.failure}"
     if region.remark:
         yield f"in verification: {region.remark}"
@@ -283,7 +285,7 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
             yield "\n".join(_trace(trace))
         else:
             inputs = f"; {entry(trace)}" if trace.kind == "forward" else ""
-            yield f"{title(trace)}: as cache entry {same.entry}{inputs}; {calls(trace)}"
+            yield f"{title(trace)}: as compiled version {same.entry}{inputs}; {calls(trace)}"
 
 
 def _are_alike(a: TraceReport, b: TraceReport) -> bool:

@@ -45,7 +45,7 @@ _LOOK_AGAIN_AT_LEAST = 1024
 _MAX_DISCARDED = 8  # recordings in a row for the memory budget, if captures do not pay
 _PAYS = 4  # replays for each capture
 
-_CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
+_CYCLES = "memory pools were held by outputs in reference cycles, so the garbage collector ran"
 
 
 class Program:
@@ -198,7 +198,7 @@ class Program:
         call.arena = self._hold_arena()
         if call.arena is None:
             limit = self.options.max_arenas
-            problem = f"all arenas are held by calls in flight (max_arenas={limit}); raise max_arenas"
+            problem = f"all memory pools are in use: a forward keeps one until its backward (max_arenas={limit}); raise max_arenas"
             return call.run_eagerly(problem)
         call.arena.enter()
         if (reason := self._find_room(call)) is not None:
@@ -469,7 +469,7 @@ class Program:
             if _logger.isEnabledFor(logging.INFO):
                 graphs = sum(graph is not None for graph in trace.graphs)
                 nbytes = sum(each.nbytes() for each in self.arenas())
-                said = f"{graphs} of {len(self.regions)} regions captured, its arenas hold {nbytes:,} bytes"
+                said = f"{graphs} of {len(self.regions)} regions captured, its memory pools hold {nbytes:,} bytes"
                 _logger.info("%s, call %d: %s", self.label, self.calls, said)
             if call.arena is not None:
                 call.memory.forget(call.owned.values(), recording.owned.values())
@@ -489,7 +489,7 @@ class Program:
     def drop(self, recording: Recording, why: str = "") -> None:
         """No later call replays the recording. The log says ``why``, unless it comes back."""
         if why and recording in self.recordings:
-            _logger.info("%s: a recording is dropped: %s", self.label, why)
+            _logger.info("%s: graphs are dropped: %s", self.label, why)
         recording.dropped = True
         self.recordings = [r for r in self.recordings if r is not recording]
 
@@ -516,7 +516,7 @@ class Program:
     def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
         if self.recordings:
-            _logger.info("%s: all recordings are dropped: a process group is destroyed", self.label)
+            _logger.info("%s: all graphs are dropped: a process group is destroyed", self.label)
         waiting = (call.recording for call in self._waiting)
         for recording in [*self.recordings, *(each for each in waiting if each is not None)]:
             recording.close(may_wait=may_wait)
