@@ -197,8 +197,9 @@ class Program:
         call = Call(self)
         call.arena = self._hold_arena()
         if call.arena is None:
-            limit = self.options.max_arenas
-            problem = f"all memory pools are in use: a forward keeps one until its backward (max_arenas={limit}); raise max_arenas"
+            problem = (
+                f"all {self.options.max_arenas} memory pools are in use, each until its backward; raise max_arenas"
+            )
             return call.run_eagerly(problem)
         call.arena.enter()
         if (reason := self._find_room(call)) is not None:
