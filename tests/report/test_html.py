@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from thunder_cg.report import CrossingReport, RegionReport, Report, TraceReport, html
+from thunder_cg.report.differences import Differences
 
 _VOID = {"br", "col", "meta"}
 
@@ -94,13 +96,36 @@ def test_text_is_escaped(report: Report) -> None:
 
 
 def test_loads_nothing_and_needs_no_style_sheet_for_the_colours(report: Report) -> None:
-    for page in (report._repr_html_(), html.page({"": report}, "Net")):
+    changes = Report(()).differences(report)
+    for page in (report._repr_html_(), html.page(report._repr_html_(), "Net"), changes._repr_html_()):
         assert not re.search(r"https?:(?!//www.w3.org/2000/svg)|src=|href=|url\(|<script|@import", page)
     assert not re.search(r'[;"{ ]color:', report._repr_html_())
 
 
 def test_empty_report_says_what_to_do() -> None:
     assert "first call" in Report(())._repr_html_()
+
+
+# --------------------------------------------------------------------------------------------------------- differences
+
+
+def test_differences_are_a_table_for_each_trace_with_what_is_better_and_worse(report: Report) -> None:
+    (trace,) = report.traces
+    fewer = replace(trace, ops=trace.ops[:-3], regions=trace.regions[:1], fallbacks={})
+    changes = replace(report, traces=(fewer,), breaks=()).differences(report)
+    page = changes._repr_html_()
+    rows = _Outline(page).rows
+    assert page.index(escape(changes.before)) < page.index(escape(changes.after)) < page.index("<table")
+    assert [cells for _, _, cells in rows if cells != ["what", "before", "after", ""]] == [
+        ["regions", "2", "1", ""],
+        ["captured ops", "2", "1", "worse"],
+        ["eager ops", "2", "1", "better"],
+        ["Tensor.item in `if x.item() < 0:`", "eager: data-dependent", "not there", ""],
+        ["calls without graphs, as strides changed", "some", "none", "better"],
+        ["failure of a region", "operation not permitted & <gone>", "none", "better"],
+    ]
+    colours = {cells[-1]: style for style, _, cells in rows[1:]}
+    assert len(set(colours.values())) == 3 and html.differences(report.differences(report)).count("<table") == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- picture
@@ -179,9 +204,9 @@ _MEASURE = """<script>addEventListener("load", () => {
 });</script>"""
 
 
-def _measured(path: Path, report: Report, width: int, dark: bool = False) -> dict[str, Any]:
-    """What a browser says of a saved report."""
-    report.save(path)
+def _measured(path: Path, saved: Report | Differences, width: int, dark: bool = False) -> dict[str, Any]:
+    """What a browser says of what was saved."""
+    saved.save(path)
     shown = path.with_suffix(".measured.html")
     shown.write_text(path.read_text(encoding="utf-8").replace("</body>", f"{_MEASURE}</body>"), encoding="utf-8")
     words = [str(_CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--window-size={width},800"]
@@ -197,9 +222,11 @@ def test_in_a_browser(report: Report, large: Report, tmp_path: Path) -> None:
     wide = _measured(tmp_path / "wide.html", _with_crossings(report), 1400)
     narrow = _measured(tmp_path / "narrow.html", _with_crossings(report), 500, dark=True)
     most = _measured(tmp_path / "large.html", large, 1400)
+    changes = _measured(tmp_path / "changes.html", large.differences(report), 500, dark=True)
     assert wide["width"] <= wide["window"] and narrow["width"] <= narrow["window"], "it scrolls to the side"
     assert len(wide["columns"]) == 1 and len(most["columns"]) == 1, "columns are not aligned"
     assert (wide["background"], wide["color"]) == ("rgb(255, 255, 255)", "rgb(31, 35, 40)")
     assert (narrow["background"], narrow["color"]) == ("rgb(20, 23, 28)", "rgb(227, 230, 234)")
     assert wide["boxes"] == wide["closed"] == 3 and most["boxes"] == most["closed"] == 101
     assert 0 <= wide["headline"] < 50 and most["loaded"] < 5000
+    assert changes["width"] <= changes["window"] and changes["background"] == narrow["background"]

@@ -170,7 +170,7 @@ class Report:
             ValueError: it ends otherwise.
             FileExistsError: there is a file that is no report. Earlier reports are replaced.
         """
-        files.save(self, Path(path))
+        files.save(self, Path(path), files.OF_REPORT)
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -178,7 +178,7 @@ class Report:
         return schema.loads(cls, Path(path).read_text(encoding="utf-8"), str(path))
 
     def differences(self, before: Report) -> Differences:
-        """What a change did, given the report of the same function from before the change. `print` it."""
+        """What a change did, given the report of the same function from before the change."""
         return differences.between(before, self)
 
     def __str__(self) -> str:
