@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from thunder_cg.report import CrossingReport, RegionReport, Report, TraceReport, html
+from thunder_cg.report import CollectiveReport, CrossingReport, RegionReport, Report, TraceReport, html
 from thunder_cg.report.differences import Differences
 
 _VOID = {"br", "col", "meta"}
@@ -163,10 +163,40 @@ def test_picture_has_a_box_for_each_step_and_a_line_for_what_crosses(report: Rep
     assert picture.count('fill="none"') == 6 and "t1: float32[&lt;n&gt;]" in picture
 
 
+def _collective(group: str, issued_by: int, waited_by: int | None, *, overlaps: bool = True) -> CollectiveReport:
+    return CollectiveReport("all_reduce", 1024, group, 2, True, issued_by, overlaps, issued_by, waited_by)
+
+
+def test_collectives_have_a_column_for_each_group_beside_the_steps_of_their_own_stream(report: Report) -> None:
+    (trace,) = _with_crossings(report).traces
+    found = (
+        _collective("dp", 2, 2),
+        _collective("dp", 2, 3, overlaps=False),
+        _collective("dp", 4, 4),
+        _collective("<tp>", 3, None),  # it waits for itself, so it is one of the steps
+        _collective("ep", 2, 4),
+    )
+    page = Report((replace(trace, collectives=found),))._repr_html_()
+    _Outline(page)
+    assert "Collectives on the left run beside them until they are waited for" in page
+    assert re.findall(r"<title>([^<]*) with compute</title>", page) == [
+        "2 all_reduce: 2.0 KiB; 1 can overlap",
+        "1 all_reduce: 1.0 KiB; 1 can overlap",
+        "1 all_reduce: 1.0 KiB; 1 can overlap",
+    ]
+    assert ">group dp<" in page and ">group ep<" in page and ">group &lt;tp" not in page
+    spans = [
+        (int(y), int(height)) for y, height in re.findall(r'<rect x="\d+" y="(\d+)" width="180" height="(\d+)"', page)
+    ]
+    assert [height // 70 for _, height in spans] == [1, 0, 2], "boxes they stand beside, but one"
+    assert "Nothing runs beside them." in Report((trace,))._repr_html_()
+
+
 def test_a_plan_of_one_step_needs_no_picture(report: Report) -> None:
     (trace,) = report.traces
     one = replace(trace, ops=trace.ops[:3], regions=trace.regions[:1])
     assert "<svg" not in Report((one,))._repr_html_()
+    assert "<svg" in Report((replace(one, collectives=(_collective("dp", 2, 2),)),))._repr_html_()
 
 
 @pytest.fixture
@@ -219,7 +249,9 @@ def _measured(path: Path, saved: Report | Differences, width: int, dark: bool = 
 
 @pytest.mark.skipif(_CHROMIUM is None, reason="no chromium")
 def test_in_a_browser(report: Report, large: Report, tmp_path: Path) -> None:
-    wide = _measured(tmp_path / "wide.html", _with_crossings(report), 1400)
+    (trace,) = _with_crossings(report).traces
+    beside = (_collective("dp", 2, 4), _collective("ep", 4, 4))
+    wide = _measured(tmp_path / "wide.html", replace(report, traces=(replace(trace, collectives=beside),)), 1400)
     narrow = _measured(tmp_path / "narrow.html", _with_crossings(report), 500, dark=True)
     most = _measured(tmp_path / "large.html", large, 1400)
     changes = _measured(tmp_path / "changes.html", large.differences(report), 500, dark=True)
