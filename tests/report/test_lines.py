@@ -65,7 +65,7 @@ def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: R
 def test_a_norm_an_item_and_a_branch_in_one_line_are_one_entry() -> None:
     def checked(x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(x) * 2
-        x = x + 1 if torch.norm(x).item() > 1 else x
+        x = x + 1 if torch.norm(x, "nuc").item() > 1 else x
         return torch.relu(x) * 2
 
     with torch._dynamo.config.patch(capture_scalar_outputs=True):  # so that the item is in the trace
@@ -74,7 +74,7 @@ def test_a_norm_an_item_and_a_branch_in_one_line_are_one_entry() -> None:
     report = explain(compiled)
     line = f"test_lines.py:{checked.__code__.co_firstlineno + 2}"
     said = str(report).split("\n\n")[0].splitlines()
-    start = said.index(f"  {line}: x = x + 1 if torch.norm(x).item() > 1 else x")
+    start = said.index(f'  {line}: x = x + 1 if torch.norm(x, "nuc").item() > 1 else x')
     entry = [*itertools.takewhile(lambda text: text.startswith("      "), said[start + 1 :])]
     starts = [text.split()[0] for text in entry if not text.startswith("        ")]
     assert starts == ["torch.norm", "Tensor.item", "graph", "gt"], entry
