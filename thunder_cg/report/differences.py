@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import files, html, terminal, text, units
+from thunder_cg.report import files, html, opening, terminal, text, units
 
 if TYPE_CHECKING:
     from thunder_cg.report.report import OpReport, Report, TraceReport
@@ -76,15 +76,15 @@ def between(before: Report, after: Report) -> Differences:
         for first, second in zip(old, new):
             changes += _of_traces(first, second)
         for trace in old[len(new) :]:
-            changes.append(Change("", text.title(trace), text.headline([trace]), _ABSENT))
+            changes.append(Change("", text.title(trace), opening.headline([trace]), _ABSENT))
         for trace in new[len(old) :]:
-            changes.append(Change("", text.title(trace), _ABSENT, text.headline([trace])))
+            changes.append(Change("", text.title(trace), _ABSENT, opening.headline([trace])))
     inductor, breaks = (
         [{(part.operator, part.reason) for part in report.outside} for report in (before, after)],
         [{(part.source or str(part.line), part.reason) for part in report.breaks} for report in (before, after)],
     )
     changes += [*_came_and_went("", "{} in Inductor", *inductor), *_came_and_went("", "graph break in `{}`", *breaks)]
-    old_headline, new_headline = (text.opening(report).partition("\n")[0] for report in (before, after))
+    old_headline, new_headline = (opening.opening(report).partition("\n")[0] for report in (before, after))
     return Differences(old_headline, new_headline, tuple(changes))
 
 

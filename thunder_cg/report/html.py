@@ -16,7 +16,7 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import picture, text, units
+from thunder_cg.report import opening, picture, text, units
 
 if TYPE_CHECKING:
     from thunder_cg.report.differences import Change, Differences
@@ -61,11 +61,11 @@ body { font-family: system-ui, sans-serif; max-width: 100em; margin: 0 auto; pad
 
 def render(report: Report) -> str:
     """A fragment; safe to place in any page, all text in it is escaped."""
-    first, *rest = text.opening(report).splitlines()
+    first, *rest = opening.opening(report).splitlines()
     said = "".join(f'<div style="margin-left: {_indent(line)}ch">{escape(line.strip())}</div>' for line in rest)
     traces = "".join(map(_trace, report.traces))
-    opening = f"<p><b>{escape(first)}</b></p>{said}"
-    return f'<div class="thunder-cg"><style>{_STYLE}</style>{opening}{traces}{_memory(report.memory)}</div>'
+    above = f"<p><b>{escape(first)}</b></p>{said}"
+    return f'<div class="thunder-cg"><style>{_STYLE}</style>{above}{traces}{_memory(report.memory)}</div>'
 
 
 def _indent(line: str) -> int:
@@ -75,14 +75,14 @@ def _indent(line: str) -> int:
 def differences(found: Differences) -> str:
     """A fragment: the headlines, then a table for each trace that differs, what is better in green, what is worse in
     red."""
-    opening = f"<p><b>Before: {escape(found.before)}</b></p><p><b>After: {escape(found.after)}</b></p>"
+    headlines = f"<p><b>Before: {escape(found.before)}</b></p><p><b>After: {escape(found.after)}</b></p>"
     tables = [
         f'<details open class="changes"><summary><b>{escape(where or "The whole function")}</b></summary>'
         f"{_changes(group)}</details>"
         for where, group in groupby(found.changes, key=lambda change: change.where)
     ]
     said = "" if tables else f"<div>{escape(found.lines[0])}</div>"
-    return f'<div class="thunder-cg"><style>{_STYLE}</style>{opening}{said}{"".join(tables)}</div>'
+    return f'<div class="thunder-cg"><style>{_STYLE}</style>{headlines}{said}{"".join(tables)}</div>'
 
 
 def _changes(changes: Iterable[Change]) -> str:
@@ -108,7 +108,7 @@ def _memory(ledger: MemoryReport) -> str:
 
 
 def _trace(trace: TraceReport) -> str:
-    summary = f"<b>{escape(text.title(trace))}</b>: {escape(text.headline([trace]))}"
+    summary = f"<b>{escape(text.title(trace))}</b>: {escape(opening.headline([trace]))}"
     made_for = [text.entry(trace)] if trace.kind == "forward" else []
     said = "<br>".join(map(escape, (*made_for, text.calls(trace), *text.collectives(trace))))
     drawn = picture.render(trace)

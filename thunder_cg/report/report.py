@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from thunder_cg.analysis.classify import names_of_ops, nearest, shown
+from thunder_cg.analysis.classify import shown, unmatched
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import bound_functions
@@ -245,10 +245,9 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
 
 
 def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None], ...]:
-    given = {(option, name) for p in programs for option in ("allow", "deny") for name in getattr(p.options, option)}
-    names = {name for program in programs for name in names_of_ops(program.ops)} if given else set()
-    missing = sorted((option, shown(name), nearest(name, names)) for option, name in given if name not in names)
-    return tuple(missing)
+    given = {option: {n for p in programs for n in getattr(p.options, option)} for option in ("allow", "deny")}
+    missing = unmatched(given, (program.ops for program in programs))
+    return tuple((option, shown(name), close) for option, name, close in missing)
 
 
 def _trace(located: Located, times: Times) -> TraceReport:
