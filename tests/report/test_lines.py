@@ -30,11 +30,12 @@ def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: R
     )
     norm = replace(cause, name="torch.norm", eager_ops=9, added_regions=0, detail="it waits", fix="call vector_norm")
     alone = replace(norm, place="near model.py:20", source=None, added_regions=4, microseconds=None)
+    backward = replace(cause, name="norm_vjp", place="near model.py:14", eager_ops=1, added_regions=0)
     outside = tuple(
         Outside("Net, graph 0", name, line, "Thunder has no such operator", 2, "cut into 2 pieces", source)
         for name, line, source in (("sinc", "model.py:14", cause.source), ("argwhere", "model.py:30", "x.argwhere()"))
     )
-    found = replace(report, causes=(cause, norm, alone), breaks=breaks, outside=outside)
+    found = replace(report, causes=(cause, norm, alone, backward), breaks=breaks, outside=outside)
     assert [*lines.by_line(found)] == [
         lines.HEADING,
         "  near model.py:20",
@@ -48,6 +49,9 @@ def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: R
         "      torch.norm makes 9 ops eager: data-dependent",
         "        why: it waits",
         "        to change it: call vector_norm",
+        "      norm_vjp makes 1 op eager: data-dependent",
+        "        why: the host waits for <f51>",
+        "        to change it: as above",
         "      graph break x2 after Net, graph 0, and 1 more, called from train.py:7: a branch",
         "        to change it: as above",
         "      sinc x2 of Net, graph 0, is left to Inductor: Thunder has no such operator",

@@ -38,13 +38,14 @@ class _Problem:
 def by_line(report: Report) -> Iterator[str]:
     """For each line of source its text, and below it each of its problems with the fix. Nothing if there are none."""
     found = [*map(_of_cause, report.causes), *_of_breaks(report.breaks), *_of_inductor(report.outside)]
-    lines = [*_grouped(found, lambda problem: problem.line)]
+    lines = [*_grouped(found, lambda problem: problem.line.removeprefix("near "))]
     lines.sort(key=_cost, reverse=True)
     if lines:
         yield HEADING
     for problems in lines:
         source = next((problem.source for problem in problems if problem.source), None)
-        yield f"  {problems[0].line}" + (f": {source}" if source else "")
+        line = next((problem.line for problem in problems if not problem.line.startswith("near ")), problems[0].line)
+        yield f"  {line}" + (f": {source}" if source else "")
         fixes: set[str] = set()
         for problem in problems:
             yield f"      {problem.said}"
