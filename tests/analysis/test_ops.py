@@ -336,6 +336,8 @@ def test_a_line_of_pytorchs_modules_stands_for_the_users_near_it(traces_of):
 @pytest.mark.parametrize(
     ("name", "found"),
     [
+        *[("l_kwargs_input_ids_", "input_ids"), ("l_kwargs_cache_0_length", "cache_0_length")],
+        ("l_self_modules_model_modules_norm_buffers_inv_freq_", "self.model.norm.inv_freq"),
         *[("x", "x"), ("l_x_", "x"), ("l_ys_0_", "ys_0"), ("g_table_", "table"), ("t_weight", "t_weight")],
         *[("t_1_0", "args[1][0]"), ("t_2_a", "args[2]['a']"), ("t_2_0_a_b", "args[2][0]['a_b']"), ("t_1", "t_1")],
     ],
