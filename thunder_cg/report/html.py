@@ -95,9 +95,10 @@ def _changes(changes: Iterable[Change]) -> str:
     return _table(f'<thead><tr style="{_LEFT}">{head}</tr></thead><tbody>{rows}</tbody>', _CHANGES)
 
 
-def page(content: str, title: str) -> str:
-    """A whole page around a fragment."""
+def page(content: str, title: str, generator: str = "thunder_cg") -> str:
+    """A whole page around a fragment; its head says what made it."""
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    view += f'<meta name="generator" content="{escape(generator)}">'
     head = f'<head><meta charset="utf-8">{view}<title>{escape(title)}</title><style>{_PAGE_STYLE}</style></head>'
     return f'{MARK}<html lang="en">{head}<body>{content}</body></html>\n'
 
