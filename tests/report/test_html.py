@@ -12,7 +12,17 @@ from typing import Any
 
 import pytest
 
-from thunder_cg.report import CollectiveReport, CrossingReport, RegionReport, Report, TraceReport, html
+from thunder_cg.report import (
+    ArenaMemory,
+    CollectiveReport,
+    CrossingReport,
+    MemoryReport,
+    RecordingMemory,
+    RegionReport,
+    Report,
+    TraceReport,
+    html,
+)
 from thunder_cg.report.differences import Differences
 
 _VOID = {"br", "col", "meta"}
@@ -252,7 +262,9 @@ def test_in_a_browser(report: Report, large: Report, tmp_path: Path) -> None:
     (trace,) = _with_crossings(report).traces
     beside = (_collective("dp", 2, 4), _collective("ep", 4, 4))
     wide = _measured(tmp_path / "wide.html", replace(report, traces=(replace(trace, collectives=beside),)), 1400)
-    narrow = _measured(tmp_path / "narrow.html", _with_crossings(report), 500, dark=True)
+    recordings = (RecordingMemory("Net", 0, (0,), 3, 8192, 4096, ()),)  # a long line
+    ledger = MemoryReport((ArenaMemory(0, 8192, 0, False),), recordings)
+    narrow = _measured(tmp_path / "narrow.html", replace(_with_crossings(report), memory=ledger), 500, dark=True)
     most = _measured(tmp_path / "large.html", large, 1400)
     changes = _measured(tmp_path / "changes.html", large.differences(report), 500, dark=True)
     assert wide["width"] <= wide["window"] and narrow["width"] <= narrow["window"], "it scrolls to the side"

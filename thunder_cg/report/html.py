@@ -105,7 +105,7 @@ def page(content: str, title: str, generator: str = "thunder_cg") -> str:
 
 def _memory(ledger: MemoryReport) -> str:
     lines = [*text.memory(ledger)]
-    return f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
+    return f'<pre style="white-space: pre-wrap">{escape(chr(10).join(lines))}</pre>' if lines else ""
 
 
 def _trace(trace: TraceReport) -> str:
