@@ -54,9 +54,7 @@ def test_a_line_for_each_compile_capture_and_drop_and_no_warning(lines: Any) -> 
     other = torch.ones(16, 2).t()
     jmodel(other), jmodel(other)
     _, (level, capture), (_, drop) = lines()
-    assert (
-        drop == "Sequential, forward: a recording is dropped: max_recordings=1, and it has the fewest replays per byte"
-    )
+    assert drop == "Sequential, forward: graphs are dropped: max_recordings=1, and it has the fewest replays per byte"
     assert level == "INFO" and capture.startswith("Sequential, forward, call 5: captured region 1 of 1, ")
 
 
@@ -76,7 +74,7 @@ def test_progress_of_long_first_calls(lines: Any, monkeypatch: pytest.MonkeyPatc
         "call 2: captured region 1 of 2, 3.6 s",  # and twice by its capture
         "call 2: captured region 2 of 2, 7.2 s",
     ]
-    assert said[-1].endswith(" so far, arenas hold 6.0 MiB")
+    assert said[-1].endswith(" so far, memory pools hold 6.0 MiB")
 
 
 def test_a_warning_for_each_eager_operator_that_is_a_cause(lines: Any) -> None:

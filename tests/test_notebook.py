@@ -152,7 +152,8 @@ def test_the_committed_training_is_fused() -> None:
 @pytest.mark.parametrize("name", ["your_own_operator"])
 def test_an_allowed_operator_is_captured_and_a_wrong_promise_found(notebook: nbformat.NotebookNode) -> None:
     said = _printed(notebook, "allow")
-    assert "swiglu in `return self.down(swiglu(self.up(x), self.gate(x)))` was eager: now captured" in said
+    source = "return self.down(swiglu(self.up(x), self.gate(x)))"
+    assert f"swiglu in `{source}`: eager: no rule knows it -> captured" in said
     calls = re.findall(r"call \d: (\w+)", _printed(notebook, "promise"))
     assert calls == ["right", "right", "WRONG", "right", "right", "right"]
     assert "made by scaled" in _printed(notebook, "promise")

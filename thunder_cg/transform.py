@@ -17,7 +17,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
-from thunder_cg.analysis.classify import Pattern, UserRules, classify, names_of_ops, nearest
+from thunder_cg.analysis.classify import Pattern, UserRules, classify, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost, overwritten, unsummed
 from thunder_cg.analysis.ops import Ops, names_in, read
@@ -238,16 +238,11 @@ class CudagraphTransform(compat.Transform):
 
     def _warn_of_misspelt_names(self, ops: Ops) -> None:
         """Says once of each name in ``allow=`` and ``deny=`` that no op has, but one almost has."""
-        unmatched = {
-            option: sorted(getattr(self.options, option) - self._named, key=str) for option in ("allow", "deny")
-        }
-        names = names_of_ops(ops) if any(unmatched.values()) else set()
-        for option, name in ((option, name) for option, given in unmatched.items() for name in given):
-            close = name if name in names else nearest(name, names)
-            if close is None:
-                continue
-            self._named.add(name)
-            if close != name:
+        given = {option: getattr(self.options, option) - self._named for option in ("allow", "deny")}
+        missing = unmatched(given, [ops])
+        self._named |= {*given["allow"], *given["deny"]} - {name for _, name, close in missing if close is None}
+        for option, name, close in missing:
+            if close is not None:
                 said = f"{option}= names {name!r}, and the trace has no such operator; did you mean {close!r}?"
                 warnings.warn(said, UserWarning, stacklevel=2)
 

@@ -187,6 +187,33 @@ def test_condition_of_a_sorter(traces_of):
     assert [sorted(op.conditions) for op in only(ops, "searchsorted")] == [[], ["uses_sorter"]]
 
 
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize(
+    ("call", "takes_singular_values"),
+    [
+        (lambda x: torch.norm(x), False),
+        (lambda x: x.norm(dim=-1), False),
+        (lambda x: x.norm(2, -1), False),
+        (lambda x: torch.norm(x, 1), False),
+        (lambda x: torch.norm(x, "fro", (0, 1)), False),
+        (lambda x: torch.norm(x.unsqueeze(0), 2, 1), False),
+        (lambda x: torch.linalg.norm(x), False),
+        (lambda x: torch.linalg.norm(x, ord=float("inf")), False),
+        (lambda x: torch.linalg.norm(x, ord=2), True),
+        (lambda x: torch.linalg.norm(x, -2, (0, 1)), True),
+        (lambda x: torch.linalg.norm(x, "nuc"), True),
+        (lambda x: torch.norm(x, 2), True),  # the same symbol with the same arguments as torch.linalg.norm
+    ],
+)
+def test_condition_of_singular_values(traces_of, call, takes_singular_values, trains):
+    traces = traces_of(lambda x: call(x).sum() * 2, torch.rand(3, 4, requires_grad=trains))
+    found = [op for ops in traces for name in ("norm", "norm_vjp") for op in only(ops, name)]
+    assert [op.id for op in found] == ["norm", "norm_vjp"][: 1 + trains]
+    for op in found:
+        assert op.conditions == ({"takes_singular_values"} if takes_singular_values else set())
+        assert op.rule.captures and (op.rule.objection(op.conditions) is not None) == takes_singular_values
+
+
 def test_condition_of_a_renormalized_embedding(traces_of):
     """Thunder refuses max_norm in ``embedding`` itself, but not in what it registers for torch by itself."""
 
@@ -309,6 +336,8 @@ def test_a_line_of_pytorchs_modules_stands_for_the_users_near_it(traces_of):
 @pytest.mark.parametrize(
     ("name", "found"),
     [
+        *[("l_kwargs_input_ids_", "input_ids"), ("l_kwargs_cache_0_length", "cache_0_length")],
+        ("l_self_modules_model_modules_norm_buffers_inv_freq_", "self.model.norm.inv_freq"),
         *[("x", "x"), ("l_x_", "x"), ("l_ys_0_", "ys_0"), ("g_table_", "table"), ("t_weight", "t_weight")],
         *[("t_1_0", "args[1][0]"), ("t_2_a", "args[2]['a']"), ("t_2_0_a_b", "args[2][0]['a_b']"), ("t_1", "t_1")],
     ],

@@ -65,7 +65,7 @@ def test_the_plan_is_that_of_a_run(name: str) -> None:
     assert str(planned).startswith("Planned, not run.\nCUDA graphs: no call yet; ")
     assert "Not replayed" not in str(planned)
     assert (planned.causes, planned.unmatched, planned.calls) == (ran.causes, ran.unmatched, 0)
-    assert bool(planned.causes) == (name == "item") == ("Tensor.item at" in str(planned).splitlines()[3])
+    assert bool(planned.causes) == (name == "item") == ("Tensor.item makes" in str(planned))
     for device in ("cpu", "meta") if "training" not in name else ():
         stood_in = plan(fn, *(x.to(device) for x in inputs))
         assert decisions(stood_in, "cpu") == decisions(ran, "cpu")

@@ -41,7 +41,7 @@ def test_fsdp_with_eager_collectives(ranks: Ranks) -> None:
         assert {each["name"] for each in forward} == {"all_gather"} and len(forward) == len(sizes)
         assert {each["name"] for each in backward} == {"reduce_scatter"} and len(backward) == len(sizes)
         for each in (*forward, *backward):
-            assert not each["captured"]
+            assert not each["captured"] and each["issued_by"] < each["waited_by"]
         assert len({each["launch"] for each in (*forward, *backward)}) == 2 * len(sizes)  # only regions coalesce
         # Both are of the whole parameter; each rank keeps half of it.
         assert sum(each["nbytes"] for each in forward) == sum(each["nbytes"] for each in backward) == 2 * sum(sizes)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
-from thunder_cg.report import InputReport, Report
+from thunder_cg.report import InputReport, Report, units
 
 
 class Net(nn.Module):
@@ -64,12 +64,14 @@ def test_the_next_call_captures_where_one_was_warmed_up(net, x):
         return line
 
     net(x).sum().backward()
-    assert said() == "Not replayed: 2 warm-ups; the next call with the same layout of inputs will capture"
+    assert said() == "Not replayed: 2 warm-ups; the next call with inputs of the same shapes and strides will capture"
     net(x).sum().backward()
     assert said() == "Not replayed: 2 warm-ups; 2 captures"
     with torch.no_grad():
         net(x)
-    assert said().endswith("the next call of Net, cache entry 1, with the same layout of inputs will capture")
+    assert said().endswith(
+        "the next call of Net, compiled version 1, with inputs of the same shapes and strides will capture"
+    )
     assert [trace.awaiting_capture for trace in explain(net).traces] == [0, 0, 1]
     with torch.no_grad():
         net(x)
@@ -88,7 +90,7 @@ def test_new_shapes_have_advice_and_memory_is_counted_once(net, x):
     assert "drop_last=True" in said_by(report, said)[0]
     held = [trace.arena_bytes for trace in report.traces]
     assert report.memory.pools == max(held) > 0 and sum(held) > report.memory.pools  # all entries share one arena
-    assert said_by(report, "Memory: the pools of 1 arena hold ")
+    assert said_by(report, f"Memory of the graphs: {units.size(report.memory.pools)} in 1 memory pool, ")
 
 
 @pytest.mark.parametrize("fixed", [None, "reentrant", "inside"])

@@ -5,13 +5,25 @@ import re
 import shutil
 import subprocess
 from dataclasses import replace
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from thunder_cg.report import CrossingReport, RegionReport, Report, TraceReport, html
+from thunder_cg.report import (
+    ArenaMemory,
+    CollectiveReport,
+    CrossingReport,
+    MemoryReport,
+    RecordingMemory,
+    RegionReport,
+    Report,
+    TraceReport,
+    html,
+)
+from thunder_cg.report.differences import Differences
 
 _VOID = {"br", "col", "meta"}
 
@@ -94,13 +106,36 @@ def test_text_is_escaped(report: Report) -> None:
 
 
 def test_loads_nothing_and_needs_no_style_sheet_for_the_colours(report: Report) -> None:
-    for page in (report._repr_html_(), html.page({"": report}, "Net")):
+    changes = Report(()).differences(report)
+    for page in (report._repr_html_(), html.page(report._repr_html_(), "Net"), changes._repr_html_()):
         assert not re.search(r"https?:(?!//www.w3.org/2000/svg)|src=|href=|url\(|<script|@import", page)
     assert not re.search(r'[;"{ ]color:', report._repr_html_())
 
 
 def test_empty_report_says_what_to_do() -> None:
     assert "first call" in Report(())._repr_html_()
+
+
+# --------------------------------------------------------------------------------------------------------- differences
+
+
+def test_differences_are_a_table_for_each_trace_with_what_is_better_and_worse(report: Report) -> None:
+    (trace,) = report.traces
+    fewer = replace(trace, ops=trace.ops[:-3], regions=trace.regions[:1], fallbacks={})
+    changes = replace(report, traces=(fewer,), breaks=()).differences(report)
+    page = changes._repr_html_()
+    rows = _Outline(page).rows
+    assert page.index(escape(changes.before)) < page.index(escape(changes.after)) < page.index("<table")
+    assert [cells for _, _, cells in rows if cells != ["what", "before", "after", ""]] == [
+        ["regions", "2", "1", ""],
+        ["captured ops", "2", "1", "worse"],
+        ["eager ops", "2", "1", "better"],
+        ["Tensor.item in `if x.item() < 0:`", "eager: data-dependent", "not there", ""],
+        ["calls without graphs, as strides changed", "some", "none", "better"],
+        ["failure of a region", "operation not permitted & <gone>", "none", "better"],
+    ]
+    colours = {cells[-1]: style for style, _, cells in rows[1:]}
+    assert len(set(colours.values())) == 3 and html.differences(report.differences(report)).count("<table") == 0
 
 
 # ------------------------------------------------------------------------------------------------------------- picture
@@ -138,10 +173,40 @@ def test_picture_has_a_box_for_each_step_and_a_line_for_what_crosses(report: Rep
     assert picture.count('fill="none"') == 6 and "t1: float32[&lt;n&gt;]" in picture
 
 
+def _collective(group: str, issued_by: int, waited_by: int | None, *, overlaps: bool = True) -> CollectiveReport:
+    return CollectiveReport("all_reduce", 1024, group, 2, True, issued_by, overlaps, issued_by, waited_by)
+
+
+def test_collectives_have_a_column_for_each_group_beside_the_steps_of_their_own_stream(report: Report) -> None:
+    (trace,) = _with_crossings(report).traces
+    found = (
+        _collective("dp", 2, 2),
+        _collective("dp", 2, 3, overlaps=False),
+        _collective("dp", 4, 4),
+        _collective("<tp>", 3, None),  # it waits for itself, so it is one of the steps
+        _collective("ep", 2, 4),
+    )
+    page = Report((replace(trace, collectives=found),))._repr_html_()
+    _Outline(page)
+    assert "Collectives on the left run beside them until they are waited for" in page
+    assert re.findall(r"<title>([^<]*) with compute</title>", page) == [
+        "2 all_reduce: 2.0 KiB; 1 can overlap",
+        "1 all_reduce: 1.0 KiB; 1 can overlap",
+        "1 all_reduce: 1.0 KiB; 1 can overlap",
+    ]
+    assert ">group dp<" in page and ">group ep<" in page and ">group &lt;tp" not in page
+    spans = [
+        (int(y), int(height)) for y, height in re.findall(r'<rect x="\d+" y="(\d+)" width="180" height="(\d+)"', page)
+    ]
+    assert [height // 70 for _, height in spans] == [1, 0, 2], "boxes they stand beside, but one"
+    assert "Nothing runs beside them." in Report((trace,))._repr_html_()
+
+
 def test_a_plan_of_one_step_needs_no_picture(report: Report) -> None:
     (trace,) = report.traces
     one = replace(trace, ops=trace.ops[:3], regions=trace.regions[:1])
     assert "<svg" not in Report((one,))._repr_html_()
+    assert "<svg" in Report((replace(one, collectives=(_collective("dp", 2, 2),)),))._repr_html_()
 
 
 @pytest.fixture
@@ -179,9 +244,9 @@ _MEASURE = """<script>addEventListener("load", () => {
 });</script>"""
 
 
-def _measured(path: Path, report: Report, width: int, dark: bool = False) -> dict[str, Any]:
-    """What a browser says of a saved report."""
-    report.save(path)
+def _measured(path: Path, saved: Report | Differences, width: int, dark: bool = False) -> dict[str, Any]:
+    """What a browser says of what was saved."""
+    saved.save(path)
     shown = path.with_suffix(".measured.html")
     shown.write_text(path.read_text(encoding="utf-8").replace("</body>", f"{_MEASURE}</body>"), encoding="utf-8")
     words = [str(_CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--window-size={width},800"]
@@ -194,12 +259,18 @@ def _measured(path: Path, report: Report, width: int, dark: bool = False) -> dic
 
 @pytest.mark.skipif(_CHROMIUM is None, reason="no chromium")
 def test_in_a_browser(report: Report, large: Report, tmp_path: Path) -> None:
-    wide = _measured(tmp_path / "wide.html", _with_crossings(report), 1400)
-    narrow = _measured(tmp_path / "narrow.html", _with_crossings(report), 500, dark=True)
+    (trace,) = _with_crossings(report).traces
+    beside = (_collective("dp", 2, 4), _collective("ep", 4, 4))
+    wide = _measured(tmp_path / "wide.html", replace(report, traces=(replace(trace, collectives=beside),)), 1400)
+    recordings = (RecordingMemory("Net", 0, (0,), 3, 8192, 4096, ()),)  # a long line
+    ledger = MemoryReport((ArenaMemory(0, 8192, 0, False),), recordings)
+    narrow = _measured(tmp_path / "narrow.html", replace(_with_crossings(report), memory=ledger), 500, dark=True)
     most = _measured(tmp_path / "large.html", large, 1400)
+    changes = _measured(tmp_path / "changes.html", large.differences(report), 500, dark=True)
     assert wide["width"] <= wide["window"] and narrow["width"] <= narrow["window"], "it scrolls to the side"
     assert len(wide["columns"]) == 1 and len(most["columns"]) == 1, "columns are not aligned"
     assert (wide["background"], wide["color"]) == ("rgb(255, 255, 255)", "rgb(31, 35, 40)")
     assert (narrow["background"], narrow["color"]) == ("rgb(20, 23, 28)", "rgb(227, 230, 234)")
     assert wide["boxes"] == wide["closed"] == 3 and most["boxes"] == most["closed"] == 101
     assert 0 <= wide["headline"] < 50 and most["loaded"] < 5000
+    assert changes["width"] <= changes["window"] and changes["background"] == narrow["background"]

@@ -11,7 +11,7 @@ from models import Linear
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain, release
-from thunder_cg.report import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory, text
+from thunder_cg.report import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory, text, units
 
 N = 1000  # elements of 4 bytes
 
@@ -46,14 +46,16 @@ def test_a_function_to_the_byte(backend, device):
     assert json.loads(json.dumps(plain)) == plain
     assert plain["recordings"][0]["regions"][0]["copied_in"] == 4 * N
     for said in (str(report), report._repr_html_()):
-        assert f"Memory: the pools of 1 arena hold {text.size(arena.pool)}, cuBLAS workspaces" in said
-        assert "fn, cache entry 0, 3 replays: needs about 11.7 KiB of arena 0, and 7.8 KiB without graphs" in said
+        assert f"Memory of the graphs: {units.size(arena.pool)} in 1 memory pool, " in said
+        assert "fn, compiled version 0, 3 replays: needs about 11.7 KiB of pool 0, and 7.8 KiB without graphs" in said
         assert "copied per call 3.9 KiB in, 3.9 KiB out" in said
     release(jitted)
     assert explain(jitted).memory == MemoryReport(previews=(preview,))
-    said = "fn, cache entry 0, forward, not captured: would need about 11.7 KiB of an arena, and 7.8 KiB without graphs"
+    said = (
+        "fn, compiled version 0, forward, not captured: would need about 11.7 KiB of a pool, and 7.8 KiB without graphs"
+    )
     assert str(explain(jitted)).splitlines()[-2:] == [
-        "Memory: the pools of 0 arenas hold 0 B, cuBLAS workspaces 0 B, graphs in the driver 0 B",
+        "Memory of the graphs: 0 B in 0 memory pools, 0 B in cuBLAS workspaces, 0 B in the driver",
         f"  {said}",
     ]
 
@@ -79,7 +81,9 @@ def test_training_and_functions_that_share_an_arena(backend, device):
     assert memory.pools == other.pools == transform._arenas.nbytes()  # one arena, which both have
     assert not memory.arenas[0].is_held
     y = model(x)
-    assert explain(model).memory.arenas[0].is_held and ", held by a call in flight" in str(explain(model))
+    assert explain(model).memory.arenas[0].is_held and ", in use by a call: a forward keeps it until" in str(
+        explain(model)
+    )
     del y
 
 
@@ -89,11 +93,11 @@ def test_text():
     recording = RecordingMemory("net", 1, (0, 2), 1234, 8192, 4096, (region, region))
     arena = ArenaMemory(0, 1 << 20, 32 << 20, False)
     report = MemoryReport((arena,), (recording,), (), 1 << 20, 32 << 20, 2 * graph, None)
-    said = "Memory: the pools of 1 arena hold 1.0 MiB, cuBLAS workspaces 32.0 MiB, graphs in the driver "
+    said = "Memory of the graphs: 1.0 MiB in 1 memory pool, 32.0 MiB in cuBLAS workspaces, 10.0 MiB in the driver"
     assert [*text.memory(report)] == [
-        said + "10.0 MiB",
-        "  arena 0: 1.0 MiB",
-        "  net, cache entry 1, 1,234 replays: needs about 8.0 KiB of arena 0 and 2, and 4.0 KiB without graphs; "
+        said,
+        "  pool 0: 1.0 MiB",
+        "  net, compiled version 1, 1,234 replays: needs about 8.0 KiB of pool 0 and 2, and 4.0 KiB without graphs; "
         "copies of inputs 2.0 KiB; in the driver 10.0 MiB; copied per call 2.0 KiB in, 4.0 KiB out",
     ]
     assert next(iter(text.memory(replace(report, budget=2 << 30)))).endswith("; memory_budget is 2.0 GiB")

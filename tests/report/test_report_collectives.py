@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from thunder_cg.analysis.ops import Op, Ops, Value
-from thunder_cg.report.collectives import _overlaps
+from thunder_cg.report.collectives import _overlaps, _wait
 
 START = Op(0, "torch_all_reduce_prim_impl", "torch", "torch_all_reduce_prim_impl", ("x",), ("p",))
 WAIT = Op(9, "torch_wait_prim_impl", "torch", "torch_wait_prim_impl", ("p",), ("y",))
@@ -26,7 +26,9 @@ VALUES = {name: Value(name, "future" if name in "pq" else "tensor") for name in 
     ],
 )
 def test_what_lies_before_the_wait(later: list[Op], overlaps: bool) -> None:
-    assert _overlaps(Ops((START, *later), VALUES, ("a", "x")), START, later) is overlaps
+    ops = Ops((START, *later), VALUES, ("a", "x"))
+    assert _overlaps(ops, START, later) is overlaps
+    assert _wait(ops, START, later) is (WAIT if WAIT in later else None)
 
 
 def test_a_synchronous_collective_overlaps_with_nothing() -> None:

@@ -160,7 +160,7 @@ def test_calls_in_flight_are_not_disturbed():
                 loss.backward()
     same_state(plain, graphed)
     reasons = {reason for program in programs(graphed) for reason in program.fallbacks}
-    assert any(reason.endswith("besides what calls in flight hold; raise memory_budget") for reason in reasons)
+    assert any(reason.endswith("besides what other calls still use; raise memory_budget") for reason in reasons)
     before = [program.regions[0].stats.replays for program in programs(graphed)]
     for _ in range(20):
         for jfn in (plain, graphed):

@@ -51,6 +51,14 @@ def test_capture_executes_nothing(pool):
     assert y.data_ptr() == x.data_ptr()
 
 
+def test_capture_undoes_writes_that_no_schema_shows(pool):
+    x, mean, variance = torch.randn(4, 3), torch.zeros(3), torch.ones(3)
+    graph, _ = pool.capture(lambda *t: [*torch.batch_norm_update_stats(*t, 0.5)], [x, mean, variance])
+    assert torch.equal(mean, torch.zeros(3)) and torch.equal(variance, torch.ones(3))
+    graph.replay()
+    torch.testing.assert_close(mean, x.mean(0) / 2)
+
+
 def test_views_are_views_in_inference_mode(pool):
     x = torch.zeros(3, 4)
     pool.forget(torch.zeros(4).untyped_storage())  # memory that operators reuse

@@ -54,7 +54,9 @@ def test_explain_runs_a_script_and_prints_each_report(script: Path) -> None:
     assert "Tensor.item at script.py:12" in done.stdout and "3 calls, 1 of them without graphs" in done.stdout
     tools = "thunder_cg.tools thunder_cg.tools.arguments thunder_cg.tools.explain are tools"
     assert done.stdout.splitlines()[-1] == tools, "it needs no other"
-    assert page.read_text().startswith("<!DOCTYPE html>") and "<h2>jmodule</h2><div" in page.read_text()
+    written = page.read_text()
+    assert written.startswith("<!DOCTYPE html>") and "<h2>jmodule</h2><div" in written
+    assert "prefers-color-scheme: dark" in written
 
 
 def test_explain_says_what_to_do_if_nothing_is_compiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +95,7 @@ def test_explain_calls_what_a_function_makes(tmp_path: Path, capsys: pytest.Capt
     path.write_text(MODELS)
     assert main(["explain", "--json", str(page), f"{path}:make_model"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("make_model:\n") and "Sequential, backward, cache entry 0" in said
+    assert said.startswith("make_model:\n") and "Sequential, backward, compiled version 0" in said
     content = json.loads(page.read_text())
     assert content["generator"] == "written by python -m thunder_cg explain"
     forward, backward = content["reports"]["make_model"]["traces"]

@@ -140,8 +140,8 @@ def test_a_python_variable_that_changes_later(planted, twins, device, training, 
     assert int(plain.calls) == 14
     first = regions(graphed)[0]
     assert first["quarantined"] and "scale" in first["failure"] and first["eager_runs"] == 14 - seen_at
-    assert "quarantined: its graph disagrees with its ops" in str(explain(graphed))
-    assert "quarantined: its graph" in explain(graphed)._repr_html_()
+    assert "as verify= found its graph wrong: its graph disagrees with its ops" in str(explain(graphed))
+    assert "found its graph wrong: its graph" in explain(graphed)._repr_html_()
 
 
 @pytest.mark.parametrize("kind", ["a counter", "random numbers of its own"])

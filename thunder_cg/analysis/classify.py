@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,7 +25,7 @@ from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.compat.torch import library_names
 from thunder_cg.errors import OptionError
 
-__all__ = ["UserRules", "Verdict", "classify", "names_of_ops", "nearest", "shown"]
+__all__ = ["UserRules", "Verdict", "classify", "shown", "unmatched"]
 
 Pattern = str | Callable[..., Any]  # an operator, by one of its names or by its function
 
@@ -82,12 +82,24 @@ def shown(pattern: Pattern) -> str:
     return repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__qualname__", repr(pattern))
 
 
-def names_of_ops(ops: Ops) -> set[Pattern]:
-    """All names by which ``allow=`` and ``deny=`` may name an op of the trace, or one that is inside of a fusion."""
-    return {name for op in ops.ops if not op.bookkeeping for inner in _walk(op) for name in _patterns(inner)}
+def unmatched(given: Mapping[str, Set[Pattern]], traces: Iterable[Ops]) -> list[tuple[str, Pattern, str | None]]:
+    """The names in ``allow=`` and ``deny=`` that no op of the traces has, nor an op inside of a fusion.
+
+    Returns:
+        The option, the name, and the name that it may be a misspelling of.
+    """
+    if not any(given.values()):
+        return []
+    ops = (inner for trace in traces for op in trace.ops if not op.bookkeeping for inner in _walk(op))
+    names = {name for op in ops for name in _patterns(op)}
+    return [
+        (option, name, _nearest(name, names))
+        for option, mine in given.items()
+        for name in sorted(mine - names, key=shown)
+    ]
 
 
-def nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
+def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
     """The one of the names that ``name`` may be a misspelling of: not if it is another operator's own name.
 
     An operator and its derivative are in two traces.

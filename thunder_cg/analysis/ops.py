@@ -49,8 +49,9 @@ class Value:
         """What the user calls an argument: Thunder calls ``args[1]["a"]`` ``t_1_a``, Dynamo calls ``x`` ``l_x_``."""
         if self.static:
             return self.name
-        if (dynamos := re.fullmatch(r"[lg]_(\w+)_", self.name)) is not None:
-            return dynamos[1]
+        if (dynamos := re.fullmatch(r"l_kwargs_(\w+?)_?|[lg]_(\w+)_", self.name)) is not None:
+            name = dynamos[1] or dynamos[2]
+            return re.sub("_(modules|parameters|buffers)_", ".", name) if name.startswith("self_") else name
         if (nested := re.fullmatch(r"t_(\d+)((?:_\d+)*)(?:_(\w+))?", self.name)) is None:
             return self.name
         argument, indices, key = nested.groups()

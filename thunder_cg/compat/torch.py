@@ -494,6 +494,10 @@ def operator_table() -> tuple[Any, ...]:
     return tuple(source.op_db)
 
 
+cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+cudnn_attention_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+
 def chooses_cudnn_attention(
     device: torch.device, layouts: Sequence[tuple[Sequence[int], torch.dtype]], is_causal: bool, scale: float | None
 ) -> bool:

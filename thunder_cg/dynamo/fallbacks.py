@@ -47,7 +47,10 @@ def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
 def objection_to_fallback(node: torch.fx.Node, function: Callable[..., Any]) -> str | None:
     """Why a call of a fallback is left to Inductor; None if Thunder traces it right."""
     args = example(node.args)
-    with_gradient = any(_requires_grad(leaf) for leaf in tree_leaves((args, example(node.kwargs))))
+    leaves = tree_leaves((args, example(node.kwargs)))
+    if any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
+        return "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's"
+    with_gradient = any(map(_requires_grad, leaves))
     if (problem := objection_to_operator(function, with_gradient=with_gradient)) is not None:
         return problem
     if any(_requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):

@@ -62,7 +62,7 @@ class OnlyRegion:
         """
         guard = self.guard
         if not (no_autocast(guard.holds)(tensors) if any_autocast_enabled() else guard.holds(tensors)):
-            raise GuardMismatch("the recording was made with other tensors")
+            raise GuardMismatch("the graph was captured with other tensors")
         if any_autocast_enabled():
             self.guard = Guard(tensors, guard.static, self._written, guard.settings)
 

@@ -256,10 +256,10 @@ class Dispatch:
                 if forward is None or not forward.regions:
                     return
                 if compat.compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
-                    raise Unsupported("Thunder's cache is not the one for constant values")
+                    raise Unsupported('it is not compiled with cache="constant values"')
                 backward = _program(used.backward_traces) if used.backward_fn else None
                 if used.backward_fn and backward is None:
-                    raise Unsupported("the backward was not partitioned")
+                    raise Unsupported("the backward has no regions")
                 compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
                 guard = PrologueGuard(module, self._checks_of(used), forward.inputs, self._parameters_cache)
                 entry = EntryFastPaths(compiled, guard, statistics)

@@ -38,9 +38,9 @@ class PrologueGuard:
         self, module: ThunderModule, checks: PrologueChecks, order: Sequence[str], parameters_cache: ParameterCache
     ) -> None:
         if not all(metadata.is_static for metadata in checks.metadata.values()):
-            raise Unsupported("the prologue checks sizes that are known only at run time")
+            raise Unsupported("Thunder checks sizes that are known only at run time")
         if "" in checks.cache_info:
-            raise Unsupported("the prologue checks Thunder's cache info in a form that is not known here")
+            raise Unsupported("Thunder checks the state of the thread in a form that is not known here")
         self._module = ref(module)
         self._checks = checks
         sorted_checks = _ModuleChecks(module, checks)
@@ -69,7 +69,7 @@ class PrologueGuard:
     def _argument_order(self, name: str) -> tuple[bool, Any]:
         lookup = self._checks.lookups.get(name)
         if lookup is None:
-            raise Unsupported(f"the prologue does not make the value {name!r}")
+            raise Unsupported(f"Thunder takes the value {name!r} from a place that is not known here")
         is_positional = lookup.prim is PrimIDs.UNPACK_GETITEM and lookup.owner == "args"
         return not is_positional, lookup.key if is_positional else 0  # positional arguments come first, in their order
 
@@ -110,7 +110,7 @@ class PrologueGuard:
     def picker(self, names: Sequence[str]) -> Callable[[list[Any]], Sequence[Any]]:
         """What picks the values called ``names`` out of ``values()``."""
         if missing := [name for name in names if name not in self.place]:
-            raise Unsupported(f"the prologue does not make the values {missing}")
+            raise Unsupported(f"Thunder takes the values {missing} from places that are not known here")
         return getter([self.place[name] for name in names])
 
     def makes_exactly(self, names: Sequence[str]) -> bool:
@@ -180,7 +180,7 @@ class _ModuleChecks:
         prim, owner = lookup.prim, lookup.owner
         if prim in (PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_BUFFER):
             if owner is None or self._modules.get(owner) is not self._module:
-                raise Unsupported("the prologue reads parameters of another module than the compiled one")
+                raise Unsupported("Thunder reads parameters of another module than the compiled one")
             self.tensors.add(name)
         elif prim is PrimIDs.UNPACK_THUNDER_MODULE:
             self._modules[name] = self._module

@@ -55,7 +55,7 @@ class GlobalStateGuard:
     def __init__(self, expected: Mapping[str, Any], *, synchronizes: bool) -> None:
         now = _cache_info()
         if unknown := set(expected) - set(now) - _BOOKKEEPING - set(_AUTOCAST):
-            raise Unsupported(f"the prologue checks {sorted(unknown)} of Thunder's cache info, which is not known here")
+            raise Unsupported(f"Thunder checks {sorted(unknown)} of the thread, which is not known here")
         self._skips_sync = bool(expected.get("no_grad_sync")) if synchronizes else None
         if any(now.get(key) != value for key, value in expected.items() if key not in _BOOKKEEPING):
             raise GuardMismatch("the state of the thread has changed since the call")

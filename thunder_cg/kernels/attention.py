@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.torch import chooses_cudnn_attention
+from thunder_cg.compat.torch import chooses_cudnn_attention, cudnn_attention, cudnn_attention_backward
 from thunder_cg.kernels.derivatives import register
 
 executor = compat.OperatorExecutor("cudnn_attention")
@@ -46,9 +46,7 @@ def _run(
     query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, with_rows: bool
 ) -> tuple[Tensor, Tensor]:
     inputs = map(_compact, (query, key, value))
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        *inputs, None, with_rows, 0.0, is_causal, False, scale=scale
-    )
+    found = cudnn_attention(*inputs, None, with_rows, 0.0, is_causal, False, scale=scale)
     return found[0], found[1]
 
 
@@ -73,7 +71,7 @@ def _backward(
     inputs = map(_compact, (query, key, value))
     unused = torch.empty((), dtype=torch.int64, device=query.device)  # the seed and the offset of a dropout
     lengths = query.shape[2], key.shape[2]
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+    found: tuple[Tensor, Tensor, Tensor] = cudnn_attention_backward(
         gradient, *inputs, result, rows, unused, unused, None, None, None, *lengths, 0.0, is_causal, scale=scale
     )
     return found

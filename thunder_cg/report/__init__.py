@@ -4,8 +4,8 @@ What comes in: a compiled function (:mod:`programs` finds its programs, on the p
 name of an operator (:mod:`rules`). What goes out: a `Report` of frozen records (:mod:`report`), which is printed as
 text (:mod:`text`, :mod:`terminal`), shown as HTML in a notebook (:mod:`html`, with a :mod:`picture`), saved to a file
 (:mod:`files`, :mod:`markdown`, :mod:`schema`), compared with another one (:mod:`differences`), or taken as data with
-`to_dict`. Who owns what: a report is a copy made at one moment. It keeps neither the function nor tensors, and later
-calls do not change it.
+`to_dict`. All forms begin alike (:mod:`opening`, with what is not in a graph by :mod:`lines` of source). Who owns what:
+a report is a copy made at one moment. It keeps neither the function nor tensors, and later calls do not change it.
 """
 
 from thunder_cg.report.breaks import GraphBreak

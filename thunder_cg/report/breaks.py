@@ -10,6 +10,10 @@ from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine, called_from, users
 
 _BRANCH = "choose with torch.where, or branch outside of the compiled function"
+_ITEM = (
+    f"{KEEP_ON_DEVICE}; torch._dynamo.config.capture_scalar_outputs spares the graph break at most: the host still "
+    "reads the number, and what uses the number is in no CUDA graph"
+)
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
 
@@ -45,9 +49,9 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
 def _understood(said: str) -> tuple[str, str]:
     """The reason and the fix in Dynamo's message, which has hints on lines of their own."""
     first, *rest = [line.strip() for line in said.strip().splitlines()] or [""]
-    if "jump" in first or "Data-dependent branching" in first:
+    if any(each in first for each in ("jump", "Data-dependent branching", "Could not guard on data-dependent")):
         return "a branch on what a tensor holds", _BRANCH
     if ".item()" in first:
-        return "Tensor.item() reads what a tensor holds into Python", KEEP_ON_DEVICE
+        return "Tensor.item() reads what a tensor holds into Python", _ITEM
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]
     return first, next((hint for hint in hints if not hint.startswith(_NO_HELP)), "")

@@ -24,6 +24,8 @@ class CollectiveReport:
     captured: bool  # whether a graph holds it
     launch: int  # collectives with one number are coalesced: one launch makes them
     overlaps: bool  # whether kernels are launched between its start and its wait, so that both may run at a time
+    issued_by: int | None = None  # index of the op that starts it
+    waited_by: int | None = None  # index of the op that waits for it; None if the collective itself does
 
 
 def collectives(program: Program) -> tuple[CollectiveReport, ...]:
@@ -34,6 +36,7 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
     launches = _launches(program)
     found = []
     for place, op in enumerate(order):
+        wait = _wait(ops, op, order[place + 1 :])
         for group in process_groups([op]):
             found.append(
                 CollectiveReport(
@@ -44,6 +47,8 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
                     captured=op.index in captured,
                     launch=launches[op.index],
                     overlaps=_overlaps(ops, op, order[place + 1 :]),
+                    issued_by=op.index,
+                    waited_by=wait.index if wait is not None else None,
                 )
             )
     return tuple(found)
@@ -70,11 +75,18 @@ def _bytes(ops: Ops, names: Sequence[str]) -> int:
     return sum(ops.values[name].nbytes for name in dict.fromkeys(names))
 
 
+def _wait(ops: Ops, op: Op, later: Sequence[Op]) -> Op | None:
+    """The first op that takes the future that ``op`` returns."""
+    futures = {name for name in op.outputs if ops.values[name].kind == "future"}
+    return next((other for other in later if futures.intersection(other.inputs)), None)
+
+
 def _overlaps(ops: Ops, op: Op, later: Sequence[Op]) -> bool:
     """Whether ``op`` returns a future, and an op that computes comes before the first one that takes it."""
-    futures = {name for name in op.outputs if ops.values[name].kind == "future"}
+    is_asynchronous = any(ops.values[name].kind == "future" for name in op.outputs)
+    wait = _wait(ops, op, later)
     for other in later:
-        if not futures or futures.intersection(other.inputs):
+        if not is_asynchronous or other is wait:
             return False
         rule = other.rule
         if not other.bookkeeping and (rule is None or (rule.launches_kernels and not rule.communicates)):

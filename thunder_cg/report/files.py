@@ -4,27 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from thunder_cg.files import refuse_foreign, replace
 from thunder_cg.report import html, markdown, schema, terminal, text
 
 if TYPE_CHECKING:
+    from thunder_cg.report.differences import Differences
     from thunder_cg.report.report import Report
 
+T = TypeVar("T")
+Forms = Mapping[str, tuple[str, Callable[[T], str]]]  # by suffix: how files of the form begin, and the content
+
 _TEXT_MARK = "thunder_cg report\n"
-_FORMS: Mapping[str, tuple[str, Callable[[Report], str]]] = {  # by suffix: how files of the form begin, and the content
-    ".html": (html.MARK, lambda report: html.page({"": report}, "CUDA graphs")),
+
+
+def _text(said: str) -> str:
+    return f"{_TEXT_MARK}\n{terminal.wrap(said)}\n"
+
+
+OF_REPORT: Forms[Report] = {
+    ".html": (html.MARK, lambda report: html.page(html.render(report), "CUDA graphs")),
     ".md": (markdown.MARK, markdown.render),
     ".json": (schema.MARK, schema.dumps),
-    ".txt": (_TEXT_MARK, lambda report: f"{_TEXT_MARK}\n{terminal.wrap(text.render(report))}\n"),
+    ".txt": (_TEXT_MARK, lambda report: _text(text.render(report))),
+}
+OF_DIFFERENCES: Forms[Differences] = {
+    ".html": (html.MARK, lambda differences: html.page(html.differences(differences), "CUDA graphs, before and after")),
+    ".txt": (_TEXT_MARK, lambda differences: _text(str(differences))),
 }
 
 
-def save(report: Report, path: Path) -> None:
-    """Writes the report in the form of the path's suffix. See :meth:`thunder_cg.report.Report.save`."""
-    if path.suffix not in _FORMS:
-        raise ValueError(f"{path} ends with {path.suffix!r}; a report is saved as one of {', '.join(_FORMS)}")
-    mark, form = _FORMS[path.suffix]
+def save(content: T, path: Path, forms: Forms[T]) -> None:
+    """Writes a report, or differences, in the form of the path's suffix: `thunder_cg.report.Report.save`."""
+    if path.suffix not in forms:
+        raise ValueError(f"{path} ends with {path.suffix!r}; this is saved as one of {', '.join(forms)}")
+    mark, form = forms[path.suffix]
     refuse_foreign(path, mark)
-    replace(path, form(report))
+    replace(path, form(content))

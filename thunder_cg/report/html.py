@@ -16,15 +16,19 @@ from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import picture, text
+from thunder_cg.report import opening, picture, text, units
 
 if TYPE_CHECKING:
+    from thunder_cg.report.differences import Change, Differences
     from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
 MARK = "<!DOCTYPE html><!-- thunder_cg report -->"  # pages begin with it
 _COLOURS = {"capture": picture.CAPTURED, "eager": picture.EAGER, "bookkeeping": picture.OTHER}
 _COLUMNS = {"source": 28, "op": 20, "why": 30, "what would change it": 22}  # and their widths in percent
+_CHANGES = {"what": 35, "before": 24, "after": 34, "": 7}
+_OUTCOMES = {True: "capture", False: "eager", None: "bookkeeping"}  # by whether a change is for the better
+_WORDS = {True: "better", False: "worse", None: ""}
 _WIDE, _LEFT = "table-layout: fixed; width: 100%", "text-align: left; vertical-align: top"
 _STYLE = """
 .thunder-cg { line-height: 1.4; overflow-wrap: anywhere; }
@@ -43,6 +47,8 @@ _STYLE = """
   .thunder-cg td { border: 0; padding: 0.1em 0.5em; }
   .thunder-cg td:empty { display: none; }
   .thunder-cg tr { border-top: 1px solid rgba(128, 128, 128, 0.4); padding: 0.2em 0; }
+  .thunder-cg .changes td:nth-child(2)::before { content: "before: "; }
+  .thunder-cg .changes td:nth-child(3)::before { content: "after: "; }
 }
 """
 _PAGE_STYLE = """
@@ -55,32 +61,55 @@ body { font-family: system-ui, sans-serif; max-width: 100em; margin: 0 auto; pad
 
 def render(report: Report) -> str:
     """A fragment; safe to place in any page, all text in it is escaped."""
-    first, *rest = text.opening(report).splitlines()
+    first, *rest = opening.opening(report).splitlines()
     said = "".join(f'<div style="margin-left: {_indent(line)}ch">{escape(line.strip())}</div>' for line in rest)
     traces = "".join(map(_trace, report.traces))
-    opening = f"<p><b>{escape(first)}</b></p>{said}"
-    return f'<div class="thunder-cg"><style>{_STYLE}</style>{opening}{traces}{_memory(report.memory)}</div>'
+    above = f"<p><b>{escape(first)}</b></p>{said}"
+    return f'<div class="thunder-cg"><style>{_STYLE}</style>{above}{traces}{_memory(report.memory)}</div>'
 
 
 def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def page(reports: Mapping[str, Report], title: str) -> str:
-    """A whole page with a heading for each report, if there are several."""
-    parts = [(f"<h2>{escape(name)}</h2>" if len(reports) > 1 else "") + render(each) for name, each in reports.items()]
+def differences(found: Differences) -> str:
+    """A fragment: the headlines, then a table for each trace that differs, what is better in green, what is worse in
+    red."""
+    headlines = f"<p><b>Before: {escape(found.before)}</b></p><p><b>After: {escape(found.after)}</b></p>"
+    tables = [
+        f'<details open class="changes"><summary><b>{escape(where or "The whole function")}</b></summary>'
+        f"{_changes(group)}</details>"
+        for where, group in groupby(found.changes, key=lambda change: change.where)
+    ]
+    said = "" if tables else f"<div>{escape(found.lines[0])}</div>"
+    return f'<div class="thunder-cg"><style>{_STYLE}</style>{headlines}{said}{"".join(tables)}</div>'
+
+
+def _changes(changes: Iterable[Change]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in _CHANGES)
+    rows = "".join(
+        f"{_start(_OUTCOMES[each.better])}<td>{escape(each.what)}</td><td>{escape(each.before)}</td>"
+        f"<td>{escape(each.after)}</td><td>{_WORDS[each.better]}</td></tr>"
+        for each in changes
+    )
+    return _table(f'<thead><tr style="{_LEFT}">{head}</tr></thead><tbody>{rows}</tbody>', _CHANGES)
+
+
+def page(content: str, title: str, generator: str = "thunder_cg") -> str:
+    """A whole page around a fragment; its head says what made it."""
     view = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    view += f'<meta name="generator" content="{escape(generator)}">'
     head = f'<head><meta charset="utf-8">{view}<title>{escape(title)}</title><style>{_PAGE_STYLE}</style></head>'
-    return f'{MARK}<html lang="en">{head}<body>{"".join(parts)}</body></html>\n'
+    return f'{MARK}<html lang="en">{head}<body>{content}</body></html>\n'
 
 
 def _memory(ledger: MemoryReport) -> str:
     lines = [*text.memory(ledger)]
-    return f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
+    return f'<pre style="white-space: pre-wrap">{escape(chr(10).join(lines))}</pre>' if lines else ""
 
 
 def _trace(trace: TraceReport) -> str:
-    summary = f"<b>{escape(text.title(trace))}</b>: {escape(text.headline([trace]))}"
+    summary = f"<b>{escape(text.title(trace))}</b>: {escape(opening.headline([trace]))}"
     made_for = [text.entry(trace)] if trace.kind == "forward" else []
     said = "<br>".join(map(escape, (*made_for, text.calls(trace), *text.collectives(trace))))
     drawn = picture.render(trace)
@@ -100,14 +129,14 @@ def _steps(trace: TraceReport) -> Iterator[str]:
 
 def _region(region: RegionReport, table: str) -> str:
     colour = _COLOURS["capture" if region.failure is None else "eager"]
-    ops = text.count(region.ops, "op")
+    ops = units.count(region.ops, "op")
     said = f"<b>{escape(region.name)}</b> on {escape(region.device)}, {ops}: {escape(text.region_counts(region))}"
     notes = "".join(f"<br>{escape(note)}" for note in text.notes(region))
     return f'<details><summary style="background-color: {colour}">{said}{notes}</summary>{table}</details>'
 
 
-def _table(content: str) -> str:
-    columns = "".join(f'<col style="width: {width}%">' for width in _COLUMNS.values())
+def _table(content: str, widths: Mapping[str, int] = _COLUMNS) -> str:
+    columns = "".join(f'<col style="width: {width}%">' for width in widths.values())
     return f'<table style="{_WIDE}"><colgroup>{columns}</colgroup>{content}</table>'
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import text
+from thunder_cg.report import opening, text, units
 
 if TYPE_CHECKING:
     from thunder_cg.report.report import OpReport, Report, TraceReport
@@ -17,7 +17,7 @@ MARK = "<!-- thunder_cg report -->"  # files begin with it
 
 def render(report: Report) -> str:
     """The content of a file."""
-    first, _, rest = text.opening(report).partition("\n")
+    first, _, rest = opening.opening(report).partition("\n")
     parts = [MARK, f"**{_escape(first)}**", *([_block(rest)] if rest else [])]
     parts += [part for trace in report.traces for part in _trace(trace)]
     return "\n\n".join(parts) + "\n"
@@ -25,7 +25,7 @@ def render(report: Report) -> str:
 
 def _trace(trace: TraceReport) -> Iterator[str]:
     yield f"### {_escape(text.title(trace))}"
-    yield _escape(f"{text.headline([trace])}. {text.calls(trace)}.")
+    yield _escape(f"{opening.headline([trace])}. {text.calls(trace)}.")
     if found := [*text.collectives(trace)]:
         yield "\n".join(f"- {_escape(line)}" for line in found)
     if trace.regions:
@@ -33,7 +33,7 @@ def _trace(trace: TraceReport) -> Iterator[str]:
         rows = [
             (
                 *(f"`{r.name}`", r.device, f"{r.ops:,}", f"{r.captures:,}", f"{r.replays:,}", f"{r.eager_runs:,}"),
-                *(text.size(r.bytes_in), text.size(r.bytes_out), _escape("; ".join(text.notes(r)))),
+                *(units.size(r.bytes_in), units.size(r.bytes_out), _escape("; ".join(text.notes(r)))),
             )
             for r in trace.regions
         ]

@@ -28,7 +28,7 @@ class RecordingMemory:
     """What one call of a forward, and of its backward, has recorded."""
 
     function: str
-    entry: int  # the number of the cache entry
+    entry: int  # the number of the compiled version
     arenas: tuple[int, ...]  # numbers of those that its graphs use
     replays: int
     needs: int  # of its arena, by an estimate from the trace; recordings of one arena share its memory
@@ -41,7 +41,7 @@ class MemoryPreview:
     """What a trace will need that is not captured yet, or does not fit into the memory budget."""
 
     function: str
-    entry: int  # the number of the cache entry
+    entry: int  # the number of the compiled version
     kind: str  # "forward" or "backward"
     needs: int  # of an arena, by an estimate from the trace, or as it turned out; the budget is compared with it
     without_graphs: int  # as in `RecordingMemory`
@@ -49,7 +49,7 @@ class MemoryPreview:
 
 @dataclass(frozen=True, slots=True)
 class ArenaMemory:
-    """One arena. Functions of one transform may share it."""
+    """One arena, which the text calls a memory pool. Functions of one transform may share it."""
 
     number: int
     pool: int  # what its pools reserve

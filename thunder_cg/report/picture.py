@@ -1,20 +1,26 @@
 """The plan of a trace as a picture: a box for each region and each run of eager ops, a line for values that cross.
 
+All boxes run one after the other: graphs are launched on the current stream of their device, and eager ops launch their
+kernels there, too. Collectives that are waited for later run on a stream of their process group. They have a column for
+each group, beside the boxes from their start to their wait.
+
 The picture is SVG that needs no style sheet: it takes the text colour of the page, so that light and dark pages both
 read well.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import text
+from thunder_cg.report import text, units
 
 if TYPE_CHECKING:
+    from thunder_cg.report.collectives import CollectiveReport
     from thunder_cg.report.crossings import CrossingReport
     from thunder_cg.report.report import TraceReport
 
@@ -25,6 +31,8 @@ MOST_BOXES = 40  # of a larger plan, the first ones
 _WIDTH, _HEIGHT, _GAP = 520, 44, 26  # of a box, and below it
 _MARGIN, _LANE, _MOST_LANES = 10, 14, 12
 _CHARACTERS = 84  # of small text in a box
+_COLUMN, _HEAD = 200, 22  # the width of a column for collectives with the gap to its right, and the height of its name
+COMMUNICATION = "rgba(56, 139, 253, 0.22)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +40,15 @@ class _Box:
     title: str
     colour: str
     ops: frozenset[int]  # indices
+
+
+@dataclass(frozen=True, slots=True)
+class _Communication:
+    """Collectives of one group, beside the boxes from the first one's start to the last one's wait."""
+
+    start: int
+    end: int
+    collectives: tuple[CollectiveReport, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,29 +62,35 @@ class _Line:
     @property
     def said(self) -> str:
         nbytes = sum(value.nbytes for value in self.values)
-        return text.count(len(self.values), "value") + (f", {text.size(nbytes)}" if nbytes else "")
+        return units.count(len(self.values), "value") + (f", {units.size(nbytes)}" if nbytes else "")
 
 
 def render(trace: TraceReport) -> str:
-    """The picture; "" for a plan with one step."""
+    """The picture; "" for a plan with one step and nothing beside the step."""
     boxes = _boxes(trace)
-    if len(boxes) < 4:  # what comes in, one step, and the results
+    columns = _columns(trace.collectives, boxes)
+    if len(boxes) < 4 and not columns:  # what comes in, one step, and the results
         return ""
     lines = _lines(trace.crossings, boxes)
-    note = ""
+    note = f"<p>{_caption(bool(columns))}</p>"
     if len(boxes) > MOST_BOXES:
-        note = f"<p>The picture has the first {MOST_BOXES} of {len(boxes):,} steps.</p>"
+        note += f"<p>The picture has the first {MOST_BOXES} of {len(boxes):,} steps.</p>"
         boxes = boxes[:MOST_BOXES]
         lines = [line for line in lines if line.end < MOST_BOXES]
     lanes = _lanes(lines)
-    width = 2 * _MARGIN + _WIDTH + _LANE * (1 + max(lanes.values(), default=-1))
-    height = 2 * _MARGIN + len(boxes) * (_HEIGHT + _GAP) - _GAP
+    left, head = _COLUMN * len(columns), _HEAD if columns else 0
+    width = left + 2 * _MARGIN + _WIDTH + _LANE * (1 + max(lanes.values(), default=-1))
+    height = head + 2 * _MARGIN + len(boxes) * (_HEIGHT + _GAP) - _GAP
+    beside = "".join(_column(i, group, parts, len(boxes)) for i, (group, parts) in enumerate(columns.items()))
+    beside += f'<text x="{left + _MARGIN}" y="{_MARGIN + 10}" font-size="12">current stream</text>' if columns else ""
     parts = [_box(at, box, [line for line in lines if line.end == at], boxes) for at, box in enumerate(boxes)]
     parts += [_line(line, lanes.get(line)) for line in lines]
     return (
-        f'{note}<svg viewBox="0 0 {width} {height}" width="{width}" style="max-width: 100%; min-width: 24em" '
-        f'role="img" xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="currentColor">'
-        f"<title>{escape(text.title(trace))}: the plan</title>{''.join(parts)}</svg>"
+        f'{note}<svg viewBox="0 0 {width} {height}" width="{width}" role="img" '
+        f'style="max-width: 100%; min-width: {24 + 9 * len(columns)}em" '
+        f'xmlns="http://www.w3.org/2000/svg" font-family="sans-serif" fill="currentColor">'
+        f"<title>{escape(text.title(trace))}: the plan</title>{beside}"
+        f'<g transform="translate({left}, {head})">{"".join(parts)}</g></svg>'
     )
 
 
@@ -83,7 +106,7 @@ def _boxes(trace: TraceReport) -> list[_Box]:
             title, colour = f"{names}: eager", EAGER
         else:
             region = regions[name]
-            title = f"{name}: {text.count(len(ops), 'op')} on {region.device}"
+            title = f"{name}: {units.count(len(ops), 'op')} on {region.device}"
             colour = CAPTURED
             if region.failure is not None:
                 title, colour = f"{title}, runs eagerly", EAGER
@@ -101,6 +124,53 @@ def _lines(crossings: Sequence[CrossingReport], boxes: Sequence[_Box]) -> list[_
             if end != start:
                 found.setdefault((start, end), []).append(value)
     return [_Line(start, end, tuple(values)) for (start, end), values in sorted(found.items())]
+
+
+def _columns(collectives: Sequence[CollectiveReport], boxes: Sequence[_Box]) -> dict[str, list[_Communication]]:
+    """By group, the collectives that do not wait for themselves. Those that are in flight together are one box."""
+    box_of = {index: at for at, box in enumerate(boxes) for index in box.ops}
+    found: dict[str, list[_Communication]] = {}
+    for each in collectives:
+        if each.issued_by is None or each.waited_by is None:
+            continue
+        now = _Communication(box_of[each.issued_by], box_of[each.waited_by], (each,))
+        column = found.setdefault(each.group, [])
+        if column and now.start <= column[-1].end:
+            last = column.pop()
+            now = _Communication(last.start, max(last.end, now.end), (*last.collectives, each))
+        column.append(now)
+    return found
+
+
+def _caption(beside: bool) -> str:
+    said = "The steps run one after the other, with their copies in and out: on a GPU, on its current stream."
+    if not beside:
+        return f"{said} Nothing runs beside them."
+    own = "on their process group's own stream (NCCL) or threads (gloo)"
+    return f"{said} Collectives on the left run beside them until they are waited for, {own}."
+
+
+def _column(at: int, group: str, parts: Sequence[_Communication], most: int) -> str:
+    x, width = _MARGIN + at * _COLUMN, _COLUMN - 2 * _MARGIN
+    drawn = [f'<text x="{x}" y="{_MARGIN + 10}" font-size="12">{escape(_short(f"group {group}", 28))}</text>']
+    for part in parts:
+        if part.start >= most:
+            continue
+        top = _HEAD + _top(part.start)
+        height = _HEAD + _top(min(part.end, most - 1)) + _HEIGHT - top
+        kinds = Counter(each.name for each in part.collectives)
+        said = ", ".join(f"{number} {name}" for name, number in kinds.items())
+        nbytes = units.size(sum(each.nbytes for each in part.collectives))
+        small = f"{nbytes}; {sum(each.overlaps for each in part.collectives)} can overlap"
+        drawn.append(
+            f'<g><title>{escape(f"{said}: {small} with compute")}</title><rect x="{x}" y="{top}" width="{width}" '
+            f'height="{height}" rx="5" fill="{COMMUNICATION}" stroke="currentColor" stroke-opacity="0.35"/>'
+            f'<text x="{x + 8}" y="{top + 18}" font-size="12">{escape(_short(said, 28))}</text>'
+            f'<text x="{x + 8}" y="{top + 35}" font-size="11" opacity="0.8">{escape(small)}</text>'
+            f'<path d="M{x + width},{top + 22}h{2 * _MARGIN}" stroke="currentColor" stroke-dasharray="3" '
+            f'stroke-opacity="0.6"/></g>'
+        )
+    return "".join(drawn)
 
 
 def _lanes(lines: Sequence[_Line]) -> dict[_Line, int]:

@@ -22,7 +22,7 @@ from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.breaks import GraphBreak, graph_breaks
-from thunder_cg.report.text import count
+from thunder_cg.report.units import count
 from thunder_cg.runtime.program import Program
 
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
@@ -45,6 +45,7 @@ class Outside:
         line: where the user called it, as "model.py:38, called from train.py:7", or None if that is unknown.
         count: how many calls are alike.
         cost: how many pieces the graph is cut into because of all such operators.
+        source: the text of that line.
     """
 
     function: str
@@ -53,6 +54,7 @@ class Outside:
     reason: str
     count: int
     cost: str
+    source: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +125,18 @@ def _failures(jitted: Any) -> int:
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
     nodes = graph.original_graph_module.graph.nodes
-    lines = {node.name: called_from(user_frames(node.stack_trace)) for node in nodes}
+    frames = {node.name: user_frames(node.stack_trace) for node in nodes}
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
     cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
     reasons = dict.fromkeys(_reason(split) for split in graph.split_reasons or ())
-    alike: Counter[tuple[str, str | None, str]] = Counter()
+    alike: Counter[tuple[str, str | None, str | None, str]] = Counter()
     for said in reasons:
         name, operator, reason = understood(said)
-        alike[operator, lines.get(name), reason] += 1
-    for (operator, line, reason), times in alike.items():
-        yield Outside(label, operator, line, reason, times, cost)
+        mine = frames.get(name, [])
+        alike[operator, called_from(mine), mine[-1].text if mine else None, reason] += 1
+    for (operator, line, source, reason), times in alike.items():
+        yield Outside(label, operator, line, reason, times, cost, source)
 
 
 def _reason(split: Any) -> str:

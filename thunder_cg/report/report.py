@@ -9,7 +9,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal, overload
 
-from thunder_cg.analysis.classify import names_of_ops, nearest, shown
+from thunder_cg.analysis.classify import shown, unmatched
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import bound_functions
@@ -88,20 +88,20 @@ class RegionReport:
 
 @dataclass(frozen=True, slots=True)
 class TraceReport:
-    """One trace of one cache entry."""
+    """One trace of one version that Thunder has compiled: one of its cache entries."""
 
     function: str  # what it was traced from
-    entry: int  # the number of the cache entry, from 0
+    entry: int  # the number of the compiled version, from 0
     kind: str  # "forward" or "backward"
     ops: tuple[OpReport, ...]  # in the order in which the plan runs them
     regions: tuple[RegionReport, ...]
     calls: int  # how often it ran
     eager_calls: int  # how often without graphs: warm-ups, and fallbacks
     fallbacks: Mapping[str, int]  # by their reasons
-    # Size of the arenas with its recordings. Programs share arenas, so these do not add up: `Report.memory.pools` does.
+    # Size of the memory pools with its graphs. Traces share pools, so these do not add up: `Report.memory.pools` does.
     arena_bytes: int
-    fast_path_calls: int = 0  # calls that went around Thunder's dispatch
-    no_fast_path: str | None = None  # why others did not
+    fast_path_calls: int = 0  # calls that were checked in C++, and did not go through Thunder's dispatch in Python
+    no_fast_path: str | None = None  # why others did not, or why theirs is not the shortest
     warm_ups: int = 0  # of the calls without graphs: the first one with each layout of inputs
     remark: str | None = None  # what the user should know besides
     collectives: tuple[CollectiveReport, ...] = ()  # in the order in which the plan runs them
@@ -112,7 +112,7 @@ class TraceReport:
     training: bool | None = None  # the module's mode when it was compiled; None for functions and Dynamo's graphs
     grad: bool = False  # whether gradients were enabled when it was compiled
     autocast: str | None = None  # the dtype of the autocast that was active when it was compiled
-    compile_seconds: float = 0.0  # that Thunder took for the entry, forward and backward
+    compile_seconds: float = 0.0  # that Thunder took for the version, forward and backward
 
     @property
     def capture_seconds(self) -> float:
@@ -171,7 +171,7 @@ class Report:
             ValueError: it ends otherwise.
             FileExistsError: there is a file that is no report. Earlier reports are replaced.
         """
-        files.save(self, Path(path))
+        files.save(self, Path(path), files.OF_REPORT)
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
@@ -179,7 +179,7 @@ class Report:
         return schema.loads(cls, Path(path).read_text(encoding="utf-8"), str(path))
 
     def differences(self, before: Report) -> Differences:
-        """What a change did, given the report of the same function from before the change. `print` it."""
+        """What a change did, given the report of the same function from before the change."""
         return differences.between(before, self)
 
     def __str__(self) -> str:
@@ -246,10 +246,9 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
 
 
 def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None], ...]:
-    given = {(option, name) for p in programs for option in ("allow", "deny") for name in getattr(p.options, option)}
-    names = {name for program in programs for name in names_of_ops(program.ops)} if given else set()
-    missing = sorted((option, shown(name), nearest(name, names)) for option, name in given if name not in names)
-    return tuple(missing)
+    given = {option: {n for p in programs for n in getattr(p.options, option)} for option in ("allow", "deny")}
+    missing = unmatched(given, (program.ops for program in programs))
+    return tuple((option, shown(name), close) for option, name, close in missing)
 
 
 def _trace(located: Located, times: Times) -> TraceReport:

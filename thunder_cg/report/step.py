@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from html import escape
 from typing import Any
 
-from thunder_cg.report.text import count, size
+from thunder_cg.report.units import count, size
 from thunder_cg.step import GraphedStep
 
 

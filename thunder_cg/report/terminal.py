@@ -12,11 +12,11 @@ from collections.abc import Iterator
 COLUMNS = 80  # of a file, and of a terminal that does not say
 _BOLD, _GREEN, _RED, _DIM = "1", "32", "31", "2"
 _COLOURS = (
-    (re.compile(r"(?m)\A.+$|^Eager, and why:$"), _BOLD),
+    (re.compile(r"(?m)\A.+$|^What is not in a graph, .*:$"), _BOLD),
     (re.compile(r"\bCUDAGraph\d+\b"), _GREEN),
     (re.compile(r"\bto change it:"), _GREEN),
     (re.compile(r"\b(?:runs eagerly|not replayed|Not replayed)\b"), _RED),
-    (re.compile(r"(?m)(?<=^ {6})(?:in|why):"), _DIM),
+    (re.compile(r"(?m)(?<=^ {8})why:"), _DIM),
 )
 
 

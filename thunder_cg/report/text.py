@@ -1,119 +1,31 @@
-"""The report as plain text: how much is captured, what stays eager and why, then what every region cost."""
+"""The report as plain text: the opening lines, then each trace with its regions, and the memory of the graphs."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from thunder_cg.report import opening
+from thunder_cg.report.units import count, size
+
 if TYPE_CHECKING:
-    from thunder_cg.report.breaks import GraphBreak
-    from thunder_cg.report.causes import CauseReport
     from thunder_cg.report.collectives import CollectiveReport
-    from thunder_cg.report.entries import InputReport, ShapesReport
+    from thunder_cg.report.entries import InputReport
     from thunder_cg.report.memory import MemoryReport
-    from thunder_cg.report.programs import Outside
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
-NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
-_TO_PYTHON = (
-    "for a branch on what a tensor holds, or for `.tolist()`, use thunder_cg.thunderfx, which leaves it to Python"
-)
-_TO_EXECUTOR = (
-    "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor of "
-    "Thunder's (README, Your own operator)"
-)
-
-CAUSES = "What is eager because of what, the most expensive first:"
-BREAKS = "Graph breaks, where Dynamo ends a graph and Python runs before the next one:"
 _MOST_LINES = 8  # of recordings, and of traces that are not captured, in the ledger
-OUTSIDE = "Not in Thunder's traces, as Thunder gave it to Inductor:"
 
 
 def render(report: Report) -> str:
     """The text of the whole report, without a newline at its end."""
-    parts = [opening(report), *_traces(report.traces), "\n".join(memory(report.memory))]
+    parts = [opening.opening(report), *_traces(report.traces), "\n".join(memory(report.memory))]
     return "\n\n".join(filter(None, parts))
-
-
-def opening(report: Report) -> str:
-    """The lines that every form of the report opens with: what ran, what is eager, and why."""
-    return "\n".join(_summary(report)) if report.traces or report.outside else nothing(report)
-
-
-def nothing(report: Report) -> str:
-    """What to say of a function of which nothing is compiled."""
-    if not report.compile_failures:
-        return NOTHING_COMPILED
-    return f"Nothing is compiled. {' '.join(failures(report))}"
-
-
-def failures(report: Report) -> Iterator[str]:
-    """In how many calls Thunder could not compile the function, where, and what to try."""
-    if report.compile_failures:
-        said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
-        problem = report.compile_failure
-        yield f"{said}: {problem}." if problem else f"{said}; its error says where."
-        on_data = problem is None or any(each in problem for each in ("data dependen", "tolist", "bool"))
-        of_library = problem is None or any(each in problem for each in ("_ops", "not registered", "not yet supported"))
-        if tried := [text for text, fits in ((_TO_PYTHON, on_data), (_TO_EXECUTOR, of_library)) if fits]:
-            yield f"To try: {'; '.join(tried)}."
-
-
-def ran(report: Report) -> Iterator[str]:
-    """How many calls replayed, and why the others did not; how often it was called if there is nothing to replay."""
-    having = [trace for trace in report.traces if trace.regions]
-    if not having:
-        yield f"none, in {count(report.calls, 'call')}" if report.calls else "none"
-        return
-    said = []
-    graphs = len({trace.function for trace in having})
-    for kind, noun in (("forward", "call"), ("backward", "backward")):
-        of_kind = [trace for trace in having if trace.kind == kind]
-        calls = sum(trace.calls for trace in of_kind)
-        if calls:
-            of = f" of {graphs} graphs" if graphs > 1 and kind == "forward" else ""
-            said.append(f"{sum(trace.replays for trace in of_kind):,} of {count(calls, noun)}{of}")
-    yield f"{' and '.join(said)} replayed" if said else "no call yet"
-    if said and (why := [*_not_replayed(having)]):
-        yield f"Not replayed: {'; '.join(why)}"
-    if is_complete(report, having):
-        yield "All calls after warm-up and capture replay, and no operator is eager: there is nothing to change."
-    for reason, fix in {reason: fix for trace in having for reason, fix in trace.fixes.items()}.items():
-        yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
-
-
-def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:
-    """Whether nothing can be better: all operators are in graphs, and all calls that may replay do."""
-    eager = sum(trace.counts["eager"] for trace in report.traces)
-    others = report.outside or report.breaks or report.compile_failures or any(trace.fallbacks for trace in having)
-    return not (eager or others) and all(trace.replays and not trace.awaiting_capture for trace in having)
-
-
-def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
-    for number, noun in ((sum(t.warm_ups for t in traces), "warm-up"), (sum(t.captures for t in traces), "capture")):
-        if number:
-            yield count(number, noun)
-    reasons = sum((Counter(trace.fallbacks) for trace in traces), Counter[str]())
-    yield from (f"{times:,} x {reason}" for reason, times in reasons.most_common())
-    if waiting := [trace for trace in traces if trace.awaiting_capture]:
-        entries = [*dict.fromkeys(f"{trace.function}, cache entry {trace.entry}," for trace in waiting)]
-        of = f" of {entries[0]}" if len(entries) == 1 else f" of {len(entries)} cache entries"
-        yield f"the next call{of if len(waiting) < len(traces) else ''} with the same layout of inputs will capture"
-
-
-def headline(traces: Sequence[TraceReport]) -> str:
-    """How many regions hold how many of the ops, and how many ops stay eager."""
-    counts = sum((trace.counts for trace in traces), Counter[str]())
-    regions = sum(len(trace.regions) for trace in traces)
-    work = counts["capture"] + counts["eager"]
-    held = f"{count(regions, 'region')} with {counts['capture']} of {count(work, 'op')}"
-    return f"{held}; {count(counts['eager'], 'op')} eager"
 
 
 def title(trace: TraceReport) -> str:
     """Whose trace this is, and which one."""
-    return f"{trace.function}, {trace.kind}, cache entry {trace.entry}"
+    return f"{trace.function}, {trace.kind}, compiled version {trace.entry}"
 
 
 def calls(trace: TraceReport) -> str:
@@ -128,10 +40,10 @@ def calls(trace: TraceReport) -> str:
     if trace.kind == "backward":
         return said
     if trace.fast_path_calls:
-        said += f"; {trace.fast_path_calls} around Thunder's dispatch"
+        said += f"; {trace.fast_path_calls} on the fast path, with checks in C++"
     if trace.no_fast_path:
-        said += f"; none straight to the graph: {trace.no_fast_path}"
-    return f"{said}; its arenas hold {size(trace.arena_bytes)}"
+        said += f"; slower on the host than it can be: {trace.no_fast_path}"
+    return f"{said}; its memory pools hold {size(trace.arena_bytes)}"
 
 
 def collectives(trace: TraceReport) -> Iterator[str]:
@@ -150,14 +62,15 @@ def collectives(trace: TraceReport) -> Iterator[str]:
 
 
 def memory(ledger: MemoryReport) -> Iterator[str]:
-    """The ledger: all together, each arena, each recording, and each trace that has none."""
+    """The ledger: all together, each arena (a memory pool), each recording, and each trace that has none."""
     if not ledger.arenas and not ledger.previews:
         return
-    said = f"Memory: the pools of {count(len(ledger.arenas), 'arena')} hold {size(ledger.pools)}"
-    said += f", cuBLAS workspaces {size(ledger.workspaces)}, graphs in the driver {size(ledger.graphs)}"
+    said = f"Memory of the graphs: {size(ledger.pools)} in {count(len(ledger.arenas), 'memory pool')}"
+    said += f", {size(ledger.workspaces)} in cuBLAS workspaces, {size(ledger.graphs)} in the driver"
     yield said + (f"; memory_budget is {size(ledger.budget)}" if ledger.budget is not None else "")
     for arena in ledger.arenas:
-        yield f"  arena {arena.number}: {size(arena.pool)}{', held by a call in flight' if arena.is_held else ''}"
+        held = ", in use by a call: a forward keeps it until its backward" if arena.is_held else ""
+        yield f"  pool {arena.number}: {size(arena.pool)}{held}"
     for recording in ledger.recordings[:_MOST_LINES]:
         buffers, graphs, copied_in, copied_out = (
             size(sum(getattr(region, name) for region in recording.regions))
@@ -166,15 +79,15 @@ def memory(ledger: MemoryReport) -> Iterator[str]:
         arenas = " and ".join(map(str, recording.arenas))
         needs, without_graphs = size(recording.needs), size(recording.without_graphs)
         yield (
-            f"  {recording.function}, cache entry {recording.entry}, {count(recording.replays, 'replay')}: "
-            f"needs about {needs} of arena {arenas}, and {without_graphs} without graphs; "
+            f"  {recording.function}, compiled version {recording.entry}, {count(recording.replays, 'replay')}: "
+            f"needs about {needs} of pool {arenas}, and {without_graphs} without graphs; "
             f"copies of inputs {buffers}; in the driver {graphs}; copied per call {copied_in} in, {copied_out} out"
         )
     for preview in ledger.previews[:_MOST_LINES]:
         needs, without_graphs = size(preview.needs), size(preview.without_graphs)
         yield (
-            f"  {preview.function}, cache entry {preview.entry}, {preview.kind}, not captured: "
-            f"would need about {needs} of an arena, and {without_graphs} without graphs"
+            f"  {preview.function}, compiled version {preview.entry}, {preview.kind}, not captured: "
+            f"would need about {needs} of a pool, and {without_graphs} without graphs"
         )
     if more := sum(max(0, len(parts) - _MOST_LINES) for parts in (ledger.recordings, ledger.previews)):
         yield f"  {more:,} more: see explain(fn).memory"
@@ -200,92 +113,11 @@ def notes(region: RegionReport) -> Iterator[str]:
         cost = f" ({region.split_microseconds:,.0f} µs of eager ops)" if region.split_microseconds is not None else ""
         yield f"ended by{cost}: {region.split}"
     if region.failure:
-        why = "quarantined" if region.quarantined else "as it could not be captured"
+        why = "as verify= found its graph wrong" if region.quarantined else "as it could not be captured"
         why = 'as select="measured" found that it does not pay' if region.deselected else why
         yield f"runs eagerly, {why}: {region.failure}"
     if region.remark:
         yield f"in verification: {region.remark}"
-
-
-def count(number: int, noun: str) -> str:
-    """The number with its noun: 1 op, 2,000 ops."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the largest binary unit that leaves at least one of it: 1536 is "1.5 KiB"."""
-    value, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.1f} {units[0]}" if units[0] != "B" else f"{nbytes} B"
-
-
-def _summary(report: Report) -> Iterator[str]:
-    first, *rest = ran(report)
-    yield f"CUDA graphs: {first}; {headline(report.traces)}"
-    yield from rest
-    yield from failures(report)
-    if report.causes:
-        yield CAUSES
-        yield from _indent(causes(report.causes))
-    yield from unmatched(report)
-    yield from measured(report)
-    yield from deselected(report)
-    yield from shapes(report.shapes)
-    if report.breaks:
-        yield BREAKS
-        yield from _indent(breaks(report.breaks))
-    if report.outside:
-        yield OUTSIDE
-        yield from _indent(outside(report.outside))
-
-
-def unmatched(report: Report) -> Iterator[str]:
-    """Names in options that no operator has."""
-    for option, name, close in report.unmatched:
-        hint = f"; did you mean {close!r}?" if close else ""
-        yield f"{option}= names {name}, and no operator of these traces has that name{hint}"
-
-
-def measured(report: Report) -> Iterator[str]:
-    """How times were measured, what regions save in a call, and which of them do not pay."""
-    if report.clock is None:
-        return
-    regions = [region for trace in report.traces for region in trace.regions if region.pays is not None]
-    as_graphs, eagerly = sum(_graph(region) for region in regions), sum(_eager(region) for region in regions)
-    how = "CUDA events" if report.clock == "cuda" else "the host's clock"
-    yield f"Measured with {how}: the regions take {as_graphs:,.0f} µs of a call as graphs, {eagerly:,.0f} µs eagerly."
-    if report.clock == "tape":
-        yield "The tape stands in for CUDA graphs and is slower than what it replays, so no region pays here."
-    elif losing := [region for region in regions if not region.pays]:
-        names = ", ".join(f"{r.name} ({_graph(r):,.0f} µs as a graph, {_eager(r):,.0f} µs eagerly)" for r in losing)
-        larger = "Larger ones pay more: remove what splits them, or leave their operators eager with deny="
-        yield f"Regions that do not pay: {names}. {larger}."
-
-
-def deselected(report: Report) -> Iterator[str]:
-    """The regions that ``select="measured"`` leaves eager, with both times, and what to do."""
-    regions = [region for trace in report.traces for region in trace.regions if region.deselected]
-    if regions:
-        said = [(region.name, *str(region.failure).partition("; ")) for region in regions]
-        names = ", ".join(f"{name} ({times})" for name, times, *_ in said)
-        yield f'select="measured" leaves eager what does not pay: {names}. To change that: {said[0][-1]}.'
-
-
-def _graph(region: RegionReport) -> float:
-    return region.microseconds or 0.0
-
-
-def _eager(region: RegionReport) -> float:
-    return region.eager_microseconds or 0.0
-
-
-def shapes(parts: Sequence[ShapesReport]) -> Iterator[str]:
-    """Of each function that was compiled for several shapes: which inputs, how often, and what to do."""
-    for part in parts:
-        cost = f"each new shape compiles anew in Thunder ({part.seconds:.2f} s), warms up and captures"
-        fix = "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True"
-        yield f"{part.function}: {part.shapes:,} shapes of {' and '.join(part.names)} so far; {cost}; {fix}"
 
 
 def entry(trace: TraceReport) -> str:
@@ -309,45 +141,6 @@ def _tuple(sizes: Sequence[int | None]) -> str:
     return str(tuple(sizes)).replace("None", "?")
 
 
-def breaks(parts: Sequence[GraphBreak]) -> Iterator[str]:
-    """One entry for all that are alike: compiled again for other inputs, a function breaks at the same lines."""
-    alike: dict[tuple[str | None, ...], list[GraphBreak]] = {}
-    for part in parts:
-        alike.setdefault((part.line, part.source, part.reason), []).append(part)
-    for first, *others in alike.values():
-        times = f" x{len(others) + 1}" if others else ""
-        yield f"{first.line or 'a line unknown to Dynamo'}{times}, after {first.function}: {first.reason}"
-        if first.source:
-            yield f"    in: {first.source}"
-        if first.fix:
-            yield f"    to change it: {first.fix}"
-
-
-def outside(parts: Sequence[Outside]) -> Iterator[str]:
-    """For each graph, the pieces that it is cut into, and what cuts it."""
-    graphs: dict[tuple[str, str], list[Outside]] = {}
-    for part in parts:
-        graphs.setdefault((part.function, part.cost), []).append(part)
-    for (function, cost), mine in graphs.items():
-        yield f"{function}, {cost}:"
-        for part in mine:
-            times = f" x{part.count}" if part.count > 1 else ""
-            yield f"    {part.operator}{times} at {part.line or 'a line unknown to Dynamo'}: {part.reason}"
-
-
-def causes(parts: Sequence[CauseReport]) -> Iterator[str]:
-    """An entry for each root cause: what it does, why, and what would change it."""
-    for part in parts:
-        regions = f", adds {count(part.added_regions, 'region')}" if part.added_regions else ""
-        cost = f", costs {part.microseconds:,.0f} µs a call" if part.microseconds is not None else ""
-        yield f"{part.name} {part.place} makes {count(part.eager_ops, 'op')} eager{regions}{cost}: {part.reason}"
-        if part.source:
-            yield f"    in: {part.source}"
-        yield f"    why: {part.detail}"
-        if part.fix:
-            yield f"    to change it: {part.fix}"
-
-
 def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
     """Each trace in full, but those that differ from an earlier one in the sizes of inputs only: a line for each."""
     full: list[TraceReport] = []
@@ -357,7 +150,7 @@ def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
             yield "\n".join(_trace(trace))
         else:
             inputs = f"; {entry(trace)}" if trace.kind == "forward" else ""
-            yield f"{title(trace)}: as cache entry {same.entry}{inputs}; {calls(trace)}"
+            yield f"{title(trace)}: as compiled version {same.entry}{inputs}; {calls(trace)}"
 
 
 def _are_alike(a: TraceReport, b: TraceReport) -> bool:
@@ -368,7 +161,7 @@ def _are_alike(a: TraceReport, b: TraceReport) -> bool:
 
 
 def _trace(trace: TraceReport) -> Iterator[str]:
-    yield f"{title(trace)}: {headline([trace])}"
+    yield f"{title(trace)}: {opening.headline([trace])}"
     if trace.kind == "forward":
         yield f"  {entry(trace)}"
     yield f"  {calls(trace)}"

@@ -179,8 +179,10 @@ class Arenas:
             measured = call.memory.nbytes()
         if problem is None:
             return None
-        needs = f"its arena has come to {measured:,}" if expected is None else f"its graphs need about {expected:,}"
-        besides = ", besides what calls in flight hold" if in_flight else ""
+        needs = (
+            f"its memory pool has come to {measured:,}" if expected is None else f"its graphs need about {expected:,}"
+        )
+        besides = ", besides what other calls still use" if in_flight else ""
         return f"memory_budget is {budget:,} bytes, and {needs} bytes{besides}; {problem}"
 
     def _all(self) -> list[Arena]:
@@ -204,7 +206,7 @@ class Arenas:
             pair.discard_for_budget(least)
         for _, recording in recordings:
             recording.age()
-        return None if pays else "recordings that would have to go for it have replaced each other too often"
+        return None if pays else "graphs that would have to go for it have replaced each other too often"
 
     def _trim_unused(self, mine: Sequence[Arena]) -> bool:
         """Gives back what pools keep that no recording uses. Returns whether there was any."""

@@ -48,7 +48,7 @@ _MAX_DISCARDED = 8  # recordings in a row for the memory budget, if captures do 
 _PAYS = 4  # replays for each capture
 
 _NOT_TIMED = 'select="measured" times nothing, because it communicates, and ranks have to capture alike'
-_CYCLES = "arenas were held by outputs in reference cycles, so the garbage collector ran"
+_CYCLES = "memory pools were held by outputs in reference cycles, so the garbage collector ran"
 
 
 class Program:
@@ -221,8 +221,9 @@ class Program:
             return call.run_eagerly(skip_reasons.TIMED, strict=False)
         call.arena = self._hold_arena()
         if call.arena is None:
-            limit = self.options.max_arenas
-            problem = f"all arenas are held by calls in flight (max_arenas={limit}); raise max_arenas"
+            problem = (
+                f"all {self.options.max_arenas} memory pools are in use, each until its backward; raise max_arenas"
+            )
             return call.run_eagerly(problem)
         call.arena.enter()
         if (reason := self._find_room(call)) is not None:
@@ -514,7 +515,7 @@ class Program:
     def drop(self, recording: Recording, why: str = "") -> None:
         """No later call replays the recording. The log says ``why``, unless it comes back."""
         if why and recording in self.recordings:
-            _logger.info("%s: a recording is dropped: %s", self.label, why)
+            _logger.info("%s: graphs are dropped: %s", self.label, why)
         recording.dropped = True
         self.recordings = [r for r in self.recordings if r is not recording]
 
@@ -553,7 +554,7 @@ class Program:
     def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
         if self.recordings:
-            _logger.info("%s: all recordings are dropped: a process group is destroyed", self.label)
+            _logger.info("%s: all graphs are dropped: a process group is destroyed", self.label)
         waiting = (call.recording for call in self._waiting)
         for recording in [*self.recordings, *(each for each in waiting if each is not None)]:
             recording.close(may_wait=may_wait)
@@ -564,7 +565,7 @@ class Program:
         if _logger.isEnabledFor(logging.INFO):
             mebibytes = sum(each.nbytes() for each in self.arenas()) / 2**20
             said = f"{done} region {region.index + 1} of {len(self.regions)}, {time.perf_counter() - call.began:.1f} s"
-            _logger.info("%s, call %d: %s so far, arenas hold %.1f MiB", self.label, self.calls, said, mebibytes)
+            _logger.info("%s, call %d: %s so far, memory pools hold %.1f MiB", self.label, self.calls, said, mebibytes)
 
     def count_fallback(self, reason: str, fix: str) -> None:
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""

@@ -107,7 +107,7 @@ class RuntimeRegion:
             assert call.trace is not None
             graph = call.trace.graphs[self.index]
             if graph is not None and self.disagreement is not None:  # found while the call was in flight
-                call.run_eagerly(f"{self.name} is quarantined", strict=False)
+                call.run_eagerly(f"verify= found the graph of {self.name} wrong", strict=False)
             elif graph is not None:
                 if graph.admits(args):
                     verifies = call.verifies and not self.communicates

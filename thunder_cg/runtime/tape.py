@@ -35,7 +35,7 @@ _MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl
 _RESHAPES = {_aten.as_strided_, _aten.squeeze_, _aten.t_, _aten.transpose_, _aten.unsqueeze_}
 
 # They write running statistics to their arguments, and their schemas do not say so.
-_WRITERS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm}
+_WRITERS = {_aten.native_batch_norm, _aten.cudnn_batch_norm, _aten.miopen_batch_norm, _aten.batch_norm_update_stats}
 
 _active = threading.local()
 

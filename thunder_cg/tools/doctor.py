@@ -163,7 +163,7 @@ def _host() -> Iterator[Finding]:
     from thunder_cg.compat.torch import attribute_writes_are_reported
 
     enabled = "on" if gc.isenabled() else "off"
-    fix = "gc.enable(): outputs in reference cycles hold arenas until it runs"
+    fix = "gc.enable(): outputs in reference cycles hold memory pools of graphs until it runs"
     yield Finding("garbage collector", f"{enabled}, thresholds {gc.get_threshold()}", "" if gc.isenabled() else fix)
     if not attribute_writes_are_reported():
         fix = "take Python 3.13.1 or later: each call checks all modules, since this one does not report writes"

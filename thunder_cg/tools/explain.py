@@ -157,6 +157,7 @@ def _is_captured(report: Report) -> bool:
 
 
 def _page(title: str, reports: Mapping[str, Report]) -> str:
-    head = f'<meta charset="utf-8"><meta name="generator" content="{MARK} explain"><title>{escape(title)}</title>'
+    from thunder_cg.report import html
+
     body = "".join(f"<h2>{escape(name)}</h2>{report._repr_html_()}" for name, report in reports.items())
-    return f"<!DOCTYPE html><html><head>{head}</head><body>{body}</body></html>\n"
+    return html.page(body, title, f"{MARK} explain")

@@ -33,6 +33,7 @@ _POSITIONS: Mapping[str, Mapping[str, int]] = {
     "histc": {"input": 0, "bins": 1, "min": 2, "max": 3},
     "multinomial": {"seed": 3},
     "multinomial_helper": {"seed": 3},
+    "norm": {"p": 1, "ord": 1, "dim": 2},
     "scaled_dot_product_attention": {"dropout_p": 4},
 }
 
@@ -126,6 +127,21 @@ def _has_empty_range(call: Arguments) -> bool:
     return any(isinstance(t, TensorArgument) and 0 in t.shape for t in ranges)
 
 
+def _takes_singular_values(call: Arguments) -> bool:
+    """Of torch.norm and torch.linalg.norm, which share a symbol. With ``ord=2``, the latter means the largest singular
+    value of a matrix. The derivative takes ``p=2`` of torch.norm for that, too."""
+    of = call.operator or call
+    order, named, over = call.argument("ord"), of.keywords.get("p"), call.argument("dim")
+    are_known = all(value is None or isinstance(value, (str, int, float)) for value in (order, named))
+    if not are_known or "nuc" in (order, named):
+        return True
+    if over is None:
+        is_matrix = any(len(tensor.shape) == 2 for tensor in _tensors_in((of.positional, of.keywords)))
+    else:
+        is_matrix = not isinstance(over, int) and not (isinstance(over, (list, tuple)) and len(over) != 2)
+    return is_matrix and order in (2, -2)
+
+
 def _runs_on_cpu(call: Arguments) -> bool:
     return bool(_tensors_on("cpu", call.positional))
 
@@ -207,6 +223,13 @@ NAN_CHECK_ON_CPU = Condition(
     "runs_on_cpu", "An argument is on a CPU.", _runs_on_cpu,
     Cause(Reason.HOST_SYNC, "on a CPU its derivative reads whether the result is a NaN", "take amin or amax, or sort",
           "torch/csrc/autograd/FunctionsManual.cpp, evenly_distribute_backward"), Evidence.MEASURED)
+SINGULAR_VALUES = Condition(
+    "takes_singular_values", "The norm is nuclear, or may be spectral: p or ord is 2 or -2, and it is of a matrix.",
+    _takes_singular_values,
+    Cause(Reason.HOST_SYNC,
+          "with 2, -2 or 'nuc' it may take singular values of a matrix, and their solver waits for the device",
+          "call torch.linalg.vector_norm(x, 2) if the norm of all elements is meant; else move it out of the compiled "
+          "function", "torch.norm, torch.linalg.norm, MAGMA, cuSOLVER"), Evidence.MEASURED)
 # Under a dispatch mode, and so on the tape, PyTorch takes the formula of a GPU. This formula reads nothing on the host,
 # and its zeros may have another sign.
 OTHER_FORMULA_ON_CPU = Condition(

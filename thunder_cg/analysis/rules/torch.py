@@ -76,9 +76,6 @@ _SOLVER = Cause(Reason.HOST_SYNC,
     "its solver library is chosen by size and batch, and several of them wait for the device or report errors "
     "through the host",
     "move the decomposition out of the compiled function, or off the hot path", "MAGMA, cuSOLVER")
-_NORM = Cause(Reason.HOST_SYNC,
-    "with p='nuc' it waits for a solver library, and its rule does not tell norms apart",
-    "call torch.linalg.vector_norm(x) instead", "torch.norm, MAGMA, cuSOLVER")
 _COPIES_NUMBERS = Cause(Reason.HOST_SYNC,
     "it copies numbers from Python to the device, and a graph would replay the copy from memory that is gone",
     "make the tensor once, outside of the compiled function, or with torch.full or torch.arange")
@@ -174,6 +171,7 @@ RULES: tuple[Rule, ...] = (
     *_rows("addbmm addmm addmv addr baddbmm bmm dot ger inner matmul mv outer tensordot vdot vecdot", settings=MATMUL),
     *_rows("mm", settings=MATMUL, evidence=NOT_MEASURED),
     *_rows("cross frobenius_norm kron norm_except_dim tril triu vector_norm"),
+    *_rows("norm", conditions=(when.SINGULAR_VALUES,)),
     *_rows("cholesky_ex householder_product lu_unpack orgqr qr solve_triangular triangular_solve", settings=ANY),
     *_rows("det inv_ex logdet lu_solve slogdet solve_ex", settings=ANY, conditions=(when.BATCH_BY_MAGMA,)),
     *_rows("geqrf", settings=ANY, derivative=_UNMEASURED),
@@ -307,7 +305,6 @@ RULES: tuple[Rule, ...] = (
     *_rows("lobpcg", _CHECKS_CONTENTS, draws=True),
     *_rows("matrix_exp mode", _CHECKS_CONTENTS, evidence=MEASURED_ON_GPU, derivative=_ON_GPU),
     *_rows("cholesky cond eigh eigvalsh lstsq matrix_norm nuclear_norm svd svdvals", _SOLVER),
-    *_rows("norm", _NORM),
     *_rows("matrix_rank", _SOLVER, derivative=_UNMEASURED),
     *_rows("""
         cholesky_inverse cholesky_solve eig eigvals inv inverse lu lu_factor lu_factor_ex matrix_power pinv pinverse

@@ -1,0 +1,118 @@
+"""What is not in a graph stands below its line of source, with what would change it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from thunder_cg import explain, thunderfx
+from thunder_cg.report import GraphBreak, Outside, Report, lines
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one needs a C++ compiler
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: Report) -> None:
+    (cause,) = report.causes
+    breaks = (
+        GraphBreak("Net, graph 0", "model.py:14, called from train.py:7", cause.source, "a branch", cause.fix),
+        GraphBreak("Net, graph 2", "model.py:14, called from train.py:7", cause.source, "a branch", cause.fix),
+        GraphBreak("Net, graph 1", None, None, "a line that nobody knows", ""),
+    )
+    norm = replace(cause, name="torch.norm", eager_ops=9, added_regions=0, detail="it waits", fix="call vector_norm")
+    alone = replace(norm, place="near model.py:20", source=None, added_regions=4, microseconds=None)
+    backward = replace(cause, name="norm_vjp", place="near model.py:14", eager_ops=1, added_regions=0)
+    outside = tuple(
+        Outside("Net, graph 0", name, line, "Thunder has no such operator", 2, "cut into 2 pieces", source)
+        for name, line, source in (("sinc", "model.py:14", cause.source), ("argwhere", "model.py:30", "x.argwhere()"))
+    )
+    found = replace(report, causes=(cause, norm, alone, backward), breaks=breaks, outside=outside)
+    assert [*lines.by_line(found)] == [
+        lines.HEADING,
+        "  near model.py:20",
+        "      torch.norm makes 9 ops eager, adds 4 regions: data-dependent",
+        "        why: it waits",
+        "        to change it: call vector_norm",
+        "  model.py:14: if x.item() < 0:",
+        "      Tensor.item makes 2 ops eager, adds 1 region: data-dependent",
+        "        why: the host waits for <f51>",
+        "        to change it: keep it in a tensor",
+        "      torch.norm makes 9 ops eager: data-dependent",
+        "        why: it waits",
+        "        to change it: call vector_norm",
+        "      norm_vjp makes 1 op eager: data-dependent",
+        "        why: the host waits for <f51>",
+        "        to change it: as above",
+        "      graph break x2 after Net, graph 0, and 1 more, called from train.py:7: a branch",
+        "        to change it: as above",
+        "      sinc x2 of Net, graph 0, is left to Inductor: Thunder has no such operator",
+        "  a line unknown to Dynamo",
+        "      graph break after Net, graph 1: a line that nobody knows",
+        "  model.py:30: x.argwhere()",
+        "      argwhere x2 of Net, graph 0, is left to Inductor: Thunder has no such operator",
+        "Net, graph 0, is cut into 2 pieces",
+    ]
+    measured = replace(found, causes=(replace(cause, microseconds=3.0), norm, alone))
+    assert [*lines.by_line(measured)][1] == "  model.py:14: if x.item() < 0:", "time comes first where it is known"
+    assert [*lines.by_line(Report(report.traces))] == []
+
+
+def test_a_norm_an_item_and_a_branch_in_one_line_are_one_entry() -> None:
+    def checked(x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(x) * 2
+        x = x + 1 if torch.norm(x, "nuc").item() > 1 else x
+        return torch.relu(x) * 2
+
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # so that the item is in the trace
+        compiled = thunderfx(checked, backend="tape")
+        compiled(torch.ones(2, 4))
+    report = explain(compiled)
+    line = f"test_lines.py:{checked.__code__.co_firstlineno + 2}"
+    said = str(report).split("\n\n")[0].splitlines()
+    start = said.index(f'  {line}: x = x + 1 if torch.norm(x, "nuc").item() > 1 else x')
+    entry = [*itertools.takewhile(lambda text: text.startswith("      "), said[start + 1 :])]
+    starts = [text.split()[0] for text in entry if not text.startswith("        ")]
+    assert starts == ["torch.norm", "Tensor.item", "graph", "gt"], entry
+    assert "\n".join(said).count(line) == 1 and said[start - 1] == lines.HEADING
+
+
+def arithmetic(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(torch.relu(x) * x.sum().item()) * 2
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x) * 2 if (torch.relu(x) * 2).sum().item() > 1 else x
+
+
+def returned(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return torch.relu(x) * 2, x.sum().item()
+
+
+@pytest.mark.parametrize("function", [arithmetic, branches, returned])
+def test_with_scalar_outputs_captured_a_number_is_outside_of_graphs_all_the_same(
+    function: Callable[..., object],
+) -> None:
+    """As the advice for the graph break says, which Dynamo's own warning contradicts."""
+    x = torch.ones(4)
+    compiled = thunderfx(function, backend="tape")
+    compiled(x)
+    (broken,) = explain(compiled).breaks
+    assert "capture_scalar_outputs spares the graph break at most" in broken.fix
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        again = thunderfx(function, backend="tape")
+        torch.testing.assert_close(again(x), function(x), rtol=0, atol=0)
+    report = explain(again)
+    assert "Tensor.item" in {cause.name for cause in report.causes} and report.outside
+    assert {part.reason for part in report.breaks} == (
+        {"a branch on what a tensor holds"} if function is branches else set()
+    )

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+from html import escape
+
+import pytest
+import thunder
+import torch
+from torch import nn
+
+from thunder_cg import cudagraph_transform, explain
+from thunder_cg.report import Report, opening
+
+
+def test_empty_report_says_what_to_do() -> None:
+    assert "first call" in str(Report(()))
+
+
+def test_first_lines_answer_how_much_and_why_not(report: Report) -> None:
+    assert str(report).splitlines()[:7] == [
+        "CUDA graphs: 2 of 5 calls replayed; 2 regions with 2 of 4 ops; 2 ops eager",
+        "Not replayed: 1 warm-up; 1 capture; 1 x strides changed",
+        "What is not in a graph, by line of source, the most expensive first:",
+        "  model.py:14: if x.item() < 0:",
+        "      Tensor.item makes 2 ops eager, adds 1 region: data-dependent",
+        "        why: the host waits for <f51>",
+        "        to change it: keep it in a tensor",
+    ]
+
+
+def test_headline_says_what_ran(backend, device) -> None:
+    """Not what was planned: of a model that never replays, the reason comes first."""
+    graphs = cudagraph_transform(backend=backend)
+    model = thunder.jit(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(device), transforms=[graphs])
+
+    def lines() -> list[str]:
+        return str(explain(model)).splitlines()[:2]
+
+    x = torch.randn(2, 4, device=device, requires_grad=True)
+    assert lines() == [opening.NOTHING_COMPILED]
+    model(x).sum().backward()
+    said = "2 regions with 21 of 21 ops; 0 ops eager"
+    assert lines() == [
+        f"CUDA graphs: 0 of 1 call and 0 of 1 backward replayed; {said}",
+        "Not replayed: 2 warm-ups; the next call with inputs of the same shapes and strides will capture",
+    ]
+    for _ in range(4):
+        model(x).sum().backward()
+    assert lines() == [
+        f"CUDA graphs: 3 of 5 calls and 3 of 5 backwards replayed; {said}",
+        "Not replayed: 2 warm-ups; 2 captures",
+    ]
+    assert str(explain(model)).splitlines()[2].endswith("there is nothing to change.")
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        model(x).sum().backward()
+    assert lines()[1].startswith("Not replayed: 2 warm-ups; 2 captures; 1 x saved-tensor hooks are active")
+    assert lines()[1] in explain(model)._repr_html_() and "nothing to change" not in str(explain(model))
+
+
+def test_a_function_that_thunder_cannot_compile(backend) -> None:
+    """A module's report has what Thunder raised and where, and only the advice that is for it."""
+
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if x.dim() == 2:
+                return torch.relu(x) * 2
+            return x * 2 if x.sum() > 0 else x
+
+    model = thunder.jit(Branches(), transforms=[cudagraph_transform(backend=backend)])
+    for _ in range(2):
+        with pytest.raises(NotImplementedError):
+            model(torch.ones(3))
+    said = str(explain(model))
+    line = Branches.forward.__code__.co_firstlineno + 3
+    assert said.startswith(
+        "Nothing is compiled. Thunder raised while it compiled, in 2 of 2 calls: NotImplementedError at "
+        f"test_opening.py:{line}: casting a TensorProxy to a Python boolean is not supported"
+    )
+    assert "To try: for a branch on what a tensor holds" in said and "thunderfx" in said and "torch.library" not in said
+    assert escape(said) in explain(model)._repr_html_()
+    model(torch.ones(3, 3))  # what compiles does not hide what does not
+    for said in (str(explain(model)), explain(model)._repr_html_()):
+        assert "Thunder raised while it compiled, in 2 of 3 calls: NotImplementedError at test_opening.py:" in said
+        assert "0 of 1 call replayed" in said
+    function = thunder.jit(Branches().forward, transforms=[cudagraph_transform(backend=backend)])
+    with pytest.raises(NotImplementedError):
+        function(torch.ones(3))
+    said = str(explain(function))
+    assert (
+        "in 1 of 1 call; its error says where. To try: for a branch" in said
+        and "for an operator of torch.library" in said
+    )
+
+
+def test_a_function_with_nothing_to_capture(backend) -> None:
+    compiled = thunder.jit(lambda x: x.item() + 1, transforms=[cudagraph_transform(backend=backend)])
+    for _ in range(3):
+        compiled(torch.ones(()))
+    said = str(explain(compiled))
+    assert said.startswith("CUDA graphs: none, in 3 calls; 0 regions with 0 of 2 ops; 2 ops eager")
+    assert "nothing in it is captured, so its calls are not counted" in said

@@ -1,0 +1,120 @@
+"""What is not in a graph, by line of the user's source: root causes, graph breaks, and what Inductor got.
+
+One line of source may have several of these. ``if x.norm().item() > 1:`` has an operator that is eager, and two graph
+breaks of Dynamo's. A reader changes lines, so all that one line does stands below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from thunder_cg.report.units import count
+
+if TYPE_CHECKING:
+    from thunder_cg.report.breaks import GraphBreak
+    from thunder_cg.report.causes import CauseReport
+    from thunder_cg.report.programs import Outside
+    from thunder_cg.report.report import Report
+
+T = TypeVar("T")
+
+HEADING = "What is not in a graph, by line of source, the most expensive first:"
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    line: str  # "model.py:38", "near model.py:38", or that it is unknown
+    source: str | None
+    said: str
+    why: str = ""
+    fix: str = ""
+    microseconds: float = 0.0
+    regions: int = 0  # by how many it cuts what could be one
+    ops: int = 0  # that are eager
+
+
+def by_line(report: Report) -> Iterator[str]:
+    """For each line of source its text, and below it each of its problems with the fix. Nothing if there are none."""
+    found = [*map(_of_cause, report.causes), *_of_breaks(report.breaks), *_of_inductor(report.outside)]
+    lines = [*_grouped(found, lambda problem: problem.line.removeprefix("near "))]
+    lines.sort(key=_cost, reverse=True)
+    if lines:
+        yield HEADING
+    for problems in lines:
+        source = next((problem.source for problem in problems if problem.source), None)
+        line = next((problem.line for problem in problems if not problem.line.startswith("near ")), problems[0].line)
+        yield f"  {line}" + (f": {source}" if source else "")
+        fixes: set[str] = set()
+        for problem in problems:
+            yield f"      {problem.said}"
+            if problem.why:
+                yield f"        why: {problem.why}"
+            if problem.fix:
+                yield f"        to change it: {'as above' if problem.fix in fixes else problem.fix}"
+            fixes.add(problem.fix)
+    for cut in _grouped(report.outside, lambda part: part.cost):
+        graphs = [*dict.fromkeys(part.function for part in cut)]
+        yield f"{_few(graphs)}, {'are' if len(graphs) > 1 else 'is'} {cut[0].cost}"
+
+
+def _cost(problems: list[_Problem]) -> tuple[float, int, int]:
+    return (
+        sum(problem.microseconds for problem in problems),
+        sum(problem.regions for problem in problems),
+        sum(problem.ops for problem in problems),
+    )
+
+
+def _of_cause(cause: CauseReport) -> _Problem:
+    regions = f", adds {count(cause.added_regions, 'region')}" if cause.added_regions else ""
+    cost = f", costs {cause.microseconds:,.0f} µs a call" if cause.microseconds is not None else ""
+    return _Problem(
+        line=cause.place.removeprefix("at "),
+        source=cause.source,
+        said=f"{cause.name} makes {count(cause.eager_ops, 'op')} eager{regions}{cost}: {cause.reason}",
+        why=cause.detail,
+        fix=cause.fix,
+        microseconds=cause.microseconds or 0.0,
+        regions=cause.added_regions,
+        ops=cause.eager_ops,
+    )
+
+
+def _of_breaks(breaks: Iterable[GraphBreak]) -> Iterator[_Problem]:
+    """One for all that are alike: compiled again for other inputs, a function breaks at the same lines."""
+    for alike in _grouped(breaks, lambda part: (part.line, part.source, part.reason)):
+        line, callers = _line(alike[0].line)
+        said = f"graph break{_times(len(alike))} after {_few([part.function for part in alike])}{callers}"
+        yield _Problem(line, alike[0].source, f"{said}: {alike[0].reason}", fix=alike[0].fix, regions=1)
+
+
+def _of_inductor(outside: Iterable[Outside]) -> Iterator[_Problem]:
+    for alike in _grouped(outside, lambda part: (part.line, part.operator, part.reason)):
+        line, callers = _line(alike[0].line)
+        graphs = _few([*dict.fromkeys(part.function for part in alike)])
+        operator = f"{alike[0].operator}{_times(sum(part.count for part in alike))}"
+        said = f"{operator} of {graphs}{callers}, is left to Inductor: {alike[0].reason}"
+        yield _Problem(line, alike[0].source, said, regions=1)
+
+
+def _line(said: str | None) -> tuple[str, str]:
+    """The line itself, and from where it is called: "model.py:38" and ", called from train.py:7"."""
+    line, called, callers = (said or "a line unknown to Dynamo").partition(", called from ")
+    return line, f"{called}{callers}"
+
+
+def _times(number: int) -> str:
+    return f" x{number}" if number > 1 else ""
+
+
+def _few(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}, and {len(names) - 1} more"
+
+
+def _grouped(parts: Iterable[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
+    groups: dict[Hashable, list[T]] = {}
+    for part in parts:
+        groups.setdefault(key(part), []).append(part)
+    return groups.values()
