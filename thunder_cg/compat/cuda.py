@@ -106,6 +106,12 @@ def write_dot(graph: Any, path: str) -> None:
     check(driver.cuGraphDebugDotPrint(graph, path.encode(), int(flags)))
 
 
+def kernel_name(function: Any) -> str:
+    """The name of a kernel of a graph, as C++ mangles it; "a kernel" if the driver does not tell."""
+    error, name = driver.cuFuncGetName(function)
+    return "a kernel" if error else bytes(name).decode(errors="replace")
+
+
 def graph_launcher(executable: Any) -> Callable[[int], tuple[Any]]:
     """Launches the executable graph on the stream that it is given. Returns a tuple of the driver's error code."""
     return partial(driver.cuGraphLaunch, executable)

@@ -154,10 +154,11 @@ class Backend(Protocol):
     def busy(self) -> bool:
         """Whether the caller is inside a capture already. It is somebody else's, so regions run their ops in it."""
 
-    def captured_addresses(self) -> list[int]:
+    def captured_addresses(self) -> dict[int, str]:
         """Numbers that may be addresses, among what the operations got that this thread has captured up to now.
 
-        None that is an address is missing, but for addresses in the device's own memory.
+        None that is an address is missing, but for addresses in the device's own memory. Each has the name of an
+        operation that got it.
         """
 
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,9 +60,9 @@ class TapeBackend:
     def busy(self) -> bool:
         return getattr(_active, "tape", None) is not None
 
-    def captured_addresses(self) -> list[int]:
-        recorded = (_tensors_in(step) for step in _active.tape.steps)
-        return [tensor.data_ptr() for tensors in recorded for tensor in tensors if compat.has_storage(tensor)]
+    def captured_addresses(self) -> dict[int, str]:
+        recorded = ((_name_of(step), tensor) for step in _active.tape.steps for tensor in _tensors_in(step))
+        return {tensor.data_ptr(): name for name, tensor in recorded if compat.has_storage(tensor)}
 
     def fusion(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """A dispatch mode cannot see into a compiled fusion: on the tape it is one call."""
@@ -126,6 +126,10 @@ def _tensors_in(step: _Step) -> list[torch.Tensor]:
     if isinstance(step, list):
         return step
     return [*compat.tensors_in((step.args, step.kwargs)), *(tensor for _, tensor in step.results)]
+
+
+def _name_of(step: _Step) -> str:
+    return "copies out" if isinstance(step, list) else getattr(step.fn, "__qualname__", str(step.fn))
 
 
 def _poison(storages: Iterable[torch.UntypedStorage]) -> None:
@@ -340,10 +344,9 @@ def _dot(steps: Sequence[_Step]) -> Iterator[str]:
     makers: dict[int, int] = {}  # of memory, by its address
     for i, step in enumerate(steps):
         tensors, results = _tensors_in(step), []
-        if isinstance(step, list):
-            name = "copies out"
-        else:
-            name, results = getattr(step.fn, "__qualname__", str(step.fn)), [tensor for _, tensor in step.results]
+        name = _name_of(step)
+        if not isinstance(step, list):
+            results = [tensor for _, tensor in step.results]
         inputs = tensors[: len(tensors) - len(results)]
         shapes = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{[*t.shape]}" for t in results or inputs)
         yield f'  {i} [shape=box, label="{name}\\n{shapes}"];'

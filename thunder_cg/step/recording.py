@@ -18,7 +18,7 @@ import bisect
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -91,17 +91,18 @@ class Batch:
 
 
 class _Addresses:
-    """Numbers that kernels got as arguments, the addresses of tensors among them."""
+    """Numbers that kernels got as arguments, the addresses of tensors among them, and the names of the kernels."""
 
-    def __init__(self, numbers: Iterable[int]) -> None:
-        self._numbers = sorted(numbers)
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names, self._numbers = names, sorted(names)
 
-    def touch(self, tensor: Tensor) -> bool:
-        """Whether one is in the tensor's memory."""
+    def user_of(self, tensor: Tensor) -> str | None:
+        """The name of a kernel that got an address in the tensor's memory."""
         start = address_if_any(tensor)
         at = bisect.bisect_left(self._numbers, start)
         stop = start + tensor.untyped_storage().nbytes() if start else 0
-        return at < len(self._numbers) and self._numbers[at] < stop
+        is_used = at < len(self._numbers) and self._numbers[at] < stop
+        return self._names[self._numbers[at]] if is_used else None
 
 
 class _GradientsBefore:
@@ -122,14 +123,14 @@ class _GradientsBefore:
     def _drop(self, i: int, _: Any) -> None:
         memory = self.memory[i]
         assert memory is not None
-        if not self._addresses().touch(memory):
+        if self._addresses().user_of(memory) is None:
             self._unread.add(i)
 
     def _addresses(self) -> _Addresses:
         """Of what has been captured up to now."""
-        numbers = self._backend.captured_addresses()
-        if self._seen is None or self._seen[0] != len(numbers):
-            self._seen = len(numbers), _Addresses(numbers)
+        names = self._backend.captured_addresses()
+        if self._seen is None or self._seen[0] != len(names):
+            self._seen = len(names), _Addresses(names)
         return self._seen[1]
 
     def expected(self, addresses: _Addresses) -> list[Any]:
@@ -137,7 +138,7 @@ class _GradientsBefore:
         expected: list[Any] = []
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
             is_other = not _is_same_memory(parameter.grad, memory)
-            is_dropped = i in self._unread or (memory is not None and is_other and not addresses.touch(memory))
+            is_dropped = i in self._unread or (memory is not None and is_other and addresses.user_of(memory) is None)
             expected.append(ANY if is_dropped else memory if is_other else parameter.grad)
         return expected
 
@@ -279,7 +280,7 @@ class _Body:
     def __init__(self, fn: Callable[..., Any], batch: Batch, buffers: list[Tensor], state: StepState) -> None:
         self._fn, self._batch, self._buffers, self._state = fn, batch, buffers, state
         self.structure: Any = None
-        self.numbers: list[int] = []
+        self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
 
     def run(self, backend: Backend, copier: Any) -> list[Any]:
@@ -295,7 +296,7 @@ class _Body:
             elif not isinstance(leaf, ATOMS):
                 raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
         self.structure = structure, len(leaves)
-        self.numbers = backend.captured_addresses()
+        self.addresses = backend.captured_addresses()
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
@@ -368,7 +369,7 @@ def _capture(
         raise CaptureRefused("the step writes to an argument; clone it first")
     if (change := difference(state.facts | random, state.again().facts | random_states())) is not None:
         raise CaptureRefused(f"Python changes in each step: {change}")
-    addresses = _Addresses(body.numbers)
+    addresses = _Addresses(body.addresses)
     own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
     own += [*_Gradient.tensors(), *(parameter.grad for parameter in state.parameters), *state.tensors_in_containers()]
     for other in others:
@@ -410,9 +411,9 @@ def _refuse_other_memory(
             raise CaptureRefused(
                 f"{shown} that the step makes is still held after it, and each replay would overwrite it; {fix}"
             )
-        if addresses.touch(tensor):  # see Note [Stale arguments] in stack.py
+        if (user := addresses.user_of(tensor)) is not None:  # see Note [Stale arguments] in stack.py
             fix = "pass it as an argument, or let the step's function name it"
-            raise CaptureRefused(f"the step uses {shown}, and it is not known where from; {fix}")
+            raise CaptureRefused(f"the step uses {shown} in {user}, and it is not known where from; {fix}")
 
 
 def _all_objects() -> list[Any]:

@@ -45,7 +45,7 @@ class CudaBackend:
 
     busy = staticmethod(cuda.is_current_stream_capturing)
 
-    def captured_addresses(self) -> list[int]:
+    def captured_addresses(self) -> dict[int, str]:
         stream = cuda.current_raw_stream(cuda.current_device())
         return addresses(cuda.graph_under_capture(stream))
 

@@ -57,19 +57,26 @@ def _is_on_host(memory: Any, address: Any) -> bool:
     return bool(error) or kind != types.CU_MEMORYTYPE_DEVICE  # CUDA does not know pageable memory of the host
 
 
-def addresses(graph: Any) -> list[int]:
-    """All numbers of eight bytes among the arguments of the driver's ``graph``: the addresses are among them."""
+def addresses(graph: Any) -> dict[int, str]:
+    """All numbers of eight bytes among the arguments of the driver's ``graph``: the addresses are among them.
+
+    Returns:
+        for each number the name of an operation that got it.
+    """
     kinds = cuda.driver.CUgraphNodeType
-    found: list[int] = []
+    found: dict[int, str] = {}
     for node, kind in nodes(graph):
         if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
-            for argument in _arguments(check(cuda.driver.cuGraphKernelNodeGetParams(node))):
-                found += memoryview(argument)[: len(argument) // 8 * 8].cast("B").cast("Q")
+            parameters = check(cuda.driver.cuGraphKernelNodeGetParams(node))
+            name = cuda.kernel_name(parameters.func)
+            for argument in _arguments(parameters):
+                words = memoryview(argument)[: len(argument) // 8 * 8].cast("B").cast("Q")
+                found |= dict.fromkeys(words, name)
         elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
             copy = check(cuda.driver.cuGraphMemcpyNodeGetParams(node))
-            found += int(copy.srcDevice), int(copy.dstDevice)
+            found |= dict.fromkeys((int(copy.srcDevice), int(copy.dstDevice)), "a copy")
         elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
-            found.append(int(check(cuda.driver.cuGraphMemsetNodeGetParams(node)).dst))
+            found[int(check(cuda.driver.cuGraphMemsetNodeGetParams(node)).dst)] = "a fill"
     return found
 
 
