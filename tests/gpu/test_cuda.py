@@ -413,6 +413,9 @@ def test_a_training_step_in_a_graph_of_the_users():
     for _ in range(4):
         step(plain)
         step(graphed)
+    # In a user's capture, Thunder's backward runs on autograd's thread, where cuBLAS has to be ready.
+    weight = torch.ones(4, 4, device="cuda", requires_grad=True)
+    (weight @ weight).sum().backward()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(graphed)

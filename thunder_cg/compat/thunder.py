@@ -19,7 +19,7 @@ from thunder.core.baseutils import build_callable
 from thunder.core.codeutils import SigInfo, module_shortname
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.devices import to_torch_device
-from thunder.core.dtypes import to_torch_dtype
+from thunder.core.dtypes import is_float_dtype, to_torch_dtype
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
@@ -36,7 +36,7 @@ from thunder.core.proxies import (
 )
 from thunder.core.pytree import tree_flatten, tree_flatten_with_dataclass, tree_map
 from thunder.core.recipe import Plugin, PluginPolicy
-from thunder.core.symbol import BoundSymbol, Symbol
+from thunder.core.symbol import BoundSymbol, Symbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, from_trace, tracectx
 from thunder.core.transform_common import Transform
 from thunder.core.transforms import augmented_forward_impls, backward_impls

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import linecache
+import math
 import re
 import sys
 import types
@@ -28,7 +29,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.guards import GuardManagerType
 from torch._library.custom_ops import CustomOpDef
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.nn.attention import SDPBackend
@@ -506,9 +507,14 @@ def chooses_cudnn_attention(
     Args:
         layouts: of the three, the sizes and the type.
     """
-    with FakeTensorMode():  # nothing is allocated
-        query, key, value = (
-            torch.empty(tuple(size), dtype=dtype, device=device, requires_grad=True) for size, dtype in layouts
-        )
-        chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, is_causal, scale=scale)
-    return bool(chosen == SDPBackend.CUDNN_ATTENTION.value)
+    inputs = []
+    for (
+        size,
+        dtype,
+    ) in layouts:  # without memory: only what they are like is looked at, which PyTorch asks no fake tensor
+        storage = torch._C._construct_storage_from_data_pointer(0, device, math.prod(size) * dtype.itemsize)
+        strides = torch.empty(tuple(size), device="meta").stride()
+        tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(size), strides)
+        inputs.append(tensor.requires_grad_())
+    choose: Any = torch._fused_sdp_choice  # its stub lacks arguments
+    return bool(choose(*inputs, None, 0.0, is_causal, scale=scale) == SDPBackend.CUDNN_ATTENTION.value)

@@ -15,12 +15,11 @@ from thunder_cg.analysis.ops import read
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import CompileError, free_layouts
-from thunder_cg.kernels import derivatives, loss, normalization  # noqa: F401  (they register operators)
+from thunder_cg.kernels import activations, derivatives, loss, normalization  # noqa: F401  (they register operators)
 from thunder_cg.kernels.derivatives import has_channels_last
 
-# What is cheap Thunder computes in the forward, and once more in the backward. It takes these to be cheap, since the
-# operators of its executor for PyTorch have no tags.
-_EXPENSIVE = frozenset({"convolution", "cumsum", "scaled_dot_product_attention", "sort", "topk"})
+_EXPENSIVE = frozenset({"convolution", "cumsum", "sort", "topk"})  # operators of PyTorch's that Thunder has no tags for
+_ONCE = compat.OpTags.MATMUL_OP  # what has this tag, Thunder does not compute once more in the backward
 
 
 class InductorExecutor(compat.TorchCompileExecutor):
@@ -61,9 +60,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
     def fuse(self, region: Any, fusion_counter: int) -> compat.BoundSymbol:
         inputs, outputs = ([compat.unvariableify(each) for each in found] for found in (region.inputs, region.outputs))
         symbols = _complete(region.bound_symbols, inputs, self._compiling.makers)
-        for symbol in symbols:
-            if symbol.sym.name in _EXPENSIVE:
-                symbol.tags.add(compat.OpTags.MATMUL_OP)
+        _keep_what_costs(symbols)
         convolves = any("conv" in inner.sym.name for inner in _walk(symbols))
         returned = [i for i, proxy in enumerate(outputs) if proxy.name in self._compiling.returned]
         name = f"Inductor{fusion_counter}"
@@ -115,6 +112,28 @@ def _complete(
     if any(compat.OpTags.RANDOM_OP in (inner.sym.tags or ()) for inner in _walk(set(found) - set(symbols))):
         raise RuntimeError("Thunder's rematerialization lost a random draw; executors=['torchcompile'] has that, too")
     return tuple(found)
+
+
+def _keep_what_costs(symbols: Sequence[compat.BoundSymbol]) -> None:
+    """Has the backward get what it would take long to compute once more.
+
+    That is what expensive operators make. It is also what an expensive operator and another one take, as the sum at the
+    end of a residual block. It is in memory in any case, and to compute it the backward would go through all blocks.
+    """
+    users: dict[str, list[compat.BoundSymbol]] = {}
+    expensive: set[int] = set()
+    for symbol in symbols:
+        if symbol.sym.name in _EXPENSIVE:
+            symbol.tags.add(_ONCE)
+        if compat.has_tags(symbol, {_ONCE}):
+            expensive.add(id(symbol))
+        for name in {proxy.name for proxy in symbol.flat_proxy_args}:
+            users.setdefault(name, []).append(symbol)
+    for symbol in symbols:
+        for proxy in symbol.flat_proxy_outs:
+            of = users.get(proxy.name, ())
+            if len(of) > 1 and any(id(user) in expensive for user in of):
+                symbol.tags.add(_ONCE)
 
 
 def _walk(symbols: Iterable[compat.BoundSymbol]) -> Iterator[compat.BoundSymbol]:

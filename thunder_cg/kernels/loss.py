@@ -1,4 +1,4 @@
-"""Cross entropy that keeps the logits and one number for each row, and GELU with PyTorch's formula for its gradient.
+"""Cross entropy that keeps the logits and one number for each row.
 
 Thunder keeps the logarithm of the softmax for the backward. It is as large as the logits, often the largest tensor of a
 language model, and has to be written first.
@@ -102,30 +102,4 @@ def _is_plain(
 _REDUCTIONS = "mean", "sum", "none"
 
 
-def _gelu_meta(a: Any, approximate: str) -> Any:
-    return compat.TensorProxy(like=a)
-
-
-def _gelu_gradient_meta(gradient: Any, a: Any, approximate: str) -> Any:
-    return compat.TensorProxy(like=a)
-
-
-gelu = fused_executor.register_operator(
-    "gelu", meta=_gelu_meta, fn=lambda a, approximate: F.gelu(a, approximate=approximate)
-)
-gelu_gradient = fused_executor.register_operator(
-    "gelu_gradient",
-    meta=_gelu_gradient_meta,
-    fn=lambda gradient, a, approximate: torch.ops.aten.gelu_backward(gradient, a, approximate=approximate),
-)
-
-
-def _derived_gelu(a: Any, *, approximate: str = "none", derives: bool) -> Any:
-    result = gelu(a, approximate)
-    if derives:
-        compat.prims.put_grad(a, gelu_gradient(compat.prims.get_grad(result), a, approximate))
-    return result
-
-
 register(fused_executor, F.cross_entropy, _derived_cross_entropy, _is_plain)
-register(fused_executor, F.gelu, _derived_gelu, lambda a, *, approximate="none": approximate in ("none", "tanh"))

@@ -1,4 +1,4 @@
-"""BatchNorm and LayerNorm with derivatives in closed form.
+"""BatchNorm, LayerNorm and the mean of images, with derivatives in closed form.
 
 Thunder derives them operator by operator. Inductor cannot simplify what comes out of that: it reads the images more
 often, and keeps more of them between forward and backward, than the formula needs. Here one operator computes the
@@ -161,5 +161,20 @@ def _trains(
     return training is True and isinstance(momentum, (int, float)) and count > 1
 
 
+@compat.in_torchs_language
+def _mean_of_images(a: Any, output_size: Any, *, derives: bool) -> Any:
+    """``adaptive_avg_pool2d`` to one pixel, of which PyTorch's kernel for the gradient is slow."""
+    result = a.mean([-2, -1], keepdim=True)
+    if derives:
+        gradient = compat.prims.get_grad(result) / (a.shape[-2] * a.shape[-1])
+        compat.prims.put_grad(a, gradient.expand(a.shape))
+    return result
+
+
+def _is_one_pixel(a: Any, output_size: Any) -> bool:
+    return output_size in (1, (1, 1), [1, 1]) and math.prod(a.shape) > 0
+
+
+register(fused_executor, F.adaptive_avg_pool2d, _mean_of_images, _is_one_pixel)
 register(fused_executor, F.layer_norm, _layer_norm, lambda a, *args, **kwargs: math.prod(a.shape) > 0)
 register(fused_executor, F.batch_norm, _batch_norm, _trains)
