@@ -8,16 +8,18 @@ import sys
 
 import pytest
 
-from thunder_cg.step.stack import overwrite_stack
+from thunder_cg.step.stack import clear_stack
 
 _SCRIPT = """
 import torch
 from test_stack import bytes_on_stack
-from thunder_cg.step.stack import clear_stacks, overwrite_stack
-overwrite_stack(0xA7)
+from thunder_cg.step.stack import clear_stack, clear_stack_of_backwards
+clear_stack(0xA7)
 before = bytes_on_stack(0xA7)
-clear_stacks(torch.device("cpu"))
-print(before, bytes_on_stack(0xA7))
+clear_stack_of_backwards(torch.device("cpu"))  # on this thread, a little deeper
+backward = bytes_on_stack(0xA7)
+clear_stack()
+print(before, backward, bytes_on_stack(0xA7))
 """
 
 
@@ -34,10 +36,10 @@ def test_the_stack_is_cleared():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _SCRIPT], cwd=__file__.rpartition("/")[0], capture_output=True, text=True
     )
-    before, after = map(int, done.stdout.split())
-    assert before > 200_000 and after == 0, done.stderr
+    before, in_backward, after = map(int, done.stdout.split())
+    assert before > 200_000 and in_backward < before / 10 and after == 0, done.stderr
 
 
 def test_it_can_be_called_often():
     for byte in range(8):
-        overwrite_stack(byte)
+        clear_stack(byte)

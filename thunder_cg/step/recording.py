@@ -44,7 +44,7 @@ from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
-from thunder_cg.step.stack import clear_stacks
+from thunder_cg.step.stack import clear_stack, clear_stack_of_backwards
 from thunder_cg.step.state import ATOMS, StepState, difference, random_states
 
 _TENSOR = object()
@@ -284,6 +284,7 @@ class _Body:
         self.outputs: Outputs | None = None
 
     def run(self, backend: Backend, copier: Any) -> list[Any]:
+        clear_stack()  # nothing but the step itself runs between this and its kernels
         result = self._batch.call(self._fn, self._buffers)
         leaves, structure = tree_flatten(result)
         device = self._state.device
@@ -326,7 +327,7 @@ def capture(
     if state.hooks:
         raise CaptureRefused(state.hooks[0])
     state.guard_tensors()
-    clear_stacks(state.device)
+    clear_stack_of_backwards(state.device)
     with _Gradient.recounted():
         before = _GradientsBefore(state.parameters, backend)
         try:

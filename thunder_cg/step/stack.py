@@ -24,19 +24,18 @@ class _Block(ctypes.Structure):
 _ignores_its_argument = ctypes.PYFUNCTYPE(ctypes.c_int, _Block)(("Py_IsInitialized", ctypes.pythonapi))
 
 
-def overwrite_stack(byte: int = 0) -> None:
+def clear_stack(byte: int = 0) -> None:
     """Has each byte of the free stack of this thread be ``byte``, where a large argument is passed on the stack."""
     block = _Block()
     ctypes.memset(ctypes.addressof(block), byte, _NBYTES)
     _ignores_its_argument(block)
 
 
-def clear_stacks(device: torch.device) -> None:
-    """Clears the stack of this thread, and that of the thread on which autograd runs backwards for the device."""
+def clear_stack_of_backwards(device: torch.device) -> None:
+    """Clears the stack of the thread on which autograd runs backwards for the device."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros((), device=device, requires_grad=True)
         torch.autograd.grad(_ClearInBackward.apply(x), x)
-    overwrite_stack()
 
 
 class _ClearInBackward(torch.autograd.Function):
@@ -46,5 +45,5 @@ class _ClearInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, *gradients: Tensor) -> Any:
-        overwrite_stack()
+        clear_stack()
         return gradients
