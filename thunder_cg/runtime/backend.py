@@ -148,6 +148,9 @@ class Backend(Protocol):
     def device_nbytes(self, device: torch.device) -> int:
         """Bytes of memory that the device has."""
 
+    def allocated_nbytes(self, device: torch.device) -> tuple[int, int]:
+        """Bytes that tensors have on the device now, and the most that they had; zeros if that is not known."""
+
     def give_back(self) -> None:
         """Gives memory that no pool uses any more back to the device, with workspaces of libraries."""
 
