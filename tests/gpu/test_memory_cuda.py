@@ -96,6 +96,7 @@ def test_the_ledger_of_a_step_adds_up(quiet):
         other(x)
     release(other)
     before, taken_before = reserved(), taken()
+    torch.cuda.reset_peak_memory_stats()  # so that a call in Python raises it, which shows what the step needs
     for _ in range(4):
         step(x)
     memory = explain(step).memory
@@ -107,29 +108,29 @@ def test_the_ledger_of_a_step_adds_up(quiet):
     (region,) = recording.regions
     assert recording.gradients == sum(4 * parameter.numel() for parameter in models[1].parameters())
     assert (region.copied_in, region.copied_out) == (128 * MB, 4)
-    assert 128 * MB + recording.gradients <= recording.needs <= 1.02 * memory.pools
+    assert 512 * MB < recording.needs <= 1.02 * memory.pools
     release(step)
     models[1].zero_grad(set_to_none=True)  # the gradients are the caller's
     assert reserved() <= before + 2 * MB
     assert taken() <= taken_before + 4 * MB
 
 
+@pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 def test_a_budget_is_kept_by_a_step(quiet):
     budget = 96 * MB
     model = mlp(2, 1024).cuda()
     plain, jitted = twice(model, cudagraph_transform(memory_budget=1))  # the step's graphs are all that there are
     plain_step, step = training_step(plain), graphed_step(training_step(jitted), memory_budget=budget)
-    with pytest.warns(UserWarning, match="memory_budget is 100,663,296 bytes, and its"):
-        for _ in range(2):
-            for rows in (512, 1024, 16384):  # a batch of 16384 rows has 64 MB
-                x = torch.randn(rows, 1024, device="cuda")
-                for _ in range(4):
-                    same(plain_step(x).detach(), step(x).detach())
-                    memory = explain(step).memory
-                    assert memory.pools <= memory.budget == budget, step.in_python
+    for _ in range(2):
+        for rows in (512, 1024, 16384):  # a batch of 16384 rows has 64 MB
+            x = torch.randn(rows, 1024, device="cuda")
+            for _ in range(4):
+                same(plain_step(x).detach(), step(x).detach())
+                memory = explain(step).memory
+                assert memory.pools <= memory.budget == budget, step.in_python
     same_state(plain, jitted)
     assert step.replays >= 4, step.in_python
-    assert any(reason.endswith("; raise memory_budget") for reason in step.in_python)
+    assert any(reason.startswith("memory_budget is 100,663,296 bytes, and its") for reason in step.in_python)
 
 
 def test_all_memory_comes_back_and_the_next_calls_are_right(quiet):
