@@ -66,6 +66,8 @@ def test_a_ledger_to_the_byte(step_twins, step_of, tmp_path, backend):
     assert (recording.needs, recording.without_graphs) == (preview.needs, preview.without_graphs)
     (region,) = recording.regions
     assert (region.copied_in, region.static_buffers, region.copied_out) == (BATCH, BATCH, 4)  # the loss
+    (kinds,) = report.nodes
+    assert f"Graph 0: {kinds['op']} ops" in str(report) if backend == "tape" else kinds["kernel"] > 0
     assert report.memory.graphs == region.graph and (backend == "cuda" or region.graph == 0)
 
     said = f"step, graph 0, 3 replays: needs at least {units.size(preview.needs)} of pool 0, and "

@@ -24,11 +24,14 @@ class StepReport:
     captures: int  # calls that captured the step, and then ran the graph
     in_python: Mapping[str, int]  # calls that ran the function in Python, by their reasons
     memory: MemoryReport  # the ledger; its recordings are the graphs that are kept
+    # What each of these graphs does: its kernels, memcpys and memsets; recorded ops on the tape; nothing if not known.
+    nodes: tuple[Mapping[str, int], ...] = ()
 
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
         in_python = {reason: number for reason, number in step.in_python.most_common() if number}
-        return cls(step.name, step.calls, step.replays, step.captures, in_python, MemoryReport.of_step(step))
+        nodes = tuple(recording.graph.counts() for recording in step.recordings)
+        return cls(step.name, step.calls, step.replays, step.captures, in_python, MemoryReport.of_step(step), nodes)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -50,6 +53,9 @@ class StepReport:
         if self.in_python:
             yield "In Python, with the graphs of the compiled modules in it:"
             yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
+        for number, kinds in enumerate(self.nodes):
+            if kinds:
+                yield f"Graph {number}: {', '.join(count(times, kind) for kind, times in kinds.items())}"
         yield from text.memory(self.memory, of_step=True)
 
     def __str__(self) -> str:

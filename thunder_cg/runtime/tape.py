@@ -299,6 +299,9 @@ class TapeGraph:
     def tensors(self) -> Iterable[torch.Tensor]:
         return [tensor for step in self.steps for tensor in _tensors_in(step)]
 
+    def counts(self) -> dict[str, int]:
+        return {"op": sum(isinstance(step, _RecordedCall) for step in self.steps)}
+
     def write_dot(self, path: str) -> None:
         if self._is_closed:
             raise CudagraphError("write_dot: the graph has been destroyed; call the function again")
