@@ -671,14 +671,16 @@ def test_an_exception_passes_through(step_twins):
 # ----------------------------------------------------------------------------------------------- what people also write
 
 
-def test_scaler(step_twins):
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_scaler(step_twins, dtype):
     def make(model):
         optimizer = adamw(model.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler(step_twins.device, init_scale=2.0**8, growth_interval=3)
 
         def step(x, y):
             optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
+            with torch.autocast(step_twins.device, dtype, enabled=dtype is not None):
+                loss = cross_entropy(model(x), y)
             scaler.scale(loss).backward()
             scaler.unscale_(optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -687,13 +689,6 @@ def test_scaler(step_twins):
             return loss, scaler._scale.clone()
 
         return step
-
-    class Overflows:
-        def __init__(self, step):
-            self.step = step
-
-        def __call__(self, x, y):
-            return self.step(x, y)
 
     def between(i, model, fn, batch):
         if i == 7:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import jsonschema
 import pytest
 import torch
 from support import same, same_state
@@ -11,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from thunder_cg import explain, release
-from thunder_cg.report import MemoryPreview, MemoryReport, StepReport, units
+from thunder_cg.report import MemoryPreview, MemoryReport, StepReport, schema, units
 from thunder_cg.runtime.tape import TapeBackend, TapePool
 
 GRADIENTS = 4 * (4 * 8 + 8 + 8 * 3 + 3)  # bytes
@@ -75,7 +76,9 @@ def test_a_ledger_to_the_byte(step_twins, step_of, tmp_path, backend):
         report.save(path := tmp_path / f"step{suffix}")
         content = " ".join(path.read_text(encoding="utf-8").split())
         assert suffix == ".json" or (said in content and "gradients 268 B; copies of inputs 120 B" in content), content
-    assert StepReport.load(tmp_path / "step.json") == report
+    saved = tmp_path / "step.json"
+    assert StepReport.load(saved) == report
+    jsonschema.validate(json.loads(saved.read_text(encoding="utf-8")), schema.schema(StepReport))
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
     assert said in str(report) and said in report._repr_html_()
 

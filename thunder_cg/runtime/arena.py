@@ -147,7 +147,8 @@ class Arenas:
         recording with the fewest replays per byte is discarded first. Recordings of one arena share its memory, which
         is back when the last one is gone. If nothing can go, the call runs eagerly. So do, for a while, the calls of a
         program whose recordings have been discarded many times and replayed few times, since a capture costs more than
-        an eager run.
+        an eager run. A graphed step does the same with its own budget, but its estimate is a lower bound; see Note
+        [What a step needs] in step/memory.py.
     """
 
     def __init__(self, backend: Backend, limit: int, poison: bool, budget: int | float | None = None) -> None:
