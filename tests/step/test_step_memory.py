@@ -101,6 +101,19 @@ def test_the_peak_of_a_call_in_python_says_what_it_needs(step_twins, step_of, mo
     # The second call has freed the gradients of the first one. The third has not raised the peak.
     assert needs == [1100, 1800 + GRADIENTS, GRADIENTS]
 
+    model = step_twins.model()
+
+    def last_of_several(x, y):
+        cross_entropy(model(x), y).backward()
+        model.zero_grad()
+
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    step = step_twins.graphed(last_of_several)
+    counted = iter([(1200, 3000), (1200, 4000)])
+    call(step_twins, step)
+    assert [preview.without_graphs for preview in explain(step).memory.previews] == [2800]
+
 
 def test_what_cannot_fit_is_not_tried(step_twins, monkeypatch):
     if step_twins.backend == "tape":

@@ -25,16 +25,20 @@ class PythonCall:
 
     def __init__(self, state: StepState, backend: Backend) -> None:
         self._backend, self._device = backend, state.device
-        gradients = [parameter.grad for parameter in state.parameters if parameter.grad is not None]
-        self._gradients = [(weakref.ref(gradient), nbytes([gradient])) for gradient in gradients]
+        self._gradients = [
+            (parameter, weakref.ref(gradient), nbytes([gradient]))
+            for parameter in state.parameters
+            if (gradient := parameter.grad) is not None
+        ]
         self._allocated, self._peak = backend.allocated_nbytes(self._device)
 
     def allocated(self, state: StepState) -> int:
         """Bytes that the call has allocated at a time, at least; ``state`` is the one after it."""
-        before = {id(gradient) for ref, _ in self._gradients if (gradient := ref()) is not None}
+        before = {id(gradient) for _, ref, _ in self._gradients if (gradient := ref()) is not None}
         gradients = [parameter.grad for parameter in state.parameters if parameter.grad is not None]
         new = nbytes(gradient for gradient in gradients if id(gradient) not in before)
-        freed = sum(size for ref, size in self._gradients if ref() is None)
+        # Gradients that made place for new ones. Those that were only dropped, at the end, were there at the peak.
+        freed = sum(size for parameter, ref, size in self._gradients if ref() is None and parameter.grad is not None)
         _, peak = self._backend.allocated_nbytes(self._device)
         return max(new, peak - self._allocated + freed if peak > self._peak else 0)
 
