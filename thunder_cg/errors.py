@@ -82,6 +82,17 @@ class CaptureRefused(CudagraphError, RuntimeError):
     """What a backend raises while capturing, for an operation that a graph cannot hold."""
 
 
+class NoRoom(CaptureRefused):
+    """What keeps a step from being captured: its graph does not fit into the memory budget.
+
+    ``may_pass`` says whether older graphs went for it, so that a later call may find room.
+    """
+
+    def __init__(self, problem: str, *, may_pass: bool) -> None:
+        super().__init__(problem)
+        self.may_pass = may_pass
+
+
 class RanksDiffer(CudagraphError, RuntimeError):
     """What keeps a region that communicates from being captured on this rank: another rank does something else.
 

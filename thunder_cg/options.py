@@ -57,11 +57,7 @@ class Options:
             bound = getattr(self, name)
             if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
                 raise OptionError(name, bound, "a whole number of at least 1", "raise it")
-        budget = self.memory_budget
-        is_share = type(budget) is float and 0 < budget <= 1
-        if not (budget is None or is_share or (type(budget) is int and budget >= 1)):
-            expected = "bytes as a whole number of at least 1, a share of the device as a float in (0, 1], or None"
-            raise OptionError("memory_budget", budget, expected, "pass 2 * 2**30 for 2 GiB, or 0.5")
+        check_memory_budget(self.memory_budget, "cudagraph_transform")
         for name in ("allow", "deny"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Collection) or not all(map(_is_operator, value)):
@@ -72,6 +68,14 @@ class Options:
             raise OptionError(
                 "allow", sorted(map(str, both)), "names that deny= does not hold too", "name each operator once"
             )
+
+
+def check_memory_budget(budget: object, function: str) -> None:
+    """Raises `OptionError` if ``memory_budget=`` of ``function`` cannot be meant."""
+    is_share = type(budget) is float and 0 < budget <= 1
+    if not (budget is None or is_share or (type(budget) is int and budget >= 1)):
+        expected = "bytes as a whole number of at least 1, a share of the device as a float in (0, 1], or None"
+        raise OptionError("memory_budget", budget, expected, "pass 2 * 2**30 for 2 GiB, or 0.5", function)
 
 
 def _is_operator(value: object) -> bool:

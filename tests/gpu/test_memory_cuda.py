@@ -10,7 +10,7 @@ import torch
 from models import mlp
 from support import programs, replays, same, same_state, twice
 
-from thunder_cg import cudagraph_transform, explain, release
+from thunder_cg import cudagraph_transform, explain, graphed_step, release
 from thunder_cg.runtime.cuda import streams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -73,6 +73,64 @@ def test_the_ledger_adds_up_to_what_pytorch_and_the_driver_say(quiet, trains):
     release(model)
     assert reserved() <= before + 2 * MB
     assert taken() <= taken_before + 4 * MB
+
+
+def training_step(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def test_the_ledger_of_a_step_adds_up(quiet):
+    x = torch.randn(32768, 1024, device="cuda")
+    models = [thunder.jit(mlp(4, 1024).cuda(), transforms=[cudagraph_transform()]) for _ in range(2)]
+    other, step = (graphed_step(training_step(model)) for model in models)
+    for _ in range(4):  # kernels are loaded, and cuBLAS has its handles, before anything is counted
+        other(x)
+    release(other)
+    before, taken_before = reserved(), taken()
+    torch.cuda.reset_peak_memory_stats()  # so that a call in Python raises it, which shows what the step needs
+    for _ in range(4):
+        step(x)
+    memory = explain(step).memory
+    grown, taken_grown = reserved() - before, taken() - taken_before
+    assert step.replays >= 2 and memory.pools > 200 * MB, step.in_python
+    assert memory.pools + memory.workspaces == pytest.approx(grown, rel=0.01)
+    assert memory.pools + memory.workspaces + memory.graphs == pytest.approx(taken_grown, rel=0.01)
+    (recording,) = memory.recordings
+    (region,) = recording.regions
+    assert recording.gradients == sum(4 * parameter.numel() for parameter in models[1].parameters())
+    assert (region.copied_in, region.copied_out) == (128 * MB, 4)
+    assert 512 * MB < recording.needs <= 1.02 * memory.pools
+    release(step)
+    models[1].zero_grad(set_to_none=True)  # the gradients are the caller's
+    assert reserved() <= before + 2 * MB
+    assert taken() <= taken_before + 4 * MB
+
+
+@pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+def test_a_budget_is_kept_by_a_step(quiet):
+    budget = 96 * MB
+    model = mlp(2, 1024).cuda()
+    plain, jitted = twice(model, cudagraph_transform(memory_budget=1))  # the step's graphs are all that there are
+    plain_step, step = training_step(plain), graphed_step(training_step(jitted), memory_budget=budget)
+    for _ in range(2):
+        for rows in (512, 1024, 16384):  # a batch of 16384 rows has 64 MB
+            x = torch.randn(rows, 1024, device="cuda")
+            for _ in range(4):
+                same(plain_step(x).detach(), step(x).detach())
+                memory = explain(step).memory
+                assert memory.pools <= memory.budget == budget, step.in_python
+    same_state(plain, jitted)
+    assert step.replays >= 4, step.in_python
+    assert any(reason.startswith("memory_budget is 100,663,296 bytes, and its") for reason in step.in_python)
 
 
 def test_all_memory_comes_back_and_the_next_calls_are_right(quiet):

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from thunder_cg import cudagraph_transform, graphed_step
 
 L = pytest.importorskip("lightning")
+plugins = pytest.importorskip("lightning.pytorch.plugins")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -73,7 +74,51 @@ class Manual(Automatic):
         self.lr_schedulers().step()
 
 
-def fit(module, data, device, folder, epochs=4, checkpoint=None):
+class Stepped(plugins.MixedPrecision):
+    """`update` has made the optimizer's step, with the plugin's scaler, which is in checkpoints."""
+
+    def optimizer_step(self, optimizer, model, closure, **options):
+        return closure()
+
+
+class ManualScaled(Manual):
+    """The whole step is one graph, the scaler's part included."""
+
+    def configure_optimizers(self):
+        lr = torch.tensor(0.01, device=self.device)
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr, fused=True)
+        scaler = self.trainer.precision_plugin.scaler
+
+        def update(x, labels):
+            loss = self.net(x, labels)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        self.update = self.graphed(update)
+        return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
+
+
+class ManualInPython(Automatic):
+    """Lightning scales, clips and steps; forward and backward are graphs."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        loss = self.net(*batch)
+        self.log("loss", loss)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 1.0, "norm")
+        optimizer.step()
+
+
+def fit(module, data, device, folder, epochs=4, checkpoint=None, **options):
     """Trains, and returns what Lightning has logged and counted, and the last checkpoint."""
     L.seed_everything(1, verbose=False)
     trainer = L.Trainer(
@@ -84,6 +129,7 @@ def fit(module, data, device, folder, epochs=4, checkpoint=None):
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
+        **options,
     )
     trainer.fit(
         module, DataLoader(data, 4, shuffle=True), DataLoader(data, 7), ckpt_path=checkpoint, weights_only=False
@@ -117,3 +163,36 @@ def test_manual_optimization(net, data, backend, device, tmp_path):
         fit(each, data, device, tmp_path, epochs=6, checkpoint=checkpoint)
     same_state(graphed, plain)
     assert graphed.update.replays >= 4, graphed.update.in_python
+
+
+@pytest.mark.parametrize("kind", [Automatic, ManualInPython, ManualScaled])
+def test_half_precision(kind, net, data, backend, device, tmp_path):
+    """``precision="16-mixed"``, whose plugin works on a CPU, too. The first steps overflow, and so do later ones."""
+
+    def train(module):
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**18, growth_interval=4)
+        plugin = (Stepped if kind is ManualScaled else plugins.MixedPrecision)("16-mixed", device, scaler)
+        return fit(module, data, device, tmp_path, plugins=[plugin])[0], scaler.state_dict()
+
+    transforms = [cudagraph_transform(backend=backend)]
+    if kind is ManualScaled:
+        plain = kind(copy.deepcopy(net), [], lambda update: update)
+        graphed = kind(net, transforms, lambda update: graphed_step(update, backend=backend))
+    else:
+        plain, graphed = kind(copy.deepcopy(net), []), kind(net, transforms)
+    expected, found = train(plain), train(graphed)
+    same(found, expected)
+    same_state(graphed, plain)
+    assert found[1]["scale"] < 2.0**18
+    assert replays(graphed.net) > (0 if kind is ManualScaled else 40)
+    assert kind is not ManualScaled or graphed.update.replays >= 12, graphed.update.in_python
+
+
+def test_bfloat16(net, data, backend, device, tmp_path):
+    plain = Manual(copy.deepcopy(net), [], lambda update: update)
+    transforms = [cudagraph_transform(backend=backend)]
+    graphed = Manual(net, transforms, lambda update: graphed_step(update, backend=backend))
+    found, expected = (fit(each, data, device, tmp_path, precision="bf16-mixed")[0] for each in (graphed, plain))
+    same(found, expected)
+    same_state(graphed, plain)
+    assert graphed.update.replays >= 12, graphed.update.in_python

@@ -11,7 +11,16 @@ from models import Linear
 from torch import nn
 
 from thunder_cg import cudagraph_transform, explain, release
-from thunder_cg.report import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory, text, units
+from thunder_cg.report import (
+    ArenaMemory,
+    MemoryPreview,
+    MemoryReport,
+    RecordingMemory,
+    RegionMemory,
+    markdown,
+    text,
+    units,
+)
 
 N = 1000  # elements of 4 bytes
 
@@ -45,7 +54,7 @@ def test_a_function_to_the_byte(backend, device):
     plain = report.to_dict()["memory"]
     assert json.loads(json.dumps(plain)) == plain
     assert plain["recordings"][0]["regions"][0]["copied_in"] == 4 * N
-    for said in (str(report), report._repr_html_()):
+    for said in (str(report), report._repr_html_(), markdown.render(report)):
         assert f"Memory of the graphs: {units.size(arena.pool)} in 1 memory pool, " in said
         assert "fn, compiled version 0, 3 replays: needs about 11.7 KiB of pool 0, and 7.8 KiB without graphs" in said
         assert "copied per call 3.9 KiB in, 3.9 KiB out" in said

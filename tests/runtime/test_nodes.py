@@ -90,6 +90,14 @@ def test_host_memory(node, said, monkeypatch):
             nodes.refuse_host_memory(graph)
 
 
+def test_counts(monkeypatch):
+    monkeypatch.setattr(cuda, "driver", Driver)
+    memset, empty = KINDS.CU_GRAPH_NODE_TYPE_MEMSET, KINDS.CU_GRAPH_NODE_TYPE_EMPTY
+    inside = (KINDS.CU_GRAPH_NODE_TYPE_GRAPH, [(KERNEL, None), (memset, None)])
+    graph = [copy(DEVICE, DEVICE), (KERNEL, None), inside, (KERNEL, None), (empty, None), (HOST, None)]
+    assert nodes.counts(graph) == {"kernel": 3, "memcpy": 1, "memset": 1, "other node": 1}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("way", ["from", "to"])

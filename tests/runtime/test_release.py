@@ -126,7 +126,7 @@ def test_steps(backend, device, monkeypatch):
     for captures in (1, 2):
         losses = [step(x) for _ in range(5)]
         assert step.captures == captures and losses == sorted(losses, reverse=True)
-        held = [weakref.ref(step.recordings[0].graph), weakref.ref(step._pool)]
+        held = [weakref.ref(step.recordings[0].graph), weakref.ref(step.arena)]
         release(step)
         assert alive(held) == 0 and not step.recordings
 

@@ -36,12 +36,15 @@ class Twins:
     def graphed(self, fn: Callable[..., Any], **options: Any) -> Any:
         return graphed_step(fn, backend=self.backend, **options)
 
-    def train(self, make: Callable[..., Any], calls: int = 8, between: Callable[..., None] | None = None) -> Any:
+    def train(
+        self, make: Callable[..., Any], calls: int = 8, between: Callable[..., None] | None = None, **options: Any
+    ) -> Any:
         """Trains twice and compares results, models and random numbers; returns the graphed step.
 
         Args:
             make: of a model without and with the transform, makes the function of a step.
             between: is called after each call with its number and the model, its step's function, and the batch.
+            options: of the graphed step.
         """
         model = self.model()
         models = [thunder.jit(copy.deepcopy(model)), self.compiled(model)]
@@ -49,7 +52,7 @@ class Twins:
         for compiled, is_graphed in zip(models, (False, True)):
             torch.manual_seed(1)
             fn = make(compiled)
-            step = self.graphed(fn) if is_graphed else fn
+            step = self.graphed(fn, **options) if is_graphed else fn
             found = []
             for i in range(calls):
                 batch = self.batch()

@@ -12,6 +12,7 @@ from thunder_cg.report import html, markdown, schema, terminal, text
 if TYPE_CHECKING:
     from thunder_cg.report.differences import Differences
     from thunder_cg.report.report import Report
+    from thunder_cg.report.step import StepReport
 
 T = TypeVar("T")
 Forms = Mapping[str, tuple[str, Callable[[T], str]]]  # by suffix: how files of the form begin, and the content
@@ -28,6 +29,12 @@ OF_REPORT: Forms[Report] = {
     ".md": (markdown.MARK, markdown.render),
     ".json": (schema.MARK, schema.dumps),
     ".txt": (_TEXT_MARK, lambda report: _text(text.render(report))),
+}
+OF_STEP: Forms[StepReport] = {
+    ".html": (html.MARK, lambda report: html.page(html.lines(report.lines()), "CUDA graphs of a step")),
+    ".md": (markdown.MARK, lambda report: markdown.lines(report.lines())),
+    ".json": (schema.MARK, schema.dumps),
+    ".txt": (_TEXT_MARK, lambda report: _text("\n".join(report.lines()))),
 }
 OF_DIFFERENCES: Forms[Differences] = {
     ".html": (html.MARK, lambda differences: html.page(html.differences(differences), "CUDA graphs, before and after")),

@@ -20,7 +20,6 @@ from thunder_cg.report import opening, picture, text, units
 
 if TYPE_CHECKING:
     from thunder_cg.report.differences import Change, Differences
-    from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport
 
 MARK = "<!DOCTYPE html><!-- thunder_cg report -->"  # pages begin with it
@@ -65,7 +64,7 @@ def render(report: Report) -> str:
     said = "".join(f'<div style="margin-left: {_indent(line)}ch">{escape(line.strip())}</div>' for line in rest)
     traces = "".join(map(_trace, report.traces))
     above = f"<p><b>{escape(first)}</b></p>{said}"
-    return f'<div class="thunder-cg"><style>{_STYLE}</style>{above}{traces}{_memory(report.memory)}</div>'
+    return f'<div class="thunder-cg"><style>{_STYLE}</style>{above}{traces}{_pre(text.memory(report.memory))}</div>'
 
 
 def _indent(line: str) -> int:
@@ -103,9 +102,15 @@ def page(content: str, title: str, generator: str = "thunder_cg") -> str:
     return f'{MARK}<html lang="en">{head}<body>{content}</body></html>\n'
 
 
-def _memory(ledger: MemoryReport) -> str:
-    lines = [*text.memory(ledger)]
-    return f'<pre style="white-space: pre-wrap">{escape(chr(10).join(lines))}</pre>' if lines else ""
+def lines(said: Iterable[str]) -> str:
+    """A fragment: the first line as a headline, and the others as they are."""
+    first, *rest = said
+    return f'<div class="thunder-cg"><p><b>{escape(first)}</b></p>{_pre(rest)}</div>'
+
+
+def _pre(said: Iterable[str]) -> str:
+    content = escape("\n".join(said))
+    return f'<pre style="white-space: pre-wrap">{content}</pre>' if content else ""
 
 
 def _trace(trace: TraceReport) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -17,10 +17,14 @@ MARK = "<!-- thunder_cg report -->"  # files begin with it
 
 def render(report: Report) -> str:
     """The content of a file."""
-    first, _, rest = opening.opening(report).partition("\n")
-    parts = [MARK, f"**{_escape(first)}**", *([_block(rest)] if rest else [])]
-    parts += [part for trace in report.traces for part in _trace(trace)]
-    return "\n\n".join(parts) + "\n"
+    parts = [part for trace in report.traces for part in _trace(trace)]
+    return lines(opening.opening(report).splitlines(), *parts, *_blocks(text.memory(report.memory)))
+
+
+def lines(said: Iterable[str], *parts: str) -> str:
+    """The content of a file: the first line as a headline, the others as they are, and the parts."""
+    first, *rest = said
+    return "\n\n".join((MARK, f"**{_escape(first)}**", *_blocks(rest), *parts)) + "\n"
 
 
 def _trace(trace: TraceReport) -> Iterator[str]:
@@ -57,11 +61,13 @@ def _code(said: str) -> str:
     return f"<code>{_escape(said)}</code>"
 
 
-def _block(said: str) -> str:
-    fence = "```"
-    while fence in said:
-        fence += "`"
-    return f"{fence}text\n{said}\n{fence}"
+def _blocks(lines: Iterable[str]) -> Iterator[str]:
+    """One block of text, or none if there are no lines."""
+    if said := "\n".join(lines):
+        fence = "```"
+        while fence in said:
+            fence += "`"
+        yield f"{fence}text\n{said}\n{fence}"
 
 
 def _escape(said: str) -> str:

@@ -1,4 +1,7 @@
-"""The ledger: bytes of each arena, recording and region. Memory that recordings share is counted once, by its arena."""
+"""The ledger: bytes of each arena, recording and region. Memory that recordings share is counted once, by its arena.
+
+That of a graphed step has the same form: a recording of it is one graph, as a recording with one region is.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ from dataclasses import dataclass
 from thunder_cg.report.programs import Located
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.program import Program
-from thunder_cg.runtime.recording import Recording, TraceRecording
+from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
+from thunder_cg.step import GraphedStep
+from thunder_cg.step.recording import StepRecording
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,24 +30,25 @@ class RegionMemory:
 
 @dataclass(frozen=True, slots=True)
 class RecordingMemory:
-    """What one call of a forward, and of its backward, has recorded."""
+    """What one call of a forward, and of its backward, has recorded; or one call of a graphed step."""
 
     function: str
-    entry: int  # the number of the compiled version
+    entry: int  # the number of the compiled version; of a graphed step, that of the graph, 0 for the newest one
     arenas: tuple[int, ...]  # numbers of those that its graphs use
     replays: int
     needs: int  # of its arena, by an estimate from the trace; recordings of one arena share its memory
     without_graphs: int  # what the same calls allocate at a time where all ops run eagerly, by the same estimate
     regions: tuple[RegionMemory, ...]
+    gradients: int = 0  # of the arena: those that stay after a call of a graphed step; recordings may share them
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPreview:
-    """What a trace will need that is not captured yet, or does not fit into the memory budget."""
+    """What a trace, or a graphed step, will need that is not captured yet, or does not fit into the memory budget."""
 
     function: str
-    entry: int  # the number of the compiled version
-    kind: str  # "forward" or "backward"
+    entry: int  # the number of the compiled version; of a graphed step, that of the layout of the batch
+    kind: str  # "forward" or "backward", or "step"
     needs: int  # of an arena, by an estimate from the trace, or as it turned out; the budget is compared with it
     without_graphs: int  # as in `RecordingMemory`
 
@@ -59,7 +65,10 @@ class ArenaMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """The ledger of a compiled function, in bytes."""
+    """The ledger of a compiled function, or of a graphed step, in bytes.
+
+    What a graphed step needs is a lower bound, from a call in Python: see Note [What a step needs] in step/memory.py.
+    """
 
     arenas: tuple[ArenaMemory, ...] = ()
     recordings: tuple[RecordingMemory, ...] = ()
@@ -67,7 +76,7 @@ class MemoryReport:
     pools: int = 0  # the sum over the arenas
     workspaces: int = 0  # the sum over the arenas
     graphs: int = 0  # the sum over the recordings
-    budget: int | None = None  # of the pools of all arenas of the transform
+    budget: int | None = None  # of the pools of all arenas of the transform, or of the step
 
     @classmethod
     def of(cls, programs: Iterable[Located]) -> MemoryReport:
@@ -76,24 +85,55 @@ class MemoryReport:
         for located in programs:
             for arena in located.program.arenas():
                 numbers.setdefault(arena, len(numbers))
-        arenas = tuple(
-            ArenaMemory(number, arena.nbytes(), arena.workspace_nbytes(), arena.is_held())
-            for arena, number in numbers.items()
-        )
-        recordings = tuple(_recordings(programs, numbers))
         previews = tuple(
             MemoryPreview(each.function, each.entry, program.kind, program.needed, program.memory.without_graphs)
             for each in programs
             if (program := each.program).regions and not any(traces for _, traces in program.recorded())
         )
+        budget = next((located.program.budget() for located in programs if located.program.regions), None)
+        return cls._of(numbers, tuple(_recordings(programs, numbers)), previews, budget)
+
+    @classmethod
+    def of_step(cls, step: GraphedStep) -> MemoryReport:
+        recordings = tuple(
+            RecordingMemory(
+                function=step.name,
+                entry=number,
+                arenas=(0,),
+                replays=recording.replays,
+                needs=recording.nbytes,
+                without_graphs=recording.without_graphs,
+                regions=(_region("step", recording, recording.without_graphs),),
+                gradients=recording.gradient_nbytes,
+            )
+            for number, recording in enumerate(step.recordings)
+        )
+        previews = tuple(
+            MemoryPreview(step.name, number, "step", ready.needs, ready.without_graphs)
+            for number, ready in enumerate(step.awaiting())
+        )
+        return cls._of([step.arena] if step.arena is not None else [], recordings, previews, step.budget())
+
+    @classmethod
+    def _of(
+        cls,
+        arenas: Iterable[Arena],
+        recordings: tuple[RecordingMemory, ...],
+        previews: tuple[MemoryPreview, ...],
+        budget: int | None,
+    ) -> MemoryReport:
+        numbered = tuple(
+            ArenaMemory(number, arena.nbytes(), arena.workspace_nbytes(), arena.is_held())
+            for number, arena in enumerate(arenas)
+        )
         return cls(
-            arenas=arenas,
+            arenas=numbered,
             recordings=recordings,
             previews=previews,
-            pools=sum(arena.pool for arena in arenas),
-            workspaces=sum(arena.workspaces for arena in arenas),
+            pools=sum(arena.pool for arena in numbered),
+            workspaces=sum(arena.workspaces for arena in numbered),
             graphs=sum(region.graph for recording in recordings for region in recording.regions),
-            budget=next((located.program.budget() for located in programs if located.program.regions), None),
+            budget=budget,
         )
 
 
@@ -121,11 +161,15 @@ def _recordings(programs: Iterable[Located], numbers: dict[Arena, int]) -> Itera
 def _regions(program: Program, trace: TraceRecording) -> Iterator[RegionMemory]:
     for region, graph, without_graphs in zip(program.regions, trace.graphs, program.memory.regions):
         if graph is not None:
-            yield RegionMemory(
-                name=region.name,
-                static_buffers=graph.buffer_nbytes,
-                graph=graph.graph.nbytes,
-                copied_in=graph.nbytes_in,
-                copied_out=graph.nbytes_out,
-                without_graphs=without_graphs,
-            )
+            yield _region(region.name, graph, without_graphs)
+
+
+def _region(name: str, graph: RegionGraph | StepRecording, without_graphs: int) -> RegionMemory:
+    return RegionMemory(
+        name=name,
+        static_buffers=graph.buffer_nbytes,
+        graph=graph.graph.nbytes,
+        copied_in=graph.nbytes_in,
+        copied_out=graph.nbytes_out,
+        without_graphs=without_graphs,
+    )

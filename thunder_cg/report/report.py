@@ -155,7 +155,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
-        return dict(_plain(asdict(self)))
+        return dict(schema.plain(asdict(self)))
 
     def show(self) -> None:
         """Prints the text: on a terminal in colour, unless the environment variable NO_COLOR is set."""
@@ -337,10 +337,3 @@ def _split(program: Program, region: RuntimeRegion, times: Times) -> float | Non
     between = takewhile(lambda step: not isinstance(step, Region), steps[at + 1 :])
     found = [times.ops[index] for step in between for index in step.ops if index in times.ops]
     return sum(found) if found else None
-
-
-def _plain(value: Any) -> Any:
-    """Tuples as lists, so that what is written as JSON and read again is equal."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -28,6 +28,13 @@ def dumps(report: Any) -> str:
     return json.dumps({"format": FORMAT, "version": VERSION, **report.to_dict()}, indent=1, ensure_ascii=False) + "\n"
 
 
+def plain(value: Any) -> Any:
+    """Tuples as lists, so that what is written as JSON and read again is equal."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def loads(record: type[R], content: str, name: str) -> R:
     """The report in the content of a file of this name.
 

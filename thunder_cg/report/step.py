@@ -1,49 +1,67 @@
-"""The report of a graphed step: how many calls replayed, and why the others ran in Python."""
+"""The report of a graphed step: how many calls replayed, why the others ran in Python, and what its graphs cost."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from html import escape
+from pathlib import Path
 from typing import Any
 
-from thunder_cg.report.units import count, size
+from thunder_cg.report import files, html, schema, terminal, text
+from thunder_cg.report.memory import MemoryReport
+from thunder_cg.report.units import count
 from thunder_cg.step import GraphedStep
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class StepReport:
-    """What became of a step of :func:`thunder_cg.graphed_step`. `print` it, or take `to_dict()`."""
+    """What became of a step of :func:`thunder_cg.graphed_step`. `print` it, leave it as a notebook cell's last line,
+    `save` it to a file, or take `to_dict()`."""
 
     function: str
     calls: int
     replays: int  # of a graph that an earlier call captured
     captures: int  # calls that captured the step, and then ran the graph
-    recordings: int  # graphs that are kept
     in_python: Mapping[str, int]  # calls that ran the function in Python, by their reasons
-    pool_bytes: int  # of the memory that all graphs of the step share, gradients included
+    memory: MemoryReport  # the ledger; its recordings are the graphs that are kept
+    # What each of these graphs does: its kernels, memcpys and memsets; recorded ops on the tape; nothing if not known.
+    nodes: tuple[Mapping[str, int], ...] = ()
 
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
         in_python = {reason: number for reason, number in step.in_python.most_common() if number}
-        recordings = len(step.recordings)
-        return cls(step.name, step.calls, step.replays, step.captures, recordings, in_python, step.pool_bytes())
+        nodes = tuple(recording.graph.counts() for recording in step.recordings)
+        return cls(step.name, step.calls, step.replays, step.captures, in_python, MemoryReport.of_step(step), nodes)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as dicts, strings and numbers, ready for `json.dumps`."""
-        return asdict(self)
+        """The report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
+        return dict(schema.plain(asdict(self)))
+
+    def save(self, path: str | Path) -> None:
+        """Writes the report to a file, as `Report.save` does: the path ends with .html, .md, .json or .txt."""
+        files.save(self, Path(path), files.OF_STEP)
+
+    @classmethod
+    def load(cls, path: str | Path) -> StepReport:
+        """The report that `save` wrote to a .json file. ValueError if the file is something else."""
+        return schema.loads(cls, Path(path).read_text(encoding="utf-8"), str(path))
+
+    def lines(self) -> Iterator[str]:
+        """The text, line by line."""
+        replayed = f"{self.replays:,} of {count(self.calls, 'call')} replayed the whole step as one graph"
+        yield f"Step {self.function}: {replayed}; {count(self.captures, 'capture')}"
+        if self.in_python:
+            yield "In Python, with the graphs of the compiled modules in it:"
+            yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())
+        for number, kinds in enumerate(self.nodes):
+            if kinds:
+                yield f"Graph {number}: {', '.join(count(times, kind) for kind, times in kinds.items())}"
+        yield from text.memory(self.memory, of_step=True)
 
     def __str__(self) -> str:
-        replayed = f"{self.replays:,} of {count(self.calls, 'call')} replayed the whole step as one graph"
-        lines = [f"Step {self.function}: {replayed}; {count(self.captures, 'capture')}"]
-        if self.in_python:
-            lines.append("In Python, with the graphs of the compiled modules in it:")
-            lines += [f"  {number:,} x {reason}" for reason, number in self.in_python.items()]
-        if self.recordings:
-            lines.append(f"Kept: {count(self.recordings, 'graph')} in {size(self.pool_bytes)}, gradients included")
-        return "\n".join(lines)
+        return terminal.fit("\n".join(self.lines()))
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+        return html.lines(self.lines())

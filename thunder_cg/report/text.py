@@ -61,13 +61,14 @@ def collectives(trace: TraceReport) -> Iterator[str]:
         yield f"{said}; {sum(each.overlaps for each in total):,} can overlap with compute"
 
 
-def memory(ledger: MemoryReport) -> Iterator[str]:
+def memory(ledger: MemoryReport, *, of_step: bool = False) -> Iterator[str]:
     """The ledger: all together, each arena (a memory pool), each recording, and each trace that has none."""
     if not ledger.arenas and not ledger.previews:
         return
     said = f"Memory of the graphs: {size(ledger.pools)} in {count(len(ledger.arenas), 'memory pool')}"
     said += f", {size(ledger.workspaces)} in cuBLAS workspaces, {size(ledger.graphs)} in the driver"
     yield said + (f"; memory_budget is {size(ledger.budget)}" if ledger.budget is not None else "")
+    version, about = ("graph", "at least") if of_step else ("compiled version", "about")
     for arena in ledger.arenas:
         held = ", in use by a call: a forward keeps it until its backward" if arena.is_held else ""
         yield f"  pool {arena.number}: {size(arena.pool)}{held}"
@@ -78,16 +79,19 @@ def memory(ledger: MemoryReport) -> Iterator[str]:
         )
         arenas = " and ".join(map(str, recording.arenas))
         needs, without_graphs = size(recording.needs), size(recording.without_graphs)
+        gradients = f"gradients {size(recording.gradients)}; " if recording.gradients else ""
         yield (
-            f"  {recording.function}, compiled version {recording.entry}, {count(recording.replays, 'replay')}: "
-            f"needs about {needs} of pool {arenas}, and {without_graphs} without graphs; "
-            f"copies of inputs {buffers}; in the driver {graphs}; copied per call {copied_in} in, {copied_out} out"
+            f"  {recording.function}, {version} {recording.entry}, {count(recording.replays, 'replay')}: "
+            f"needs {about} {needs} of pool {arenas}, and {without_graphs} without graphs; "
+            f"{gradients}copies of inputs {buffers}; in the driver {graphs}; "
+            f"copied per call {copied_in} in, {copied_out} out"
         )
     for preview in ledger.previews[:_MOST_LINES]:
         needs, without_graphs = size(preview.needs), size(preview.without_graphs)
+        which = f"layout {preview.entry} of the batch" if of_step else f"{version} {preview.entry}, {preview.kind}"
         yield (
-            f"  {preview.function}, compiled version {preview.entry}, {preview.kind}, not captured: "
-            f"would need about {needs} of a pool, and {without_graphs} without graphs"
+            f"  {preview.function}, {which}, not captured: "
+            f"would need {about} {needs} of a pool, and {without_graphs} without graphs"
         )
     if more := sum(max(0, len(parts) - _MOST_LINES) for parts in (ledger.recordings, ledger.previews)):
         yield f"  {more:,} more: see explain(fn).memory"

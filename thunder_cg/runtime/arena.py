@@ -6,15 +6,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from thunder_cg.runtime.backend import Backend, Pool
-
-if TYPE_CHECKING:
-    from thunder_cg.runtime.call import Call
-    from thunder_cg.runtime.program import Program
 
 _RAISE = "raise memory_budget"
 
@@ -85,8 +81,56 @@ def _poison_and_release(pools: Mapping[torch.device, Pool], held: threading.Lock
         held.release()
 
 
+class Recorded(Protocol):
+    """Graphs in arenas: a recording of a program, or of a graphed step."""
+
+    @property
+    def value(self) -> float:
+        """Replays per byte."""
+
+    def age(self) -> None:
+        """Has earlier replays count less."""
+
+    def arenas(self) -> Sequence[Arena]:
+        """Those that its graphs use."""
+
+
+class Recorder(Protocol):
+    """What owns recordings: a program, or a graphed step."""
+
+    @property
+    def recordings(self) -> Sequence[Recorded]:
+        """Newest first."""
+
+    def captures_pay(self) -> bool:
+        """Whether it makes sense to discard recordings for one of its own."""
+
+    def discard_for_budget(self, recording: Any) -> None:
+        """Gives up one of its recordings, because others are worth more."""
+
+
+class Holder(Protocol):
+    """A call that needs memory for graphs."""
+
+    @property
+    def program(self) -> Recorder:
+        """Whose call it is."""
+
+    @property
+    def recording(self) -> Recorded | None:
+        """What it has recorded, if that is among the owner's recordings already. It is not discarded."""
+
+    @property
+    def memory(self) -> Arena:
+        """Where it allocates."""
+
+    def arenas(self) -> Sequence[Arena]:
+        """Those that it holds."""
+
+
 class Arenas:
     """The arenas of one transform, up to a limit for each trace pair: what was split has many calls in flight at once.
+    Or those of one graphed step, which has one.
 
     Programs keep an arena alive; when the last one that used it is gone, it goes too.
 
@@ -103,7 +147,8 @@ class Arenas:
         recording with the fewest replays per byte is discarded first. Recordings of one arena share its memory, which
         is back when the last one is gone. If nothing can go, the call runs eagerly. So do, for a while, the calls of a
         program whose recordings have been discarded many times and replayed few times, since a capture costs more than
-        an eager run.
+        an eager run. A graphed step does the same with its own budget, but its estimate is a lower bound; see Note
+        [What a step needs] in step/memory.py.
     """
 
     def __init__(self, backend: Backend, limit: int, poison: bool, budget: int | float | None = None) -> None:
@@ -112,9 +157,9 @@ class Arenas:
         self._budget_lock = threading.RLock()  # what is discarded may run destructors of anybody
         self._arenas: list[weakref.ref[Arena]] = []
         self._scratch: list[weakref.ref[Arena]] = []
-        self._pairs: weakref.WeakSet[Program] = weakref.WeakSet()
+        self._pairs: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
-    def join(self, pair: Program) -> None:
+    def join(self, pair: Recorder) -> None:
         """Raises the limit while ``pair`` lives, by what each may have."""
         self._pairs.add(pair)
 
@@ -155,7 +200,7 @@ class Arenas:
             return int(self._budget * self._backend.device_nbytes(device))
         return self._budget
 
-    def make_room(self, call: Call, device: torch.device, expected: int | None = None) -> str | None:
+    def make_room(self, call: Holder, device: torch.device, expected: int | None = None) -> str | None:
         """Has the memory that ``call`` uses fit into the budget.
 
         Args:
@@ -188,7 +233,7 @@ class Arenas:
     def _all(self) -> list[Arena]:
         return _alive([*self._arenas, *self._scratch])
 
-    def _discard_least_valuable(self, call: Call) -> str | None:
+    def _discard_least_valuable(self, call: Holder) -> str | None:
         """Discards a recording that no other call uses. Returns why there is none to discard."""
         mine = call.arenas()
         recordings = [(pair, recording) for pair in self._pairs for recording in reversed(pair.recordings)]

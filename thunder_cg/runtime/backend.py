@@ -11,7 +11,7 @@ Note [Scalars of a graph]
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -44,6 +44,9 @@ class Graph(Protocol):
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """The tensors that it keeps alive, if it is made of tensors."""
+
+    def counts(self) -> Mapping[str, int]:
+        """How many nodes it has of each kind, in CUDA's words, or recorded ops; nothing if that is not known."""
 
     def write_dot(self, path: str) -> None:
         """Writes a picture of it, in the language of Graphviz.
@@ -147,6 +150,9 @@ class Backend(Protocol):
 
     def device_nbytes(self, device: torch.device) -> int:
         """Bytes of memory that the device has."""
+
+    def allocated_nbytes(self, device: torch.device) -> tuple[int, int]:
+        """Bytes that tensors have on the device now, and the most that they had; zeros if that is not known."""
 
     def give_back(self) -> None:
         """Gives memory that no pool uses any more back to the device, with workspaces of libraries."""

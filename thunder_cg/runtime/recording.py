@@ -127,22 +127,13 @@ class TraceRecording:
     scratch: Arena | None = None  # of a backward that does not allocate in the recording's arena
 
 
-@dataclass(slots=True, eq=False)
-class Recording:
-    """All graphs of one trace pair for one guard of the forward, in one arena."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class RecordingUse:
+    """How much a recording is used, and how much memory that takes: who is discarded for others depends on it."""
 
-    arena: Arena
     nbytes: int = 0  # of the arena, about: recordings of one arena share its memory
     replays: int = 0
     forgotten: float = 0  # of the replays: those that do not count any more
-    forward: TraceRecording | None = None  # or of a backward trace whose forward has no region
-    backwards: list[TraceRecording] = field(default_factory=list)  # newest first, one for each layout of gradients
-    static: set[str] = field(default_factory=set)  # values that are views of static inputs
-    owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved in the pool for a backward to be captured
-    keeps_saved: bool = False  # whether ``owned`` is kept after that, so that more backwards can be captured
-    dropped: bool = True  # whether no later call may replay it
-    incomplete: bool = False  # whether the next call is to record all of it anew, since a region failed
-    may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made
 
     @property
     def value(self) -> float:
@@ -152,6 +143,21 @@ class Recording:
     def age(self) -> None:
         """Has its replays up to now count by half, so that what was used long ago does not stay for ever."""
         self.forgotten += (self.replays - self.forgotten) / 2
+
+
+@dataclass(slots=True, eq=False)
+class Recording(RecordingUse):
+    """All graphs of one trace pair for one guard of the forward, in one arena."""
+
+    arena: Arena
+    forward: TraceRecording | None = None  # or of a backward trace whose forward has no region
+    backwards: list[TraceRecording] = field(default_factory=list)  # newest first, one for each layout of gradients
+    static: set[str] = field(default_factory=set)  # values that are views of static inputs
+    owned: dict[str, torch.Tensor] = field(default_factory=dict)  # saved in the pool for a backward to be captured
+    keeps_saved: bool = False  # whether ``owned`` is kept after that, so that more backwards can be captured
+    dropped: bool = True  # whether no later call may replay it
+    incomplete: bool = False  # whether the next call is to record all of it anew, since a region failed
+    may_launch_early: bool = True  # whether a call without effects may launch before all its checks are made
 
     def arenas(self) -> list[Arena]:
         """Those that its graphs use."""

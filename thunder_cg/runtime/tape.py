@@ -54,6 +54,10 @@ class TapeBackend:
     def device_nbytes(self, device: torch.device) -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
+    def allocated_nbytes(self, device: torch.device) -> tuple[int, int]:
+        """PyTorch keeps no statistics of a CPU's memory."""
+        return 0, 0
+
     def give_back(self) -> None:
         """Memory that nobody owns is free already."""
 
@@ -298,6 +302,9 @@ class TapeGraph:
 
     def tensors(self) -> Iterable[torch.Tensor]:
         return [tensor for step in self.steps for tensor in _tensors_in(step)]
+
+    def counts(self) -> dict[str, int]:
+        return {"op": sum(isinstance(step, _RecordedCall) for step in self.steps)}
 
     def write_dot(self, path: str) -> None:
         if self._is_closed:

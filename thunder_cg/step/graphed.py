@@ -8,7 +8,8 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from functools import update_wrapper
+from dataclasses import dataclass, replace
+from functools import partial, update_wrapper
 from traceback import walk_tb
 from typing import Any
 
@@ -18,11 +19,12 @@ from torch.optim import Optimizer
 
 from thunder_cg.compat.distributed import is_distributed
 from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
-from thunder_cg.errors import CaptureRefused, OptionError, ReplayRefused
-from thunder_cg.options import BACKENDS
-from thunder_cg.runtime.backend import Pool
+from thunder_cg.errors import CaptureRefused, NoRoom, OptionError, ReplayRefused
+from thunder_cg.options import BACKENDS, check_memory_budget
+from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
+from thunder_cg.step.memory import PythonCall, nbytes
 from thunder_cg.step.reads import is_installed
 from thunder_cg.step.recording import Batch, StepRecording, capture
 from thunder_cg.step.state import Facts, StepState, difference, random_states
@@ -42,6 +44,27 @@ _HISTORY = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a call in Python has shown that left its state as it was."""
+
+    facts: Facts
+    needs: int  # bytes of the pool, at least
+    without_graphs: int  # bytes that the call has allocated at a time, at least
+
+
+@dataclass(frozen=True, slots=True)
+class _Capture:
+    """A call that captures, as the memory budget sees it."""
+
+    program: GraphedStep
+    memory: Arena
+    recording: None = None
+
+    def arenas(self) -> list[Arena]:
+        return [self.memory]
+
+
 class GraphedStep:
     """What :func:`graphed_step` returns: call it in the place of the step's function.
 
@@ -50,15 +73,24 @@ class GraphedStep:
         in_python: why calls ran in Python, and how many.
     """
 
-    def __init__(self, fn: Callable[..., Any], roots: Mapping[str, Any], backend: str, max_recordings: int) -> None:
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        roots: Mapping[str, Any],
+        backend: str,
+        max_recordings: int,
+        memory_budget: int | float | None,
+    ) -> None:
         update_wrapper(self, fn)
         self._fn, self._roots = fn, roots
         self._backend = resolve(backend)
         self._max_recordings = max_recordings
         self._lock = threading.RLock()
-        self._pool: Pool | None = None
+        self._arenas = Arenas(self._backend, 1, poison=False, budget=memory_budget)
+        self._arenas.join(self)
+        self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
-        self._ready: dict[Any, Facts] = {}  # by layout: the state that a call found, and left as it was
+        self._ready: dict[Any, _Ready] = {}  # by layout
         self._refused: dict[Any, str] = {}  # by layout: why it cannot be captured
         self._unstable = 0  # calls in a row
         self.calls = self.replays = self.captures = 0
@@ -96,10 +128,10 @@ class GraphedStep:
         return _detached(self._fn(*args, **kwargs))
 
     def _replay(self, recording: StepRecording, batch: Batch) -> Any:
-        assert self._pool is not None
-        self._pool.enter()
+        recording.arena.enter()
         result = recording.replay(batch)
         self.replays += 1
+        recording.replays += 1
         self._unstable = 0
         return result
 
@@ -112,23 +144,28 @@ class GraphedStep:
             return self._run(args, kwargs, _HOPELESS)
         state = StepState(self._fn, self._roots, self._backend.device_type)
         known = self._ready.get(layout)
-        if self.captures >= _MAX_CAPTURES and self.captures > self.replays // 4:
+        if not self.captures_pay():
             self._refuse(layout, f"it was captured {self.captures} times and replayed {self.replays} times")
-        elif known is not None and known == state.facts:
+        elif known is not None and known.facts == state.facts:
             try:
-                return self._capture(state, batch, layout)
-            except CaptureRefused as error:
-                refusal = str(error)  # the error's frames hold the tensors of the step, so it has to go before
-            self._refuse(layout, refusal)
+                return self._capture(state, batch, layout, known)
+            except CaptureRefused as error:  # its frames hold the tensors of the step, so it has to go before
+                refusal, is_final = str(error), not (isinstance(error, NoRoom) and error.may_pass)
+            if not self.recordings:
+                self.release()
+            if is_final:
+                self._refuse(layout, refusal)
             return self._run(args, kwargs, refusal)
-        reason = _FIRST if known is None else difference(known, state.facts) or _FIRST
+        reason = _FIRST if known is None else difference(known.facts, state.facts) or _FIRST
         random = random_states()
+        python = PythonCall(state, self._backend)
         with held_back(not hopeless):
             result = self._run(args, kwargs, reason)
         after = state.again()
         change = difference(state.facts | random, after.facts | random_states())
         if change is None:
-            self._ready[layout] = state.facts
+            needs = python.allocated(after)
+            self._ready[layout] = _Ready(state.facts, needs + nbytes(batch.tensors), needs)
             while len(self._ready) > _MAX_LAYOUTS:
                 del self._ready[next(iter(self._ready))]
         self._unstable += change is not None or known is not None
@@ -140,17 +177,23 @@ class GraphedStep:
             self.in_python[f"{change}, in the step{_fix_for(change)}"] += 1
         return result
 
-    def _capture(self, state: StepState, batch: Batch, layout: Any) -> Any:
+    def _capture(self, state: StepState, batch: Batch, layout: Any, ready: _Ready) -> Any:
         """Captures the step and replays it. `CaptureRefused` if that cannot be; then nothing has happened."""
         while len(self.recordings) >= self._max_recordings:
             self.recordings.pop().close()
-        if self._pool is None:
-            self._pool = self._backend.pool(state.device)
-        self._pool.enter()
+        if self.arena is None:
+            self.arena = self._arenas.hold([])
+            assert self.arena is not None
+            self.arena.release()
+        make_room = partial(self._make_room, self.arena, state.device, layout)
+        make_room(ready.needs)
         if any_autocast_enabled():
             torch.clear_autocast_cache()
         try:
-            recording = capture(self._fn, batch, state, self._backend, self._pool, self.recordings)
+            self.arena.pool(state.device).enter()
+            recording = capture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room)
+        except NoRoom:
+            raise
         except CaptureRefused as error:
             raise CaptureRefused(f"{error}{_where(error)}") from error
         except Exception as error:
@@ -158,12 +201,30 @@ class GraphedStep:
         finally:
             if any_autocast_enabled():  # it holds weights in the pool
                 torch.clear_autocast_cache()
-        recording.layout = layout
+        recording.layout, recording.nbytes, recording.without_graphs = layout, ready.needs, ready.without_graphs
         self.recordings.insert(0, recording)
         self.captures += 1
         result = recording.replay(batch)
         self._unstable = 0
         return result
+
+    def _make_room(self, arena: Arena, device: torch.device, layout: Any, expected: int | None = None) -> None:
+        """`NoRoom` if what a capture needs is past the budget: see Note [Memory budget] in runtime/arena.py."""
+        kept = len(self.recordings)
+        if (problem := self._arenas.make_room(_Capture(self, arena), device, expected)) is not None:
+            may_pass = len(self.recordings) < kept
+            if expected is None and not may_pass:
+                self._ready[layout] = replace(self._ready[layout], needs=arena.nbytes())
+            raise NoRoom(problem, may_pass=may_pass)
+
+    def captures_pay(self) -> bool:
+        """Whether captures up to now have been replayed often enough for one more."""
+        return self.captures < _MAX_CAPTURES or self.captures <= self.replays // 4
+
+    def discard_for_budget(self, recording: StepRecording) -> None:
+        """Gives the recording up for another one."""
+        self.recordings.remove(recording)
+        recording.close()
 
     def _refuse(self, layout: Any, reason: str) -> None:
         self._refused[layout] = reason
@@ -183,14 +244,17 @@ class GraphedStep:
         with self._lock:
             while self.recordings:
                 self.recordings.pop().close()
-            pool, self._pool = self._pool, None
-            if pool is not None:
-                pool.close()
+            self.arena = None
         self._backend.give_back()
 
-    def pool_bytes(self) -> int:
-        """Bytes of the memory that all recordings share."""
-        return 0 if self._pool is None else self._pool.nbytes()
+    def budget(self) -> int | None:
+        """The memory budget in bytes."""
+        return self._arenas.budget(torch.device(self._backend.device_type))
+
+    def awaiting(self) -> list[_Ready]:
+        """Of each layout that is not captured, and would be when it comes again if it can: what it needs."""
+        captured = {recording.layout for recording in self.recordings}
+        return [ready for layout, ready in self._ready.items() if layout not in captured]
 
 
 def _detached(result: Any) -> Any:
@@ -238,6 +302,7 @@ def graphed_step(
     optimizers: Optimizer | Iterable[Optimizer] = (),
     backend: str = "auto",
     max_recordings: int = 4,
+    memory_budget: int | float | None = None,
 ) -> GraphedStep:
     """A training iteration as one CUDA graph: forward, loss, backward, clipping, optimizer, scaler, moving averages.
 
@@ -267,6 +332,12 @@ def graphed_step(
         backend: as for :func:`thunder_cg.cudagraph_transform`.
         max_recordings: graphs kept, one for each layout of the batch and each state, such as a learning rate that is a
             number; the oldest goes first.
+        memory_budget: how much memory the pool of all graphs of the step may have: bytes, or a share of the device as a
+            float in (0, 1]. The gradients that stay after a call are part of it. Before a capture it is compared with
+            what the step needs at least, as a call in Python has shown: the gradients, the copy of the batch, and, if
+            PyTorch's peak of allocated memory has risen in that call, what it has allocated. After the capture it is
+            compared with the pool. The graph with the fewest replays per byte goes first. A step that does not fit runs
+            in Python, and :func:`thunder_cg.explain` has the reason with both values.
 
     Returns:
         The step. Its results are new tensors without a history.
@@ -285,9 +356,10 @@ def graphed_step(
                 raise OptionError(name, value, f"a {kind.__name__}", "pass it, or a list of them", "graphed_step")
     if isinstance(max_recordings, bool) or not isinstance(max_recordings, int) or max_recordings < 1:
         raise OptionError("max_recordings", max_recordings, "a whole number of at least 1", "raise it", "graphed_step")
+    check_memory_budget(memory_budget, "graphed_step")
     if backend not in BACKENDS:
         expected = f"one of {', '.join(map(repr, BACKENDS))}"
         raise OptionError("backend", backend, expected, "choose one of these", "graphed_step")
     roots: dict[str, Any] = {f"modules[{i}]": module for i, module in enumerate(modules)}
     roots |= {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(optimizers)}
-    return GraphedStep(fn, roots, backend, max_recordings)
+    return GraphedStep(fn, roots, backend, max_recordings, memory_budget)

@@ -39,11 +39,14 @@ from thunder_cg.compat.torch import (
     version,
 )
 from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
+from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
+from thunder_cg.step.memory import nbytes
 from thunder_cg.step.stack import clear_stack, clear_stack_of_backwards
 from thunder_cg.step.state import ATOMS, StepState, difference, random_states
 
@@ -215,10 +218,11 @@ class _Gradient:
 
 
 @dataclass(slots=True, eq=False)
-class StepRecording:
+class StepRecording(RecordingUse):
     """A step for one layout of the batch and one state."""
 
     layout: Any
+    arena: Arena
     guard: Guard
     state: StepState
     graph: Graph
@@ -229,7 +233,27 @@ class StepRecording:
     gradients: list[_Gradient | None]  # that the step leaves, for each parameter
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are
-    replays: int = 0
+    gradient_nbytes: int  # of the pool: recordings may share gradients
+    without_graphs: int = 0  # what a call in Python has allocated at a time, at least
+
+    def arenas(self) -> list[Arena]:
+        """The one that all recordings of the step use."""
+        return [self.arena]
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Of the pool: copies of the batch."""
+        return sum(each.buffer.untyped_storage().nbytes() for each in self.sources)
+
+    @property
+    def nbytes_out(self) -> int:
+        """Copied out per call: results."""
+        return self.outputs.nbytes
+
+    @property
+    def nbytes_in(self) -> int:
+        """Copied in per call."""
+        return sum(each.target.numel() * each.target.element_size() for each in self.sources)
 
     def buffers(self) -> list[Tensor]:
         return [tensor for each in self.sources for tensor in (each.buffer, each.target)]
@@ -270,7 +294,6 @@ class StepRecording:
                 parameter.grad = None if gradient is None else gradient.tensor
         if self.touched:
             torch.autograd.graph.increment_version(self.touched)
-        self.replays += 1
         return tree_unflatten(results, self.structure[0])
 
 
@@ -312,16 +335,18 @@ def capture(
     batch: Batch,
     state: StepState,
     backend: Backend,
-    pool: Pool,
+    arena: Arena,
     others: Sequence[StepRecording],
+    check_memory: Callable[[], None],
 ) -> StepRecording:
     """Records a call of ``fn``, which runs nothing.
 
     Args:
-        others: the recordings that use the pool already.
+        others: the recordings that use the arena already.
+        check_memory: is called when the graph has its memory; raises `CaptureRefused` if that is too much.
 
     Raises:
-        CaptureRefused: no replay would be right.
+        CaptureRefused: no replay would be right, or the graph takes too much memory.
         Exception: what ``fn`` raised. In both cases everything is as before.
     """
     if state.hooks:
@@ -331,7 +356,8 @@ def capture(
     with _Gradient.recounted():
         before = _GradientsBefore(state.parameters, backend)
         try:
-            recording = _capture(fn, batch, state, before, backend, pool, others)
+            recording = _capture(fn, batch, state, before, backend, arena, others)
+            check_memory()
         except BaseException:
             state.restore()
             before.restore()
@@ -351,9 +377,10 @@ def _capture(
     state: StepState,
     before: _GradientsBefore,
     backend: Backend,
-    pool: Pool,
+    arena: Arena,
     others: Sequence[StepRecording],
 ) -> StepRecording:
+    pool = arena.pool(state.device)
     guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
     copied, buffers = place(pool, batch.tensors, frozenset(), {})
     copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
@@ -377,20 +404,21 @@ def _capture(
         own += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
     known = [*state.tensors, *batch.tensors, *before.memory]
     _refuse_other_memory(addresses, known, own, state.device, pool)
-    expected = before.expected(addresses)
-    before.release()
+    gradients = [parameter.grad for parameter in state.parameters]
     return StepRecording(
         layout=batch.layout,
+        arena=arena,
         guard=guard,
         state=state,
         graph=graph,
         outputs=outputs,
         structure=body.structure,
         sources=copied,
-        gradients_before=expected,
-        gradients=[None if p.grad is None else _Gradient.of(p.grad, p) for p in state.parameters],
+        gradients_before=before.expected(addresses),
+        gradients=[None if g is None else _Gradient.of(g, p) for g, p in zip(gradients, state.parameters)],
         touched=[tensor for tensor, changed in zip(state.tensors, has_changed) if changed],
         memory=frozenset(map(address, state.tensors)) - {0},
+        gradient_nbytes=nbytes(g for g in gradients if g is not None and _is_in(g, pool)),
     )
 
 
@@ -415,6 +443,10 @@ def _refuse_other_memory(
         if (user := addresses.user_of(tensor)) is not None:  # see Note [Stale arguments] in stack.py
             fix = "pass it as an argument, or let the step's function name it"
             raise CaptureRefused(f"the step uses {shown} in {user}, and it is not known where from; {fix}")
+
+
+def _is_in(tensor: Tensor, pool: Pool) -> bool:
+    return any(start <= address_if_any(tensor) < stop for start, stop in pool.ranges())
 
 
 def _all_objects() -> list[Any]:

@@ -226,8 +226,8 @@ class StepState:
 
     @property
     def device(self) -> torch.device:
-        """That of the graph."""
-        return next(iter(self.tensors)).device
+        """That of the graph: the state's, or the current one if the step reads no tensor from outside."""
+        return next((tensor.device for tensor in self.tensors), torch.empty(0, device=self._device_type).device)
 
     def _is_simple(self, value: Any) -> bool:
         """Whether the value's identity, or an equal value, says all that a step can read of it."""

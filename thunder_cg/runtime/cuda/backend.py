@@ -38,6 +38,9 @@ class CudaBackend:
     def device_nbytes(self, device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).total_memory)
 
+    def allocated_nbytes(self, device: torch.device) -> tuple[int, int]:
+        return torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+
     def give_back(self) -> None:
         free_workspaces()
         with suppress(RuntimeError):  # while a user captures on another thread

@@ -13,7 +13,7 @@ from thunder_cg.errors import CudagraphError, ReplayRefused
 from thunder_cg.runtime.backend import Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.copy_nodes import Copies, SetAddresses, refused
-from thunder_cg.runtime.cuda.nodes import KernelScalars, refuse_host_memory
+from thunder_cg.runtime.cuda.nodes import KernelScalars, counts, refuse_host_memory
 from thunder_cg.runtime.cuda.streams import CaptureLock, capture_lock, wait_for_draws
 from thunder_cg.runtime.tensors import copy_all, is_compact
 
@@ -56,6 +56,11 @@ class CudaGraph:
 
     def tensors(self) -> Sequence[torch.Tensor]:
         return ()
+
+    def counts(self) -> dict[str, int]:
+        if not self._has_driver or "torch_graph" not in self.__dict__:
+            return {}
+        return counts(cuda.captured_graph(self.torch_graph))
 
     def write_dot(self, path: str) -> None:
         if not self._has_driver:

@@ -9,6 +9,7 @@ Note [Host memory]
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -30,6 +31,18 @@ def nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
             yield from nodes(check(driver.cuGraphChildGraphNodeGetGraph(node)))
         else:
             yield node, kind
+
+
+def counts(graph: Any) -> dict[str, int]:
+    """How many nodes of each kind the driver's ``graph`` has, most first. Empty nodes do nothing and do not count."""
+    kinds = cuda.driver.CUgraphNodeType
+    names = {
+        kinds.CU_GRAPH_NODE_TYPE_KERNEL: "kernel",
+        kinds.CU_GRAPH_NODE_TYPE_MEMCPY: "memcpy",
+        kinds.CU_GRAPH_NODE_TYPE_MEMSET: "memset",
+    }
+    found = [names.get(kind, "other node") for _, kind in nodes(graph) if kind != kinds.CU_GRAPH_NODE_TYPE_EMPTY]
+    return dict(Counter(found).most_common())
 
 
 def refuse_host_memory(graph: Any) -> None:

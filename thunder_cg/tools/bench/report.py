@@ -38,7 +38,8 @@ def _case(case: str, rows: Sequence[BenchmarkRow]) -> Iterator[str]:
         yield line(_cells(row))
     for row in own:
         if row.captured:
-            yield f"\n{row.variant}: {row.captured}; its analysis took {row.analysis_ms:.1f} ms"
+            analysis = f"; its analysis took {row.analysis_ms:.1f} ms" if row.analysis_ms else ""  # a step has none
+            yield f"\n{row.variant}: {row.captured}{analysis}"
 
 
 def _cells(row: BenchmarkRow) -> tuple[str, ...]:
