@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from weakref import WeakKeyDictionary
 
 import jsonschema
 import pytest
@@ -142,13 +143,13 @@ def test_a_pool_that_came_out_larger_is_given_back(step_twins):
 
 def keep_until_all_is_free(monkeypatch):
     """As a pool on a GPU does: it becomes smaller only when no graph uses it any more."""
-    most = {}
+    most = WeakKeyDictionary()
     nbytes = TapePool.nbytes
 
     def sticky(pool):
         found = nbytes(pool)
-        most[id(pool)] = max(found, most.get(id(pool), 0)) if found else 0
-        return most[id(pool)]
+        most[pool] = max(found, most.get(pool, 0)) if found else 0
+        return most[pool]
 
     monkeypatch.setattr(TapePool, "nbytes", sticky)
 
