@@ -206,7 +206,7 @@ class BackwardReplay:
         self._recorded: list[TraceRecording] | None = None
         self._graphs: list[BackwardGraph] = []
         # Whether no other call of the program is between its forward and the end of its backward.
-        self.is_alone = partial(program.is_alone, recording.arena)
+        self.is_alone = partial(program.pair.is_alone, recording.arena)
 
     def _known_graphs(self) -> list[BackwardGraph]:
         recorded = self._recording.backwards

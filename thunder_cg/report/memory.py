@@ -74,7 +74,7 @@ class MemoryReport:
         programs = [*programs]
         numbers: dict[Arena, int] = {}
         for located in programs:
-            for arena in located.program.arenas():
+            for arena in located.program.pair.arenas():
                 numbers.setdefault(arena, len(numbers))
         arenas = tuple(
             ArenaMemory(number, arena.nbytes(), arena.workspace_nbytes(), arena.is_held())
@@ -82,7 +82,7 @@ class MemoryReport:
         )
         recordings = tuple(_recordings(programs, numbers))
         previews = tuple(
-            MemoryPreview(each.function, each.entry, program.kind, program.needed, program.memory.without_graphs)
+            MemoryPreview(each.function, each.entry, program.kind, program.budget.needed, program.memory.without_graphs)
             for each in programs
             if (program := each.program).regions and not any(traces for _, traces in program.recorded())
         )
@@ -93,7 +93,7 @@ class MemoryReport:
             pools=sum(arena.pool for arena in arenas),
             workspaces=sum(arena.workspaces for arena in arenas),
             graphs=sum(region.graph for recording in recordings for region in recording.regions),
-            budget=next((located.program.budget() for located in programs if located.program.regions), None),
+            budget=next((located.program.budget.nbytes() for located in programs if located.program.regions), None),
         )
 
 

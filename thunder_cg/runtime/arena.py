@@ -14,7 +14,7 @@ from thunder_cg.runtime.backend import Backend, Pool
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.call import Call
-    from thunder_cg.runtime.program import Program
+    from thunder_cg.runtime.pair import Pair
 
 _RAISE = "raise memory_budget"
 
@@ -88,7 +88,7 @@ def _poison_and_release(pools: Mapping[torch.device, Pool], held: threading.Lock
 class Arenas:
     """The arenas of one transform, up to a limit for each trace pair: what was split has many calls in flight at once.
 
-    Programs keep an arena alive; when the last one that used it is gone, it goes too.
+    Pairs keep an arena alive; when the last one that used it is gone, it goes too.
 
     Note [Scratch arenas]
         A forward holds its arena until its backward is over, so calls in flight have an arena each. If each backward
@@ -112,9 +112,9 @@ class Arenas:
         self._budget_lock = threading.RLock()  # what is discarded may run destructors of anybody
         self._arenas: list[weakref.ref[Arena]] = []
         self._scratch: list[weakref.ref[Arena]] = []
-        self._pairs: weakref.WeakSet[Program] = weakref.WeakSet()
+        self._pairs: weakref.WeakSet[Pair] = weakref.WeakSet()
 
-    def join(self, pair: Program) -> None:
+    def join(self, pair: Pair) -> None:
         """Raises the limit while ``pair`` lives, by what each may have."""
         self._pairs.add(pair)
 
@@ -200,7 +200,7 @@ class Arenas:
         ]
         if not candidates:
             return _RAISE
-        pays = call.program.captures_pay()
+        pays = call.program.budget.captures_pay()
         if pays:
             pair, least = min(candidates, key=lambda candidate: candidate[1].value)
             pair.discard_for_budget(least)

@@ -124,7 +124,7 @@ class RuntimeRegion:
                 else:
                     assert call.recording is not None
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
-                    call.run_eagerly(reason, strict=not call.program.retire(call.recording))
+                    call.run_eagerly(reason, strict=not call.program.pair.retire(call.recording))
         elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
             call.run_eagerly(LEAF, strict=False)  # which raises, where a detached leaf would be written
         elif call.mode is Mode.CAPTURE:
@@ -470,7 +470,7 @@ class RuntimeRegion:
         apart = in_pool | self.written
         read = [i for i, arg in enumerate(args) if arg is not None and i not in apart]
         for i in sorted(read, key=lambda i: i not in static):  # what is static comes first
-            key = id(args[i]), call.program.is_input(self.input_names[i])  # which guard
+            key = id(args[i]), self.input_names[i] in call.program.inputs  # which guard
             if (other := first.setdefault(key, i)) != i and i not in static:
                 found[i] = other
         return found
@@ -479,7 +479,7 @@ class RuntimeRegion:
         self, call: Call, args: Sequence[Any], in_pool: frozenset[int], static: frozenset[int]
     ) -> tuple[tuple[int, ...], Guard | None]:
         """The check of what did not exist when the call began, because an eager operator makes it."""
-        late = [i for i, n in enumerate(self.input_names) if not call.program.is_input(n) and i not in in_pool]
+        late = [i for i, n in enumerate(self.input_names) if n not in call.program.inputs and i not in in_pool]
         if late and self.written:
             late = [i for i in range(len(args)) if i not in in_pool]
         if not late:
