@@ -19,7 +19,7 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
-from thunder_cg.analysis.gradients import WrongGradient, lost, overwritten, unsummed
+from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
@@ -165,7 +165,7 @@ class CudagraphTransform(compat.Transform):
         if not any(map(compat.requires_grad, (*arguments, *unpacked))):
             return ()
         ops = self._read(trace)
-        return (*lost(ops, Aliasing.of(ops)), *unsummed(ops))
+        return lost_or_unsummed(ops, Aliasing.of(ops))
 
     def _read(self, trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
         stacks = stacks_of_generated_code(getattr(compat.get_compile_data(), "fn", None))
