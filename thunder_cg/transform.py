@@ -24,6 +24,7 @@ from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
+from thunder_cg.analysis.sources import Stacks
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
@@ -105,12 +106,14 @@ class CudagraphTransform(compat.Transform):
         Raises:
             TransformConflictError: another transform captures CUDA graphs, too.
         """
-        transforms = compat.get_compile_data().transforms
+        data = compat.get_compile_data()
+        transforms = data.transforms
         _refuse_a_second_graph_transform(transforms)
         gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
+        self._compiling.stacks = stacks_of_generated_code(data.fn)
         self._compiling.forward = None
         self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
@@ -124,7 +127,7 @@ class CudagraphTransform(compat.Transform):
             computation_trace = schedule_collectives(computation_trace)
         before = self._forward_of(computation_trace)
         forward = before if before is not None and before.regions and _takes_what_was_saved(computation_trace) else None
-        ops = self._read(computation_trace, self._compiling.static, before.ops if before is not None else None)
+        ops = self._read(computation_trace, before.ops if before is not None else None)
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
@@ -167,9 +170,8 @@ class CudagraphTransform(compat.Transform):
         ops = self._read(trace)
         return lost_or_unsummed(ops, Aliasing.of(ops))
 
-    def _read(self, trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
-        stacks = stacks_of_generated_code(getattr(compat.get_compile_data(), "fn", None))
-        return read(trace, static_names, forward, stacks, self._stand_in)
+    def _read(self, trace: TraceCtx, forward: Ops | None = None) -> Ops:
+        return read(trace, self._compiling.static, forward, self._compiling.stacks, self._stand_in)
 
     def _program(
         self,
@@ -257,7 +259,8 @@ class CudagraphTransform(compat.Transform):
 class _Compiling(threading.local):
     """What one compilation, which stays on its thread, has to remember from hook to hook."""
 
-    static: frozenset[str] = frozenset()
+    static: frozenset[str] = frozenset()  # names of parameters and buffers
+    stacks: Stacks | None = None  # of the lines of Dynamo's graphs
     forward: tuple[set[str], weakref.ref[Program]] | None = None
     wrong_gradients: tuple[WrongGradient, ...] = ()  # of the trace that was seen last
 
