@@ -222,7 +222,7 @@ class BackwardReplay:
         if arena is not None and not discards and self._may_replay():
             for graph in self._known_graphs():
                 tensors = [collections[kind][i] for kind, i in graph.sources]
-                if graph.holds(tensors) and call.allocates_in(graph.scratch):
+                if graph.holds(tensors) and call.try_hold_scratch(graph.scratch):
                     arena.enter()
                     with suppress(ReplayRefused):
                         results = graph.replay(tensors)

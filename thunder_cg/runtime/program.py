@@ -211,7 +211,7 @@ class Program:
             return call.run_eagerly(skip_reasons.WATCHED)
         if call.recording is not None:
             for trace in call.recording.backwards:
-                if trace.guard.holds(inputs) and call.allocates_in(trace.scratch):
+                if trace.guard.holds(inputs) and call.try_hold_scratch(trace.scratch):
                     call.trace, call.verifies = trace, self._is_due()
                     return call.enter(Mode.REPLAY)
         if (reason := self.inputs.unsupported(inputs)) is not None:
@@ -307,15 +307,13 @@ class Program:
 
     def end_forward(self, call: Call, *others: Any) -> SavedState:
         """Ends a forward that awaits its backward: the arena is held until that ran or can no longer come."""
-        self._seal(call)
-        self._watch(call)
+        self._end_trace(call)
         self.pair.awaiting_backward.add(call)
         return SavedState.of(call, others)
 
     def end_call(self, call: Call) -> None:
         """Ends a call."""
-        self._seal(call)
-        self._watch(call)
+        self._end_trace(call)
         if not self._begins_calls:
             self.backend.order_gradients()
         if call.recording is not None and call.recording.incomplete:
@@ -328,37 +326,39 @@ class Program:
         if self.collectives is not None:
             self.collectives.count_replay()
 
-    def _watch(self, call: Call) -> None:
-        if self.collectives is not None and call.mode in (Mode.CAPTURE, Mode.REPLAY):
-            self.collectives.watch()
-
-    def _seal(self, call: Call) -> None:
-        """What was warmed up or recorded is complete from here on."""
-        is_deselected = [region.is_deselected for region in self.regions]
-        if call.mode in (Mode.CAPTURE, Mode.REPLAY) and is_deselected and all(is_deselected):
-            self.eager_calls += 1
-            self.count_fallback(skip_reasons.DESELECTED, "")
+    def _end_trace(self, call: Call) -> None:
+        """All regions have run."""
         if call.mode is Mode.WARMUP:
             self._warm.add(call.key)
             self.budget.keeps(call)
         elif call.mode is Mode.CAPTURE:
-            self._warm.add_captured(call.key)
-            recording, trace = call.recording, call.trace
-            assert recording is not None and trace is not None
-            if self._begins_calls:
-                recording.forward = trace
-                recording.owned = {name: t for name, t in call.owned.items() if name in self._saved}
-                recording.keeps_saved = self.pair.backward_varies or not recording.owned
-            else:
-                recording.backwards = [trace, *recording.backwards][: self.options.max_recordings]
-                if not recording.keeps_saved:
-                    recording.owned.clear()
-            recording.nbytes = max(recording.nbytes, self.budget.needed)
-            recording.incomplete = recording.incomplete or not self.budget.keeps(call)
-            if not recording.incomplete:
-                self.pair.admit(recording)
-            if call.arena is not None:
-                call.memory.forget(call.owned.values(), recording.owned.values())
+            self._keep_recording(call)
+        if call.mode in (Mode.CAPTURE, Mode.REPLAY):
+            if self.regions and all(region.is_deselected for region in self.regions):
+                self.eager_calls += 1
+                self.count_fallback(skip_reasons.DESELECTED, "")
+            if self.collectives is not None:
+                self.collectives.watch()
+
+    def _keep_recording(self, call: Call) -> None:
+        """Has later calls replay what the call recorded, if nothing failed and the memory budget has room for it."""
+        self._warm.add_captured(call.key)
+        recording, trace = call.recording, call.trace
+        assert recording is not None and trace is not None
+        if self._begins_calls:
+            recording.forward = trace
+            recording.owned = {name: t for name, t in call.owned.items() if name in self._saved}
+            recording.keeps_saved = self.pair.backward_varies or not recording.owned
+        else:
+            recording.backwards = [trace, *recording.backwards][: self.options.max_recordings]
+            if not recording.keeps_saved:
+                recording.owned.clear()
+        recording.nbytes = max(recording.nbytes, self.budget.needed)
+        recording.incomplete = recording.incomplete or not self.budget.keeps(call)
+        if not recording.incomplete:
+            self.pair.admit(recording)
+        if call.arena is not None:
+            call.memory.forget(call.owned.values(), recording.owned.values())
 
     def _select(self, selection: Selection) -> None:
         """Decides which regions of the pair pay, and releases the recordings if some do not."""

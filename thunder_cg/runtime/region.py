@@ -72,11 +72,11 @@ class RuntimeRegion:
         self.device = torch.device(planned.device)
         self.input_names = tuple(each.name for each in io.inputs)
         self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
-        self._leaves = [each.copied_out for each in io.outputs]
+        self._are_copied_out = [each.copied_out for each in io.outputs]
         self.stays = frozenset(each.name for each in io.outputs if not each.copied_out)
         copied_out = {each.name for each in io.outputs if each.copied_out}
-        # Results that stay in the pool, and of which the caller gets a copy besides.
-        self._twice = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
+        # Results that stay in the pool, and are copied out besides.
+        self._stay_and_copied = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
         self.communicates = any(op.communicates for op in ops)
         self.index = 0  # in the program
         self.describe: Callable[[str], str] = "input {!r}".format  # says of a value of the trace what the user calls it
@@ -130,7 +130,7 @@ class RuntimeRegion:
         elif call.mode is Mode.CAPTURE:
             if self.tries:
                 return self._capture(call, args)
-            self._refuse(call, self._before)
+            self._refuse(call, self._before_capture)
             self._raise_if_strict(call)
         elif call.mode is Mode.WARMUP and self.tries:
             return self._warm_up(call, args)
@@ -172,7 +172,7 @@ class RuntimeRegion:
     # Eager runs and warm-ups
 
     def _run_eagerly(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
-        """Runs the region's ops. What leaves is no view of the arena's memory."""
+        """Runs the region's ops. A result that is to be copied out is no view of the arena's memory."""
         self.stats.eager_runs += 1
         owners = list(args)
         for i in self._in_pool(call, args):
@@ -182,12 +182,12 @@ class RuntimeRegion:
         except Exception as error:
             self._name_failing_op(call, error)
             raise
-        for i in self._twice:  # what leaves becomes a part of autograd's graph, and what stays does not
+        for i in self._stay_and_copied:  # the copy becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
         if held := {_memory(args[i]) for i in self.aliased_in_pool} - {0}:
-            leaves = [leaves and _memory(result) in held for leaves, result in zip(self._leaves, results)]
-            if any(leaves):
-                outputs = Outputs(results.copy(), (), leaves, self.device, torch.Tensor.detach)
+            to_copy = [yes and _memory(result) in held for yes, result in zip(self._are_copied_out, results)]
+            if any(to_copy):
+                outputs = Outputs(results.copy(), (), to_copy, self.device, torch.Tensor.detach)
                 outputs.deliver_owned(results, args)
         self._share_ownership(call, results)
         return results
@@ -212,7 +212,7 @@ class RuntimeRegion:
         return self._run_eagerly(call, args)
 
     def _run_in_arena(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
-        """Runs the region's ops with their memory in the arena, and copies what leaves.
+        """Runs the region's ops with their memory in the arena, and copies results out.
 
         Where memory runs out, the allocator's cache has been emptied, and the ops may be run again if they have not
         written to what was there before, nor given up memory that they read.
@@ -247,7 +247,7 @@ class RuntimeRegion:
         early = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], CopiedEarly)}
         for i in early:
             produced[i] = None
-        outputs = Outputs(produced, aliased, self._leaves, self.device, pool.alias)
+        outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias)
         results: list[Any] = [None] * len(produced)
         # The memory of other arguments in the arena may be a result's by now.
         borrowed = [
@@ -300,7 +300,7 @@ class RuntimeRegion:
         assert recording is not None
         in_pool, before = self._in_pool(call, args), (self.failure, self.tries)
         try:
-            self._agree(call, self._before, args)
+            self._agree(call, self._before_capture, args)
             began = time.perf_counter()
             results = self._record(call, args)
             self.stats.capture_seconds += time.perf_counter() - began
@@ -310,7 +310,7 @@ class RuntimeRegion:
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
             self._fail(call, error)
-            self._refuse(call, self._after)
+            self._refuse(call, self._after_capture)
         self._raise_if_strict(call)
         call.program.count_fallback(f"{self.name} could not be captured: {self.failure}", self._fix)
         recording.incomplete = True
@@ -325,11 +325,11 @@ class RuntimeRegion:
             raise
 
     @property
-    def _before(self) -> str:
+    def _before_capture(self) -> str:
         return f"before the capture of {self.index}"
 
     @property
-    def _after(self) -> str:
+    def _after_capture(self) -> str:
         return f"after the capture of {self.index}"
 
     def _agree(self, call: Call, stage: str, args: Sequence[Any]) -> None:
@@ -398,7 +398,7 @@ class RuntimeRegion:
             if tensors[i] is not None and call.program.is_static(name, recording)
         )
         self._check_inputs(tensors, static)
-        placing = partial(place, pool, tensors, static, self._same(call, tensors, static, in_pool))
+        placing = partial(place, pool, tensors, static, self._passed_twice(call, tensors, static, in_pool))
         verifies = (call.verifies or self.is_always_verified) and not self.communicates
         check = call.program.verifier.record(self, pool, tensors, placing, in_pool) if verifies else None
         copied, buffers = placing()
@@ -408,7 +408,7 @@ class RuntimeRegion:
         if call.program.backend.runs_captures:
             graph.copy_in(tensors)
         produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
-        self._agree(call, self._after, args)
+        self._agree(call, self._after_capture, args)
         graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
         graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
         try:
@@ -448,7 +448,7 @@ class RuntimeRegion:
         def sources(results: Sequence[Any]) -> list[torch.Tensor]:
             self._check_results(results)
             produced.extend(results)
-            graph.outputs = Outputs(produced, aliased, self._leaves, self.device, pool.alias)
+            graph.outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias)
             return graph.sources()
 
         try:
@@ -463,7 +463,9 @@ class RuntimeRegion:
         graph.touched = frozenset(i for i, before in versions.items() if version(written[i]) != before)
         return produced
 
-    def _same(self, call: Call, args: Sequence[Any], static: frozenset[int], in_pool: frozenset[int]) -> dict[int, int]:
+    def _passed_twice(
+        self, call: Call, args: Sequence[Any], static: frozenset[int], in_pool: frozenset[int]
+    ) -> dict[int, int]:
         """Arguments that are the same tensor as another one, and that one, where a guard checks that they stay so."""
         first: dict[tuple[int, bool], int] = {}
         found: dict[int, int] = {}
