@@ -15,8 +15,8 @@ from thunder_cg.analysis.ops import read
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import CompileError, free_layouts
-from thunder_cg.kernels import derivatives, loss, normalization  # noqa: F401  (they register operators)
-from thunder_cg.kernels.derivatives import has_channels_last
+from thunder_cg.kernels import activation, derivatives, loss, normalization  # noqa: F401  (they register operators)
+from thunder_cg.kernels.convolution import has_channels_last
 
 # What is cheap Thunder computes in the forward, and once more in the backward. It takes these to be cheap, since the
 # operators of its executor for PyTorch have no tags.
