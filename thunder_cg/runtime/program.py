@@ -80,10 +80,10 @@ class Program:
         self.no_fast_path: str | None = None  # why none can
         self.remark: str | None = None  # what the user should know besides
         self.fallbacks: Counter[str] = Counter()
-        self.samples = isinstance(options.verify, int)
-        self.verify_after = 0 if self.samples else sys.maxsize  # so many calls; then the next replay is verified
+        # After so many calls, the next replay is verified.
+        self.verify_after = 0 if isinstance(options.verify, int) else sys.maxsize
         self._is_quarantined = False
-        self._begins_calls = forward is None  # others go on with the calls of their forward
+        self._begins_calls = forward is None  # other programs continue the calls of their forward
         self.pair: Pair = Pair(self.label, options, arenas) if forward is None else forward.pair
         in_pool = {name for region in forward.regions for name in region.stays} if forward is not None else set()
         self.inputs = ProgramInputs(ops, aliasing, self.regions, in_pool)
@@ -275,7 +275,7 @@ class Program:
         return skip_reasons.skip_reason(self.backend, saves=bool(self._saved))
 
     def fast_path_skip_reason(self) -> str | None:
-        """Why the next call on this thread must not take the fast path, of a program that samples calls."""
+        """Why the next call on this thread must not take the fast path."""
         return "it is verified" if self.calls >= self.verify_after else self.skip_reason()
 
     def may_replay_backward(self) -> bool:
