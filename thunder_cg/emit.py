@@ -11,8 +11,8 @@ from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
 from thunder_cg.runtime.functions import unused
+from thunder_cg.runtime.outputs import copy_out
 from thunder_cg.runtime.program import Program
-from thunder_cg.runtime.region import copy_out
 
 
 def taken_names(trace: compat.TraceCtx) -> set[str]:

@@ -274,3 +274,14 @@ class _Copy:
         for part in self.parts:
             results[part.result] = part.of(target if part.base is None else results[part.base])
         return target
+
+
+def copy_out(*tensors: Any) -> list[Any]:
+    """Copies that outlive the arena."""
+    copies: list[Any] = []
+    for tensor in tensors:
+        results = [None]
+        device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
+        Outputs([tensor], (), [True], device, torch.Tensor.detach).deliver_owned(results, ())
+        copies += results
+    return copies

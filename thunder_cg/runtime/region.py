@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import linecache
-import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning,
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
+from thunder_cg.runtime.failures import failing_op, is_out_of_memory, note, sentence
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.inputs import detached, place, with_buffers
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
@@ -116,7 +114,7 @@ class RuntimeRegion:
                         self.stats.replays += 1
                         return results
                     except ReplayRefused as error:
-                        call.run_eagerly(f"{self.name} could not be replayed: {_sentence(error)}")
+                        call.run_eagerly(f"{self.name} could not be replayed: {sentence(error)}")
                     except Exception as error:
                         if not verifies:
                             self._note_replay(error)
@@ -348,8 +346,8 @@ class RuntimeRegion:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
         op = self._failing_op(error)
         text = f"{op.name} {call.program.ops.place(op)}: " if op is not None else ""
-        text += _sentence(error)
-        may_pass = _is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
+        text += sentence(error)
+        may_pass = is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
         if isinstance(error, RanksDiffer):
             may_pass = error.may_pass
         self.tries = self.tries - 1 if may_pass else 0
@@ -364,26 +362,18 @@ class RuntimeRegion:
         op = self._failing_op(error)
         if op is not None:
             fails = "No graph ran it, so it fails without CUDA graphs, too."
-            if _is_out_of_memory(error) and call.mode in (Mode.WARMUP, Mode.CAPTURE):
+            if is_out_of_memory(error) and call.mode in (Mode.WARMUP, Mode.CAPTURE):
                 fails = "Its memory was to be in a pool of CUDA graphs. Without them, it may fit."
-            _note(error, f"{op.name} {call.program.ops.place(op)} raised this, in {self.name}. {fails}")
+            note(error, f"{op.name} {call.program.ops.place(op)} raised this, in {self.name}. {fails}")
 
     def _note_replay(self, error: Exception) -> None:
         ran = "In the warm-up its operators ran without the graph, so they do not fail without CUDA graphs."
-        _note(error, f"A replay of the graph of {self.name} raised this. {ran}")
+        note(error, f"A replay of the graph of {self.name} raised this. {ran}")
 
-    def _failing_op(self, error: BaseException) -> Op | None:
+    def _failing_op(self, error: Exception) -> Op | None:
         """The op of the region that raised the error, if it was one of them."""
-        functions = (self.function.__code__, getattr(self.hash_function, "__code__", None))
-        frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-        if any(code is EarlyCopier.__call__.__code__ for code, _ in frames):  # no op, but the copy of a result
-            return None
-        for code, number in frames:
-            if code in functions:
-                line = linecache.getline(code.co_filename, number)
-                assigned = set(re.findall(r"\w+", line.partition("=")[0]))
-                return next((op for op in self.ops if assigned.intersection(op.outputs)), None)
-        return None
+        functions = [self.function, *([self.hash_function] if self.hash_function is not None else [])]
+        return failing_op(error, self.ops, [each.__code__ for each in functions])
 
     def _record(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Captures the region's ops, replays the graph, and keeps it in the recording."""
@@ -521,38 +511,6 @@ class _NotRun(Exception):
     """A warm-up failed before the first op, for the reason that is its argument."""
 
 
-def copy_out(*tensors: Any) -> list[Any]:
-    """Copies that outlive the arena."""
-    copies: list[Any] = []
-    for tensor in tensors:
-        results = [None]
-        device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
-        Outputs([tensor], (), [True], device, torch.Tensor.detach).deliver_owned(results, ())
-        copies += results
-    return copies
-
-
-def _note(error: Exception, said: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(said)
-
-
 def _memory(value: Any) -> int:
     """Where the memory of a plain tensor begins; 0 for anything else."""
     return address_if_any(value) if is_plain(value) else 0
-
-
-def _sentence(error: BaseException) -> str:
-    """The error's type and the first sentence of its message; the rest may differ from time to time."""
-    if isinstance(error, ReplayRefused):
-        error = error.__cause__ or error
-    text = str(error).strip().partition("\n")[0].partition(". ")[0]
-    return f"{type(error).__name__}: {text or 'no message'}"
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error, or what caused it, says so. Drivers have no class for it."""
-    if error is None:
-        return False
-    said = "out of memory" in str(error).lower().replace("_", " ")
-    return said or isinstance(error, torch.OutOfMemoryError) or _is_out_of_memory(error.__cause__)
