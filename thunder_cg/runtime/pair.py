@@ -1,6 +1,6 @@
 """A pair of programs, a forward and its backward: the recordings of both, and the arenas that these are in.
 
-Both programs own the pair, and it knows neither of them. A trace without a backward has a pair of its own.
+Both programs share the pair, and it knows neither of them. A trace without a backward has a pair of its own.
 """
 
 from __future__ import annotations
