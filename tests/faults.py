@@ -14,6 +14,7 @@ from thunder_cg.compat import cuda
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.program_inputs import Moves
 from thunder_cg.runtime.region import _MAX_TRIES, RuntimeRegion
 
 Fault = Callable[[torch.device], None]
@@ -130,9 +131,8 @@ def forget(jfn: Any) -> None:
     """Has a compiled module begin anew, as if it had just been compiled."""
     jfn._forward_fn._entries, jfn._forward_fn._calls = [], []
     for program in programs(jfn):
-        program.recordings = []
+        program.pair.recordings, program.pair.moves = [], Moves()
         program._warm.clear()
-        program._moves.clear()
         program.fallbacks.clear()
         for region in program.regions:
             region.failure, region.tries = None, _MAX_TRIES
@@ -141,4 +141,4 @@ def forget(jfn: Any) -> None:
 
 def arenas(jfn: Any) -> Iterator[Any]:
     for program in programs(jfn):
-        yield from program._used
+        yield from program.pair._used

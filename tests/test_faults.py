@@ -488,7 +488,7 @@ def test_a_warm_up_cannot_begin(pair, backend, fail, trace):
         for fault, reason in (KINDS["exception"], KINDS["memory"]):
             forget(twins.graphed)
             for program in programs(twins.graphed):
-                program._used.clear()  # so that a new arena is made
+                program.pair._used.clear()  # so that a new arena is made
             gc.collect()
             twins.arm[trace] = lambda switch=switch, fault=fault: switch.arm(fault)
             twins.call()

@@ -1316,7 +1316,7 @@ def test_backwards_that_share_memory(transform, device):
 
 
 def _backwards(jmodel):
-    return [backward for recording in programs(jmodel)[0].recordings for backward in recording.backwards]
+    return [backward for recording in programs(jmodel)[0].pair.recordings for backward in recording.backwards]
 
 
 def test_backwards_on_several_threads(transform, device):
@@ -1781,4 +1781,4 @@ def test_discarded_recordings(twins, device):
         same(*results)
         same_state(plain, graphed)
     assert replays(graphed) > 0
-    assert device == "cuda" or sum(program._discarded for program in programs(graphed)) > 0
+    assert device == "cuda" or sum(program.pair.discarded for program in programs(graphed)) > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -169,6 +170,16 @@ def test_no_class_name_means_two_things() -> None:
                 places[node.name].append(name_of(path))
     # The protocol in the run time, and what implements it, are one thing.
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
+def test_each_note_is_there_once() -> None:
+    lines = [
+        (name_of(path), line.strip()) for path in SOURCES for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    notes = [line.removeprefix("# ") for _, line in lines if re.fullmatch(r"(# )?Note \[.+\]", line)]
+    cited = {(note, file) for file, line in lines for note in re.findall(r"Note \[[^\]]+\]", line)}
+    assert len(notes) == len(set(notes)) > 20
+    assert [(note, file) for note, file in sorted(cited) if note not in notes] == []
 
 
 def test_importing_the_package_builds_and_probes_nothing() -> None:

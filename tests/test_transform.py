@@ -9,12 +9,13 @@ from functools import partial
 import pytest
 import thunder
 import torch
-from support import regions, replays, same, same_state
+from support import programs, regions, replays, same, same_state
 from thunder.dynamo import thunderfx
 from thunder.recipes import BaseRecipe
 from torch import nn
 
 from thunder_cg import BackendError, CUDAGraphPlugin, OptionError, cudagraph_transform, explain
+from thunder_cg.runtime import skip_reasons
 
 CALLS = 5
 
@@ -54,6 +55,20 @@ def test_regions_show_in_the_trace(transform, device):
         "CUDAGraph2",
         "cudagraph_end_call",
     ]
+
+
+def test_a_backward_whose_saved_state_was_replaced_runs_eagerly(transform, device):
+    jfn = thunder.jit(lambda x: torch.tanh(torch.tanh(x) * 2), transforms=[transform()])
+    x = torch.randn(4, 4, device=device, requires_grad=True)
+    gradient = torch.ones(4, 4, device=device)
+    expected = torch.autograd.grad(jfn(x), x, gradient)
+    (entry,) = thunder.compile_stats(jfn).interpreter_cache
+    for _ in range(3):
+        _, (tensors, others) = entry.computation_fn(x)
+        same(expected, tuple(entry.backward_fn([[*tensors], [*others]], [gradient])))
+    forward, backward = programs(jfn)
+    assert backward.fallbacks == {skip_reasons.NO_FORWARD: 3} and backward.calls == 4 and not forward.fallbacks
+    same(expected, torch.autograd.grad(jfn(x), x, gradient))
 
 
 def test_the_executor_can_be_named(transform, device):

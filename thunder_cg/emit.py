@@ -11,8 +11,8 @@ from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
 from thunder_cg.runtime.functions import unused
+from thunder_cg.runtime.outputs import copy_out
 from thunder_cg.runtime.program import Program
-from thunder_cg.runtime.region import copy_out
 
 
 def taken_names(trace: compat.TraceCtx) -> set[str]:
@@ -89,7 +89,7 @@ class Emitter:
         placed = {op.index for op in (*first, *clears)} | {self._ops.ops[-1].index}
         call = self._handle("call", "call0")
         symbols = [op.symbol for op in first]
-        inputs = [self._proxies[name] for name in self._program.inputs]
+        inputs = [self._proxies[name] for name in self._program.inputs.names]
         if self._forward is not None:
             arguments = [self._saved_state(), *inputs]
             symbols.append(self._bind("cudagraph_begin_backward", self._program.begin_backward, arguments, call))

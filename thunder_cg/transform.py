@@ -19,11 +19,12 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
-from thunder_cg.analysis.gradients import WrongGradient, lost, overwritten, unsummed
+from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
+from thunder_cg.analysis.sources import Stacks
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
@@ -42,7 +43,7 @@ from thunder_cg.verify import ReplayVerifier
 
 _logger = logging.getLogger(__name__)
 
-# Operators that are eager for these reasons are as the user wants them, or cost nothing.
+# The log does not warn of operators that are eager for these reasons.
 _FINE = {Reason.BOOKKEEPING, Reason.USER_DENY, Reason.TOO_SMALL}
 _NO_FIXES = ("none needed", "nothing to gain")
 
@@ -88,10 +89,10 @@ class CudagraphTransform(compat.Transform):
         self._backend = resolve(options.backend) if stand_in is None else PlanningBackend()
         poison = options.debug or self._backend.poisons
         self._arenas = Arenas(self._backend, options.max_arenas, poison, options.memory_budget)
-        self._numbers = count(1)
+        self._numbers = count(1)  # of regions
         self._compiling = _Compiling()
         self._warned: set[str] = set()  # what the log has a warning about
-        self._named: set[Pattern] = set()  # patterns of the user's that ops have, or that a warning was about
+        self._checked: set[Pattern] = set()  # names in allow= and deny= that ops have, or that a warning was about
 
     def transform_module(self, model: compat.ThunderModule) -> None:
         """Gives the compiled module its fast path to the graphs."""
@@ -105,12 +106,14 @@ class CudagraphTransform(compat.Transform):
         Raises:
             TransformConflictError: another transform captures CUDA graphs, too.
         """
-        transforms = compat.get_compile_data().transforms
+        data = compat.get_compile_data()
+        transforms = data.transforms
         _refuse_a_second_graph_transform(transforms)
         gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
+        self._compiling.stacks = stacks_of_generated_code(data.fn)
         self._compiling.forward = None
         self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
@@ -122,9 +125,10 @@ class CudagraphTransform(compat.Transform):
         start = time.perf_counter()
         if self.options.capture_collectives != "never":
             computation_trace = schedule_collectives(computation_trace)
-        before = self._forward_of(computation_trace)
-        forward = before if before is not None and before.regions and _takes_what_was_saved(computation_trace) else None
-        ops = self._read(computation_trace, self._compiling.static, before.ops if before is not None else None)
+        forward = self._forward_of(computation_trace)
+        # The forward whose calls the backward continues. One without regions, or that saves nothing, has ended them.
+        continued = forward if forward is not None and forward.regions and _gets_saved(computation_trace) else None
+        ops = self._read(computation_trace, forward.ops if forward is not None else None)
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
@@ -147,13 +151,13 @@ class CudagraphTransform(compat.Transform):
         if self.options.strict == "ops":
             refuse_eager_ops(ops, plan, aliasing)
         taken = taken_names(computation_trace)
-        compilation = before.compilation if before is not None else _compilation(self._backend.device_type)
-        program = self._program(computation_trace, ops, plan, aliasing, forward, taken, compilation)
-        trace = Emitter(computation_trace, ops, plan, aliasing, program, forward, taken).emit()
+        compilation = forward.compilation if forward is not None else _compilation(self._backend.device_type)
+        program = self._program(computation_trace, ops, plan, aliasing, continued, taken, compilation)
+        trace = Emitter(computation_trace, ops, plan, aliasing, program, continued, taken).emit()
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
         took = int((time.perf_counter() - start) * 1000)
-        self._log(program, took)
+        self._log_compiled(program, took)
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
         compilation.seconds = time.perf_counter() - compat.compilation_began()
         return trace
@@ -165,11 +169,10 @@ class CudagraphTransform(compat.Transform):
         if not any(map(compat.requires_grad, (*arguments, *unpacked))):
             return ()
         ops = self._read(trace)
-        return (*lost(ops, Aliasing.of(ops)), *unsummed(ops))
+        return lost_or_unsummed(ops, Aliasing.of(ops))
 
-    def _read(self, trace: TraceCtx, static_names: frozenset[str] = frozenset(), forward: Ops | None = None) -> Ops:
-        stacks = stacks_of_generated_code(getattr(compat.get_compile_data(), "fn", None))
-        return read(trace, static_names, forward, stacks, self._stand_in)
+    def _read(self, trace: TraceCtx, forward: Ops | None = None) -> Ops:
+        return read(trace, self._compiling.static, forward, self._compiling.stacks, self._stand_in)
 
     def _program(
         self,
@@ -177,7 +180,7 @@ class CudagraphTransform(compat.Transform):
         ops: Ops,
         plan: Plan,
         aliasing: Aliasing,
-        forward: Program | None,
+        continued: Program | None,
         taken: set[str],
         compilation: Compilation,
     ) -> Program:
@@ -197,12 +200,12 @@ class CudagraphTransform(compat.Transform):
             backend=self._backend,
             verifier=verifier,
             arenas=self._arenas,
-            forward=forward,
+            forward=continued,
             warned=self._warned,
             compilation=compilation,
         )
 
-    def _log(self, program: Program, took: int) -> None:
+    def _log_compiled(self, program: Program, took: int) -> None:
         """Says what was compiled, and warns once of each cause of an eager operator that has a fix."""
         verdicts = [v for op, v in zip(program.ops.ops, program.plan.verdicts) if not op.bookkeeping]
         captured = sum(verdict.capture for verdict in verdicts)
@@ -238,9 +241,9 @@ class CudagraphTransform(compat.Transform):
 
     def _warn_of_misspelt_names(self, ops: Ops) -> None:
         """Says once of each name in ``allow=`` and ``deny=`` that no op has, but one almost has."""
-        given = {option: getattr(self.options, option) - self._named for option in ("allow", "deny")}
+        given = {option: getattr(self.options, option) - self._checked for option in ("allow", "deny")}
         missing = unmatched(given, [ops])
-        self._named |= {*given["allow"], *given["deny"]} - {name for _, name, close in missing if close is None}
+        self._checked |= {*given["allow"], *given["deny"]} - {name for _, name, close in missing if close is None}
         for option, name, close in missing:
             if close is not None:
                 said = f"{option}= names {name!r}, and the trace has no such operator; did you mean {close!r}?"
@@ -257,9 +260,10 @@ class CudagraphTransform(compat.Transform):
 class _Compiling(threading.local):
     """What one compilation, which stays on its thread, has to remember from hook to hook."""
 
-    static: frozenset[str] = frozenset()
+    static: frozenset[str] = frozenset()  # names of parameters and buffers
+    stacks: Stacks | None = None  # of the lines of Dynamo's graphs
     forward: tuple[set[str], weakref.ref[Program]] | None = None
-    wrong_gradients: tuple[WrongGradient, ...] = ()  # of the trace that was seen last
+    wrong_gradients: tuple[WrongGradient, ...] = ()
 
 
 def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
@@ -285,8 +289,8 @@ def _compilation(device_type: str) -> Compilation:
     )
 
 
-def _takes_what_was_saved(trace: TraceCtx) -> bool:
-    """Where nothing was saved, Thunder may write the two empty collections down as a literal."""
+def _gets_saved(trace: TraceCtx) -> bool:
+    """Whether a backward gets what its forward saved. If that is nothing, Thunder may write two empty collections."""
     return any("saved_for_backward" in {p.name for p in s.flat_proxy_outs} for s in trace.bound_symbols)
 
 

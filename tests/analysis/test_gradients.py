@@ -72,6 +72,13 @@ WRONG = {
 }
 
 
+def write_to_zeros(y):
+    zeros = torch.zeros_like(y)
+    view = zeros.view(-1)
+    zeros.add_(1)
+    y.mul_(view.sum())
+
+
 def without_gradients(y, x, z):
     with torch.no_grad():
         y[:, :2].add_(1)
@@ -87,6 +94,7 @@ RIGHT = {
     "minus its mean of a dimension": lambda x, z: torch.exp(x - x.mean(0, keepdim=True)),
     "a larger sum": lambda x, z: torch.exp(x.mean()) * z.sum(),
     "a mean that is expanded": lambda x, z: torch.exp(x - x.mean().expand(3, 4)),
+    "memory without a gradient": after_sin(lambda y, x, z: write_to_zeros(y)),
     "dropout": lambda x, z: F.dropout(torch.sin(x), 0.0, inplace=False) * 2,
 }
 

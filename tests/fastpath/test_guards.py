@@ -312,7 +312,7 @@ def established(twins, device, change, trains):
         if found is None:
             found = _shared[device, trains] = establish(*twins(Model().train(trains)), device)
         for entry in found[1]._forward_fn._entries:
-            for recording in entry.compiled.forward.recordings:
+            for recording in entry.compiled.forward.pair.recordings:
                 recording.may_launch_early = True
         yield found
 
@@ -322,7 +322,7 @@ def test_what_fails_after_the_launch_is_checked_before_it_from_then_on(twins, de
         model = Model().eval()
         model.drop = nn.Identity()  # a dropout may draw, and a draw is an effect
         _, graphed, call = establish(*twins(model), device)
-        (recording,) = graphed._forward_fn._entries[0].compiled.forward.recordings
+        (recording,) = graphed._forward_fn._entries[0].compiled.forward.pair.recordings
         assert recording.may_launch_early
         slope = graphed._model.act.slope
         graphed._model.act.slope = 3.0

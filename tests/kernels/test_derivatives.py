@@ -145,8 +145,8 @@ def test_cross_entropy(device, reduction):
     gradient = torch.rand_like(expected)
     (of_logits,) = torch.autograd.grad(expected, logits, gradient)
     with torch.no_grad():
-        found, normalizer = loss._cross_entropy(logits, target, -100, reduction)
-        same_gradient = loss._gradient(gradient, logits, target, normalizer, -100, reduction)
+        found, logsumexp = loss._cross_entropy(logits, target, -100, reduction)
+        same_gradient = loss._gradient(gradient, logits, target, logsumexp, -100, reduction)
     close(found, expected)
     close(same_gradient, of_logits)
 

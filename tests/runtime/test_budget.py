@@ -84,13 +84,13 @@ def test_past_max_recordings_the_least_valuable_goes_too():
     call(0, 10)
     call(1, 4)
     (program,) = programs(budgeted.compiled)
-    often, seldom = program.recordings[::-1]
+    often, seldom = program.pair.recordings[::-1]
     call(2, 3)
-    assert often in program.recordings and seldom.dropped and len(program.recordings) == 2
+    assert often in program.pair.recordings and seldom.dropped and len(program.pair.recordings) == 2
     for _ in range(8):  # the first one is not used any more
         call(1, 2)
         call(2, 2)
-    assert often.dropped and len(program.recordings) == 2
+    assert often.dropped and len(program.pair.recordings) == 2
 
 
 def test_what_cannot_fit_is_not_tried(monkeypatch):
@@ -122,7 +122,7 @@ def test_new_work_gets_the_memory_of_old_work():
     for n in range(20, 26):
         budgeted.call(n, 2)
     for program in programs(budgeted.compiled):
-        for recording in program.recordings:
+        for recording in program.pair.recordings:
             recording.replays = 10**6
     for _ in range(100):
         budgeted.call(40)

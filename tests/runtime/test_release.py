@@ -24,8 +24,9 @@ def pair(twins) -> tuple[Any, Any]:
 
 def held_by(jfn: Any) -> list[weakref.ref[Any]]:
     """The arenas of a compiled function, and its graphs."""
-    arenas = [arena for program in programs(jfn) for arena in (*program._used, *program._used_scratch)]
-    recordings = [recording for program in programs(jfn) for recording in program.recordings]
+    pairs = {program.pair for program in programs(jfn)}
+    arenas = [arena for pair in pairs for arena in pair.arenas()]
+    recordings = [recording for pair in pairs for recording in pair.recordings]
     traces = [trace for r in recordings for trace in (r.forward, *r.backwards)]
     return [weakref.ref(each) for each in {*arenas, *(graph.graph for trace in traces for graph in trace.graphs)}]
 
@@ -57,7 +58,7 @@ def test_all_memory_is_back_and_the_next_calls_are_right(pair, device):
         assert alive(held) == 4  # an arena, and three graphs
         release(graphed)
         assert alive(held) == 0  # though all losses and results live
-        assert not any(program.arenas() for program in programs(graphed))
+        assert not any(program.pair.arenas() for program in programs(graphed))
         assert counts(graphed) == [(rounds, rounds)] * 3
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         losses[1][-1].backward()

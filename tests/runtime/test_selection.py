@@ -123,7 +123,7 @@ def test_a_region_that_does_not_pay_is_eager_and_the_others_are_captured(
     for _ in range(SETTLED - 1):
         call()
     (program,) = programs(graphed)
-    (recording,) = program.recordings
+    (recording,) = program.pair.recordings
     assert program.fallbacks == {skip_reasons.TIMED: _CALLS} and program.warm_ups == 1
     assert [region.stats.replays for region in program.regions] == [1 + _CALLS] * 3 and not left_eager(graphed)
     assert not program.awaiting_capture and "leaves eager" not in str(explain(graphed))
@@ -134,7 +134,7 @@ def test_a_region_that_does_not_pay_is_eager_and_the_others_are_captured(
     assert program.warm_ups == 2 and program.awaiting_capture == 1
     for _ in range(AGAIN + 3):
         call()
-    assert program.selection is None and program.warm_ups == 2
+    assert program.pair.selection is None and program.warm_ups == 2
     assert [region.stats.captures for region in program.regions] == [2, 1, 2]
     assert [region.stats.replays for region in program.regions] == [(n := 1 + _CALLS + AGAIN + 3), 1 + _CALLS, n]
     assert program.fallbacks == {skip_reasons.TIMED: _CALLS}
@@ -207,12 +207,12 @@ def test_what_is_left_is_timed_anew_until_all_of_it_pays(clock: Clock) -> None:
         graphed(torch.ones(5))
     (program,) = programs(graphed)
     assert [*left_eager(graphed)] == ["CUDAGraph1", "CUDAGraph2", "CUDAGraph3"]
-    assert program.fallbacks[skip_reasons.DESELECTED] == AGAIN and program.arenas()[0].nbytes() == 0
+    assert program.fallbacks[skip_reasons.DESELECTED] == AGAIN and program.pair.arenas()[0].nbytes() == 0
     report = explain(graphed)
     assert "no region pays" in str(report) and not report.memory.recordings
     (trace,) = report.traces
     assert trace.replays == 3 * _CALLS and trace.eager_calls == trace.calls - 3 * (1 + _CALLS)
-    assert program.selection is None
+    assert program.pair.selection is None
 
 
 @pytest.mark.parametrize("names", ["1", "2", "3", "4", "14", "123", "1234"])
@@ -239,7 +239,7 @@ def test_training_stays_the_same_whatever_is_left_eager(clock: Clock, names: str
     same_state(plain, graphed)
     assert [*left_eager(graphed)] == [f"CUDAGraph{name}" for name in names]
     forward, backward = programs(graphed)
-    assert forward.selection is None and [len(program.regions) for program in (forward, backward)] == [2, 2]
+    assert forward.pair.selection is None and [len(program.regions) for program in (forward, backward)] == [2, 2]
     for number, program in zip("1234", (forward, forward, backward, backward)):
         assert (program.newest_graph(f"CUDAGraph{number}") is None) == (number in names)
 
@@ -297,7 +297,7 @@ def test_a_backward_that_never_comes_is_not_waited_for(clock: Clock) -> None:
     graphed(x).sum().backward()
     for _ in range(SETTLED - _CALLS + _MOST_REPLAYS):
         graphed(x)
-    assert programs(graphed)[0].selection is None and not left_eager(graphed)
+    assert programs(graphed)[0].pair.selection is None and not left_eager(graphed)
     assert fast_path_calls(graphed) == 1, "the forward that followed the call that knew"
 
 
@@ -324,7 +324,7 @@ def test_thunderfx_takes_it_too(clock: Clock) -> None:
     for _ in range(SETTLED + 1):
         same(compiled(torch.ones(3)), pieces_of_one(torch.ones(3)))
     (program,) = programs(compiled)
-    assert program.fallbacks == {skip_reasons.TIMED: _CALLS} and program.selection is None
+    assert program.fallbacks == {skip_reasons.TIMED: _CALLS} and program.pair.selection is None
     torch._dynamo.reset()
 
 
@@ -339,7 +339,7 @@ def test_the_real_clock(transform: Any, device: str) -> None:
             results.append(jfn(x))
         same(*results)
     (program,) = programs(graphed)
-    assert program.selection is None
+    assert program.pair.selection is None
     for name, said in left_eager(graphed).items():
         as_graph, eagerly = (float(each) for each in re.findall(r"([\d.]+) µs", said))
         assert as_graph > eagerly > 0 and program.newest_graph(name) is None

@@ -268,7 +268,7 @@ def test_every_recording_with_the_region_goes(planted, twins, device):
     for _ in range(3):
         for x in inputs:
             same(plain(x), graphed(x))
-    assert len(program(graphed).recordings) == 2
+    assert len(program(graphed).pair.recordings) == 2
     factor[0] = 3.0
     with caught() as found:
         for _ in range(3):
@@ -546,7 +546,7 @@ def test_off_costs_nothing(twins, device, monkeypatch):
     _, graphed = twins(mlp().requires_grad_(False))
     for _ in range(4):
         graphed(torch.randn(4, 16, device=device))
-    (recording,) = program(graphed).recordings
+    (recording,) = program(graphed).pair.recordings
     assert program(graphed).regions[0].hash_function is None and recording.forward.graphs[0].check is None
     (call,) = graphed._forward_fn._calls
     names = {*call.__code__.co_names, *call.__code__.co_varnames, *call.__code__.co_freevars}

@@ -121,11 +121,16 @@ def overwritten(ops: Ops, aliasing: Aliasing, saved: Collection[str]) -> tuple[W
     return tuple(dict.fromkeys(found))
 
 
-def lost(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
-    """Writes, in a trace that Thunder has not differentiated yet, whose effect on other tensors it does not see."""
+def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
+    """Writes whose effect on other tensors Thunder does not see, and gradients of CPU scalars that it does not sum.
+
+    Args:
+        ops: of a trace that Thunder has not differentiated yet.
+    """
     views = _Views(ops, aliasing)
     tracked = {name for name in ops.args if requires_grad(ops.values[name].proxy)}  # what has a gradient
-    stale: dict[str, Op] = {}  # names whose gradient does not see a write, and the write
+    stale: dict[str, Op] = {}  # of these, names whose gradient does not see a write, and the write
+    reduced: set[str] = set()  # CPU scalars that were made of larger tensors
     found: list[WrongGradient] = []
     for op in ops.ops:
         written = [name for name in _written(op) if name in aliasing.sets]
@@ -135,11 +140,12 @@ def lost(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
                 tracked.update([after] if before in tracked else [])
                 stale.update({after: stale[before]} if before in stale else {})
             continue
+        if not op.bookkeeping:
+            if _follow(op, ops, tracked, reduced):
+                found.append(_named(op, ops, _NOT_SUMMED))
+            if tracked.isdisjoint(op.inputs) or tracked.isdisjoint(op.outputs):
+                continue
         read = _returned(op) if op.bookkeeping else op.inputs
-        outputs = [name for name in op.outputs if _may_have_gradient(op, ops.values[name])]
-        if tracked.isdisjoint(read) or not (outputs or op.bookkeeping):
-            continue
-        tracked.update(outputs)
         found += [_named(stale[name], ops, _LOST) for name in read if name in stale]
         if _plain_id(op) == "index_put":
             found.append(_named(op, ops, _INDEX_PUT))
@@ -150,34 +156,35 @@ def lost(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def unsummed(ops: Ops) -> tuple[WrongGradient, ...]:
-    """What Note [Gradients of CPU scalars] is about, in a trace that Thunder has not differentiated yet."""
-    tracked = {name for name in ops.args if requires_grad(ops.values[name].proxy)}
-    reduced: set[str] = set()
-    found: list[WrongGradient] = []
-    for op in ops.ops:
-        for leaf in _leaves(op):
-            read = [name for name in leaf.inputs if name in tracked]
-            outputs = [name for name in leaf.outputs if _may_have_gradient(leaf, ops.values[name])]
-            if not read or not outputs or _plain_id(op) == "detach":
-                continue
-            tracked.update(outputs)
-            shapes = {proxy_shape(ops.values[name].proxy) for name in (*leaf.inputs, *outputs) if _is_tensor(name, ops)}
-            if len(shapes) == 2 and () in shapes and not reduced.isdisjoint(read) and len(leaf.inputs) > 1:
-                found.append(_named(op, ops, _NOT_SUMMED))
-            is_reduced = any(name in reduced or proxy_shape(ops.values[name].proxy) for name in read)
-            reduced.update(name for name in outputs if is_reduced and _is_cpu_scalar(ops.values[name]))
-    return tuple(dict.fromkeys(found))
+def _follow(op: Op, ops: Ops, tracked: set[str], reduced: set[str]) -> bool:
+    """Adds what the prims of an operator make to the names that have a gradient, and to the reduced CPU scalars.
+
+    Returns:
+        whether Thunder does not sum a gradient: see Note [Gradients of CPU scalars].
+    """
+    is_unsummed = False
+    for prim in _prims(op):
+        read = [name for name in prim.inputs if name in tracked]
+        outputs = [name for name in prim.outputs if _may_have_gradient(ops.values[name])]
+        if not read or not outputs:
+            continue
+        tracked.update(outputs)
+        shapes = {proxy_shape(ops.values[name].proxy) for name in (*prim.inputs, *outputs) if _is_tensor(name, ops)}
+        is_mixed = len(shapes) == 2 and () in shapes and len(prim.inputs) > 1
+        is_unsummed = is_unsummed or (is_mixed and not reduced.isdisjoint(read))
+        is_reduced = any(name in reduced or proxy_shape(ops.values[name].proxy) for name in read)
+        reduced.update(name for name in outputs if is_reduced and _is_cpu_scalar(ops.values[name]))
+    return is_unsummed
 
 
-def _leaves(op: Op) -> Iterator[Op]:
-    """The prims of an operator."""
-    if op.bookkeeping:
+def _prims(op: Op) -> Iterator[Op]:
+    """The prims of an operator that may have a gradient."""
+    if op.bookkeeping or _plain_id(op) == "detach":
         return
     if not op.subs:
         yield op
     for sub in op.subs:
-        yield from _leaves(sub)
+        yield from _prims(sub)
 
 
 def _is_tensor(name: str, ops: Ops) -> bool:
@@ -229,6 +236,6 @@ def _returned(op: Op) -> set[str]:
     return names_in(data.get("output") if isinstance(data, dict) else data)
 
 
-def _may_have_gradient(op: Op, value: Value) -> bool:
+def _may_have_gradient(value: Value) -> bool:
     is_float = value.dtype is not None and value.dtype.startswith(("float", "bfloat", "complex"))
-    return is_float and not is_detached(value.proxy) and _plain_id(op) != "detach"
+    return is_float and not is_detached(value.proxy)

@@ -49,9 +49,9 @@ class OnlyRegion:
             raise Unsupported("the trace is not one region")
         self.guard: Guard = recorded.guard
         self.graph: RegionGraph = graph
-        self._written = program.written
+        self._written = program.inputs.written
         self.inputs = program.regions[0].input_names
-        if self.inputs != program.inputs:
+        if self.inputs != program.inputs.names:
             raise Unsupported("the region's inputs are not those of the trace")
         self.stats = program.regions[0].stats
 

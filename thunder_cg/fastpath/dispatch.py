@@ -115,8 +115,8 @@ class EntryFastPaths:
 
     def build_fast_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Makes fast paths for what has been recorded, after a call that took Thunder's dispatch."""
-        forward = self.compiled.forward
-        recordings = forward.recordings if forward.selection is None else []  # what is timed is Thunder's dispatch
+        pair = self.compiled.forward.pair
+        recordings = pair.recordings if pair.selection is None else []  # what is timed is Thunder's dispatch
         self.drop_discarded()
         known_ids = {id(recording) for recording, _ in (*self._inference, *self._training)}
         new = [recording for recording in recordings if id(recording) not in known_ids]
@@ -261,9 +261,9 @@ class Dispatch:
                 if used.backward_fn and backward is None:
                     raise Unsupported("the backward has no regions")
                 compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
-                guard = PrologueGuard(module, self._checks_of(used), forward.inputs, self._parameters_cache)
+                guard = PrologueGuard(module, self._checks_of(used), forward.inputs.names, self._parameters_cache)
                 entry = EntryFastPaths(compiled, guard, statistics)
-                forward.fast_paths_dropper = WeakMethod(self.drop_discarded)
+                forward.pair.fast_paths_dropper = WeakMethod(self.drop_discarded)
                 self._entries.append(entry)
             entry.build_fast_paths(args, kwargs)
         except GuardMismatch:

@@ -206,7 +206,7 @@ class BackwardReplay:
         self._recorded: list[TraceRecording] | None = None
         self._graphs: list[BackwardGraph] = []
         # Whether no other call of the program is between its forward and the end of its backward.
-        self.is_alone = partial(program.is_alone, recording.arena)
+        self.is_alone = partial(program.pair.is_alone, recording.arena)
 
     def _known_graphs(self) -> list[BackwardGraph]:
         recorded = self._recording.backwards
@@ -222,7 +222,7 @@ class BackwardReplay:
         if arena is not None and not discards and self._may_replay():
             for graph in self._known_graphs():
                 tensors = [collections[kind][i] for kind, i in graph.sources]
-                if graph.holds(tensors) and call.allocates_in(graph.scratch):
+                if graph.holds(tensors) and call.try_hold_scratch(graph.scratch):
                     arena.enter()
                     with suppress(ReplayRefused):
                         results = graph.replay(tensors)

@@ -19,8 +19,7 @@ executor = compat.OperatorExecutor("cudnn_attention")
 compat.register_executor(executor)
 
 
-def _rows_of(query: Any) -> Any:
-    """The logarithm of each row's sum of exponentials."""
+def _logsumexp_meta(query: Any) -> Any:
     shape = (*query.shape[:-1], 1)
     return compat.TensorProxy(like=query, shape=shape, dtype=compat.get_computation_dtype(query.dtype))
 
@@ -30,7 +29,7 @@ def _meta(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None
 
 
 def _forward_meta(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None) -> Any:
-    return _meta(query, key, value, is_causal, scale), _rows_of(query)
+    return _meta(query, key, value, is_causal, scale), _logsumexp_meta(query)
 
 
 def _backward_meta(gradient: Any, query: Any, key: Any, value: Any, *others: Any) -> Any:
@@ -43,11 +42,11 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _run(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, with_rows: bool
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, with_logsumexp: bool
 ) -> tuple[Tensor, Tensor]:
     inputs = map(_compact, (query, key, value))
-    found = cudnn_attention(*inputs, None, with_rows, 0.0, is_causal, False, scale=scale)
-    return found[0], found[1]
+    result, logsumexp, *_ = cudnn_attention(*inputs, None, with_logsumexp, 0.0, is_causal, False, scale=scale)
+    return result, logsumexp
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
@@ -64,17 +63,17 @@ def _backward(
     key: Tensor,
     value: Tensor,
     result: Tensor,
-    rows: Tensor,
+    logsumexp: Tensor,
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     inputs = map(_compact, (query, key, value))
     unused = torch.empty((), dtype=torch.int64, device=query.device)  # the seed and the offset of a dropout
     lengths = query.shape[2], key.shape[2]
-    found: tuple[Tensor, Tensor, Tensor] = cudnn_attention_backward(
-        gradient, *inputs, result, rows, unused, unused, None, None, None, *lengths, 0.0, is_causal, scale=scale
+    gradients: tuple[Tensor, Tensor, Tensor] = cudnn_attention_backward(
+        gradient, *inputs, result, logsumexp, unused, unused, None, None, None, *lengths, 0.0, is_causal, scale=scale
     )
-    return found
+    return gradients
 
 
 infer = executor.register_operator("cudnn_attention", meta=_meta, fn=_infer)
@@ -95,23 +94,16 @@ def _attention(
 ) -> Any:
     if not derives:
         return infer(query, key, value, is_causal, scale)
-    result, rows = forward(query, key, value, is_causal, scale)
+    result, logsumexp = forward(query, key, value, is_causal, scale)
     gradient = compat.prims.get_grad(result)
-    found = backward(gradient, query, key, value, result, rows, is_causal, scale)
-    for argument, of_argument in zip((query, key, value), found):
+    gradients = backward(gradient, query, key, value, result, logsumexp, is_causal, scale)
+    for argument, of_argument in zip((query, key, value), gradients):
         compat.prims.put_grad(argument, of_argument)
     return result
 
 
-def _is_cudnns(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
+def _is_for_cudnn(
+    *, query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None
 ) -> bool:
     """Whether PyTorch would have cuDNN compute it, without a mask and dropout."""
     inputs = (query, key, value)
@@ -125,4 +117,4 @@ def _is_cudnns(
     return chooses_cudnn_attention(compat.to_torch_device(query.device), layouts, bool(is_causal), scale)
 
 
-register(executor, F.scaled_dot_product_attention, _attention, _is_cudnns)
+register(executor, F.scaled_dot_product_attention, _attention, _is_for_cudnn)

@@ -1,12 +1,9 @@
-"""Derivatives as PyTorch's own kernels, where Thunder's formula is slow.
-
-Thunder writes the derivative of a convolution with convolutions, for which cuDNN has no fast kernels: the training of a
-ResNet-50 takes nine times as long as in PyTorch.
-"""
+"""The executors of operators that have a derivative of their own, and how those implement functions of PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,82 +24,27 @@ def register(
     implementation: Callable[..., Any],
     checker: Callable[..., bool],
 ) -> None:
-    """Has the executor implement a function of PyTorch's.
+    """Has the executor implement a function of PyTorch.
 
     Args:
         implementation: takes the function's arguments, and whether it derives the result, too.
-        checker: takes the function's arguments, and says whether the implementation is for them.
+        checker: takes the same arguments by name, defaults included, and says whether the implementation is for them.
     """
+    signature = inspect.signature(implementation)
+
+    def check(*args: Any, **kwargs: Any) -> bool:
+        bound = signature.bind_partial(*args, **kwargs)
+        bound.apply_defaults()
+        return checker(**bound.arguments)
+
     executor.register_implementation(
         compat.symbol_of(function),
-        checker=checker,
+        checker=check,
         execution_transform=partial(implementation, derives=False),
         grad_transform=partial(implementation, derives=True),
     )
 
 
-def channels_last(image: torch.Tensor) -> torch.memory_format:
-    return torch.channels_last if image.dim() == 4 else torch.channels_last_3d
-
-
-def has_channels_last(tensor: Any) -> bool | None:
-    """Whether an image has its channels last; None where that makes no difference, or it is none."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() not in (4, 5):
-        return None
-    last = tensor.is_contiguous(memory_format=channels_last(tensor))
-    return None if last == tensor.is_contiguous() else last
-
-
-def _register(name: str, position: int) -> compat.Symbol:
-    """An operator that computes the gradient of one argument of a convolution, in the layout of that argument."""
-    mask = [position == 0, position == 1, False]
-
-    def meta(gradient: Any, a: Any, weight: Any, *geometry: Any) -> Any:
-        return compat.TensorProxy(like=(a, weight)[position])
-
-    def run(gradient: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, *geometry: Any) -> torch.Tensor:
-        if has_channels_last(a):  # PyTorch would convert it twice, for each of the two gradients
-            gradient = gradient.contiguous(memory_format=channels_last(a))
-        found: torch.Tensor = torch.ops.aten.convolution_backward(gradient, a, weight, None, *geometry, mask)[position]
-        return found
-
-    return executor.register_operator(name, meta=meta, fn=run)
-
-
-_of_input = _register("convolution_backward_input", 0)
-_of_weight = _register("convolution_backward_weight", 1)
-
-
-def _convolution(
-    a: Any,
-    weight: Any,
-    bias: Any,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Any:
-    """A convolution and its gradients. Those that nobody needs are dropped by Thunder."""
-    result = compat.prims.convolution(a, weight, bias, stride, padding, dilation, transposed, output_padding, groups)
-    gradient = compat.prims.get_grad(result)
-    dimensions = a.ndim - 2
-    geometry = (*(_each(value, dimensions) for value in (stride, padding, dilation)), transposed)
-    geometry += (_each(output_padding, dimensions), groups)
-    compat.prims.put_grad(a, _of_input(gradient, a, weight, *geometry))
-    compat.prims.put_grad(weight, _of_weight(gradient, a, weight, *geometry))
-    if bias is not None:
-        compat.prims.put_grad(bias, compat.torch_sum(gradient, [0, *range(2, a.ndim)]))
-    return result
-
-
-def _each(value: Sequence[int], dimensions: int) -> list[int]:
-    """A number for each dimension: Thunder takes one for all."""
-    return [*value] * dimensions if len(value) == 1 else [*value]
-
-
-_torch = compat.torch_implementations()[compat.prims.convolution.id]
-executor.register_implementation(
-    compat.prims.convolution, execution_transform=_torch.execution_transform, grad_transform=_convolution
-)
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in the type that PyTorch computes with: float32 for types of 16 bits."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

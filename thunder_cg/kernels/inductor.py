@@ -15,8 +15,8 @@ from thunder_cg.analysis.ops import read
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import CompileError, free_layouts
-from thunder_cg.kernels import activations, derivatives, loss, normalization  # noqa: F401  (they register operators)
-from thunder_cg.kernels.derivatives import has_channels_last
+from thunder_cg.kernels import activation, derivatives, loss, normalization  # noqa: F401  (they register operators)
+from thunder_cg.kernels.convolution import has_channels_last
 
 _EXPENSIVE = frozenset({"convolution", "cumsum", "sort", "topk"})  # operators of PyTorch's that Thunder has no tags for
 _ONCE = compat.OpTags.MATMUL_OP  # what has this tag, Thunder does not compute once more in the backward

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels.derivatives import fused_executor, register
+from thunder_cg.kernels.derivatives import fused_executor, register, widened
 
 Axes = list[int]
 
@@ -28,8 +28,7 @@ def _statistics_meta(a: Any, over: Axes) -> Any:
 
 def _statistics(a: Tensor, over: Axes) -> tuple[Tensor, Tensor]:
     """The mean and the variance, with a size of one where they are taken ``over``; float32 for types of 16 bits."""
-    widened = a.float() if a.dtype in (torch.float16, torch.bfloat16) else a
-    variance, mean = torch.var_mean(widened, over, correction=0, keepdim=True)
+    variance, mean = torch.var_mean(widened(a), over, correction=0, keepdim=True)
     return mean, variance
 
 
@@ -83,7 +82,8 @@ statistics = fused_executor.register_operator(
     "normalization_statistics", meta=_statistics_meta, fn=_statistics, tags=[compat.OpTags.REDUCTION_OP]
 )
 apply = fused_executor.register_operator("normalization_apply", meta=_apply_meta, fn=_apply)
-# Of an implementation, Thunder has the forward compute only what the result needs. So the result is to need the update.
+# Thunder drops what the result of an implementation does not need. The mean needs the update of the running statistics,
+# so that Thunder keeps the update.
 after_update = fused_executor.register_operator(
     "normalization_after_update",
     meta=lambda mean, updated: compat.TensorProxy(like=mean),
@@ -147,16 +147,7 @@ def _batch_norm(
     return result
 
 
-def _trains(
-    a: Any,
-    running_mean: Any = None,
-    running_var: Any = None,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> bool:
+def _trains(*, a: Any, training: bool, momentum: float, **_: Any) -> bool:
     count = math.prod(a.shape) / max(a.shape[1], 1)
     return training is True and isinstance(momentum, (int, float)) and count > 1
 
@@ -171,10 +162,10 @@ def _mean_of_images(a: Any, output_size: Any, *, derives: bool) -> Any:
     return result
 
 
-def _is_one_pixel(a: Any, output_size: Any) -> bool:
+def _is_one_pixel(*, a: Any, output_size: Any, **_: Any) -> bool:
     return output_size in (1, (1, 1), [1, 1]) and math.prod(a.shape) > 0
 
 
 register(fused_executor, F.adaptive_avg_pool2d, _mean_of_images, _is_one_pixel)
-register(fused_executor, F.layer_norm, _layer_norm, lambda a, *args, **kwargs: math.prod(a.shape) > 0)
+register(fused_executor, F.layer_norm, _layer_norm, lambda *, a, **_: math.prod(a.shape) > 0)
 register(fused_executor, F.batch_norm, _batch_norm, _trains)

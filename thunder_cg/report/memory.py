@@ -83,14 +83,14 @@ class MemoryReport:
         programs = [*programs]
         numbers: dict[Arena, int] = {}
         for located in programs:
-            for arena in located.program.arenas():
+            for arena in located.program.pair.arenas():
                 numbers.setdefault(arena, len(numbers))
         previews = tuple(
-            MemoryPreview(each.function, each.entry, program.kind, program.needed, program.memory.without_graphs)
+            MemoryPreview(each.function, each.entry, program.kind, program.budget.needed, program.memory.without_graphs)
             for each in programs
             if (program := each.program).regions and not any(traces for _, traces in program.recorded())
         )
-        budget = next((located.program.budget() for located in programs if located.program.regions), None)
+        budget = next((located.program.budget.nbytes() for located in programs if located.program.regions), None)
         return cls._of(numbers, tuple(_recordings(programs, numbers)), previews, budget)
 
     @classmethod

@@ -266,7 +266,7 @@ def _trace(located: Located, times: Times) -> TraceReport:
         no_fast_path=program.no_fast_path,
         remark=program.remark,
         fallbacks=dict(program.fallbacks),
-        arena_bytes=sum(arena.nbytes() for arena in program.arenas()),
+        arena_bytes=sum(arena.nbytes() for arena in program.pair.arenas()),
         collectives=collectives(program),
         crossings=crossings(program),
         fixes={reason: fix for reason in program.fallbacks if (fix := FIXES.get(reason))},

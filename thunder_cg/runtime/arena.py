@@ -102,19 +102,12 @@ class Recorder(Protocol):
     def recordings(self) -> Sequence[Recorded]:
         """Newest first."""
 
-    def captures_pay(self) -> bool:
-        """Whether it makes sense to discard recordings for one of its own."""
-
     def discard_for_budget(self, recording: Any) -> None:
         """Gives up one of its recordings, because others are worth more."""
 
 
 class Holder(Protocol):
     """A call that needs memory for graphs."""
-
-    @property
-    def program(self) -> Recorder:
-        """Whose call it is."""
 
     @property
     def recording(self) -> Recorded | None:
@@ -132,7 +125,7 @@ class Arenas:
     """The arenas of one transform, up to a limit for each trace pair: what was split has many calls in flight at once.
     Or those of one graphed step, which has one.
 
-    Programs keep an arena alive; when the last one that used it is gone, it goes too.
+    Pairs keep an arena alive; when the last one that used it is gone, it goes too.
 
     Note [Scratch arenas]
         A forward holds its arena until its backward is over, so calls in flight have an arena each. If each backward
@@ -200,10 +193,13 @@ class Arenas:
             return int(self._budget * self._backend.device_nbytes(device))
         return self._budget
 
-    def make_room(self, call: Holder, device: torch.device, expected: int | None = None) -> str | None:
+    def make_room(
+        self, call: Holder, device: torch.device, captures_pay: Callable[[], bool], expected: int | None = None
+    ) -> str | None:
         """Has the memory that ``call`` uses fit into the budget.
 
         Args:
+            captures_pay: whether it makes sense to discard recordings for one of this call.
             expected: bytes that it will have; None if it has them.
 
         Returns:
@@ -220,7 +216,7 @@ class Arenas:
             problem = _RAISE if is_hopeless else None
             while problem is None and self.nbytes() + max(0, (expected or 0) - call.memory.nbytes()) > budget:
                 if not self._trim_unused(mine):
-                    problem = self._discard_least_valuable(call)
+                    problem = self._discard_least_valuable(call, captures_pay)
             measured = call.memory.nbytes()
         if problem is None:
             return None
@@ -233,7 +229,7 @@ class Arenas:
     def _all(self) -> list[Arena]:
         return _alive([*self._arenas, *self._scratch])
 
-    def _discard_least_valuable(self, call: Holder) -> str | None:
+    def _discard_least_valuable(self, call: Holder, captures_pay: Callable[[], bool]) -> str | None:
         """Discards a recording that no other call uses. Returns why there is none to discard."""
         mine = call.arenas()
         recordings = [(pair, recording) for pair in self._pairs for recording in reversed(pair.recordings)]
@@ -245,7 +241,7 @@ class Arenas:
         ]
         if not candidates:
             return _RAISE
-        pays = call.program.captures_pay()
+        pays = captures_pay()
         if pays:
             pair, least = min(candidates, key=lambda candidate: candidate[1].value)
             pair.discard_for_budget(least)

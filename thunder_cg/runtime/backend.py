@@ -1,6 +1,6 @@
 """What a backend has to offer: pools that warm up, capture and poison, and graphs that can be replayed.
 
-Note [Scalars of a graph]
+Note [Kernel scalars]
     A graph bakes in the numbers that its kernels get. Numbers that differ from call to call still fit a graph if its
     kernels get them unchanged, such as the seed and the offset of nvFuser's draws. The capture gets a sentinel for each
     of them, a random number that occurs nowhere else. Each launch puts the call's number where the sentinel was among
@@ -137,7 +137,7 @@ class Backend(Protocol):
 
     name: str
     device_type: str
-    supports_scalar_updates: bool  # see Note [Scalars of a graph]
+    supports_scalar_updates: bool  # see Note [Kernel scalars]
     runs_captures: bool  # whether a capture runs what it records, so that its inputs need their values
     poisons: bool  # whether to fill an arena with NaN at its release even without debug=True
 
@@ -188,7 +188,7 @@ class Backend(Protocol):
 
 
 def sentinels(count: int) -> list[int]:
-    """New sentinels. See Note [Scalars of a graph]."""
+    """New sentinels. See Note [Kernel scalars]."""
     return [secrets.randbits(61) | 1 << 61 for _ in range(count)]
 
 

@@ -43,7 +43,7 @@ class Mode(enum.Enum):
 
 
 class Call:
-    """One call of a trace pair: the arena that it holds and how its regions run. Regions know it, not the program."""
+    """One call of a pair of programs: how its regions run, and the arenas that it holds."""
 
     def __init__(self, program: Program) -> None:
         self.program = program
@@ -118,7 +118,7 @@ class Call:
         assert arena is not None
         return arena
 
-    def allocates_in(self, scratch: Arena | None) -> bool:
+    def try_hold_scratch(self, scratch: Arena | None) -> bool:
         """Takes the scratch arena that a recorded backward allocates in, if any. False if another call has it."""
         if scratch is not self.scratch:
             if scratch is not None and not scratch.try_hold():

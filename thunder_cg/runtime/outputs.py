@@ -41,14 +41,15 @@ MakeOutput = Callable[[Sequence[Any]], Any]  # makes a result of the call's argu
 class Outputs:
     """The results of a region, and how a replay hands them to the caller.
 
-    Results that leave the pool are copied. Those that share memory keep sharing it: there is one copy for each storage.
-    Those that are one tensor stay one: of two, autograd would not know that a write to one is a write to the other.
+    Results that do not stay in the pool are copied out. Those that share memory keep sharing it: there is one copy for
+    each storage. Those that are one tensor stay one: of two, autograd would not know that a write to one is a write to
+    the other.
 
     Args:
-        produced: the region's results; some may have been copied early. Those that leave are taken out of the list:
+        produced: the region's results; some may have been copied early. Those to copy out are taken out of the list:
             their memory is given up one by one as they are delivered, so that no two copies of all gradients exist.
         inputs: the inputs that results may be views of.
-        leaves: of each result, whether it leaves the pool.
+        copied_out: of each result, whether it is copied out of the pool.
         device: the region's.
         alias: makes of a tensor one that does not own its memory.
     """
@@ -57,7 +58,7 @@ class Outputs:
         self,
         produced: list[Any],
         inputs: Sequence[AliasedInput],
-        leaves: Sequence[bool],
+        copied_out: Sequence[bool],
         device: torch.device,
         alias: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
@@ -65,9 +66,9 @@ class Outputs:
         self.constants: dict[int, Any] = {}  # results that no replay changes
         self.view_sources: dict[int, int] = {}  # result that is a view of an input -> that input
         self._makers: list[tuple[int, MakeOutput]] = []
-        self._same: list[tuple[int, int]] = []  # result that leaves, and an earlier one that is the same tensor
+        self._same: list[tuple[int, int]] = []  # result to copy out, and an earlier one that is the same tensor
         self._device = device
-        early, groups = self._sort(produced, inputs, leaves)
+        early, groups = self._sort(produced, inputs, copied_out)
         self._copies = [*early, *(_Copy.of(group, alias) for group in groups)]
         self._owned = groups
         for i in (*(i for group in groups for i, _ in group), *(i for i, _ in self._same)):
@@ -77,7 +78,7 @@ class Outputs:
         self.layouts = [(tuple(s.size()), s.stride(), s.dtype) for s in self.sources()]
 
     def _sort(
-        self, produced: list[Any], inputs: Sequence[AliasedInput], leaves: Sequence[bool]
+        self, produced: list[Any], inputs: Sequence[AliasedInput], copied_out: Sequence[bool]
     ) -> tuple[list[_Copy], list[list[tuple[int, torch.Tensor]]]]:
         """Decides for each result. Returns what was copied early, in that order, and what is to copy, by storage."""
         by_identity = {id(source.tensor): source for source in reversed(inputs)}
@@ -96,7 +97,7 @@ class Outputs:
                 # None, zeros without memory, or the seed of an attention without dropout, which lives on the host: no
                 # replay changes these.
                 self._is_constant(i, tensor)
-            elif leaves[i] and (same := first.setdefault(id(tensor), i)) != i:
+            elif copied_out[i] and (same := first.setdefault(id(tensor), i)) != i:
                 self._same.append((i, same))
                 if same in self.view_sources:
                     self.view_sources[i] = self.view_sources[same]
@@ -107,7 +108,7 @@ class Outputs:
             ) is not None:
                 self.view_sources[i] = source.arg
                 self._makers.append((i, _view_of_input(tensor, source)))
-            elif leaves[i]:
+            elif copied_out[i]:
                 groups.setdefault(address(tensor) or -1 - i, []).append((i, tensor))
             else:
                 self.fixed.append(i)
@@ -127,11 +128,11 @@ class Outputs:
         return not self._makers and not self._same and self._are_plain
 
     def disown(self) -> None:
-        """Gives up the memory of what leaves, without a first delivery."""
+        """Gives up the memory of what is copied out, without a first delivery."""
         self._owned.clear()
 
     def deliver_owned(self, results: list[Any], args: Sequence[Any], borrowed: Set[int] | None = None) -> set[int]:
-        """The first delivery: like the others, but gives up the memory of what leaves piece by piece.
+        """The first delivery: like the others, but gives up the memory of what is copied out piece by piece.
 
         Args:
             borrowed: addresses of memory that is not the results' own. A result with memory of its own that cannot be
@@ -155,7 +156,7 @@ class Outputs:
         return handed_out
 
     def allocate(self, results: list[Any]) -> list[torch.Tensor]:
-        """Puts what leaves into ``results``, on new memory, which is returned and is still to be filled."""
+        """Puts what is copied out into ``results``, on new memory, which is returned and is still to be filled."""
         if not (self._are_plain and (self._device.type == "cpu" or current_device() == self._device.index)):
             return [copy.allocate(results) for copy in self._copies]
         empty = empty_strided(self._device.type)
@@ -273,3 +274,14 @@ class _Copy:
         for part in self.parts:
             results[part.result] = part.of(target if part.base is None else results[part.base])
         return target
+
+
+def copy_out(*tensors: Any) -> list[Any]:
+    """Copies that outlive the arena."""
+    copies: list[Any] = []
+    for tensor in tensors:
+        results = [None]
+        device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
+        Outputs([tensor], (), [True], device, torch.Tensor.detach).deliver_owned(results, ())
+        copies += results
+    return copies

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import linecache
-import re
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -24,6 +21,7 @@ from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning,
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
+from thunder_cg.runtime.failures import failing_op, is_out_of_memory, note, sentence
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.inputs import detached, place, with_buffers
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
@@ -72,11 +70,11 @@ class RuntimeRegion:
         self.device = torch.device(planned.device)
         self.input_names = tuple(each.name for each in io.inputs)
         self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
-        self._leaves = [each.copied_out for each in io.outputs]
+        self._are_copied_out = [each.copied_out for each in io.outputs]
         self.stays = frozenset(each.name for each in io.outputs if not each.copied_out)
         copied_out = {each.name for each in io.outputs if each.copied_out}
-        # Results that stay in the pool, and of which the caller gets a copy besides.
-        self._twice = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
+        # Results that stay in the pool, and are copied out besides.
+        self._stay_and_copied = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
         self.communicates = any(op.communicates for op in ops)
         self.index = 0  # in the program
         self.describe: Callable[[str], str] = "input {!r}".format  # says of a value of the trace what the user calls it
@@ -116,7 +114,7 @@ class RuntimeRegion:
                         self.stats.replays += 1
                         return results
                     except ReplayRefused as error:
-                        call.run_eagerly(f"{self.name} could not be replayed: {_sentence(error)}")
+                        call.run_eagerly(f"{self.name} could not be replayed: {sentence(error)}")
                     except Exception as error:
                         if not verifies:
                             self._note_replay(error)
@@ -124,13 +122,13 @@ class RuntimeRegion:
                 else:
                     assert call.recording is not None
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
-                    call.run_eagerly(reason, strict=not call.program.retire(call.recording))
+                    call.run_eagerly(reason, strict=not call.program.pair.retire(call.recording))
         elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
             call.run_eagerly(LEAF, strict=False)  # which raises, where a detached leaf would be written
         elif call.mode is Mode.CAPTURE:
             if self.tries:
                 return self._capture(call, args)
-            self._refuse(call, self._before)
+            self._refuse(call, self._before_capture)
             self._raise_if_strict(call)
         elif call.mode is Mode.WARMUP and self.tries:
             return self._warm_up(call, args)
@@ -172,7 +170,7 @@ class RuntimeRegion:
     # Eager runs and warm-ups
 
     def _run_eagerly(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
-        """Runs the region's ops. What leaves is no view of the arena's memory."""
+        """Runs the region's ops. A result that is to be copied out is no view of the arena's memory."""
         self.stats.eager_runs += 1
         owners = list(args)
         for i in self._in_pool(call, args):
@@ -182,12 +180,12 @@ class RuntimeRegion:
         except Exception as error:
             self._name_failing_op(call, error)
             raise
-        for i in self._twice:  # what leaves becomes a part of autograd's graph, and what stays does not
+        for i in self._stay_and_copied:  # the copy becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
         if held := {_memory(args[i]) for i in self.aliased_in_pool} - {0}:
-            leaves = [leaves and _memory(result) in held for leaves, result in zip(self._leaves, results)]
-            if any(leaves):
-                outputs = Outputs(results.copy(), (), leaves, self.device, torch.Tensor.detach)
+            to_copy = [yes and _memory(result) in held for yes, result in zip(self._are_copied_out, results)]
+            if any(to_copy):
+                outputs = Outputs(results.copy(), (), to_copy, self.device, torch.Tensor.detach)
                 outputs.deliver_owned(results, args)
         self._share_ownership(call, results)
         return results
@@ -212,7 +210,7 @@ class RuntimeRegion:
         return self._run_eagerly(call, args)
 
     def _run_in_arena(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
-        """Runs the region's ops with their memory in the arena, and copies what leaves.
+        """Runs the region's ops with their memory in the arena, and copies results out.
 
         Where memory runs out, the allocator's cache has been emptied, and the ops may be run again if they have not
         written to what was there before, nor given up memory that they read.
@@ -247,7 +245,7 @@ class RuntimeRegion:
         early = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], CopiedEarly)}
         for i in early:
             produced[i] = None
-        outputs = Outputs(produced, aliased, self._leaves, self.device, pool.alias)
+        outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias)
         results: list[Any] = [None] * len(produced)
         # The memory of other arguments in the arena may be a result's by now.
         borrowed = [
@@ -300,7 +298,7 @@ class RuntimeRegion:
         assert recording is not None
         in_pool, before = self._in_pool(call, args), (self.failure, self.tries)
         try:
-            self._agree(call, self._before, args)
+            self._agree(call, self._before_capture, args)
             began = time.perf_counter()
             results = self._record(call, args)
             self.stats.capture_seconds += time.perf_counter() - began
@@ -310,7 +308,7 @@ class RuntimeRegion:
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
             self._fail(call, error)
-            self._refuse(call, self._after)
+            self._refuse(call, self._after_capture)
         self._raise_if_strict(call)
         call.program.count_fallback(f"{self.name} could not be captured: {self.failure}", self._fix)
         recording.incomplete = True
@@ -325,11 +323,11 @@ class RuntimeRegion:
             raise
 
     @property
-    def _before(self) -> str:
+    def _before_capture(self) -> str:
         return f"before the capture of {self.index}"
 
     @property
-    def _after(self) -> str:
+    def _after_capture(self) -> str:
         return f"after the capture of {self.index}"
 
     def _agree(self, call: Call, stage: str, args: Sequence[Any]) -> None:
@@ -348,8 +346,8 @@ class RuntimeRegion:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
         op = self._failing_op(error)
         text = f"{op.name} {call.program.ops.place(op)}: " if op is not None else ""
-        text += _sentence(error)
-        may_pass = _is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
+        text += sentence(error)
+        may_pass = is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
         if isinstance(error, RanksDiffer):
             may_pass = error.may_pass
         self.tries = self.tries - 1 if may_pass else 0
@@ -364,26 +362,18 @@ class RuntimeRegion:
         op = self._failing_op(error)
         if op is not None:
             fails = "No graph ran it, so it fails without CUDA graphs, too."
-            if _is_out_of_memory(error) and call.mode in (Mode.WARMUP, Mode.CAPTURE):
+            if is_out_of_memory(error) and call.mode in (Mode.WARMUP, Mode.CAPTURE):
                 fails = "Its memory was to be in a pool of CUDA graphs. Without them, it may fit."
-            _note(error, f"{op.name} {call.program.ops.place(op)} raised this, in {self.name}. {fails}")
+            note(error, f"{op.name} {call.program.ops.place(op)} raised this, in {self.name}. {fails}")
 
     def _note_replay(self, error: Exception) -> None:
         ran = "In the warm-up its operators ran without the graph, so they do not fail without CUDA graphs."
-        _note(error, f"A replay of the graph of {self.name} raised this. {ran}")
+        note(error, f"A replay of the graph of {self.name} raised this. {ran}")
 
-    def _failing_op(self, error: BaseException) -> Op | None:
+    def _failing_op(self, error: Exception) -> Op | None:
         """The op of the region that raised the error, if it was one of them."""
-        functions = (self.function.__code__, getattr(self.hash_function, "__code__", None))
-        frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
-        if any(code is EarlyCopier.__call__.__code__ for code, _ in frames):  # no op, but the copy of a result
-            return None
-        for code, number in frames:
-            if code in functions:
-                line = linecache.getline(code.co_filename, number)
-                assigned = set(re.findall(r"\w+", line.partition("=")[0]))
-                return next((op for op in self.ops if assigned.intersection(op.outputs)), None)
-        return None
+        functions = [self.function, *([self.hash_function] if self.hash_function is not None else [])]
+        return failing_op(error, self.ops, [each.__code__ for each in functions])
 
     def _record(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Captures the region's ops, replays the graph, and keeps it in the recording."""
@@ -398,7 +388,7 @@ class RuntimeRegion:
             if tensors[i] is not None and call.program.is_static(name, recording)
         )
         self._check_inputs(tensors, static)
-        placing = partial(place, pool, tensors, static, self._same(call, tensors, static, in_pool))
+        placing = partial(place, pool, tensors, static, self._passed_twice(call, tensors, static, in_pool))
         verifies = (call.verifies or self.is_always_verified) and not self.communicates
         check = call.program.verifier.record(self, pool, tensors, placing, in_pool) if verifies else None
         copied, buffers = placing()
@@ -408,7 +398,7 @@ class RuntimeRegion:
         if call.program.backend.runs_captures:
             graph.copy_in(tensors)
         produced = self._capture_graph(call, graph, tensors, buffers, in_pool)
-        self._agree(call, self._after, args)
+        self._agree(call, self._after_capture, args)
         graph.guarded, graph.guard = self._late_guard(call, tensors, in_pool, static)
         graph.fixed = [pool.alias(p) if i in graph.outputs.fixed else None for i, p in enumerate(produced)]
         try:
@@ -448,7 +438,7 @@ class RuntimeRegion:
         def sources(results: Sequence[Any]) -> list[torch.Tensor]:
             self._check_results(results)
             produced.extend(results)
-            graph.outputs = Outputs(produced, aliased, self._leaves, self.device, pool.alias)
+            graph.outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias)
             return graph.sources()
 
         try:
@@ -463,14 +453,16 @@ class RuntimeRegion:
         graph.touched = frozenset(i for i, before in versions.items() if version(written[i]) != before)
         return produced
 
-    def _same(self, call: Call, args: Sequence[Any], static: frozenset[int], in_pool: frozenset[int]) -> dict[int, int]:
+    def _passed_twice(
+        self, call: Call, args: Sequence[Any], static: frozenset[int], in_pool: frozenset[int]
+    ) -> dict[int, int]:
         """Arguments that are the same tensor as another one, and that one, where a guard checks that they stay so."""
         first: dict[tuple[int, bool], int] = {}
         found: dict[int, int] = {}
         apart = in_pool | self.written
         read = [i for i, arg in enumerate(args) if arg is not None and i not in apart]
         for i in sorted(read, key=lambda i: i not in static):  # what is static comes first
-            key = id(args[i]), call.program.is_input(self.input_names[i])  # which guard
+            key = id(args[i]), self.input_names[i] in call.program.inputs  # which guard
             if (other := first.setdefault(key, i)) != i and i not in static:
                 found[i] = other
         return found
@@ -479,7 +471,7 @@ class RuntimeRegion:
         self, call: Call, args: Sequence[Any], in_pool: frozenset[int], static: frozenset[int]
     ) -> tuple[tuple[int, ...], Guard | None]:
         """The check of what did not exist when the call began, because an eager operator makes it."""
-        late = [i for i, n in enumerate(self.input_names) if not call.program.is_input(n) and i not in in_pool]
+        late = [i for i, n in enumerate(self.input_names) if n not in call.program.inputs and i not in in_pool]
         if late and self.written:
             late = [i for i in range(len(args)) if i not in in_pool]
         if not late:
@@ -519,38 +511,6 @@ class _NotRun(Exception):
     """A warm-up failed before the first op, for the reason that is its argument."""
 
 
-def copy_out(*tensors: Any) -> list[Any]:
-    """Copies that outlive the arena."""
-    copies: list[Any] = []
-    for tensor in tensors:
-        results = [None]
-        device = tensor.device if isinstance(tensor, torch.Tensor) else torch.device("cpu")
-        Outputs([tensor], (), [True], device, torch.Tensor.detach).deliver_owned(results, ())
-        copies += results
-    return copies
-
-
-def _note(error: Exception, said: str) -> None:
-    if hasattr(error, "add_note"):  # Python 3.11
-        error.add_note(said)
-
-
 def _memory(value: Any) -> int:
     """Where the memory of a plain tensor begins; 0 for anything else."""
     return address_if_any(value) if is_plain(value) else 0
-
-
-def _sentence(error: BaseException) -> str:
-    """The error's type and the first sentence of its message; the rest may differ from time to time."""
-    if isinstance(error, ReplayRefused):
-        error = error.__cause__ or error
-    text = str(error).strip().partition("\n")[0].partition(". ")[0]
-    return f"{type(error).__name__}: {text or 'no message'}"
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether the error, or what caused it, says so. Drivers have no class for it."""
-    if error is None:
-        return False
-    said = "out of memory" in str(error).lower().replace("_", " ")
-    return said or isinstance(error, torch.OutOfMemoryError) or _is_out_of_memory(error.__cause__)

@@ -19,6 +19,7 @@ IN_STEP = "inside a graphed step, whose own graph is to hold it"
 TIMED = 'select="measured" times the ops without graphs'
 DESELECTED = 'no region pays, and select="measured" leaves such regions eager'
 FORWARD_WAS_EAGER = "the forward of this backward ran eagerly"
+NO_FORWARD = "something has replaced what the forward saved for this backward, so its forward is unknown"
 
 # What changes a reason, where the caller can.
 FIXES = {

@@ -57,7 +57,6 @@ class _Ready:
 class _Capture:
     """A call that captures, as the memory budget sees it."""
 
-    program: GraphedStep
     memory: Arena
     recording: None = None
 
@@ -211,7 +210,7 @@ class GraphedStep:
     def _make_room(self, arena: Arena, device: torch.device, layout: Any, expected: int | None = None) -> None:
         """`NoRoom` if what a capture needs is past the budget: see Note [Memory budget] in runtime/arena.py."""
         kept = len(self.recordings)
-        if (problem := self._arenas.make_room(_Capture(self, arena), device, expected)) is not None:
+        if (problem := self._arenas.make_room(_Capture(arena), device, self.captures_pay, expected)) is not None:
             may_pass = len(self.recordings) < kept
             if expected is None and not may_pass:
                 self._ready[layout] = replace(self._ready[layout], needs=arena.nbytes())

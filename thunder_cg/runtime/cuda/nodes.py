@@ -94,7 +94,7 @@ def addresses(graph: Any) -> dict[int, str]:
 
 
 class KernelScalars:
-    """The scalars of a captured graph of the driver, set before each launch. See Note [Scalars of a graph]."""
+    """The scalars of a captured graph of the driver, set before each launch. See Note [Kernel scalars]."""
 
     def __init__(self, graph: Any, sentinels: Sequence[int]) -> None:
         kernel_type = cuda.driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL

@@ -167,15 +167,15 @@ class Contender:
 
     def _captures(self) -> list[float]:
         """Milliseconds of calls that capture, because their recordings were dropped before."""
-        programs = [located.program for located in locate(self.prepared.compiled).programs]
+        pairs = {located.program.pair for located in locate(self.prepared.compiled).programs}
         times: list[float] = []
         dropped: list[Recording] = []  # freed after the measurement
         with quiet_collector():
             for _ in range(CAPTURES):
-                for program in programs:
-                    dropped += program.recordings
-                    for recording in program.recordings:
-                        program.drop(recording)
+                for pair in pairs:
+                    dropped += pair.recordings
+                    for recording in pair.recordings:
+                        pair.drop(recording)
                 times.append(self._call()[1] * 1e3)
         return times
 

@@ -49,5 +49,5 @@ def _relu(a: Any, inplace: bool = False, *, derives: bool) -> Any:
     return result
 
 
-register(fused_executor, F.gelu, _gelu, lambda a, *, approximate="none": approximate in ("none", "tanh"))
-register(fused_executor, torch.relu, _relu, lambda a, inplace=False: compat.is_float_dtype(a.dtype))
+register(fused_executor, F.gelu, _gelu, lambda *, approximate, **_: approximate in ("none", "tanh"))
+register(fused_executor, torch.relu, _relu, lambda *, a, **_: compat.is_float_dtype(a.dtype))

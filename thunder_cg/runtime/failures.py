@@ -1,0 +1,50 @@
+"""What an error in a region says: which op raised it, in one sentence, and whether memory ran out."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from collections.abc import Collection, Sequence
+from traceback import walk_tb
+from types import CodeType
+
+import torch
+
+from thunder_cg.analysis.ops import Op
+from thunder_cg.errors import ReplayRefused
+from thunder_cg.runtime.early_outputs import EarlyCopier
+
+
+def failing_op(error: BaseException, ops: Sequence[Op], functions: Collection[CodeType]) -> Op | None:
+    """The op that raised the error, if it was one of these, run by one of the functions that have a line for each."""
+    frames = [(frame.f_code, line) for frame, line in walk_tb(error.__traceback__)]
+    if any(code is EarlyCopier.__call__.__code__ for code, _ in frames):  # no op, but the copy of a result
+        return None
+    for code, number in frames:
+        if code in functions:
+            line = linecache.getline(code.co_filename, number)
+            assigned = set(re.findall(r"\w+", line.partition("=")[0]))
+            return next((op for op in ops if assigned.intersection(op.outputs)), None)
+    return None
+
+
+def note(error: Exception, said: str) -> None:
+    """Adds a sentence to an error that goes to the user."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(said)
+
+
+def sentence(error: BaseException) -> str:
+    """The error's type and the first sentence of its message; the rest may differ from time to time."""
+    if isinstance(error, ReplayRefused):
+        error = error.__cause__ or error
+    text = str(error).strip().partition("\n")[0].partition(". ")[0]
+    return f"{type(error).__name__}: {text or 'no message'}"
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether the error, or what caused it, says so. Drivers have no class for it."""
+    if error is None:
+        return False
+    said = "out of memory" in str(error).lower().replace("_", " ")
+    return said or isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error.__cause__)

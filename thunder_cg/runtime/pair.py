@@ -1,0 +1,150 @@
+"""A pair of programs, a forward and its backward: the recordings of both, and the arenas that these are in.
+
+Both programs share the pair, and it knows neither of them. A trace without a backward has a pair of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from thunder_cg.options import Options
+from thunder_cg.runtime.arena import Arena, Arenas
+from thunder_cg.runtime.call import Call
+from thunder_cg.runtime.program_inputs import Moves
+from thunder_cg.runtime.recording import Recording
+
+if TYPE_CHECKING:
+    from thunder_cg.runtime.selection import Selection
+
+_logger = logging.getLogger(__name__)
+
+
+class Pair:
+    """What later calls of a pair may replay, and what the pair keeps alive for that.
+
+    Args:
+        label: of the program that its calls begin with, for the log.
+    """
+
+    def __init__(self, label: str, options: Options, arenas: Arenas) -> None:
+        self._label, self._options, self._arenas = label, options, arenas
+        self.recordings: list[Recording] = []  # what later calls may replay, newest first
+        self.awaiting_backward: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.moves = Moves()
+        self.backward_varies = False  # whether recordings keep what the forward saved, for other backwards
+        self.selection: Selection | None = None  # what times the regions; None if nothing is to be timed
+        self.discarded = 0  # recordings, because of the memory budget
+        self._retired = 0
+        self._used: list[Arena] = []  # kept alive from the warm-up on
+        self._used_scratch: list[Arena] = []
+        self.had_cycles = False  # whether outputs in reference cycles have held arenas
+        self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
+        self._found_held = 0
+        # Of the module's dispatch, while that lives: drops the fast paths to recordings that were discarded.
+        self.fast_paths_dropper: Callable[[], Callable[[], None] | None] = _no_fast_paths
+        arenas.join(self)
+
+    # Recordings
+
+    def admit(self, recording: Recording) -> None:
+        """Keeps a recording for later calls; past the bound, the least valuable one of the arena goes."""
+        rivals = [each for each in self.recordings if each.arena is recording.arena]
+        while len(rivals) >= self._options.max_recordings:
+            least = min(reversed(rivals), key=lambda each: each.value)
+            rivals.remove(least)
+            why = f"max_recordings={self._options.max_recordings}, and it has the fewest replays per byte"
+            self.discard(least, why)
+            for each in rivals:
+                each.age()
+        recording.dropped = False
+        self.recordings = [recording, *self.recordings]
+
+    def drop(self, recording: Recording, why: str = "") -> None:
+        """No later call replays the recording. The log says ``why``, unless it comes back."""
+        if why and recording in self.recordings:
+            _logger.info("%s: graphs are dropped: %s", self._label, why)
+        recording.dropped = True
+        self.recordings = [each for each in self.recordings if each is not recording]
+
+    def discard(self, recording: Recording, why: str) -> None:
+        """Drops a recording for good, and the fast paths to it: its memory is free once no call in flight uses it."""
+        self.drop(recording, why)
+        if (drop_fast_paths := self.fast_paths_dropper()) is not None:
+            drop_fast_paths()
+
+    def discard_for_budget(self, recording: Recording) -> None:
+        """Discards it, because other recordings are worth more."""
+        self.discarded += 1
+        self.discard(recording, f"memory_budget={self._options.memory_budget}, and others are worth more")
+
+    def retire(self, recording: Recording) -> bool:
+        """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.
+
+        Not for ever: returns whether it did.
+        """
+        if self._retired >= self._options.max_recordings:
+            return False
+        self._retired += 1
+        self.drop(recording, "what an eager operator made is not laid out as when it was captured")
+        return True
+
+    def release(self, why: str) -> None:
+        """Gives up all recordings, and the arenas. Calls in flight keep what they hold."""
+        for recording in self._with_those_in_flight():
+            recording.incomplete = True  # so that no backward to come brings it back
+            self.discard(recording, why)
+        self._used, self._used_scratch = [], []
+
+    def close_recordings(self, *, may_wait: bool) -> None:
+        """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
+        if self.recordings:
+            _logger.info("%s: all graphs are dropped: a process group is destroyed", self._label)
+        for recording in self._with_those_in_flight():
+            recording.close(may_wait=may_wait)
+        self.recordings = []
+
+    def _with_those_in_flight(self) -> list[Recording]:
+        """The recordings, and those that calls which await their backward have made or replayed."""
+        in_flight = [call.recording for call in self.awaiting_backward if call.recording is not None]
+        return [*self.recordings, *in_flight]
+
+    # Arenas
+
+    def hold_arena(self) -> Arena | None:
+        """A free arena, if there is one, or after garbage was collected: outputs in reference cycles hold arenas."""
+        arena = self._arenas.hold(self._used)
+        if arena is None:
+            self._found_held += 1
+            if self._found_held >= self._collect_at:
+                gc.collect()
+                arena = self._arenas.hold(self._used)
+                if arena is None:
+                    self._collect_at *= 2  # these are no cycles: look again, but less and less often
+                else:
+                    self._found_held, self._collect_at, self.had_cycles = 0, 1, True
+        if arena is not None and arena not in self._used:
+            self._used.append(arena)
+        return arena
+
+    def hold_scratch(self) -> Arena | None:
+        """A scratch arena for a backward that is warmed up or captured, if it is to have one."""
+        scratch = self._arenas.hold_scratch()
+        if scratch is not None and scratch not in self._used_scratch:
+            self._used_scratch.append(scratch)
+        return scratch
+
+    def arenas(self) -> list[Arena]:
+        """Those that hold the pair's recordings, or did. Arenas are shared between pairs."""
+        return [*self._used, *self._used_scratch]
+
+    def is_alone(self, arena: Arena) -> bool:
+        """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
+        return not self.awaiting_backward and not any(other is not arena and other.is_held() for other in self._used)
+
+
+def _no_fast_paths() -> None:
+    """There is no dispatch, whose fast paths could hold recordings."""

@@ -1,0 +1,136 @@
+"""The inputs of a program: what is known of them before the first call, and what calls have shown of them since."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import reduce
+from operator import or_
+from typing import Any
+
+import torch
+
+from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.ops import Op, Ops
+from thunder_cg.compat.torch import Settings, has_storage, is_zero_tensor, kernel_settings
+from thunder_cg.runtime.guards import OverlapGuard
+from thunder_cg.runtime.region import LEAF, RuntimeRegion
+from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout
+
+_MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
+_MAX_MOVES = 3  # how often a parameter may move before it is copied like any other input
+_MAX_CAPTURES_FOR_MOVES = 6  # past it, a parameter is copied once it has moved: not all move in the same step
+
+
+class ProgramInputs:
+    """The arguments of a program's trace that its regions read.
+
+    Args:
+        in_pool: names of what the forward of a backward leaves in the pool.
+    """
+
+    def __init__(
+        self, ops: Ops, aliasing: Aliasing, regions: Sequence[RuntimeRegion], in_pool: Collection[str]
+    ) -> None:
+        self._describe = ops.described
+        arguments = set(ops.args)
+        inputs = [each for region in regions for each in region.io.inputs]
+        self.names = tuple(dict.fromkeys(each.name for each in inputs if each.name in arguments))
+        self._position = position = {name: i for i, name in enumerate(self.names)}
+        self.written = frozenset(position[each.name] for each in inputs if each.written and each.name in position)
+        # What is written is mostly a cache that stays where it is. What only may be written is mostly something else.
+        certain = (op.index for region in regions for op in region.ops if op.rule is not None or op.subs)
+        caches = {memory for index in certain for memory in aliasing.writes[index]}
+        self._static = [ops.values[name].static or aliasing.sets.get(name) in caches for name in self.names]
+        # What the forward left in the pool follows from the forward's own layout.
+        self._keyed = [i for i, name in enumerate(self.names) if name not in in_pool]
+        self.refuses_leaves = any(map(_writes_with_grad, ops.ops))
+        # By which kernels of the regions may be chosen.
+        self.settings = reduce(or_, (op.settings for region in regions for op in region.ops), Settings.NONE)
+        self._read_settings = kernel_settings(self.settings)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._position
+
+    def may_be_static(self, name: str) -> bool:
+        """Whether it is an input that is expected to stay at its address."""
+        position = self._position.get(name)
+        return position is not None and self._static[position]
+
+    def key(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What two calls have in common if one may be the warm-up of the other: layouts, and settings of kernels."""
+        return ((*self._read_settings(),), tuple(layout(tensors[i]) for i in self._keyed))
+
+    def layouts(self, key: Any) -> Mapping[str, Layout]:
+        """The layouts in a key, by name."""
+        return dict(zip([self.names[i] for i in self._keyed], key[1]))
+
+    def unsupported(self, tensors: Sequence[Any]) -> str | None:
+        """Why no graph can ever be right for these inputs."""
+        for name, tensor in zip(self.names, tensors):
+            if not is_plain(tensor):
+                return f"{self._describe(name)} is a {type(tensor).__name__}, not a plain tensor"
+            if tensor is not None and (is_zero_tensor(tensor) or not has_storage(tensor)):
+                return f"{self._describe(name)} is a {tensor.layout} tensor without memory of its own"
+        if self.written:
+            static = {i for i, is_static in enumerate(self._static) if is_static}
+            if not OverlapGuard.of(tensors, static, self.written).admits(tensors):
+                names = ", ".join(self._describe(self.names[i]) for i in sorted(self.written)[:3])
+                return f"{names}, written in place, shares memory with another; pass separate tensors"
+            if self.refuses_leaves and any(is_leaf_with_grad(tensors[i]) for i in self.written):
+                return LEAF
+        return None
+
+
+class WarmLayouts:
+    """The keys of `ProgramInputs` that were warmed up, in their order, and which of them were captured since."""
+
+    def __init__(self) -> None:
+        self._keys: dict[Any, None] = {}
+        self._captured: set[Any] = set()
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._keys
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._keys)
+
+    def add(self, key: Any) -> None:
+        if len(self._keys) >= _MAX_LAYOUTS:
+            self.clear()
+        self._keys[key] = None
+
+    def add_captured(self, key: Any) -> None:
+        self._captured.add(key)
+
+    def clear(self) -> None:
+        self._keys.clear()
+        self._captured.clear()
+
+    @property
+    def awaiting_capture(self) -> int:
+        """How many were warmed up, and are captured when they come again."""
+        return len(self._keys.keys() - self._captured)
+
+
+class Moves:
+    """How often static inputs of a pair were at another address than in a capture shortly before."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._captures = 0  # that were made because of moves
+
+    def add(self, names: Collection[str]) -> None:
+        """Counts what has moved before one capture."""
+        self._counts.update(names)
+        self._captures += bool(names)
+
+    def are_few(self, name: str) -> bool:
+        """Whether an input stays at its address, as far as captures have shown."""
+        return self._counts[name] < (_MAX_MOVES if self._captures < _MAX_CAPTURES_FOR_MOVES else 1)
+
+
+def _writes_with_grad(op: Op) -> bool:
+    """Whether it writes in place while gradients are recorded, which a leaf that requires grad does not admit."""
+    copies = op.id == "copy_" and bool(op.symbol.kwargs.get("grad_enabled"))
+    return copies or any(map(_writes_with_grad, op.subs))
