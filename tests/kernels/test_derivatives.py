@@ -9,10 +9,12 @@ import thunder
 import torch
 from support import programs, same, same_state
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import thunder_cg
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.torch import chooses_cudnn_attention
 from thunder_cg.kernels import attention, derivatives, loss, normalization
 
 
@@ -199,6 +201,23 @@ def test_attention_by_cudnn(is_causal):
     assert any("cudnn_attention_forward" in n for n in names) and any("cudnn_attention_backward" in n for n in names)
     with torch.no_grad():
         close(captured(*leaves), fn(*leaves))
+
+
+def test_a_trace_for_a_gpu_that_is_not_here():
+    """As `plan` makes it on a machine without one; and where fake tensors are made."""
+    layouts = [((2, 4, 8, 64), torch.bfloat16)] * 3
+    with FakeTensorMode(), torch.inference_mode():
+        assert not chooses_cudnn_attention(torch.device("cpu"), layouts, True, None)
+    if not torch.cuda.is_available():
+        assert not chooses_cudnn_attention(torch.device("cuda", 0), layouts, True, None)
+
+
+def test_what_cudnn_gets_is_compact():
+    expanded = torch.ones(2, 1, 8, 4).expand(2, 3, 8, 4)
+    across = torch.ones(2, 3, 4, 8).transpose(2, 3)
+    between = torch.ones(2, 8, 3, 4).transpose(1, 2)  # heads between positions, as models have it
+    assert [attention._compact(each) is each for each in (expanded, across, between)] == [False, False, True]
+    assert torch.equal(attention._compact(expanded), expanded)
 
 
 def test_attention_elsewhere_is_not_cudnns(device):

@@ -507,14 +507,14 @@ def chooses_cudnn_attention(
     Args:
         layouts: of the three, the sizes and the type.
     """
-    inputs = []
-    for (
-        size,
-        dtype,
-    ) in layouts:  # without memory: only what they are like is looked at, which PyTorch asks no fake tensor
-        storage = torch._C._construct_storage_from_data_pointer(0, device, math.prod(size) * dtype.itemsize)
-        strides = torch.empty(tuple(size), device="meta").stride()
-        tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(size), strides)
-        inputs.append(tensor.requires_grad_())
+    if device.type == "cuda" and not torch.cuda.is_available():  # a trace for another machine
+        return False
+    inputs = []  # tensors without memory: PyTorch looks only at what they are like, and takes no fake ones
+    with disable_dispatch_modes(), torch.inference_mode(False):
+        for size, dtype in layouts:
+            storage = torch._C._construct_storage_from_data_pointer(0, device, math.prod(size) * dtype.itemsize)
+            strides = torch.empty(tuple(size), device="meta").stride()
+            tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(size), strides)
+            inputs.append(tensor.requires_grad_())
     choose: Any = torch._fused_sdp_choice  # its stub lacks arguments
     return bool(choose(*inputs, None, 0.0, is_causal, scale=scale) == SDPBackend.CUDNN_ATTENTION.value)

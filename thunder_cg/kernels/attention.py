@@ -37,8 +37,8 @@ def _backward_meta(gradient: Any, query: Any, key: Any, value: Any, *others: Any
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """cuDNN needs the elements of a head to lie next to each other."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """As cuDNN needs it: the elements of a head lie next to each other, and no element stands for several."""
+    return tensor if tensor.stride(-1) == 1 and 0 not in tensor.stride() else tensor.contiguous()
 
 
 def _run(
