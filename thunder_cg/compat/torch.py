@@ -516,5 +516,5 @@ def chooses_cudnn_attention(
             strides = torch.empty(tuple(size), device="meta").stride()
             tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(size), strides)
             inputs.append(tensor.requires_grad_())
-    choose: Any = torch._fused_sdp_choice  # its stub lacks arguments
-    return bool(choose(*inputs, None, 0.0, is_causal, scale=scale) == SDPBackend.CUDNN_ATTENTION.value)
+        choose: Any = torch._fused_sdp_choice  # its stub lacks arguments
+        return bool(choose(*inputs, None, 0.0, is_causal, scale=scale) == SDPBackend.CUDNN_ATTENTION.value)
