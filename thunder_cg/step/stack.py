@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NBYTES = 256 * 2**10  # deeper than the calls of a step; stacks have 8 MB on Linux
+_NBYTES = 96 * 2**10  # twice that is written: deeper than the calls of a step, and less than any thread's stack
 
 
 class _Block(ctypes.Structure):
