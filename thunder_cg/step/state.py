@@ -227,7 +227,7 @@ class StepState:
     @property
     def device(self) -> torch.device:
         """That of the graph: the state's, or the current one if the step reads no tensor from outside."""
-        return next((tensor.device for tensor in self.tensors), torch.empty(0, device=self._device_type).device)
+        return self.tensors[0].device if self.tensors else torch.empty(0, device=self._device_type).device
 
     def _is_simple(self, value: Any) -> bool:
         """Whether the value's identity, or an equal value, says all that a step can read of it."""
