@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import thunder_cg
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.torch import chooses_cudnn_attention
+from thunder_cg.compat.cuda import chooses_cudnn_attention
 from thunder_cg.kernels import attention, derivatives, loss, normalization
 
 

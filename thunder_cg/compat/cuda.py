@@ -7,14 +7,16 @@ nothing and does not initialize CUDA. It can be imported where PyTorch is built 
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
-from thunder_cg.compat.torch import is_view, neg_view
+from thunder_cg.compat.torch import disable_dispatch_modes, is_view, neg_view
 
 try:
     from cuda.bindings import driver, nvrtc
@@ -224,3 +226,28 @@ def has_one_owner(tensor: torch.Tensor) -> bool:
     """Whether no other tensor uses the tensor's memory, besides the base of a view."""
     owners = 3 if is_view(tensor) else 2  # the tensor, its base, and the storage object made here
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == owners)
+
+
+cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
+cudnn_attention_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+
+
+def chooses_cudnn_attention(
+    device: torch.device, layouts: Sequence[tuple[Sequence[int], torch.dtype]], is_causal: bool, scale: float | None
+) -> bool:
+    """Whether PyTorch would have cuDNN compute attention, and its derivative, for query, key and value like these.
+
+    Args:
+        layouts: of the three, the sizes and the type.
+    """
+    if device.type == "cuda" and not torch.cuda.is_available():  # a trace for another machine
+        return False
+    inputs = []  # tensors without memory: PyTorch looks only at what they are like, and takes no fake ones
+    with disable_dispatch_modes(), torch.inference_mode(False):
+        for size, dtype in layouts:
+            storage = storage_at(0, device, math.prod(size) * dtype.itemsize)
+            strides = torch.empty(tuple(size), device="meta").stride()
+            tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(size), strides)
+            inputs.append(tensor.requires_grad_())
+        choose: Any = torch._fused_sdp_choice  # its stub lacks arguments
+        return bool(choose(*inputs, None, 0.0, is_causal, scale=scale) == SDPBackend.CUDNN_ATTENTION.value)

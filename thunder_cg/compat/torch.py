@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import enum
 import linecache
-import math
 import re
 import sys
 import types
@@ -32,7 +31,6 @@ from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
-from torch.nn.attention import SDPBackend
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -493,28 +491,3 @@ def operator_table() -> tuple[Any, ...]:
     # The table's function seeds before each call, which Thunder cannot trace.
     source.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)  # type: ignore[attr-defined]
     return tuple(source.op_db)
-
-
-cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
-cudnn_attention_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-
-
-def chooses_cudnn_attention(
-    device: torch.device, layouts: Sequence[tuple[Sequence[int], torch.dtype]], is_causal: bool, scale: float | None
-) -> bool:
-    """Whether PyTorch would have cuDNN compute attention, and its derivative, for query, key and value like these.
-
-    Args:
-        layouts: of the three, the sizes and the type.
-    """
-    if device.type == "cuda" and not torch.cuda.is_available():  # a trace for another machine
-        return False
-    inputs = []  # tensors without memory: PyTorch looks only at what they are like, and takes no fake ones
-    with disable_dispatch_modes(), torch.inference_mode(False):
-        for size, dtype in layouts:
-            storage = torch._C._construct_storage_from_data_pointer(0, device, math.prod(size) * dtype.itemsize)
-            strides = torch.empty(tuple(size), device="meta").stride()
-            tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(size), strides)
-            inputs.append(tensor.requires_grad_())
-        choose: Any = torch._fused_sdp_choice  # its stub lacks arguments
-        return bool(choose(*inputs, None, 0.0, is_causal, scale=scale) == SDPBackend.CUDNN_ATTENTION.value)

@@ -11,26 +11,19 @@ import torch
 from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels.derivatives import fused_executor, register
-
-
-def _like_first(a: Any, *others: Any) -> Any:
-    return compat.TensorProxy(like=a)
-
+from thunder_cg.kernels.derivatives import fused_executor, like, register
 
 gelu = fused_executor.register_operator(
-    "gelu", meta=_like_first, fn=lambda a, approximate: F.gelu(a, approximate=approximate)
+    "gelu", meta=like(0), fn=lambda a, approximate: F.gelu(a, approximate=approximate)
 )
 gelu_gradient = fused_executor.register_operator(
     "gelu_gradient",
-    meta=_like_first,
+    meta=like(0),
     fn=lambda gradient, a, approximate: torch.ops.aten.gelu_backward(gradient, a, approximate=approximate),
 )
-relu = fused_executor.register_operator("relu", meta=_like_first, fn=torch.relu)
+relu = fused_executor.register_operator("relu", meta=like(0), fn=torch.relu)
 relu_gradient = fused_executor.register_operator(
-    "relu_gradient",
-    meta=_like_first,
-    fn=lambda gradient, result: torch.ops.aten.threshold_backward(gradient, result, 0),
+    "relu_gradient", meta=like(0), fn=lambda gradient, result: torch.ops.aten.threshold_backward(gradient, result, 0)
 )
 
 

@@ -12,16 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.torch import chooses_cudnn_attention, cudnn_attention, cudnn_attention_backward
-from thunder_cg.kernels.derivatives import register
+from thunder_cg.compat.cuda import chooses_cudnn_attention, cudnn_attention, cudnn_attention_backward
+from thunder_cg.kernels.derivatives import like, register
 
 executor = compat.OperatorExecutor("cudnn_attention")
 compat.register_executor(executor)
-
-
-def _logsumexp_meta(query: Any) -> Any:
-    shape = (*query.shape[:-1], 1)
-    return compat.TensorProxy(like=query, shape=shape, dtype=compat.get_computation_dtype(query.dtype))
 
 
 def _meta(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None) -> Any:
@@ -29,11 +24,8 @@ def _meta(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None
 
 
 def _forward_meta(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None) -> Any:
-    return _meta(query, key, value, is_causal, scale), _logsumexp_meta(query)
-
-
-def _backward_meta(gradient: Any, query: Any, key: Any, value: Any, *others: Any) -> Any:
-    return tuple(compat.TensorProxy(like=each) for each in (query, key, value))
+    shape, dtype = (*query.shape[:-1], 1), compat.get_computation_dtype(query.dtype)
+    return _meta(query, key, value, is_causal, scale), compat.TensorProxy(like=query, shape=shape, dtype=dtype)
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -78,7 +70,7 @@ def _backward(
 
 infer = executor.register_operator("cudnn_attention", meta=_meta, fn=_infer)
 forward = executor.register_operator("cudnn_attention_forward", meta=_forward_meta, fn=_forward)
-backward = executor.register_operator("cudnn_attention_backward", meta=_backward_meta, fn=_backward)
+backward = executor.register_operator("cudnn_attention_backward", meta=like(1, 2, 3), fn=_backward)
 
 
 def _attention(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels.derivatives import executor
+from thunder_cg.kernels.derivatives import executor, like
 
 
 def channels_last(image: torch.Tensor) -> torch.memory_format:
@@ -31,16 +31,13 @@ def _register(name: str, position: int) -> compat.Symbol:
     """An operator that computes the gradient of one argument of a convolution, in the layout of that argument."""
     mask = [position == 0, position == 1, False]
 
-    def meta(gradient: Any, a: Any, weight: Any, *geometry: Any) -> Any:
-        return compat.TensorProxy(like=(a, weight)[position])
-
     def run(gradient: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, *geometry: Any) -> torch.Tensor:
         if has_channels_last(a):  # PyTorch would convert it twice, for each of the two gradients
             gradient = gradient.contiguous(memory_format=channels_last(a))
         result: torch.Tensor = torch.ops.aten.convolution_backward(gradient, a, weight, None, *geometry, mask)[position]
         return result
 
-    return executor.register_operator(name, meta=meta, fn=run)
+    return executor.register_operator(name, meta=like(1 + position), fn=run)
 
 
 _of_input = _register("convolution_backward_input", 0)

@@ -45,6 +45,16 @@ def register(
     )
 
 
+def like(*positions: int) -> Callable[..., Any]:
+    """The meta function of an operator whose result is like the argument at a position, or results like several."""
+
+    def meta(*args: Any) -> Any:
+        results = tuple(compat.TensorProxy(like=args[position]) for position in positions)
+        return results if len(results) > 1 else results[0]
+
+    return meta
+
+
 def widened(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in the type that PyTorch computes with: float32 for types of 16 bits."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels.derivatives import fused_executor, register, widened
+from thunder_cg.kernels.derivatives import fused_executor, like, register, widened
 
 
 def _cross_entropy_meta(logits: Any, target: Any, ignored: int, reduction: str) -> Any:
@@ -38,10 +38,6 @@ def _cross_entropy(logits: Tensor, target: Tensor, ignored: int, reduction: str)
     return losses.to(logits.dtype), logsumexp
 
 
-def _gradient_meta(gradient: Any, logits: Any, target: Any, logsumexp: Any, ignored: int, reduction: str) -> Any:
-    return compat.TensorProxy(like=logits)
-
-
 def _gradient(
     gradient: Tensor, logits: Tensor, target: Tensor, logsumexp: Tensor, ignored: int, reduction: str
 ) -> Tensor:
@@ -58,7 +54,7 @@ def _gradient(
 cross_entropy = fused_executor.register_operator(
     "cross_entropy", meta=_cross_entropy_meta, fn=_cross_entropy, tags=[compat.OpTags.REDUCTION_OP]
 )
-cross_entropy_gradient = fused_executor.register_operator("cross_entropy_gradient", meta=_gradient_meta, fn=_gradient)
+cross_entropy_gradient = fused_executor.register_operator("cross_entropy_gradient", meta=like(1), fn=_gradient)
 
 
 def _derived_cross_entropy(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.kernels.derivatives import fused_executor, register, widened
+from thunder_cg.kernels.derivatives import fused_executor, like, register, widened
 
 Axes = list[int]
 
@@ -30,10 +30,6 @@ def _statistics(a: Tensor, over: Axes) -> tuple[Tensor, Tensor]:
     """The mean and the variance, with a size of one where they are taken ``over``; float32 for types of 16 bits."""
     variance, mean = torch.var_mean(widened(a), over, correction=0, keepdim=True)
     return mean, variance
-
-
-def _apply_meta(a: Any, mean: Any, variance: Any, weight: Any, bias: Any, along: Axes, eps: float) -> Any:
-    return compat.TensorProxy(like=a)
 
 
 def _apply(
@@ -81,14 +77,11 @@ def _gradients(
 statistics = fused_executor.register_operator(
     "normalization_statistics", meta=_statistics_meta, fn=_statistics, tags=[compat.OpTags.REDUCTION_OP]
 )
-apply = fused_executor.register_operator("normalization_apply", meta=_apply_meta, fn=_apply)
+apply = fused_executor.register_operator("normalization_apply", meta=like(0), fn=_apply)
 # Thunder drops what the result of an implementation does not need. The mean needs the update of the running statistics,
 # so that Thunder keeps the update.
 after_update = fused_executor.register_operator(
-    "normalization_after_update",
-    meta=lambda mean, updated: compat.TensorProxy(like=mean),
-    fn=lambda mean, updated: mean.clone(),
-    tags=[compat.OpTags.REDUCTION_OP],
+    "normalization_after_update", meta=like(0), fn=lambda mean, updated: mean.clone(), tags=[compat.OpTags.REDUCTION_OP]
 )
 gradients = fused_executor.register_operator("normalization_gradients", meta=_gradients_meta, fn=_gradients)
 
