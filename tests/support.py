@@ -73,6 +73,20 @@ def train(model: Any, batches: Sequence[Sequence[torch.Tensor]], optimizer: Opti
     return losses
 
 
+def training_step(model: torch.nn.Module, lr: float = 0.1) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A step of SGD on the mean of the squared results, for `graphed_step`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
 def same_training(
     plain: Any, graphed: Any, batches: Sequence[Sequence[torch.Tensor]], optimizer: Optimizer = sgd
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import thunder
 import torch
 from models import mlp
-from support import programs, replays, same, same_state, twice
+from support import programs, replays, same, same_state, training_step, twice
 
 from thunder_cg import cudagraph_transform, explain, graphed_step, release
 from thunder_cg.runtime.cuda import streams
@@ -75,23 +75,10 @@ def test_the_ledger_adds_up_to_what_pytorch_and_the_driver_say(quiet, trains):
     assert taken() <= taken_before + 4 * MB
 
 
-def training_step(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-
-    def step(x):
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
 def test_the_ledger_of_a_step_adds_up(quiet):
     x = torch.randn(32768, 1024, device="cuda")
     models = [thunder.jit(mlp(4, 1024).cuda(), transforms=[cudagraph_transform()]) for _ in range(2)]
-    other, step = (graphed_step(training_step(model)) for model in models)
+    other, step = (graphed_step(training_step(model, 1e-3)) for model in models)
     for _ in range(4):  # kernels are loaded, and cuBLAS has its handles, before anything is counted
         other(x)
     release(other)
@@ -120,7 +107,7 @@ def test_a_budget_is_kept_by_a_step(quiet):
     budget = 96 * MB
     model = mlp(2, 1024).cuda()
     plain, jitted = twice(model, cudagraph_transform(memory_budget=1))  # the step's graphs are all that there are
-    plain_step, step = training_step(plain), graphed_step(training_step(jitted), memory_budget=budget)
+    plain_step, step = training_step(plain, 1e-3), graphed_step(training_step(jitted, 1e-3), memory_budget=budget)
     for _ in range(2):
         for rows in (512, 1024, 16384):  # a batch of 16384 rows has 64 MB
             x = torch.randn(rows, 1024, device="cuda")

@@ -10,7 +10,7 @@ import pytest
 import thunder
 import torch
 from models import Linear
-from support import programs, same, same_state
+from support import programs, same, same_state, training_step
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -112,18 +112,8 @@ def test_steps(backend, device, monkeypatch):
     objects = gc.get_objects
     monkeypatch.setattr(gc, "get_objects", lambda: [each for each in objects() if type(each) is not FakeTensor])
     model = nn.Linear(4, 4).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
     x = torch.randn(4, device=device)
-
-    def train_step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step = graphed_step(train_step, backend=backend)
+    step = graphed_step(training_step(model), backend=backend)
     for captures in (1, 2):
         losses = [step(x) for _ in range(5)]
         assert step.captures == captures and losses == sorted(losses, reverse=True)

@@ -13,7 +13,7 @@ import pytest
 import thunder
 import torch
 from models import Dropout, Linear
-from support import fast_path_calls, programs, replays, same, same_state, twice
+from support import fast_path_calls, programs, replays, same, same_state, training_step, twice
 from thunder.distributed import ddp
 from torch import nn
 
@@ -303,16 +303,7 @@ def test_a_backward_that_never_comes_is_not_waited_for(clock: Clock) -> None:
 
 def test_inside_of_a_graphed_step_nothing_is_timed(clock: Clock) -> None:
     model = thunder.jit(nn.Sequential(Linear(4, 4), nn.Tanh()), transforms=[measured()])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        optimizer.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    graphed = graphed_step(step, backend="tape")
+    graphed = graphed_step(training_step(model), backend="tape")
     for _ in range(2 * SETTLED):
         graphed(torch.ones(2, 4))
     forward, _ = programs(model)
