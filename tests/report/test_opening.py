@@ -56,7 +56,7 @@ def test_headline_says_what_ran(backend, device) -> None:
     assert lines()[1] in explain(model)._repr_html_() and "nothing to change" not in str(explain(model))
 
 
-def test_a_function_that_thunder_cannot_compile(backend) -> None:
+def test_a_function_that_thunder_cannot_compile(backend, device) -> None:
     """A module's report has what Thunder raised and where, and only the advice that is for it."""
 
     class Branches(nn.Module):
@@ -68,7 +68,7 @@ def test_a_function_that_thunder_cannot_compile(backend) -> None:
     model = thunder.jit(Branches(), transforms=[cudagraph_transform(backend=backend)])
     for _ in range(2):
         with pytest.raises(NotImplementedError):
-            model(torch.ones(3))
+            model(torch.ones(3, device=device))
     said = str(explain(model))
     line = Branches.forward.__code__.co_firstlineno + 3
     assert said.startswith(
@@ -77,13 +77,13 @@ def test_a_function_that_thunder_cannot_compile(backend) -> None:
     )
     assert "To try: for a branch on what a tensor holds" in said and "thunderfx" in said and "torch.library" not in said
     assert escape(said) in explain(model)._repr_html_()
-    model(torch.ones(3, 3))  # what compiles does not hide what does not
+    model(torch.ones(3, 3, device=device))  # what compiles does not hide what does not
     for said in (str(explain(model)), explain(model)._repr_html_()):
         assert "Thunder raised while it compiled, in 2 of 3 calls: NotImplementedError at test_opening.py:" in said
         assert "0 of 1 call replayed" in said
     function = thunder.jit(Branches().forward, transforms=[cudagraph_transform(backend=backend)])
     with pytest.raises(NotImplementedError):
-        function(torch.ones(3))
+        function(torch.ones(3, device=device))
     said = str(explain(function))
     assert (
         "in 1 of 1 call; its error says where. To try: for a branch" in said

@@ -109,9 +109,12 @@ def write_dot(graph: Any, path: str) -> None:
 
 
 def kernel_name(function: Any) -> str:
-    """The name of a kernel of a graph, as C++ mangles it; "a kernel" if the driver does not tell."""
+    """The name of a kernel of a graph, at most 120 characters of it; "a kernel" if the driver does not tell."""
     error, name = driver.cuFuncGetName(function)
-    return "a kernel" if error else bytes(name).decode(errors="replace")
+    if error:
+        return "a kernel"
+    readable = torch._C._demangle(bytes(name).decode(errors="replace"))
+    return readable if len(readable) <= 120 else f"{readable[:117]}..."
 
 
 def graph_launcher(executable: Any) -> Callable[[int], tuple[Any]]:

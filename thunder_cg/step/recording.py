@@ -5,17 +5,10 @@ Note [Gradients of a step]
     one of them from an earlier step, the step runs in Python. What a step finds in ``.grad`` may be of two kinds. If
     the step drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later.
     Otherwise the graph reads it or adds to it, so it has to be the same tensor.
-
-Note [Memory that a step may use]
-    A graph reads and writes memory of its own, and that of the batch and of the state. Any other memory would belong to
-    a tensor that nobody has told of, so nobody would notice when the step comes to use another one. Such a capture is
-    refused. So is one that leaves a tensor behind, other than gradients and results: each replay would overwrite it.
 """
 
 from __future__ import annotations
 
-import bisect
-import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +22,6 @@ from torch import Tensor
 
 from thunder_cg.compat.torch import (
     Settings,
-    has_memory,
     has_storage,
     storage_id,
     storage_use_count,
@@ -47,6 +39,7 @@ from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
 from thunder_cg.step.memory import nbytes
+from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, moved, refuse_other_memory
 from thunder_cg.step.stack import clear_stack, clear_stack_of_backwards
 from thunder_cg.step.state import ATOMS, StepState, difference, random_states
 
@@ -93,21 +86,6 @@ class Batch:
         return fn(*args, **kwargs)
 
 
-class _Addresses:
-    """Numbers that kernels got as arguments, the addresses of tensors among them, and the names of the kernels."""
-
-    def __init__(self, names: Mapping[int, str]) -> None:
-        self._names, self._numbers = names, sorted(names)
-
-    def user_of(self, tensor: Tensor) -> str | None:
-        """The name of a kernel that got an address in the tensor's memory."""
-        start = address_if_any(tensor)
-        at = bisect.bisect_left(self._numbers, start)
-        stop = start + tensor.untyped_storage().nbytes() if start else 0
-        is_used = at < len(self._numbers) and self._numbers[at] < stop
-        return self._names[self._numbers[at]] if is_used else None
-
-
 class _GradientsBefore:
     """What a step found in ``.grad``, and whether it dropped that unread: see Note [Gradients of a step].
 
@@ -118,7 +96,7 @@ class _GradientsBefore:
         self._parameters, self._backend = parameters, backend
         self.memory = [None if (gradient := each.grad) is None else gradient.detach() for each in parameters]
         self._unread: set[int] = set()
-        self._seen: tuple[int, _Addresses] | None = None
+        self._seen: tuple[int, Addresses] | None = None
         self._references = [
             weakref.ref(p.grad, partial(self._drop, i)) for i, p in enumerate(parameters) if p.grad is not None
         ]
@@ -129,14 +107,14 @@ class _GradientsBefore:
         if self._addresses().user_of(memory) is None:
             self._unread.add(i)
 
-    def _addresses(self) -> _Addresses:
+    def _addresses(self) -> Addresses:
         """Of what has been captured up to now."""
         names = self._backend.captured_addresses()
         if self._seen is None or self._seen[0] != len(names):
-            self._seen = len(names), _Addresses(names)
+            self._seen = len(names), Addresses(names)
         return self._seen[1]
 
-    def expected(self, addresses: _Addresses) -> list[Any]:
+    def expected(self, addresses: Addresses) -> list[Any]:
         """After the capture. For each parameter None, `ANY`, or the gradient that has to be there."""
         expected: list[Any] = []
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
@@ -351,6 +329,24 @@ def capture(
     """
     if state.hooks:
         raise CaptureRefused(state.hooks[0])
+    attempt = partial(_attempt, fn, batch, state, backend, arena, others, check_memory)
+    try:
+        return attempt()
+    except OtherMemoryUsed as refused:
+        refusal = refused.with_traceback(None)  # which keeps what the attempt has made
+    with moved(refusal):
+        return attempt()
+
+
+def _attempt(
+    fn: Callable[..., Any],
+    batch: Batch,
+    state: StepState,
+    backend: Backend,
+    arena: Arena,
+    others: Sequence[StepRecording],
+    check_memory: Callable[[], None],
+) -> StepRecording:
     state.guard_tensors()
     clear_stack_of_backwards(state.device)
     with _Gradient.recounted():
@@ -397,13 +393,13 @@ def _capture(
         raise CaptureRefused("the step writes to an argument; clone it first")
     if (change := difference(state.facts | random, state.again().facts | random_states())) is not None:
         raise CaptureRefused(f"Python changes in each step: {change}")
-    addresses = _Addresses(body.addresses)
+    addresses = Addresses(body.addresses)
     own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
     own += [*_Gradient.tensors(), *(parameter.grad for parameter in state.parameters), *state.tensors_in_containers()]
     for other in others:
         own += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
     known = [*state.tensors, *batch.tensors, *before.memory]
-    _refuse_other_memory(addresses, known, own, state.device, pool)
+    refuse_other_memory(addresses, known, own, state.device, pool)
     gradients = [parameter.grad for parameter in state.parameters]
     return StepRecording(
         layout=batch.layout,
@@ -422,43 +418,8 @@ def _capture(
     )
 
 
-def _refuse_other_memory(
-    addresses: _Addresses, known: Sequence[Tensor | None], own: Sequence[Any], device: torch.device, pool: Pool
-) -> None:
-    """See Note [Memory that a step may use]."""
-    storages = {storage_id(tensor) for tensor in known if tensor is not None}
-    objects = {id(tensor) for tensor in (*known, *own)}
-    ranges = pool.ranges()
-    for tensor in _all_objects():
-        if not issubclass(type(tensor), Tensor) or id(tensor) in objects or not has_memory(tensor):
-            continue
-        if tensor.device != device or storage_id(tensor) in storages:
-            continue
-        shown = f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
-        if any(start <= address(tensor) < stop for start, stop in ranges):
-            fix = "return it, or write it into a tensor that exists before the step"
-            raise CaptureRefused(
-                f"{shown} that the step makes is still held after it, and each replay would overwrite it; {fix}"
-            )
-        if (user := addresses.user_of(tensor)) is not None:  # see Note [Stale arguments] in stack.py
-            fix = "pass it as an argument, or let the step's function name it"
-            raise CaptureRefused(f"the step uses {shown} in {user}, and it is not known where from; {fix}")
-
-
 def _is_in(tensor: Tensor, pool: Pool) -> bool:
     return any(start <= address_if_any(tensor) < stop for start, stop in pool.ranges())
-
-
-def _all_objects() -> list[Any]:
-    """What the garbage collector knows, without garbage. It does not list what `gc.freeze` has hidden from it."""
-    gc.collect()
-    frozen = gc.get_freeze_count()
-    if frozen:
-        gc.unfreeze()
-    objects = gc.get_objects()
-    if frozen:
-        gc.freeze()
-    return objects
 
 
 def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:

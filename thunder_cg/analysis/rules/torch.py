@@ -171,7 +171,7 @@ RULES: tuple[Rule, ...] = (
     *_rows("addbmm addmm addmv addr baddbmm bmm dot ger inner matmul mv outer tensordot vdot vecdot", settings=MATMUL),
     *_rows("mm", settings=MATMUL, evidence=NOT_MEASURED),
     *_rows("cross frobenius_norm kron norm_except_dim tril triu vector_norm"),
-    *_rows("norm", conditions=(when.SINGULAR_VALUES,)),
+    *_rows("norm", settings=ANY, conditions=(when.SINGULAR_VALUES,)),
     *_rows("cholesky_ex householder_product lu_unpack orgqr qr solve_triangular triangular_solve", settings=ANY),
     *_rows("det inv_ex logdet lu_solve slogdet solve_ex", settings=ANY, conditions=(when.BATCH_BY_MAGMA,)),
     *_rows("geqrf", settings=ANY, derivative=_UNMEASURED),

@@ -1,0 +1,74 @@
+"""Memory that a step uses without naming it: found, and told from numbers that only look like its address."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from thunder_cg import explain
+from thunder_cg.runtime.backends import resolve
+
+pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+
+
+def make_step(of):
+    """Makes steps that add ``of()`` to their loss."""
+
+    def make(model):
+        optimizer = SGD(model.parameters(), lr=0.1)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y) + of()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    return make
+
+
+@pytest.fixture
+def looks_used(monkeypatch, backend):
+    """Each capture finds a tensor's address among the arguments of its kernels."""
+    kind = type(resolve(backend))
+    addresses = kind.captured_addresses
+
+    def pretend(tensor):
+        number = tensor.data_ptr()
+        monkeypatch.setattr(kind, "captured_addresses", lambda self: addresses(self) | {number: "some kernel"})
+
+    return pretend
+
+
+def test_a_tensor_that_nothing_names(step_twins, device):
+    """Of a long list only the length is looked at, so nobody would notice another tensor in it."""
+    tensors = [torch.ones((), device=device) for _ in range(1001)]
+    step = step_twins.train(make_step(lambda: tensors[500]))
+    said = str(explain(step))
+    assert step.captures == 0 and "the step uses a tensor () of float32 in " in said
+    assert "it is not known where from; pass it as an argument" in said
+
+
+def test_a_number_that_looks_like_an_address(step_twins, device, looks_used):
+    kept = torch.arange(6.0, device=device).requires_grad_() * 1
+    row, address = kept.detach()[2:], kept.data_ptr()
+    looks_used(kept)
+    step = step_twins.train(make_step(lambda: 1.0))
+    assert step.captures == 1 and step.replays > 2, explain(step)
+    assert kept.data_ptr() == address and row.data_ptr() == address + 8
+    assert kept.tolist() == [0, 1, 2, 3, 4, 5] and row.tolist() == [2, 3, 4, 5] and kept.grad_fn is not None
+
+
+def test_memory_that_cannot_be_moved(step_twins, device, looks_used):
+    """Autograd holds the result of exp() from C++, where no move would reach it."""
+    result = torch.ones(3, device=device, requires_grad=True).exp()
+    total, kept = result.sum(), result.detach()
+    del result
+    looks_used(kept)
+    step = step_twins.train(make_step(lambda: 1.0))
+    assert step.captures == 0 and "a tensor (3,) of float32 in some kernel" in str(explain(step))
+    assert total.requires_grad

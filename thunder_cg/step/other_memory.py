@@ -1,0 +1,136 @@
+"""Finds the memory that a captured step uses and that belongs to nothing it was given.
+
+Note [Memory that a step may use]
+    A graph reads and writes memory of its own, and that of the batch and of the state. Any other memory would belong to
+    a tensor that nobody has told of, so nobody would notice when the step comes to use another one. Such a capture is
+    refused. So is one that leaves a tensor behind, other than gradients and results: each replay would overwrite it.
+
+Note [Numbers that look like addresses]
+    The addresses are found among the arguments of kernels, which hold other numbers, too. A number of four bytes and
+    four bytes that nobody has set (see Note [Stale arguments] in stack.py) may be the address of some tensor: 0.125 is
+    half of one at a multiple of 32 MiB. So the tensors that seem to be used are moved, and the step is captured once
+    more. Only where the new addresses show up are the tensors really used.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from thunder_cg.compat.torch import has_memory, storage_id, storage_use_count, version
+from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime.backend import Pool
+from thunder_cg.runtime.tensors import address
+
+
+class Addresses:
+    """Numbers that kernels got as arguments, the addresses of tensors among them, and the names of the kernels."""
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self._names, self._numbers = names, sorted(names)
+
+    def user_of(self, tensor: Tensor) -> str | None:
+        """The name of a kernel that got an address in the tensor's storage."""
+        storage = tensor.untyped_storage()
+        start = storage.data_ptr()
+        at = bisect.bisect_left(self._numbers, start)
+        is_used = start and at < len(self._numbers) and self._numbers[at] < start + storage.nbytes()
+        return self._names[self._numbers[at]] if is_used else None
+
+
+class OtherMemoryUsed(CaptureRefused):
+    """Kernels seem to use the memory of these tensors, of which the step was not told."""
+
+    def __init__(self, reason: str, tensors: Sequence[Tensor]) -> None:
+        super().__init__(reason)
+        self.tensors = tensors
+
+
+def refuse_other_memory(
+    addresses: Addresses, known: Sequence[Tensor | None], own: Sequence[object], device: torch.device, pool: Pool
+) -> None:
+    """Looks at all tensors of the device. See Note [Memory that a step may use].
+
+    Args:
+        known: tensors whose memory the step may use.
+        own: the tensors that the capture itself has made.
+    """
+    storages = {storage_id(tensor) for tensor in known if tensor is not None}
+    objects = {id(tensor) for tensor in (*known, *own)}
+    ranges = pool.ranges()
+    used: list[tuple[Tensor, str]] = []
+    for tensor in _all_tensors():
+        if id(tensor) in objects or tensor.device != device or storage_id(tensor) in storages:
+            continue
+        if any(start <= address(tensor) < stop for start, stop in ranges):
+            problem = f"{_shown(tensor)} that the step makes is still held after it, and each replay would overwrite it"
+            raise CaptureRefused(f"{problem}; return it, or write it into a tensor that exists before the step")
+        if (user := addresses.user_of(tensor)) is not None:
+            used.append((tensor, user))
+    if used:
+        tensor, user = used[0]
+        fix = "pass it as an argument, or let the step's function name it"
+        reason = f"the step uses {_shown(tensor)} in {user}, and it is not known where from; {fix}"
+        raise OtherMemoryUsed(reason, [tensor for tensor, _ in used])
+
+
+@contextmanager
+def moved(refusal: OtherMemoryUsed) -> Iterator[None]:
+    """The tensors have other memory with the same content. See Note [Numbers that look like addresses].
+
+    Raises:
+        OtherMemoryUsed: ``refusal``, if not all of what refers to the memory can be moved.
+    """
+    homes = {storage_id(tensor): tensor.untyped_storage() for tensor in refusal.tensors}
+    tensors = [tensor for tensor in _all_tensors() if storage_id(tensor) in homes]
+    ids = [storage_id(tensor) for tensor in tensors]
+    # One more than its tensors refer to a storage while they are counted.
+    are_all_here = all(storage_use_count(home) <= ids.count(home) + 1 for home in homes)
+    if not (are_all_here and all(map(_can_move, tensors))):
+        raise refusal
+    try:
+        copies = {home: storage.clone() for home, storage in homes.items()}
+    except torch.OutOfMemoryError:
+        raise refusal from None
+    versions = [version(tensor) for tensor in tensors]
+    for tensor, home in zip(tensors, ids):
+        _move(tensor, copies[home])
+    try:
+        yield
+    finally:
+        for tensor, home, then in zip(tensors, ids, versions):
+            if version(tensor) != then:  # written meanwhile, by another thread
+                homes[home].copy_(copies[home])
+            _move(tensor, homes[home])
+
+
+def _can_move(tensor: Tensor) -> bool:
+    is_lazy = tensor.is_inference() or tensor.is_neg() or tensor.is_conj()
+    return type(tensor) in (Tensor, nn.Parameter) and not is_lazy
+
+
+def _move(tensor: Tensor, storage: torch.UntypedStorage) -> None:
+    with torch.no_grad():
+        place = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        tensor.data = place.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _all_tensors() -> list[Tensor]:
+    """Those with memory that the garbage collector knows, without garbage, also those that `gc.freeze` has hidden."""
+    gc.collect()
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and has_memory(each)]
+    if frozen:
+        gc.freeze()
+    return tensors
