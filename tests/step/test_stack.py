@@ -13,10 +13,10 @@ from thunder_cg.step.stack import clear_stack
 _SCRIPT = """
 import torch
 from test_stack import bytes_on_stack
-from thunder_cg.step.stack import clear_stack, clear_stack_of_backwards
+from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
 clear_stack(0xA7)
 before = bytes_on_stack(0xA7)
-clear_stack_of_backwards(torch.device("cpu"))  # on this thread, a little deeper
+on_thread_of_backwards(torch.device("cpu"), clear_stack)  # on this thread, a little deeper
 backward = bytes_on_stack(0xA7)
 clear_stack()
 print(before, backward, bytes_on_stack(0xA7))

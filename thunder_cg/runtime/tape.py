@@ -448,6 +448,9 @@ class TapePool:
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())
 
+    def prepare_thread(self) -> None:
+        """Nothing is kept for threads."""
+
     def workspace_nbytes(self) -> int:
         return 0
 

@@ -40,7 +40,7 @@ from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, moved, refuse_other_memory
-from thunder_cg.step.stack import clear_stack, clear_stack_of_backwards
+from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
 from thunder_cg.step.state import ATOMS, StepState, difference, random_states
 
 _TENSOR = object()
@@ -348,7 +348,8 @@ def _attempt(
     check_memory: Callable[[], None],
 ) -> StepRecording:
     state.guard_tensors()
-    clear_stack_of_backwards(state.device)
+    for prepare in (arena.pool(state.device).prepare_thread, clear_stack):
+        on_thread_of_backwards(state.device, prepare)
     with _Gradient.recounted():
         before = _GradientsBefore(state.parameters, backend)
         try:

@@ -9,6 +9,7 @@ Note [Stale arguments]
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,19 +32,20 @@ def clear_stack(byte: int = 0) -> None:
     _ignores_its_argument(block)
 
 
-def clear_stack_of_backwards(device: torch.device) -> None:
-    """Clears the stack of the thread on which autograd runs backwards for the device."""
+def on_thread_of_backwards(device: torch.device, fn: Callable[[], None]) -> None:
+    """Calls ``fn`` on the thread on which autograd runs backwards for the device."""
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros((), device=device, requires_grad=True)
-        torch.autograd.grad(_ClearInBackward.apply(x), x)
+        torch.autograd.grad(_CallInBackward.apply(x, fn), x)
 
 
-class _ClearInBackward(torch.autograd.Function):
+class _CallInBackward(torch.autograd.Function):
     @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
+    def forward(context: Any, x: Tensor, fn: Callable[[], None]) -> Tensor:
+        context.fn = fn
         return x.clone()
 
     @staticmethod
-    def backward(_: Any, *gradients: Tensor) -> Any:
-        clear_stack()
-        return gradients
+    def backward(context: Any, *gradients: Tensor) -> Any:
+        context.fn()
+        return (*gradients, None)

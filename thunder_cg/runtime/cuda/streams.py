@@ -4,8 +4,8 @@ Note [cuBLAS workspaces]
     PyTorch keeps one cuBLAS workspace for each thread and stream until the process ends, and a graph bakes its address
     in. Graphs that share a workspace race when they are replayed on two streams. So no two arenas, and no arena and
     user, share a capture stream. ``_cuda_clearCublasWorkspaces``, which Inductor calls, frees the workspaces of all
-    streams, those that graphs still use as well. So ours are in a private pool that nothing else allocates from. Only
-    autograd's threads, in the capture of a whole step, make theirs in the arena's pool.
+    streams, those that graphs still use as well. So ours are in a private pool that nothing else allocates from, also
+    those of autograd's thread, on which the capture of a whole step runs its backward.
 
     An idle capture stream keeps its workspace (32 MiB on an H200) for the next arena. When all streams are idle, this
     module has PyTorch free the workspaces, unless the process may have graphs of others. A graph that nobody can see,
