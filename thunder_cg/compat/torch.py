@@ -459,9 +459,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def tensor_use_count(tensor: torch.Tensor) -> int:
-    """How many hold the tensor from C++, its object of Python included; 1 where PyTorch does not tell (before 2.11)."""
-    return int(tensor._use_count()) if hasattr(tensor, "_use_count") else 1
+# How many hold a tensor from C++, its object of Python included; 1 where PyTorch does not tell (before 2.11).
+tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
 
 
 # How many tensors have the storage with this `storage_id`.

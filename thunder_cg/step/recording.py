@@ -158,10 +158,11 @@ class _Gradient:
 
     def _count(self) -> _Owners:
         """References from Python, those from C++ without the parameter's, and tensors with this memory."""
-        is_parameters = self._parameter.grad is self.tensor
-        uses = tensor_use_count(self.tensor)
+        tensor = self.tensor
+        uses = tensor_use_count(tensor)
+        is_parameters = self._parameter.grad is tensor
         # What holds it from C++, however often, counts as one more reference from Python.
-        return sys.getrefcount(self.tensor) - (uses > 1), uses - is_parameters, storage_use_count(self._storage)
+        return sys.getrefcount(tensor) - (uses > 1), uses - is_parameters, storage_use_count(self._storage)
 
     @classmethod
     def of(cls, tensor: Tensor, parameter: Tensor) -> _Gradient:
@@ -188,11 +189,11 @@ class _Gradient:
 
     def is_held(self) -> bool:
         """Whether anybody holds the tensor besides the graphs and the parameter, has a view of it, or has moved it."""
-        assert self._owners is not None
-        python, cpp, storages = self._count()
         then = self._owners
-        is_moved = self.tensor.data_ptr() != self._address
-        return is_moved or python > then[0] or cpp > then[1] or storages > then[2]
+        assert then is not None
+        now = self._count()
+        has_more = now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
+        return has_more or self.tensor.data_ptr() != self._address
 
 
 @dataclass(slots=True, eq=False)
