@@ -393,7 +393,7 @@ class Program:
         _logger.log(logging.WARNING if warns else logging.INFO, "%s, call %d: eager: %s", self.label, self.calls, said)
 
     def stage(self, call: Call, doing: str, region: RuntimeRegion) -> Stage:
-        """Says on a terminal which region of how many a call warms up or captures, and the memory."""
+        """Shows on a terminal which region of how many a call warms up or captures, and the memory."""
         said = f"{doing} {self.label}: region {region.index + 1} of {len(self.regions)}"
         if is_shown(call.began):
             said += f", {self._pools_mebibytes():,.0f} MiB"
