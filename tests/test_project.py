@@ -27,7 +27,7 @@ PACKAGE = ROOT / "thunder_cg"
 
 # Each part of the package may import itself and what stands before it.
 LAYERS = (
-    ("errors", "options", "files", "compat"),
+    ("errors", "options", "files", "progress", "compat"),
     ("analysis",),
     ("runtime", "verify", "kernels"),
     ("step",),

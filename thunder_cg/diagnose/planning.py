@@ -16,6 +16,7 @@ from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, transform_of
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.options import Options
+from thunder_cg.progress import Stage
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import Report, explain
 from thunder_cg.transform import CudagraphTransform
@@ -77,7 +78,8 @@ def plan(
         inputs = tree_map_only(torch.Tensor, _on_meta, inputs)
         source = copy.deepcopy(source, {id(tensor): _on_meta(tensor) for tensor in _state(source)})
     jitted = compiled_as(fn_or_module, source, CudagraphTransform(settings, stand_in), options)
-    compat.compile_only(jitted, *inputs)
+    with Stage(lambda: f"compiling {getattr(source, '__qualname__', type(source).__name__)}"):
+        compat.compile_only(jitted, *inputs)
     report = explain(jitted)
     note = "Planned, not run" if stand_in is None else f"Planned, not run: {stand_in} tensors stand for CUDA ones"
     parts = {part.name: getattr(report, part.name) for part in fields(Report)} | {"calls": 0}

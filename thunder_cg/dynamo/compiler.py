@@ -13,6 +13,7 @@ from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.errors import CaptureError, TransformConflictError
 from thunder_cg.options import Options
+from thunder_cg.progress import Stage
 from thunder_cg.report.programs import outside_of
 from thunder_cg.transform import cudagraph_transform
 
@@ -27,7 +28,7 @@ class Compiler(ThunderCompiler):
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
         rewrite(module, self.thunder_options)
-        with keeping_fallbacks(objections(module.graph)):
+        with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
             compiled = super().__call__(module, *inputs)
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
         if any(getattr(each, "strict", None) == "ops" for each in options):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any
 from weakref import WeakMethod, ref
 
@@ -26,6 +27,7 @@ from thunder_cg.fastpath.inference import FastPath, inference_fast_path, note_la
 from thunder_cg.fastpath.prologue import PrologueChecks
 from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported, refuse_fully_sharded
 from thunder_cg.fastpath.training import TrainingFastPath
+from thunder_cg.progress import Stage
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import Recording
 
@@ -155,6 +157,9 @@ class Dispatch:
         self._statistics = compat.compile_stats(module)
         self.compile_failure: str | None = None  # what Thunder raised last while it compiled, and where
         self._known = 0  # how many cache entries there were
+        # Whether Thunder may have to compile for a call that no fast path is for. It must not if such calls are usual.
+        self._may_compile = True
+        self._name = type(compat.original_module(module)).__name__
         # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
         self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
 
@@ -176,14 +181,18 @@ class Dispatch:
         nodes = nodes_of(self._leaves())  # held until Thunder's own nodes hold them: see Note [Nodes without hooks]
         failures = self._failures()
         try:
-            result = self._thunders(*args, **kwargs)
+            with Stage(partial(self._under_way, failures)) if self._may_compile else nullcontext():
+                result = self._thunders(*args, **kwargs)
         except Exception as error:
             if self._failures() > failures:
                 self.compile_failure = described(error)
             raise
         del nodes
         self._build_fast_paths(args, kwargs)
-        self._calls = [call for entry in self._certain() for call in entry.calls()]
+        known = self._known
+        paths = [calls for entry in self._certain() if (calls := entry.calls())]
+        self._calls = [call for calls in paths for call in calls]
+        self._may_compile = self._known > known or self._known == len(paths)
         return result
 
     def drop_discarded(self) -> None:
@@ -195,6 +204,12 @@ class Dispatch:
     def _failures(self) -> int:
         """How often Thunder has raised while it compiled, as it keeps what it has compiled."""
         return self._statistics.cache_misses - len(self._statistics.interpreter_cache)
+
+    def _under_way(self, failures: int) -> str:
+        """What Thunder's dispatch does now, in a call before which Thunder had failed so often."""
+        if self._failures() == failures:
+            return f"running {self._name}"
+        return f"compiling {self._name}: {compat.compile_phase(self._statistics)}"
 
     def _leaves(self) -> Iterable[torch.Tensor]:
         """The parameters that Thunder's call may get a gradient for, if calls may get autograd nodes of ours."""

@@ -19,6 +19,7 @@ from thunder_cg.analysis.partition import Plan, Region
 from thunder_cg.compat.torch import backward_keeps_graph
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
+from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.agreement import DESTROYED, Collectives
 from thunder_cg.runtime.arena import Arenas
@@ -391,12 +392,22 @@ class Program:
         said = reason if not fix or reason.endswith(fix) else f"{reason}; {fix}"
         _logger.log(logging.WARNING if warns else logging.INFO, "%s, call %d: eager: %s", self.label, self.calls, said)
 
+    def stage(self, call: Call, doing: str, region: RuntimeRegion) -> Stage:
+        """Shows on a terminal which region of how many a call warms up or captures, and the memory."""
+        said = f"{doing} {self.label}: region {region.index + 1} of {len(self.regions)}"
+        if is_shown(call.began):
+            said += f", {self._pools_mebibytes():,.0f} MiB"
+        return Stage(lambda: said, call.began)
+
     def log_progress(self, call: Call, done: str, region: RuntimeRegion) -> None:
         """Says which region of how many a call has warmed up or captured, how long that took, and the memory."""
         if _logger.isEnabledFor(logging.INFO):
-            mebibytes = sum(each.nbytes() for each in self.pair.arenas()) / 2**20
             said = f"{done} region {region.index + 1} of {len(self.regions)}, {time.perf_counter() - call.began:.1f} s"
-            _logger.info("%s, call %d: %s so far, memory pools hold %.1f MiB", self.label, self.calls, said, mebibytes)
+            held = self._pools_mebibytes()
+            _logger.info("%s, call %d: %s so far, memory pools hold %.1f MiB", self.label, self.calls, said, held)
+
+    def _pools_mebibytes(self) -> float:
+        return sum(each.nbytes() for each in self.pair.arenas()) / 2**20
 
     # What the regions of a call ask
 

@@ -199,7 +199,8 @@ class RuntimeRegion:
 
     def _warm_up(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         try:
-            results = self._run_in_arena(call, args)
+            with call.program.stage(call, "warming up", self):
+                results = self._run_in_arena(call, args)
             call.program.log_progress(call, "warmed up", self)
             return results
         except _NotRun as failed:
@@ -300,7 +301,8 @@ class RuntimeRegion:
         try:
             self._agree(call, self._before_capture, args)
             began = time.perf_counter()
-            results = self._record(call, args)
+            with call.program.stage(call, "capturing", self):
+                results = self._record(call, args)
             self.stats.capture_seconds += time.perf_counter() - began
             call.program.log_progress(call, "captured", self)
             return results

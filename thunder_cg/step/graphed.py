@@ -21,6 +21,7 @@ from thunder_cg.compat.distributed import is_distributed
 from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
 from thunder_cg.errors import CaptureRefused, NoRoom, OptionError, ReplayRefused
 from thunder_cg.options import BACKENDS, check_memory_budget
+from thunder_cg.progress import Stage
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
@@ -190,7 +191,8 @@ class GraphedStep:
             torch.clear_autocast_cache()
         try:
             self.arena.pool(state.device).enter()
-            recording = capture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room)
+            with Stage(lambda: f"capturing the step {self.name}"):
+                recording = capture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room)
         except NoRoom:
             raise
         except CaptureRefused as error:

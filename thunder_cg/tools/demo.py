@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thunder_cg import cudagraph_transform, explain
-from thunder_cg.tools.progress import Progress
+from thunder_cg.progress import Progress
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable

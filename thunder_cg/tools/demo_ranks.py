@@ -18,9 +18,9 @@ import thunder.distributed
 import torch
 
 from thunder_cg import cudagraph_transform
+from thunder_cg.progress import Progress
 from thunder_cg.tools import demo
 from thunder_cg.tools.demo import CharacterGPT, Corpus, DemoRun, DemoSettings, print_lines
-from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.workers import Supervisor, WorkerProgress
 

@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 
-from thunder_cg.tools.progress import Progress
+from thunder_cg.progress import Progress
 
 STARTUP = 180.0  # seconds for the imports
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from thunder_cg.progress import Progress
 from thunder_cg.report.programs import locate
 from thunder_cg.tools.bench import measure
 from thunder_cg.tools.bench.cases import BenchmarkCase
@@ -35,7 +36,6 @@ from thunder_cg.tools.bench.variants import (
     Prepared,
     Subject,
 )
-from thunder_cg.tools.progress import Progress
 
 CPU = torch.device("cpu")
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from thunder_cg import __main__ as command_line
+from thunder_cg.progress import Progress
 from thunder_cg.tools.bench.cases import SCALING
 from thunder_cg.tools.bench.measure import BenchmarkRow
 from thunder_cg.tools.bench.run import BenchmarkTask, measure_in_processes
 from thunder_cg.tools.bench.variants import ON_CPU, OURS, THUNDER
-from thunder_cg.tools.progress import Progress
 
 
 @pytest.mark.usefixtures("forked_workers")

@@ -16,13 +16,13 @@ from statistics import median, quantiles
 import torch
 
 from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces
+from thunder_cg.progress import Progress
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import explain
 from thunder_cg.runtime.recording import Recording
 from thunder_cg.tools.bench import accuracy
 from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Subject, is_of
-from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.workers import failure_text
 
 ROUNDS = 5  # turns of each variant

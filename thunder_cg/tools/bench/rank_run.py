@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from thunder_cg.progress import Progress
 from thunder_cg.tools.bench.distributed import RankRow, measure_case, ticks
 from thunder_cg.tools.bench.measure import EVERY_VARIANT
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
 from thunder_cg.tools.bench.report import line
 from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, THUNDER, is_meant
-from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import MeasuredResults, environment
 from thunder_cg.tools.workers import Supervisor

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from thunder_cg.files import refuse_foreign
+from thunder_cg.progress import Progress
 from thunder_cg.tools.bench.cases import SCALING, BenchmarkCase, ScalingSeries, cases
 from thunder_cg.tools.bench.goals import goals
 from thunder_cg.tools.bench.measure import EVERY_VARIANT, BenchmarkRow, measure_case, ticks
@@ -23,7 +24,6 @@ from thunder_cg.tools.bench.plots import NAMES, write_plots
 from thunder_cg.tools.bench.report import goals_table, scaling_tables, table
 from thunder_cg.tools.bench.results import BenchmarkResults, ScalingPoint
 from thunder_cg.tools.bench.variants import FLOOR, OURS, THUNDER, THUNDER_OWN, is_meant, variants
-from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.workers import Supervisor, WorkerProgress, Workers
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
+from thunder_cg.progress import Progress
 from thunder_cg.tools.generation.measure import VARIANTS, GenerationRow, measure
 from thunder_cg.tools.generation.results import PACKAGES, GenerationResults, differ, markdown
-from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.suite.run import ENVIRONMENT, CatalogueSettings
 from thunder_cg.tools.workers import Supervisor, Workers

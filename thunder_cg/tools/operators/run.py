@@ -12,12 +12,12 @@ from pathlib import Path
 
 import torch
 
+from thunder_cg.progress import Progress
 from thunder_cg.tools.operators.cases import cases
 from thunder_cg.tools.operators.check import disagreements
 from thunder_cg.tools.operators.measure import OperatorRecord, OperatorTask, measure
 from thunder_cg.tools.operators.results import OperatorResults
 from thunder_cg.tools.operators.samples import OperatorCase
-from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.results import Journal, environment
 from thunder_cg.tools.workers import Supervisor, Workers
 

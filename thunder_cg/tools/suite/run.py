@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from thunder_cg.compat.torch import dynamo_recompile_limit
+from thunder_cg.progress import Progress
 from thunder_cg.tools.arguments import JOBS
-from thunder_cg.tools.progress import Progress
 from thunder_cg.tools.results import environment
 from thunder_cg.tools.suite.measure import measure
 from thunder_cg.tools.suite.results import PACKAGES, SuiteResults
