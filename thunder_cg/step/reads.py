@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import builtins
 import dis
+import inspect
 import os
 import sysconfig
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import thunder
 import torch
+from torch import nn
+
+from thunder_cg.compat.torch import module_dictionaries
 
 MISSING = object()  # what a read yields that raises now
 # Where packages are installed, in this environment and those below it. Some are elsewhere, as this one may be.
@@ -51,35 +56,71 @@ class Read:
     label: str
     get: Callable[[], Any]
     is_owner: bool = False  # of methods that were looked into, so that what they read of it is known
+    place: Any = None  # equal for reads of the same variable
 
 
-def reads_of(fn: Callable[..., Any]) -> list[Read]:
-    """What ``fn`` reads, and the user's functions that it calls; each value once."""
-    found: dict[str, Read] = {}
+class Called(NamedTuple):
+    """A function of the user's that is called, and what it is bound to, if it is a method."""
+
+    function: types.FunctionType
+    owner: Any
+
+
+def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: Iterable[Called] = ()) -> list[Read]:
+    """What a function, and the user's functions that it calls, read from outside: each place once.
+
+    Args:
+        modules: that it uses without naming them.
+        called: more functions that it is known to call.
+    """
+    found: dict[Any, Read] = {}
     seen: set[Any] = set()
-    waiting = [fn]
+    rooted: set[int] = set()  # modules of which all attributes are facts
+    waiting: list[Any] = [*called, *modules, fn]  # the last comes first
     while waiting:
         next_fn = waiting.pop()
+        if isinstance(next_fn, nn.Module):
+            rooted.update(map(id, next_fn.modules()))
+            waiting += [Called(f, m) for m in next_fn.modules() if (f := _forward_of(m)) is not None]
         for name, value in _bound_by_partial(next_fn):
-            found.setdefault(name, Read(name, partial(_attribute, value, ())))
-        function, owner = _function_of(next_fn)
+            found.setdefault((id(next_fn), name), Read(name, partial(_attribute, value, ())))
+        function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
         if function is None or (key := (function.__code__, id(owner))) in seen:
             continue
         seen.add(key)
-        for read in _reads_in(function, owner):
+        for place, read in _reads_in(function, owner, id(owner) in rooted):
             value = read.get()
             if isinstance(value, types.ModuleType) or value is MISSING or isinstance(value, type):
                 continue
-            called, _ = _function_of(value)
-            is_users = called is not None and not is_installed(called.__code__.co_filename)
-            if is_users:
+            called_function, _ = _function_of(value)
+            is_users = called_function is not None and not is_installed(called_function.__code__.co_filename)
+            if is_users or isinstance(value, nn.Module):
                 waiting.append(value)
             if isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType):
                 label = read.label.rpartition(".")[0] or read.label
-                found.setdefault(label, Read(label, partial(_owner_of, read.get), is_users))
-            elif called is None or is_users or not _is_function(value):
-                found.setdefault(read.label, read)
-    return [*found.values()]
+                found.setdefault((place, "owner"), Read(label, partial(_owner_of, read.get), is_users))
+            elif called_function is None or is_users or not _is_function(value):
+                found.setdefault(place, read)
+    return _with_names(found)
+
+
+def _with_names(found: dict[Any, Read]) -> list[Read]:
+    """The reads, with another label where several have the same."""
+    labels: Counter[str] = Counter()
+    reads = []
+    for place, read in found.items():
+        labels[read.label] += 1
+        count = labels[read.label]
+        label = read.label if count == 1 else f"{read.label} (the {count}. of this name)"
+        reads.append(replace(read, label=label, place=place))
+    return reads
+
+
+def _forward_of(module: nn.Module) -> types.FunctionType | None:
+    """The ``forward`` of a module, if it is the user's."""
+    forward = inspect.unwrap(type(module).forward)
+    is_users = isinstance(forward, types.FunctionType) and not is_installed(forward.__code__.co_filename)
+    return forward if is_users else None
 
 
 def _bound_by_partial(value: Any) -> Iterator[tuple[str, Any]]:
@@ -105,11 +146,19 @@ def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
     while isinstance(value, partial):
         value = value.func
     if isinstance(value, types.MethodType):
-        return (value.__func__, value.__self__) if isinstance(value.__func__, types.FunctionType) else (None, None)
-    if isinstance(value, types.FunctionType):
+        function = _unwrapped(value.__func__)
+        return (function, value.__self__) if isinstance(function, types.FunctionType) else (None, None)
+    if isinstance(value := _unwrapped(value), types.FunctionType):
         return value, None
     call = getattr(type(value), "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
     return (call, value) if isinstance(call, types.FunctionType) else (None, None)
+
+
+def _unwrapped(value: Any) -> Any:
+    """What a decorator wraps, such as ``torch.no_grad()``, ``torch.compile`` and ``thunder.jit``, if it says so."""
+    if isinstance(value, nn.Module) or not isinstance(getattr(value, "__wrapped__", None), types.FunctionType):
+        return value
+    return inspect.unwrap(value)
 
 
 @cache
@@ -119,20 +168,29 @@ def is_installed(filename: str) -> bool:
     return is_below or filename.startswith(_INSTALLED) or filename.startswith("<frozen")
 
 
-def _reads_in(function: types.FunctionType, owner: Any) -> Iterator[Read]:
-    code = function.__code__
+def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iterator[tuple[Any, Read]]:
+    """What one function reads, and where each is. Of an owner that is looked at in any case, only what is not."""
+    code, variables = function.__code__, function.__globals__
     cells = dict(zip(code.co_freevars, function.__closure__ or ()))
     bound = {code.co_varnames[0]: owner} if owner is not None and code.co_argcount else {}
     for chain in chains(code):
-        where = f"{chain.name}{''.join('.' + name for name in chain.attributes)}"
+        where, attributes = f"{chain.name}{''.join('.' + name for name in chain.attributes)}", chain.attributes
         if chain.name in bound and chain.scope != "global":
-            yield Read(where, partial(_attribute, bound[chain.name], chain.attributes))
+            if not (is_rooted and attributes and _has(owner, attributes[0])):
+                yield (id(owner), attributes), Read(where, partial(_attribute, owner, attributes))
         elif chain.scope == "cell" and chain.name in cells:
-            yield Read(where, partial(_in_cell, cells[chain.name], chain.attributes))
-        elif chain.scope == "global" and (chain.name in function.__globals__ or not hasattr(builtins, chain.name)):
-            yield Read(where, partial(_in_globals, function.__globals__, chain.name, chain.attributes))
+            cell = cells[chain.name]
+            yield (id(cell), attributes), Read(where, partial(_in_cell, cell, attributes))
+        elif chain.scope == "global" and (chain.name in variables or not hasattr(builtins, chain.name)):
+            read = Read(where, partial(_in_globals, variables, chain.name, attributes))
+            yield (id(variables), chain.name, attributes), read
     for name, default in zip(reversed(code.co_varnames[: code.co_argcount]), reversed(function.__defaults__ or ())):
-        yield Read(f"{function.__name__}({name}=)", partial(_attribute, default, ()))
+        yield (id(code), name), Read(f"{function.__name__}({name}=)", partial(_attribute, default, ()))
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    """Whether the module itself has an attribute, and not its class."""
+    return any(name in attributes for attributes in module_dictionaries(module))
 
 
 def _attribute(value: Any, attributes: tuple[str, ...]) -> Any:

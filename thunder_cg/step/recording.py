@@ -328,8 +328,8 @@ def capture(
         CaptureRefused: no replay would be right, or the graph takes too much memory.
         Exception: what ``fn`` raised. In both cases everything is as before.
     """
-    if state.hooks:
-        raise CaptureRefused(state.hooks[0])
+    if state.objections:
+        raise CaptureRefused(state.objections[0])
     attempt = partial(_attempt, fn, batch, state, backend, arena, others, check_memory)
     try:
         return attempt()

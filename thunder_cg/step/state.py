@@ -11,18 +11,28 @@ Note [Cheap checks of a state]
 Note [Objects]
     The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
     Then all attributes of the object are facts, if its class is the user's, a namespace, or PyTorch's. Of an object of
-    another package, such as a progress bar, only numbers, strings and flags are.
+    another package, such as a progress bar, only numbers, strings and flags are. Modules and optimizers that any of
+    these lead to are looked at whole. An optimizer may wrap another one, as those of Lightning and Accelerate do.
+
+Note [Values that nobody reports]
+    An array of NumPy and a generator of random numbers change without a trace in any dictionary. So a replay compares
+    what they hold. What an iterator holds cannot be told, and no replay would advance it: such a step is not captured.
 """
 
 from __future__ import annotations
 
 import argparse
 import enum
+import io
+import pickle
 import random
 import sys
 import types
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -43,11 +53,12 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import is_leaf_with_grad
-from thunder_cg.step.reads import is_installed, reads_of
+from thunder_cg.step.reads import Called, Read, is_installed, reads_of
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
-_CONTAINERS = (dict, list, tuple, set, frozenset)
-_MAX_ITEMS = 1000  # of a container; of a larger one, only the length is a fact
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_MAX_ITEMS = 10_000  # of a container that can be compared before each replay
+_MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 6
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, partial
 
@@ -75,6 +86,24 @@ class Same:
         return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 
 
+class Content:
+    """A fact that is what an object holds, which says nothing to a reader."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Content) and bool(other.value == self.value)
+
+    def __hash__(self) -> int:
+        return hash(type(self))
+
+    def __repr__(self) -> str:
+        return "something else"
+
+
 class _Collector:
     """Collects the facts of values, and which tensors, modules, optimizers and hooks they lead to."""
 
@@ -86,8 +115,10 @@ class _Collector:
         self.watched: list[Any] = []  # objects and dictionaries that may be written to
         self.containers: list[tuple[Any, Any]] = []  # with a copy of each
         self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
+        self.values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
         self.is_opaque = False  # whether there are attributes whose writes nobody reports
-        self.hooks: list[str] = []
+        self.objections: list[str] = []  # why no graph would be right
+        self._hooks = 0
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
 
     def add(self, label: str, value: Any, depth: int = 0) -> None:
@@ -100,6 +131,12 @@ class _Collector:
             self.roots.setdefault(id(value), (label, value))
         elif isinstance(value, _CONTAINERS) and depth < _MAX_DEPTH:
             self._add_container(label, value, depth)
+        elif (get := _content_of(value)) is not None:
+            self._add_value(label, value, get)
+        elif _is_iterator(value):
+            self.facts[label] = Same(value)
+            problem = f"{label} is a {type(value).__name__}, which no replay would advance"
+            self.objections.append(f"{problem}; take the next item outside of the step, and pass it as an argument")
         elif is_object(value) and depth < _MAX_DEPTH:
             self._add_object(label, value, depth)
         else:
@@ -113,6 +150,16 @@ class _Collector:
             self.facts[f"{label} (version)"] = version(tensor)
             self.versions.append((tensor, version(tensor)))
         self._note_hooks(label, tensor)
+
+    def _add_value(self, label: str, value: Any, get: Callable[[], Any]) -> None:
+        self.facts[label] = Same(value)
+        if (nbytes := getattr(value, "nbytes", 0)) > _MAX_ARRAY:
+            problem = f"{label} is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
+            self.objections.append(f"{problem}; make it a tensor before the step")
+            return
+        content = get()
+        self.facts[f"what {label} holds"] = Content(content)
+        self.values.append((get, content))
 
     def _add_object(self, label: str, value: Any, depth: int) -> None:
         """See Note [Objects]."""
@@ -130,13 +177,14 @@ class _Collector:
             attributes |= slots
             self.is_opaque = True
         for name, attribute in attributes.items():
-            whole = (is_users or is_torchs) and not isinstance(attribute, (nn.Module, Optimizer))
-            if whole or isinstance(attribute, ATOMS):
+            if is_users or is_torchs or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1)
 
     def _add_container(self, label: str, value: Any, depth: int) -> None:
         self.facts[f"len({label})"] = len(value)
         if len(value) > _MAX_ITEMS:
+            problem = f"{label} has {len(value):,} items, and up to {_MAX_ITEMS:,} are compared before a replay"
+            self.objections.append(f"{problem}; read what the step needs of it before the step")
             return
         if not isinstance(value, (tuple, frozenset)):
             self.containers.append((value, value.copy()))
@@ -171,15 +219,15 @@ class _Collector:
         for name, attribute in vars(value).items():
             if "hooks" in name or name in ("training", "_opt_called") or any(attribute is each for each in besides):
                 continue  # other facts, or none that a step depends on
-            if not isinstance(attribute, (nn.Module, Optimizer)):
-                self.add(f"{where}.{name}", attribute, 1)
+            self.add(f"{where}.{name}", attribute, 1)
 
     def _note_hooks(self, where: str, value: Any) -> None:
         for hook in hooks_of(value):
             code = getattr(hook, "__code__", None)
             at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-            self.facts[f"hook {len(self.hooks)} of {where}"] = Same(hook)
-            self.hooks.append(f"{where} has a hook{at}, which runs Python in each step; remove it")
+            self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
+            self._hooks += 1
+            self.objections.append(f"{where} has a hook{at}, which runs Python in each step; remove it")
 
 
 class StepState:
@@ -189,17 +237,21 @@ class StepState:
         fn: the step's function.
         roots: modules and optimizers by name, besides those that the function reads.
         device_type: of the graphs. Tensors elsewhere have their values baked in.
+        called: functions of the user's that the step has been seen to call.
 
     Attributes:
         facts: of everything.
         tensors: all that were found on the graphs' device.
         parameters: those of them that get gradients.
-        hooks: what runs Python in the middle of a step, in words.
+        objections: why no graph would be right, in words, such as a hook, which runs Python in the middle of a step.
     """
 
-    def __init__(self, fn: Callable[..., Any], roots: Mapping[str, Any], device_type: str) -> None:
-        self._fn, self._given, self._device_type = fn, roots, device_type
-        reads = [(read, read.get()) for read in reads_of(fn)]
+    def __init__(
+        self, fn: Callable[..., Any], roots: Mapping[str, Any], device_type: str, called: Sequence[Called] = ()
+    ) -> None:
+        self._fn, self._given, self._device_type, self._called = fn, roots, device_type, called
+        reads = [(read, read.get()) for read in self._reads(called)]
+        self._places = {read.place for read, _ in reads}
         self._simple = [(read, value) for read, value in reads if read.is_owner or self._is_simple(value)]
         self._others = [(read, value) for read, value in reads if not (read.is_owner or self._is_simple(value))]
         simple = _Collector(device_type)
@@ -215,14 +267,21 @@ class StepState:
         self._watch(others, heavy)
         self._facts_behind = {**others.facts, **heavy.facts}
         self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts}
-        self.hooks = [*simple.hooks, *others.hooks, *heavy.hooks]
+        self.objections = [*simple.objections, *others.objections, *heavy.objections]
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
         self.parameters = [tensor for tensor in self.tensors if is_leaf_with_grad(tensor)]
         self._containers = [*others.containers, *heavy.containers]
 
     def again(self) -> StepState:
         """The state as it is by now."""
-        return StepState(self._fn, self._given, self._device_type)
+        return StepState(self._fn, self._given, self._device_type, self._called)
+
+    def _reads(self, called: Sequence[Called]) -> list[Read]:
+        return reads_of(self._fn, [root for root in self._given.values() if isinstance(root, nn.Module)], called)
+
+    def knows(self, called: Sequence[Called]) -> bool:
+        """Whether all that these functions read from outside is part of the state."""
+        return self._places.issuperset(read.place for read in self._reads([*self._called, *called]))
 
     @property
     def device(self) -> torch.device:
@@ -245,11 +304,15 @@ class StepState:
 
     def _collect_roots(self) -> _Collector:
         collector = _Collector(self._device_type)
-        for label, root in self._roots:
-            collector.add_root(label, root)
+        waiting = [*self._roots]
+        seen = {id(root) for _, root in waiting}
+        while waiting:
+            collector.add_root(*waiting.pop(0))
+            waiting += [found for i, found in collector.roots.items() if i not in seen]
+            seen.update(collector.roots)
         for name, hooks in global_hooks():
             collector.facts[name] = len(hooks)
-            collector.hooks += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
+            collector.objections += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
         return collector
 
     def _watch(self, *collectors: _Collector) -> None:
@@ -258,6 +321,7 @@ class StepState:
         containers = [pair for collector in collectors for pair in collector.containers]
         self._lists = [(now, then) for now, then in containers if not isinstance(now, dict)]
         self._versions = [pair for collector in collectors for pair in collector.versions]
+        self._values = [pair for collector in collectors for pair in collector.values]
         self._is_opaque = any(collector.is_opaque for collector in collectors)
         self._hooks_registered = registered_hooks()
 
@@ -270,6 +334,7 @@ class StepState:
             and self._unchanged()
             and all(map(_is_unchanged, self._lists))
             and all(version(tensor) == then for tensor, then in self._versions)
+            and all(get() == then for get, then in self._values)
         )
 
     def guard_tensors(self) -> None:
@@ -305,7 +370,7 @@ class StepState:
         for now, then in self._containers:
             if not _is_unchanged((now, then)):
                 now.clear()
-                (now.extend if isinstance(now, list) else now.update)(then)
+                (now.extend if isinstance(now, (list, deque)) else now.update)(then)
 
     def tensors_in_containers(self) -> list[Tensor]:
         """What is in dictionaries and lists that the state had, though they may have been replaced since."""
@@ -314,6 +379,26 @@ class StepState:
     def release(self) -> None:
         """Nothing has to be restored any more."""
         self._containers = []
+
+
+def _content_of(value: Any) -> Callable[[], Any] | None:
+    """How to get what a value holds, if that changes without a trace: an array, or a generator of random numbers."""
+    if isinstance(value, random.Random):
+        return value.getstate
+    if isinstance(value, array):
+        return value.tobytes
+    if (numpy := sys.modules.get("numpy")) is None:
+        return None
+    if isinstance(value, (numpy.ndarray, numpy.generic)):
+        return lambda: (value.shape, value.dtype, value.tobytes())
+    if isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        return lambda: pickle.dumps(value)
+    return None
+
+
+def _is_iterator(value: Any) -> bool:
+    """Whether somebody else's code keeps how far the value has been read. A file is for what is written to it."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not _is_users(value)
 
 
 def random_states() -> Facts:
@@ -372,6 +457,6 @@ def _is_unchanged(container: tuple[Any, Any]) -> bool:
     now, then = container
     if isinstance(now, dict):
         return now.keys() == then.keys() and all(now[key] is then[key] for key in then)
-    if isinstance(now, list):
-        return len(now) == len(then) and all(a is b for a, b in zip(now, then))
+    if isinstance(now, (list, deque)):
+        return len(now) == len(then) and all(map(is_, now, then))
     return bool(now == then)
