@@ -151,7 +151,7 @@ def test_a_region_that_does_not_pay_is_eager_and_the_others_are_captured(
 class Region:
     """A region that falls back to its ops in the middle of a replay, if ``falls_back``."""
 
-    device, tries = torch.device("cpu"), 3
+    device, stays_eager = torch.device("cpu"), False
 
     def __init__(self, falls_back: bool = False) -> None:
         self._falls_back = falls_back

@@ -30,7 +30,7 @@ from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_pla
 from thunder_cg.runtime.verifier import Disagreement, deny_name
 
 LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
-_MAX_TRIES = 3  # captures of a region that may fail for a reason that can pass, such as too little memory
+_MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can pass, such as too little memory
 
 
 @dataclass(slots=True)
@@ -84,7 +84,8 @@ class RuntimeRegion:
         self.failure: str | None = None  # why its last capture failed
         self._fix = ""  # what changes that; "" if the next call may do better
         self.is_deselected = False  # whether it does not pay, which `failure` says then
-        self.tries = _MAX_TRIES  # how many captures may still fail; with none left, it runs eagerly
+        self.failed_attempts = 0  # warm-ups and captures that failed
+        self.stays_eager = False  # whether no later call warms it up or captures it
         self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
         self.remark: str | None = None  # what verification found besides
 
@@ -126,11 +127,11 @@ class RuntimeRegion:
         elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
             call.run_eagerly(LEAF, strict=False)  # which raises, where a detached leaf would be written
         elif call.mode is Mode.CAPTURE:
-            if self.tries:
+            if not self.stays_eager:
                 return self._capture(call, args)
             self._refuse(call, self._before_capture)
             self._raise_if_strict(call)
-        elif call.mode is Mode.WARMUP and self.tries:
+        elif call.mode is Mode.WARMUP and not self.stays_eager:
             return self._warm_up(call, args)
         return self._run_eagerly(call, args)
 
@@ -143,7 +144,7 @@ class RuntimeRegion:
             graph.check = None
         results = outcome.results
         if outcome.disagreement is not None:
-            self.disagreement, self.tries = outcome.disagreement, 0
+            self.disagreement, self.stays_eager = outcome.disagreement, True
             self.failure = f"{outcome.disagreement.problem}; {outcome.disagreement.fix}"
             call.program.quarantine(call, self.index)
         if results is None:
@@ -163,7 +164,7 @@ class RuntimeRegion:
 
     def leave_eager(self, as_graph: float, eagerly: float) -> None:
         """Has later calls run the ops, because that takes less time. Both times are in microseconds."""
-        self.is_deselected, self.tries = True, 0
+        self.is_deselected = self.stays_eager = True
         fix = 'remove what splits its trace, since larger regions pay more, or capture it with select="all"'
         self.failure = f"{as_graph:,.1f} µs as a graph, {eagerly:,.1f} µs eagerly; {fix}"
 
@@ -296,7 +297,7 @@ class RuntimeRegion:
     def _capture(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         recording = call.recording
         assert recording is not None
-        in_pool, before = self._in_pool(call, args), (self.failure, self.tries)
+        in_pool, before = self._in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
         try:
             self._agree(call, self._before_capture, args)
             began = time.perf_counter()
@@ -319,7 +320,8 @@ class RuntimeRegion:
                     return self._run_in_arena(call, args)
             return self._run_eagerly(call, args)
         except Exception:
-            self.failure, self.tries = before  # the operator itself raises: it may do better next time
+            # The operator itself raises: it may do better next time.
+            self.failure, self.failed_attempts, self.stays_eager = before
             raise
 
     @property
@@ -340,7 +342,7 @@ class RuntimeRegion:
     def _refuse(self, call: Call, stage: str) -> None:
         """Tells the other ranks that this one has failed, if the region communicates."""
         if self.communicates and call.round is not None:
-            call.round.refuse(stage, str(self.failure), may_pass=self.tries > 0)
+            call.round.refuse(stage, str(self.failure), may_pass=not self.stays_eager)
 
     def _fail(self, call: Call, error: Exception) -> None:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
@@ -350,12 +352,17 @@ class RuntimeRegion:
         may_pass = is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
         if isinstance(error, RanksDiffer):
             may_pass = error.may_pass
-        self.tries = self.tries - 1 if may_pass else 0
-        again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
-        self.failure = text + (again if self.tries else "")
+        self.failed_attempts += 1
+        self.stays_eager |= not may_pass or self.failed_attempts >= _MAX_ATTEMPTS
+        left = f" (the next call tries again; {_MAX_ATTEMPTS - self.failed_attempts} of {_MAX_ATTEMPTS} tries left)"
+        self.failure = text + ("" if self.stays_eager else left)
         denied = f"[{deny_name(op)!r}]" if op is not None else "[...]"
         fix = f"deny={denied} leaves the operator eager and the rest captured"
-        self._fix = "" if self.tries else "make the same calls on all ranks" if isinstance(error, RanksDiffer) else fix
+        if not self.stays_eager:
+            fix = ""
+        elif isinstance(error, RanksDiffer):
+            fix = "make the same calls on all ranks"
+        self._fix = fix
 
     def _name_failing_op(self, call: Call, error: Exception) -> None:
         """Notes on an error that goes to the user which op of the region raised it."""
