@@ -213,7 +213,7 @@ class Program:
             for trace in call.recording.backwards:
                 if trace.guard.holds(inputs) and call.try_hold_scratch(trace.scratch):
                     call.trace, call.verifies = trace, self._is_due()
-                    return call.enter(Mode.REPLAY)
+                    return call.switch_to(Mode.REPLAY)
         if (reason := self.inputs.unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
         if call.scratch is None and (scratch := self.pair.hold_scratch()) is not None:
@@ -223,7 +223,7 @@ class Program:
             return call.run_eagerly(reason, strict=False)
         if call.recording is None:
             call.key = self.inputs.key(inputs)
-            return call.enter(Mode.WARMUP)
+            return call.switch_to(Mode.WARMUP)
         return self._capture_backward(call, call.recording, inputs)
 
     def _capture_backward(self, call: Call, recording: Recording, inputs: list[torch.Tensor]) -> Call:
@@ -246,7 +246,7 @@ class Program:
     def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
         call.key = self.inputs.key(inputs)
         if call.key not in self._warm:
-            return call.enter(Mode.WARMUP)
+            return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
         if call.recording is None:
             call.recording = Recording(call.arena)
@@ -263,7 +263,7 @@ class Program:
         call.trace = TraceRecording(guard, [None] * len(self.regions), self.calls, call.scratch)
         call.verifies = self.options.verify is not None
         self._count_sample()
-        return call.enter(Mode.CAPTURE)
+        return call.switch_to(Mode.CAPTURE)
 
     def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
         """Counts static inputs that are at another address than in the newest of these recordings, if it is young."""

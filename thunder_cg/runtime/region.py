@@ -207,7 +207,7 @@ class RuntimeRegion:
             self._fail(call, *failed.args)
         self._raise_if_strict(call)
         call.program.count_fallback(f"{self.name} could not be warmed up: {self.failure}", self._fix)
-        call.enter(Mode.EAGER)  # counted as eager when the warm-up began
+        call.switch_to(Mode.EAGER)  # counted as eager when the warm-up began
         return self._run_eagerly(call, args)
 
     def _run_in_arena(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
