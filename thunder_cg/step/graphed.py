@@ -181,9 +181,7 @@ class GraphedStep:
         while len(self.recordings) >= self._max_recordings:
             self.recordings.pop().close()
         if self.arena is None:
-            self.arena = self._arenas.hold([])
-            assert self.arena is not None
-            self.arena.release()
+            self.arena = self._arenas.single()
         make_room = partial(self._make_room, self.arena, state.device, layout)
         make_room(ready.needs)
         if any_autocast_enabled():
