@@ -731,7 +731,7 @@ def test_nothing_is_left_of_a_model_with_faults(transform, device):
         alive = fail()
         gc.collect()
         assert alive and all(ref() is None for ref in alive)
-        assert all(ref() is None for ref in shared._arenas._arenas)
+        assert all(ref() is None for ref in shared._shared.arenas._arenas)
         if device == "cuda":
             torch.cuda.synchronize()
             allocated.append(torch.cuda.memory_allocated())

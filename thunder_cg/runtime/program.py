@@ -7,15 +7,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.memory import MemoryEstimate
-from thunder_cg.analysis.ops import Ops, process_groups
-from thunder_cg.analysis.partition import Plan, Region
+from thunder_cg.analysis.ops import process_groups
+from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.compat.torch import backward_keeps_graph
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
@@ -43,56 +43,56 @@ _NOT_TIMED = 'select="measured" times nothing, because it communicates, and rank
 _CYCLES = "memory pools were held by outputs in reference cycles, so the garbage collector ran"
 
 
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What all programs of one transform share."""
+
+    options: Options
+    backend: Backend
+    arenas: Arenas
+    warned: set[str] = field(default_factory=set)  # causes of eager calls and ops that the log has a warning about
+
+
 class Program:
     """What the transform made of one trace: its plan, its regions, and how its calls begin and end.
 
     Args:
-        name: of what was compiled, for the log.
+        regions: those of the trace's plan, in order.
         forward: of a backward, the program of its forward, with which it is a pair.
-        saved: names of what the trace keeps for its backward.
-        warned: causes of eager calls that the log has a warning about, of all programs of a transform.
     """
 
     def __init__(
         self,
-        *,
-        kind: str,
-        name: str,
-        ops: Ops,
-        plan: Plan,
-        aliasing: Aliasing,
+        trace: PlannedTrace,
         regions: Sequence[RuntimeRegion],
-        saved: frozenset[str],
-        options: Options,
-        backend: Backend,
-        verifier: Verifier,
-        arenas: Arenas,
         forward: Program | None,
-        warned: set[str],
+        shared: SharedState,
+        verifier: Verifier,
         compilation: Compilation,
     ) -> None:
-        self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
-        self.aliasing, self.compilation = aliasing, compilation
-        self.label, self._warned, self._saved = f"{name}, {kind}", warned, saved
-        self.options, self.backend, self.verifier = options, backend, verifier
+        self.kind, self.ops, self.plan, self.aliasing = trace.kind, trace.ops, trace.plan, trace.aliasing
+        self.regions, self._saved = list(regions), trace.saved
+        self.options, self.backend, self._warned = shared.options, shared.backend, shared.warned
+        self.verifier, self.compilation = verifier, compilation
+        self.label = f"{compilation.name}, {trace.kind}"
         self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
         self.no_fast_path: str | None = None  # why none can
         self.remark: str | None = None  # what the user should know besides
         self.fallbacks: Counter[str] = Counter()
         # After so many calls, the next replay is verified.
-        self.verify_after = 0 if isinstance(options.verify, int) else sys.maxsize
+        self.verify_after = 0 if isinstance(self.options.verify, int) else sys.maxsize
         self._is_quarantined = False
         self._begins_calls = forward is None  # other programs continue the calls of their forward
-        self.pair: Pair = Pair(self.label, options, arenas) if forward is None else forward.pair
+        self.pair: Pair = Pair(self.label, self.options, shared.arenas) if forward is None else forward.pair
         in_pool = {name for region in forward.regions for name in region.stays} if forward is not None else set()
-        self.inputs = ProgramInputs(ops, aliasing, self.regions, in_pool)
+        self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool)
         self._warm = WarmLayouts()
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
-        self.memory: MemoryEstimate = MemoryEstimate.of(ops, plan, aliasing, ios, saved, before)
-        is_limited = options.memory_budget is not None
-        self.budget = ProgramBudget(arenas, self.pair, self.regions, is_limited=is_limited, needed=self.memory.arena)
+        self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before)
+        is_limited, needed = self.options.memory_budget is not None, self.memory.arena
+        self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, is_limited=is_limited, needed=needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
         self._join_selection()
