@@ -26,7 +26,7 @@ from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.memory import PythonCall, nbytes
 from thunder_cg.step.reads import is_installed
-from thunder_cg.step.recording import Batch, StepRecording, capture
+from thunder_cg.step.recording import Batch, StepCapture, StepRecording
 from thunder_cg.step.state import Facts, StepState, difference, random_states
 
 _OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
@@ -188,7 +188,8 @@ class GraphedStep:
             torch.clear_autocast_cache()
         try:
             self.arena.pool(state.device).enter()
-            recording = capture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room)
+            capture = StepCapture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room)
+            recording = capture.run()
         except NoRoom:
             raise
         except CaptureRefused as error:
