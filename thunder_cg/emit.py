@@ -63,7 +63,7 @@ class Emitter:
             if self._program.regions or self._forward is not None:
                 for region in self._program.regions:
                     for output in region.io.outputs:
-                        if output.copied_out and output.name in region.stays:
+                        if output.copied_out and output.name in region.names_in_pool:
                             self._add_copy(output.name)
                 trace.bound_symbols = self._symbols()
             else:
@@ -133,7 +133,7 @@ class Emitter:
         """Copies gradients that are what the forward saved in the pool, or views of that, and that no region makes."""
         if self._forward is None:
             return []
-        in_pool = {name for region in self._forward.regions for name in region.stays}
+        in_pool = {name for region in self._forward.regions for name in region.names_in_pool}
         copied = {e.name for region in self._program.regions for e in region.io.outputs if e.copied_out}
         saved = self._aliasing.sets_of(in_pool.intersection(self._ops.args))
         names = sorted(name for name in names_in(self._return.args) - copied if self._aliasing.sets.get(name) in saved)

@@ -85,7 +85,9 @@ class Program:
         self._is_quarantined = False
         self._begins_calls = forward is None  # other programs continue the calls of their forward
         self.pair: Pair = Pair(self.label, self.options, shared.arenas) if forward is None else forward.pair
-        in_pool = {name for region in forward.regions for name in region.stays} if forward is not None else set()
+        in_pool = (
+            {name for region in forward.regions for name in region.names_in_pool} if forward is not None else set()
+        )
         self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool)
         self._warm = WarmLayouts()
         ios = [region.io for region in self.regions]
@@ -103,7 +105,7 @@ class Program:
             region.index, region.describe = index, self.ops.described
             region.refuses_leaves = self.inputs.refuses_leaves
             region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
-            in_pool |= region.stays
+            in_pool |= region.names_in_pool
         # Whether replays write to nothing but the arena and their results, and draw nothing.
         writes = any(each.written for region in self.regions for each in region.io.inputs)
         captured = {op.index for region in self.regions for op in region.ops}
@@ -159,7 +161,7 @@ class Program:
             if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
                 call = Call.replaying(self, recording)
                 recording.arena.enter()
-                call.verifies = self._is_due()
+                call.verifies = self._verifies()
                 if pair.selection is not None:
                     pair.selection.begin_replay(call)
                 return call
@@ -212,7 +214,7 @@ class Program:
         if call.recording is not None:
             for trace in call.recording.backwards:
                 if trace.guard.holds(inputs) and call.try_hold_scratch(trace.scratch):
-                    call.trace, call.verifies = trace, self._is_due()
+                    call.trace, call.verifies = trace, self._verifies()
                     return call.switch_to(Mode.REPLAY)
         if (reason := self.inputs.unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
@@ -262,7 +264,7 @@ class Program:
         guard = Guard(inputs, static, self.inputs.written, self.inputs.settings)
         call.trace = TraceRecording(guard, [None] * len(self.regions), self.calls, call.scratch)
         call.verifies = self.options.verify is not None
-        self._count_sample()
+        self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)
 
     def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
@@ -292,14 +294,14 @@ class Program:
             and all(isinstance(step, Region) or self.ops.ops[step.op].bookkeeping for step in self.plan.steps)
         )
 
-    def _is_due(self) -> bool:
-        """Whether to verify the call that has just been counted."""
+    def _verifies(self) -> bool:
+        """Whether to verify the call that has just been counted. If so, schedules the next verification."""
         if self.calls <= self.verify_after:
             return False
-        self._count_sample()
+        self._schedule_verification()
         return True
 
-    def _count_sample(self) -> None:
+    def _schedule_verification(self) -> None:
         if isinstance(self.options.verify, int):
             self.verify_after = self.calls + self.options.verify - 1
 

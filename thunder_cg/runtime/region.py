@@ -18,6 +18,7 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.compat.torch import version
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused
+from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
@@ -29,7 +30,6 @@ from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
 from thunder_cg.runtime.verifier import Disagreement, deny_name
 
-LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
 _MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can pass, such as too little memory
 
 
@@ -71,7 +71,7 @@ class RuntimeRegion:
         self.input_names = tuple(each.name for each in io.inputs)
         self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
         self._are_copied_out = [each.copied_out for each in io.outputs]
-        self.stays = frozenset(each.name for each in io.outputs if not each.copied_out)
+        self.names_in_pool = frozenset(each.name for each in io.outputs if not each.copied_out)  # of results
         copied_out = {each.name for each in io.outputs if each.copied_out}
         # Results that stay in the pool, and are copied out besides.
         self._stay_and_copied = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
@@ -125,7 +125,9 @@ class RuntimeRegion:
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
                     call.run_eagerly(reason, strict=not call.program.pair.retire(call.recording))
         elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
-            call.run_eagerly(LEAF, strict=False)  # which raises, where a detached leaf would be written
+            call.run_eagerly(
+                skip_reasons.WRITTEN_LEAF, strict=False
+            )  # which raises, where a detached leaf would be written
         elif call.mode is Mode.CAPTURE:
             if not self.stays_eager:
                 return self._capture(call, args)
@@ -243,6 +245,18 @@ class RuntimeRegion:
                     raise
                 may_rerun = False
         self.stats.eager_runs += 1
+        return self._deliver(call, args, in_pool, aliased, produced)
+
+    def _deliver(
+        self,
+        call: Call,
+        args: Sequence[Any],
+        in_pool: frozenset[int],
+        aliased: Sequence[AliasedInput],
+        produced: list[Any],
+    ) -> Sequence[Any]:
+        """The results for the caller: copies of what the ops have ``produced`` in the arena, unless it stays there."""
+        pool = call.memory.pool(self.device)
         early = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], CopiedEarly)}
         for i in early:
             produced[i] = None
@@ -415,6 +429,13 @@ class RuntimeRegion:
         except Exception as error:
             self._note_replay(error)
             raise _Executed from error
+        self._keep_graph(call, graph, produced, static)
+        return results
+
+    def _keep_graph(self, call: Call, graph: RegionGraph, produced: Sequence[Any], static: frozenset[int]) -> None:
+        """Adds a graph that has run to the call's recording, which later regions and calls use."""
+        recording = call.recording
+        assert recording is not None and call.trace is not None
         for i in graph.outputs.fixed:
             call.owned[self.io.outputs[i].name] = produced[i]
         for i, source in graph.outputs.view_sources.items():
@@ -426,7 +447,6 @@ class RuntimeRegion:
         self.stats.replays += 1
         self.stats.bytes_in, self.stats.bytes_out = graph.nbytes_in, graph.nbytes_out
         call.trace.graphs[self.index] = graph
-        return results
 
     def _capture_graph(
         self, call: Call, graph: RegionGraph, args: Sequence[Any], buffers: list[Any], in_pool: frozenset[int]
