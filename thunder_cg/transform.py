@@ -128,15 +128,34 @@ class CudagraphTransform(compat.Transform):
         forward = self._forward_of(computation_trace)
         # The forward whose calls the backward continues. One without regions, or that saves nothing, has ended them.
         continued = forward if forward is not None and forward.regions and _gets_saved(computation_trace) else None
-        ops = self._read(computation_trace, forward.ops if forward is not None else None)
+        planned = self._plan(computation_trace, forward)
+        taken = taken_names(computation_trace)
+        compilation = forward.compilation if forward is not None else _compilation(self._backend.device_type)
+        program = self._program(planned, continued, taken, compilation)
+        trace = Emitter(computation_trace, planned, program, continued, taken).emit()
+        if compat.TraceTag.BACKWARD not in computation_trace.tags:
+            self._compiling.forward = (computation_trace.names, weakref.ref(program))
+        took = int((time.perf_counter() - start) * 1000)
+        self._log_compiled(program, took)
+        trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
+        compilation.seconds = time.perf_counter() - compat.compilation_began()
+        return trace
+
+    def _plan(self, trace: TraceCtx, forward: Program | None) -> PlannedTrace:
+        """Reads a trace, decides of each op whether to capture it, and orders the ops.
+
+        Args:
+            forward: of a backward, the program of its forward.
+        """
+        ops = self._read(trace, forward.ops if forward is not None else None)
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
         updates = self._backend.supports_scalar_updates and not communicates
-        if compat.TraceTag.BACKWARD in computation_trace.tags:
+        if compat.TraceTag.BACKWARD in trace.tags:
             _warn_of_wrong_gradients(self._compiling.wrong_gradients)
-        elif compat.TraceTag.AUGMENTED_FORWARD in computation_trace.tags:
-            saved = names_in(computation_trace.bound_symbols[-1].args[1:])
+        elif compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
+            saved = names_in(trace.bound_symbols[-1].args[1:])
             self._compiling.wrong_gradients += overwritten(ops, aliasing, saved)
         verdicts = classify(
             ops,
@@ -150,19 +169,8 @@ class CudagraphTransform(compat.Transform):
         plan = partition(ops, verdicts, aliasing)
         if self.options.strict == "ops":
             refuse_eager_ops(ops, plan, aliasing)
-        kind = "backward" if compat.TraceTag.BACKWARD in computation_trace.tags else "forward"
-        planned = PlannedTrace(kind, ops, aliasing, plan, *returned_and_saved(computation_trace))
-        taken = taken_names(computation_trace)
-        compilation = forward.compilation if forward is not None else _compilation(self._backend.device_type)
-        program = self._program(planned, continued, taken, compilation)
-        trace = Emitter(computation_trace, planned, program, continued, taken).emit()
-        if compat.TraceTag.BACKWARD not in computation_trace.tags:
-            self._compiling.forward = (computation_trace.names, weakref.ref(program))
-        took = int((time.perf_counter() - start) * 1000)
-        self._log_compiled(program, took)
-        trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
-        compilation.seconds = time.perf_counter() - compat.compilation_began()
-        return trace
+        kind = "backward" if compat.TraceTag.BACKWARD in trace.tags else "forward"
+        return PlannedTrace(kind, ops, aliasing, plan, *returned_and_saved(trace))
 
     def _wrong_gradients(self, trace: TraceCtx) -> tuple[WrongGradient, ...]:
         """Those that can be told from a trace before Thunder differentiates it, if it is to be."""
