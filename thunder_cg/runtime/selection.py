@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode
-from thunder_cg.runtime.tape import HostTimer
+from thunder_cg.runtime.timers import HostTimer
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.region import RuntimeRegion
