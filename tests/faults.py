@@ -15,7 +15,7 @@ from thunder_cg.report.programs import locate
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.program_inputs import Moves
-from thunder_cg.runtime.region import _MAX_TRIES, RuntimeRegion
+from thunder_cg.runtime.region import RuntimeRegion
 
 Fault = Callable[[torch.device], None]
 
@@ -135,7 +135,7 @@ def forget(jfn: Any) -> None:
         program._warm.clear()
         program.fallbacks.clear()
         for region in program.regions:
-            region.failure, region.tries = None, _MAX_TRIES
+            region.failure, region.failed_attempts, region.stays_eager = None, 0, False
     gc.collect()
 
 

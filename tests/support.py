@@ -54,8 +54,8 @@ def twice(fn: Any, transform: Transform, **jit: Any) -> tuple[Any, Any]:
 Optimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
-def sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+def sgd(parameters: Iterable[torch.nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9, **options)
 
 
 def train(model: Any, batches: Sequence[Sequence[torch.Tensor]], optimizer: Optimizer = sgd) -> list[torch.Tensor]:
@@ -84,6 +84,35 @@ def training_step(model: torch.nn.Module, lr: float = 0.1) -> Callable[[torch.Te
         optimizer.step()
         return loss
 
+    return step
+
+
+def usual_step(
+    model: torch.nn.Module,
+    make: Optimizer = sgd,
+    after: Callable[[], object] = lambda: None,
+    compiled: Callable[..., Any] | None = None,
+) -> Any:
+    """The step that most people write, for `graphed_step`: it classifies, and clips the norm of the gradient.
+
+    Args:
+        make: makes the optimizer, which is an attribute of the step.
+        after: is called at the end of each step.
+        compiled: is called instead of ``model``.
+    """
+    optimizer = make(model.parameters())
+    compiled = model if compiled is None else compiled
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(compiled(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        after()
+        return loss
+
+    step.optimizer = optimizer  # type: ignore[attr-defined]
     return step
 
 

@@ -1406,7 +1406,7 @@ def test_dropped_models(transform, device):
     for _ in range(4):
         jmodel(torch.randn(4, 64, device=device)).sum().backward()
     program = weakref.ref(jmodel._lc_cs.interpreter_cache[0].computation_traces[-1])
-    arenas = shared._arenas._arenas
+    arenas = shared._shared.arenas._arenas
     assert any(ref() is not None for ref in arenas)
     del jmodel, model
     gc.collect()

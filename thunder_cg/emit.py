@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.ops import Ops, names_in
-from thunder_cg.analysis.partition import Plan, Region
+from thunder_cg.analysis.ops import names_in
+from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
 from thunder_cg.runtime.functions import unused
@@ -40,25 +39,19 @@ class Emitter:
     """Writes the trace of one program.
 
     Args:
-        trace: the trace that was read and planned.
+        trace: the trace that was read.
+        planned: what analysis knows of it.
         forward: of a backward, the program of its forward.
         taken: names that no symbol of ours may have; those that are chosen are added.
     """
 
     def __init__(
-        self,
-        trace: compat.TraceCtx,
-        ops: Ops,
-        plan: Plan,
-        aliasing: Aliasing,
-        program: Program,
-        forward: Program | None,
-        taken: set[str],
+        self, trace: compat.TraceCtx, planned: PlannedTrace, program: Program, forward: Program | None, taken: set[str]
     ) -> None:
-        self._old, self._ops, self._plan, self._aliasing = trace, ops, plan, aliasing
+        self._old, self._ops, self._plan, self._aliasing = trace, planned.ops, planned.plan, planned.aliasing
         self._program, self._forward, self._taken = program, forward, taken
         self._return = trace.bound_symbols[-1]
-        self._proxies: dict[str, compat.Proxy] = {name: value.proxy for name, value in ops.values.items()}
+        self._proxies: dict[str, compat.Proxy] = {name: value.proxy for name, value in planned.ops.values.items()}
         inside = {name for region in program.regions for op in region.ops for name in op.outputs}
         self._hidden = inside.difference(each.name for region in program.regions for each in region.io.outputs)
         # What the caller gets of values that also stay in the pool.
@@ -70,7 +63,7 @@ class Emitter:
             if self._program.regions or self._forward is not None:
                 for region in self._program.regions:
                     for output in region.io.outputs:
-                        if output.copied_out and output.name in region.stays:
+                        if output.copied_out and output.name in region.names_in_pool:
                             self._add_copy(output.name)
                 trace.bound_symbols = self._symbols()
             else:
@@ -140,7 +133,7 @@ class Emitter:
         """Copies gradients that are what the forward saved in the pool, or views of that, and that no region makes."""
         if self._forward is None:
             return []
-        in_pool = {name for region in self._forward.regions for name in region.stays}
+        in_pool = {name for region in self._forward.regions for name in region.names_in_pool}
         copied = {e.name for region in self._program.regions for e in region.io.outputs if e.copied_out}
         saved = self._aliasing.sets_of(in_pool.intersection(self._ops.args))
         names = sorted(name for name in names_in(self._return.args) - copied if self._aliasing.sets.get(name) in saved)

@@ -21,7 +21,7 @@ from thunder_cg.analysis.classify import Pattern, UserRules, classify, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten
 from thunder_cg.analysis.ops import Ops, names_in, read
-from thunder_cg.analysis.partition import Plan, Region, partition
+from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import Stacks
@@ -37,7 +37,7 @@ from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
 from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.functions import hash_function, region_function
-from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.program import Program, SharedState
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.verify import ReplayVerifier
 
@@ -88,10 +88,10 @@ class CudagraphTransform(compat.Transform):
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
         self._backend = resolve(options.backend) if stand_in is None else PlanningBackend()
         poison = options.debug or self._backend.poisons
-        self._arenas = Arenas(self._backend, options.max_arenas, poison, options.memory_budget)
+        arenas = Arenas(self._backend, options.max_arenas, poison, options.memory_budget)
+        self._shared = SharedState(options, self._backend, arenas)
         self._numbers = count(1)  # of regions
         self._compiling = _Compiling()
-        self._warned: set[str] = set()  # what the log has a warning about
         self._checked: set[Pattern] = set()  # names in allow= and deny= that ops have, or that a warning was about
 
     def transform_module(self, model: compat.ThunderModule) -> None:
@@ -128,15 +128,34 @@ class CudagraphTransform(compat.Transform):
         forward = self._forward_of(computation_trace)
         # The forward whose calls the backward continues. One without regions, or that saves nothing, has ended them.
         continued = forward if forward is not None and forward.regions and _gets_saved(computation_trace) else None
-        ops = self._read(computation_trace, forward.ops if forward is not None else None)
+        planned = self._plan(computation_trace, forward)
+        taken = taken_names(computation_trace)
+        compilation = forward.compilation if forward is not None else _compilation(self._backend.device_type)
+        program = self._program(planned, continued, taken, compilation)
+        trace = Emitter(computation_trace, planned, program, continued, taken).emit()
+        if compat.TraceTag.BACKWARD not in computation_trace.tags:
+            self._compiling.forward = (computation_trace.names, weakref.ref(program))
+        took = int((time.perf_counter() - start) * 1000)
+        self._log_compiled(program, took)
+        trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
+        compilation.seconds = time.perf_counter() - compat.compilation_began()
+        return trace
+
+    def _plan(self, trace: TraceCtx, forward: Program | None) -> PlannedTrace:
+        """Reads a trace, decides of each op whether to capture it, and orders the ops.
+
+        Args:
+            forward: of a backward, the program of its forward.
+        """
+        ops = self._read(trace, forward.ops if forward is not None else None)
         aliasing = Aliasing.of(ops)
         # A recording with updated scalars is verified, and an eager run beside a replay would communicate twice.
         communicates = any(op.communicates for op in ops.ops)
         updates = self._backend.supports_scalar_updates and not communicates
-        if compat.TraceTag.BACKWARD in computation_trace.tags:
+        if compat.TraceTag.BACKWARD in trace.tags:
             _warn_of_wrong_gradients(self._compiling.wrong_gradients)
-        elif compat.TraceTag.AUGMENTED_FORWARD in computation_trace.tags:
-            saved = names_in(computation_trace.bound_symbols[-1].args[1:])
+        elif compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
+            saved = names_in(trace.bound_symbols[-1].args[1:])
             self._compiling.wrong_gradients += overwritten(ops, aliasing, saved)
         verdicts = classify(
             ops,
@@ -150,17 +169,8 @@ class CudagraphTransform(compat.Transform):
         plan = partition(ops, verdicts, aliasing)
         if self.options.strict == "ops":
             refuse_eager_ops(ops, plan, aliasing)
-        taken = taken_names(computation_trace)
-        compilation = forward.compilation if forward is not None else _compilation(self._backend.device_type)
-        program = self._program(computation_trace, ops, plan, aliasing, continued, taken, compilation)
-        trace = Emitter(computation_trace, ops, plan, aliasing, program, continued, taken).emit()
-        if compat.TraceTag.BACKWARD not in computation_trace.tags:
-            self._compiling.forward = (computation_trace.names, weakref.ref(program))
-        took = int((time.perf_counter() - start) * 1000)
-        self._log_compiled(program, took)
-        trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
-        compilation.seconds = time.perf_counter() - compat.compilation_began()
-        return trace
+        kind = "backward" if compat.TraceTag.BACKWARD in trace.tags else "forward"
+        return PlannedTrace(kind, ops, aliasing, plan, *returned_and_saved(trace))
 
     def _wrong_gradients(self, trace: TraceCtx) -> tuple[WrongGradient, ...]:
         """Those that can be told from a trace before Thunder differentiates it, if it is to be."""
@@ -175,35 +185,12 @@ class CudagraphTransform(compat.Transform):
         return read(trace, self._compiling.static, forward, self._compiling.stacks, self._stand_in)
 
     def _program(
-        self,
-        trace: TraceCtx,
-        ops: Ops,
-        plan: Plan,
-        aliasing: Aliasing,
-        continued: Program | None,
-        taken: set[str],
-        compilation: Compilation,
+        self, trace: PlannedTrace, forward: Program | None, taken: set[str], compilation: Compilation
     ) -> Program:
-        returned, saved = returned_and_saved(trace)
-        ios = region_io(ops, plan, aliasing, returned, saved)
-        verifier = ReplayVerifier(ops, self._backend, aliasing)
-        planned = [step for step in plan.steps if isinstance(step, Region)]
-        return Program(
-            kind="backward" if compat.TraceTag.BACKWARD in trace.tags else "forward",
-            name=_name(compat.get_compile_data().fn),
-            ops=ops,
-            plan=plan,
-            aliasing=aliasing,
-            regions=[self._region(region, io, ops, aliasing, verifier, taken) for region, io in zip(planned, ios)],
-            saved=frozenset(saved),
-            options=self.options,
-            backend=self._backend,
-            verifier=verifier,
-            arenas=self._arenas,
-            forward=continued,
-            warned=self._warned,
-            compilation=compilation,
-        )
+        verifier = ReplayVerifier(trace.ops, self._backend, trace.aliasing)
+        planned = [step for step in trace.plan.steps if isinstance(step, Region)]
+        regions = [self._region(region, io, trace, verifier, taken) for region, io in zip(planned, region_io(trace))]
+        return Program(trace, regions, forward, self._shared, verifier, compilation)
 
     def _log_compiled(self, program: Program, took: int) -> None:
         """Says what was compiled, and warns once of each cause of an eager operator that has a fix."""
@@ -219,24 +206,24 @@ class CudagraphTransform(compat.Transform):
             if verdict.capture or not is_cause or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
                 continue
             said = f"{op.name} at {program.ops.line(op) or 'an unknown line'} is eager: {verdict.detail}; {verdict.fix}"
-            if said not in self._warned:
-                self._warned.add(said)
+            if said not in self._shared.warned:
+                self._shared.warned.add(said)
                 _logger.warning("%s: %s", program.label, said)
 
     def _region(
-        self, planned: Region, io: RegionIO, ops: Ops, aliasing: Aliasing, verifier: ReplayVerifier, taken: set[str]
+        self, planned: Region, io: RegionIO, trace: PlannedTrace, verifier: ReplayVerifier, taken: set[str]
     ) -> RuntimeRegion:
         name = next(name for number in self._numbers if (name := f"CUDAGraph{number}") not in taken)
-        mine = [ops.ops[i] for i in planned.ops]
+        mine = [trace.ops.ops[i] for i in planned.ops]
         inputs = [*(each.name for each in io.inputs), *io.scalars]
         results = [each.name for each in io.outputs]
         early = {each.name: each.last_use for each in io.outputs if each.last_use is not None}
-        launches = coalesced(mine, ops.values)
+        launches = coalesced(mine, trace.ops.values)
         function = region_function(name, mine, inputs, results, early, launches, self._backend)
         hashes = None
         if io.scalars or self.options.verify is not None:
             hash_values = partial(verifier.hash_values, torch.device(planned.device))
-            hashes = hash_function(name, mine, inputs, aliasing, self._backend, hash_values)
+            hashes = hash_function(name, mine, inputs, trace.aliasing, self._backend, hash_values)
         return RuntimeRegion(name, planned, mine, io, function, hashes)
 
     def _warn_of_misspelt_names(self, ops: Ops) -> None:
@@ -271,18 +258,12 @@ def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
         warnings.warn(f"Thunder's gradient is wrong, with and without graphs: {each}", WrongGradientWarning, 2)
 
 
-def _name(fn: Any) -> str:
-    """The user's name for what is compiled: a module's class, a function's qualified name."""
-    return str(getattr(fn, "__qualname__", type(fn).__name__))
-
-
 def _compilation(device_type: str) -> Compilation:
     """What the compilation on this thread is for."""
     data = compat.get_compile_data()
-    if data is None:  # somebody transforms a trace by hand
-        return Compilation()
     module = data.fn if isinstance(data.fn, torch.nn.Module) else None
     return Compilation(
+        name=str(getattr(data.fn, "__qualname__", type(data.fn).__name__)),
         training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,
         grad=bool(data.is_grad_enabled),
         autocast=autocast_dtype(device_type),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
-from thunder_cg.analysis.partition import partition
+from thunder_cg.analysis.partition import PlannedTrace, partition
 from thunder_cg.analysis.region_io import RegionInput, RegionOutput, region_io
 
 
 def records(trace, returned="", saved=""):
     ops = trace.done()
-    return region_io(ops, trace.plan(), Aliasing.of(ops), set(returned.split()), set(saved.split()))
+    names = set(returned.split()), set(saved.split())
+    return region_io(PlannedTrace("forward", ops, Aliasing.of(ops), trace.plan(), *names))
 
 
 def stays(name):
@@ -97,5 +98,6 @@ def test_numbers_that_only_kernels_get_are_scalars(trace):
     ops = t.add("b", "g").returns("g").done()
     aliasing = Aliasing.of(ops)
     verdicts = classify(ops, aliasing, UserRules(), "cuda", supports_scalar_updates=True)
-    (io,) = region_io(ops, partition(ops, verdicts, aliasing), aliasing, {"g"}, set())
+    plan = partition(ops, verdicts, aliasing)
+    (io,) = region_io(PlannedTrace("forward", ops, aliasing, plan, {"g"}, set()))
     assert io.scalars == ("n1", "n2") and names(io.inputs) == {"a"}

@@ -65,7 +65,7 @@ def test_the_ledger_adds_up_to_what_pytorch_and_the_driver_say(quiet, trains):
     call(model, 4)
     memory = explain(model).memory
     grown, taken_grown = reserved() - before, taken() - taken_before
-    assert replays(model) > 0 and memory.pools == transform._arenas.nbytes() > 200 * MB
+    assert replays(model) > 0 and memory.pools == transform._shared.arenas.nbytes() > 200 * MB
     assert memory.workspaces > 0
     assert memory.pools + memory.workspaces == pytest.approx(grown, rel=0.01)
     assert memory.pools + memory.workspaces + memory.graphs == pytest.approx(taken_grown, rel=0.01)
@@ -194,7 +194,7 @@ def test_a_budget_is_kept(quiet):
             x = torch.randn(megabytes * MB // 4, device="cuda")
             for _ in range(4):
                 same(plain(x), jitted(x))
-                assert transform._arenas.nbytes() <= budget, (at, megabytes)
+                assert transform._shared.arenas.nbytes() <= budget, (at, megabytes)
     assert replays(jitted) > 20
     reasons = [reason for program in programs(jitted) for reason in program.fallbacks]
     assert reasons and all(reason.startswith("memory_budget is 100,663,296 bytes, and its") for reason in reasons)
@@ -203,4 +203,4 @@ def test_a_budget_is_kept(quiet):
 def test_a_share_of_the_device():
     transform = cudagraph_transform(memory_budget=0.5)
     total = torch.cuda.get_device_properties(0).total_memory
-    assert transform._arenas.budget(torch.device("cuda", 0)) == total // 2
+    assert transform._shared.arenas.budget(torch.device("cuda", 0)) == total // 2

@@ -46,7 +46,7 @@ def test_a_function_to_the_byte(backend, device):
     assert (recording.function, recording.entry, recording.arenas) == ("fn", 0, (0,))
     assert recording.replays == 3
     assert recording.needs == 12 * N  # with the copy of x
-    assert report.memory.pools == arena.pool == transform._arenas.nbytes() >= 12 * N
+    assert report.memory.pools == arena.pool == transform._shared.arenas.nbytes() >= 12 * N
     if backend == "tape":
         assert arena.pool == 20 * N  # the copy of x, and what each of four ops has made
         assert (region.graph, report.memory.graphs, report.memory.workspaces) == (0, 0, 0)
@@ -87,7 +87,7 @@ def test_training_and_functions_that_share_an_arena(backend, device):
     assert training.without_graphs > max(inference.without_graphs, forward.without_graphs)
     assert {recording.arenas for recording in memory.recordings} == {(0,)}
     other = explain(jitted).memory
-    assert memory.pools == other.pools == transform._arenas.nbytes()  # one arena, which both have
+    assert memory.pools == other.pools == transform._shared.arenas.nbytes()  # one arena, which both have
     assert not memory.arenas[0].is_held
     y = model(x)
     assert explain(model).memory.arenas[0].is_held and ", in use by a call: a forward keeps it until" in str(

@@ -37,7 +37,7 @@ class Budgeted:
         for _ in range(times):
             x = torch.randn(n)
             same(fn(x), self.compiled(x))
-            assert self.transform._arenas.nbytes() <= self._budget
+            assert self.transform._shared.arenas.nbytes() <= self._budget
 
     def recorded(self) -> list[int]:
         """How many elements the inputs of each recording have."""
@@ -155,7 +155,7 @@ def test_calls_in_flight_are_not_disturbed():
     for _ in range(3):
         for jfn in (plain, graphed):
             losses = [jfn(x).square().mean() for _ in range(6)]
-            assert transform._arenas.nbytes() <= 4000
+            assert transform._shared.arenas.nbytes() <= 4000
             for loss in losses:
                 loss.backward()
     same_state(plain, graphed)

@@ -18,7 +18,7 @@ from thunder.distributed import ddp
 from torch import nn
 
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, profile, thunderfx
-from thunder_cg.runtime import skip_reasons, tape
+from thunder_cg.runtime import skip_reasons, tape, timers
 from thunder_cg.runtime.call import Mode
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
@@ -54,7 +54,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Regions take 10 µs as a graph and 50 µs eagerly, unless a test says otherwise."""
     made = Clock()
-    monkeypatch.setattr(tape, "time", made)
+    monkeypatch.setattr(timers, "time", made)
     run, replay = RuntimeRegion._run_eagerly, RegionGraph.replay
 
     def run_eagerly(self: RuntimeRegion, call: Any, args: Any) -> Any:
@@ -151,7 +151,7 @@ def test_a_region_that_does_not_pay_is_eager_and_the_others_are_captured(
 class Region:
     """A region that falls back to its ops in the middle of a replay, if ``falls_back``."""
 
-    device, tries = torch.device("cpu"), 3
+    device, stays_eager = torch.device("cpu"), False
 
     def __init__(self, falls_back: bool = False) -> None:
         self._falls_back = falls_back

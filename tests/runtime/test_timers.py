@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from thunder_cg.runtime.cuda.backend import EventTimer
-from thunder_cg.runtime.tape import HostTimer
+from thunder_cg.runtime.timers import HostTimer
 
 DEVICE = torch.device("cuda", 1)
 

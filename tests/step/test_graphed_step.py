@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import thunder
 import torch
-from support import same, same_state
+from support import same, same_state, sgd, usual_step
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -21,7 +21,6 @@ from thunder_cg import OptionError, explain, graphed_step, thunderfx
 from thunder_cg.step.reads import is_installed
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
-SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def adam(parameters, make=torch.optim.Adam, **options):
@@ -33,24 +32,6 @@ def adam(parameters, make=torch.optim.Adam, **options):
 adamw = partial(adam, make=torch.optim.AdamW)
 
 
-def usual(model, make=SGD, after=lambda: None, compiled=None):
-    """The step that most people write."""
-    optimizer = make(model.parameters())
-    compiled = model if compiled is None else compiled
-
-    def step(x, y):
-        optimizer.zero_grad()
-        loss = cross_entropy(compiled(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        after()
-        return loss
-
-    step.optimizer = optimizer
-    return step
-
-
 def why(step):
     return "; ".join(step.in_python)
 
@@ -59,10 +40,10 @@ def why(step):
 
 OPTIMIZERS = {
     "sgd": torch.optim.SGD,
-    "momentum": SGD,
-    "nesterov": partial(SGD, nesterov=True, weight_decay=0.1),
-    "sgd, one by one": partial(SGD, foreach=False),
-    "sgd, fused": partial(SGD, fused=True),
+    "momentum": sgd,
+    "nesterov": partial(sgd, nesterov=True, weight_decay=0.1),
+    "sgd, one by one": partial(sgd, foreach=False),
+    "sgd, fused": partial(sgd, fused=True),
     "adam, fused": adam,
     "adam, amsgrad": partial(adam, amsgrad=True),
     "adamw, fused": partial(adamw, weight_decay=0.1),
@@ -77,13 +58,13 @@ ON_HOST = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(step_twins, name):
-    step = step_twins.train(partial(usual, make=OPTIMIZERS[name]), 30)
+    step = step_twins.train(partial(usual_step, make=OPTIMIZERS[name]), 30)
     assert step.captures == 1 and step.replays >= 26, why(step)
 
 
 @pytest.mark.parametrize("name", ON_HOST)
 def test_optimizers_that_read_a_counter_on_the_host(step_twins, name):
-    step = step_twins.train(partial(usual, make=ON_HOST[name]), 12)
+    step = step_twins.train(partial(usual_step, make=ON_HOST[name]), 12)
     assert step.replays >= 9 or "the optimizer reads its state on the host" in why(step), why(step)
 
 
@@ -92,7 +73,7 @@ def test_optimizers_that_read_a_counter_on_the_host(step_twins, name):
 def test_capturable_optimizers(step_twins, backend, name):
     if backend == "tape":
         pytest.skip("PyTorch has capturable optimizers on GPUs only")
-    step = step_twins.train(partial(usual, make=partial(ON_HOST[name], capturable=True)), 30)
+    step = step_twins.train(partial(usual_step, make=partial(ON_HOST[name], capturable=True)), 30)
     assert step.captures == 1 and step.replays >= 26, why(step)
 
 
@@ -102,7 +83,7 @@ def test_capturable_optimizers(step_twins, backend, name):
 @pytest.mark.parametrize("where", ["first", "after the forward", "last", "to zero", "never", "by hand"])
 def test_gradients_are_dropped_wherever(step_twins, where):
     def make(model):
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
 
         def step(x, y):
             if where in ("first", "to zero"):
@@ -127,7 +108,7 @@ def test_gradients_are_dropped_wherever(step_twins, where):
 
 def test_gradients_are_accumulated_over_steps(step_twins):
     def train(model, graphed):
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
 
         def micro(x, y):
             loss = cross_entropy(model(x), y) / 3
@@ -165,7 +146,7 @@ def test_a_gradient_that_is_still_held_is_not_overwritten(step_twins):
     def between(i, model, fn, batch):
         held.setdefault(id(model), []).append([p.grad if i % 2 else p.grad.view(-1) for p in model.parameters()])
 
-    step = step_twins.train(usual, 8, between)
+    step = step_twins.train(usual_step, 8, between)
     plain, graphed = held.values()
     same(plain, graphed)
     assert "still held" in why(step)
@@ -181,13 +162,13 @@ def test_gradients_may_be_cleared_or_changed_between_the_steps(step_twins):
             else:
                 parameter.grad = torch.ones_like(parameter)
 
-    step = step_twins.train(usual, 12, between)
+    step = step_twins.train(usual_step, 12, between)
     assert step.replays >= 8, why(step)
 
 
 def test_a_write_between_forward_and_backward_is_noticed(step_twins):
     model = step_twins.compiled(step_twins.model())
-    step = step_twins.graphed(usual(model))
+    step = step_twins.graphed(usual_step(model))
     for _ in range(5):
         step(*step_twins.batch())
     x, y = step_twins.batch()
@@ -202,8 +183,8 @@ def test_a_write_between_forward_and_backward_is_noticed(step_twins):
 # ------------------------------------------------------------------------------------------------- what changes midway
 
 
-def scheduled(model, make=SGD):
-    step = usual(model, make)
+def scheduled(model, make=sgd):
+    step = usual_step(model, make)
     step.scheduler = torch.optim.lr_scheduler.LambdaLR(step.optimizer, lambda epoch: 0.9**epoch)
     return step
 
@@ -213,13 +194,13 @@ def test_learning_rates(step_twins):
         if i in (6, 12):
             fn.optimizer.param_groups[0]["lr"] *= 0.5
 
-    step = step_twins.train(usual, 18, between)
+    step = step_twins.train(usual_step, 18, between)
     assert step.captures == 3 and step.replays >= 8, why(step)
-    assert "'lr'] changed from 0.1 to 0.05" in why(step)
+    assert "'lr'] changed from 0.05 to 0.025" in why(step)
     report = explain(step)
     lines = str(report).splitlines()
     assert lines[0] == f"Step step: {step.replays} of 18 calls replayed the whole step as one graph; 3 captures"
-    assert any("'lr'] changed from 0.1 to 0.05" in line for line in lines[2:])
+    assert any("'lr'] changed from 0.05 to 0.025" in line for line in lines[2:])
     assert len(report.memory.recordings) == 3
     assert report.replays + report.captures + sum(report.in_python.values()) == report.calls == 18
     assert report.to_dict()["in_python"] == report.in_python
@@ -277,7 +258,7 @@ def momentum(model, fn):
 
 @pytest.mark.parametrize("change", [freeze, add_group, move, load, evaluate, seed, momentum])
 def test_changes_midway(step_twins, change):
-    step = step_twins.train(usual, 14, lambda i, model, fn, batch: change(model, fn) if i == 6 else None)
+    step = step_twins.train(usual_step, 14, lambda i, model, fn, batch: change(model, fn) if i == 6 else None)
     assert step.replays >= 6, why(step)
     assert step.captures == (1 if change in (evaluate, seed) else 2), why(step)
 
@@ -290,15 +271,15 @@ def test_other_batches_and_back(step_twins):
     model = step_twins.model()
     twin = thunder.jit(copy.deepcopy(model))
     model = step_twins.compiled(model)
-    step = step_twins.graphed(usual(model))
-    same(train(step), train(usual(twin)))
+    step = step_twins.graphed(usual_step(model))
+    same(train(step), train(usual_step(twin)))
     same_state(model, twin)
     assert step.captures == 2 and step.replays >= 6, why(step)
 
 
 def test_a_batch_of_another_size_takes_nothing_from_the_usual_one(step_twins):
     model = step_twins.compiled(step_twins.model())
-    step = step_twins.graphed(usual(model))
+    step = step_twins.graphed(usual_step(model))
     for size in (5,) * 5 + (2,) + (5,) * 4 + (2,):  # the last one is captured
         step(*step_twins.batch(size))
     replays = step.replays
@@ -314,7 +295,7 @@ def test_values_that_the_step_reads_from_outside(step_twins):
     settings, table = Settings(), {"weight": 1.0}
 
     def make(model):
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
 
         def scaled(loss):
             return loss * settings.scale * table["weight"]
@@ -357,7 +338,7 @@ def test_objects_that_are_passed_on(step_twins, kind):
             self.inner = None
 
     def make(model):
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
         settings = {"with slots": Slots, "a namespace": types.SimpleNamespace}.get(kind, Settings)()
         settings.scale = 1.0
         listed = [{"settings": settings}]
@@ -394,7 +375,7 @@ def test_objects_that_are_passed_on(step_twins, kind):
 
 def test_a_tensor_that_is_replaced_and_one_that_is_written(step_twins):
     def make(model):
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
         weights = {"class": torch.ones(3, device=step_twins.device), "loss": torch.ones((), device=step_twins.device)}
 
         def step(x, y):
@@ -425,7 +406,7 @@ def test_python_that_changes_something_is_named(step_twins):
 
     def appends(model):
         history = []
-        return usual(model, after=lambda: history.append(0))
+        return usual_step(model, after=lambda: history.append(0))
 
     def counts(model):
         trainer = Trainer()
@@ -433,13 +414,13 @@ def test_python_that_changes_something_is_named(step_twins):
         def count():
             trainer.steps += 1
 
-        return usual(model, after=count)
+        return usual_step(model, after=count)
 
     def draws(model):
-        return usual(model, after=random.random)
+        return usual_step(model, after=random.random)
 
     def steps_scheduler(model):
-        step = usual(model)
+        step = usual_step(model)
         scheduler = torch.optim.lr_scheduler.StepLR(step.optimizer, 1000)
 
         def with_scheduler(x, y):
@@ -461,7 +442,7 @@ def test_python_that_changes_something_is_named(step_twins):
 
 def test_a_value_read_on_the_host_is_named_with_its_line(step_twins):
     def make(model):
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
 
         def step(x, y):
             optimizer.zero_grad()
@@ -500,7 +481,7 @@ def test_hooks_run(step_twins, kind, late):
             fn.optimizer.register_step_post_hook(note)
 
     def make(model):
-        optimizer, loss_function = SGD(model.parameters()), nn.CrossEntropyLoss()
+        optimizer, loss_function = sgd(model.parameters()), nn.CrossEntropyLoss()
 
         def step(x, y):
             optimizer.zero_grad()
@@ -527,7 +508,7 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
 
     def make(model):
         Hidden.value = torch.ones((), device=step_twins.device)
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
 
         def step(x, y):
             optimizer.zero_grad()
@@ -558,7 +539,7 @@ def test_a_tensor_that_escapes_is_refused(step_twins):
         logits = None
 
     def make(model):
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
         Logger.logits = None
 
         def step(x, y):
@@ -579,7 +560,7 @@ def test_a_tensor_that_escapes_is_refused(step_twins):
 @pytest.mark.parametrize("kind", ["requires grad", "written", "an object", "elsewhere"])
 def test_arguments_that_no_graph_can_have(step_twins, kind):
     model = step_twins.compiled(step_twins.model())
-    optimizer = SGD(model.parameters())
+    optimizer = sgd(model.parameters())
 
     def step(x, y, *more):
         optimizer.zero_grad()
@@ -609,7 +590,7 @@ def test_results_belong_to_the_caller(step_twins):
     kept = {}
 
     def make(model):
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
         weight = next(model.parameters())
 
         def step(x, y):
@@ -652,7 +633,7 @@ def test_results_belong_to_the_caller(step_twins):
 def test_an_exception_passes_through(step_twins):
     model = step_twins.compiled(step_twins.model())
     fail = []
-    inner = usual(model)
+    inner = usual_step(model)
 
     def step(x, y):
         if fail:
@@ -708,7 +689,7 @@ def test_scaler(step_twins, dtype):
 @pytest.mark.parametrize("outside", [False, True])
 def test_autocast(step_twins, outside):
     def make(model):
-        optimizer = SGD(model.parameters())
+        optimizer = sgd(model.parameters())
 
         def step(x, y):
             optimizer.zero_grad()
@@ -745,7 +726,7 @@ def test_moving_average_and_two_models(step_twins):
         for parameter, value in zip(other.parameters(), (0.1, 0.2)):
             nn.init.constant_(parameter, value)
         average = copy.deepcopy(other)
-        first, second = SGD(model.parameters()), adamw(other.parameters())
+        first, second = sgd(model.parameters()), adamw(other.parameters())
 
         def step(x, y):
             first.zero_grad()
@@ -770,7 +751,7 @@ def test_moving_average_and_two_models(step_twins):
 def test_methods_and_micro_batches_inside(step_twins):
     class Trainer:
         def __init__(self, model):
-            self.model, self.optimizer, self.parts, self.epoch = model, SGD(model.parameters()), 2, 0
+            self.model, self.optimizer, self.parts, self.epoch = model, sgd(model.parameters()), 2, 0
 
         def loss(self, x, y):
             return cross_entropy(self.model(x), y) / self.parts
@@ -803,7 +784,7 @@ def test_checkpoint_and_resume(step_twins):
             fn.optimizer.load_state_dict(copy.deepcopy(state))
             torch.set_rng_state(generator)
 
-    step = step_twins.train(usual, 14, between)
+    step = step_twins.train(usual_step, 14, between)
     assert step.replays >= 6, why(step)
 
 
@@ -833,8 +814,8 @@ def test_a_model_of_thunderfx(step_twins):
     """Dynamo has left fake tensors behind, and its code runs in the capture."""
     model = step_twins.model()
     twin = copy.deepcopy(model)
-    step = step_twins.graphed(usual(model, compiled=thunderfx(model, backend=step_twins.backend)))
-    plain = usual(thunder.jit(twin))
+    step = step_twins.graphed(usual_step(model, compiled=thunderfx(model, backend=step_twins.backend)))
+    plain = usual_step(thunder.jit(twin))
     results = []
     for each in (step, plain):
         torch.manual_seed(3)
@@ -847,7 +828,7 @@ def test_a_model_that_is_not_compiled(step_twins):
     model = step_twins.model(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
     twin = copy.deepcopy(model)
     torch.manual_seed(3)
-    step, plain = step_twins.graphed(usual(model)), usual(twin)
+    step, plain = step_twins.graphed(usual_step(model)), usual_step(twin)
     for _ in range(6):
         batch = step_twins.batch()
         same(step(*batch), plain(*batch).detach())
@@ -865,7 +846,7 @@ def test_what_is_installed():
 def test_a_module_that_is_swapped(step_twins):
     def train(model, wrap):
         torch.manual_seed(3)
-        step, losses = wrap(usual(model)), []
+        step, losses = wrap(usual_step(model)), []
         for i in range(12):
             if i == 6:
                 model[1] = nn.Sigmoid()
@@ -898,7 +879,7 @@ def test_options_are_checked(step_twins):
 
 def test_recordings_are_bounded(step_twins):
     model = step_twins.compiled(step_twins.model())
-    step = step_twins.graphed(usual(model), max_recordings=2)
+    step = step_twins.graphed(usual_step(model), max_recordings=2)
     for size in (2, 3, 4, 5):
         for _ in range(4):
             step(*step_twins.batch(size))
@@ -910,7 +891,7 @@ def test_a_step_does_not_keep_the_graphs_of_its_modules(step_twins):
     from support import regions
 
     model = step_twins.compiled(step_twins.model())
-    step = step_twins.graphed(usual(model))
+    step = step_twins.graphed(usual_step(model))
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         for _ in range(6):

@@ -65,6 +65,14 @@ def test_a_number_that_looks_like_an_address(step_twins, device, looks_used):
     assert kept.tolist() == [0, 1, 2, 3, 4, 5] and row.tolist() == [2, 3, 4, 5] and kept.grad_fn is not None
 
 
+def test_zeros_without_memory(step_twins, device):
+    """To ask PyTorch for their address is an error."""
+    zeros = torch._efficientzerotensor((2,), device=device)
+    step = step_twins.train(make_step(lambda: 1.0), calls=4)
+    assert step.captures == 1 and step.replays == 2, explain(step)
+    assert torch._is_zerotensor(zeros)
+
+
 def test_memory_that_cannot_be_moved(step_twins, device, looks_used):
     """Autograd holds the result of exp() from C++, where no move would reach it."""
     result = torch.ones(3, device=device, requires_grad=True).exp()

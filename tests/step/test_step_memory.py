@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import jsonschema
 import pytest
 import torch
-from support import same, same_state
-from torch import nn
+from support import same, same_state, usual_step
 from torch.nn.functional import cross_entropy
 
 from thunder_cg import explain, release
@@ -20,18 +20,7 @@ GRADIENTS = 4 * (4 * 8 + 8 + 8 * 3 + 3)  # bytes
 BATCH = 5 * 4 * 4 + 5 * 8  # of five samples
 
 
-def make(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(x, y):
-        optimizer.zero_grad()
-        loss = cross_entropy(model(x), y)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        return loss
-
-    return step
+make = partial(usual_step, make=partial(torch.optim.SGD, lr=0.1))
 
 
 @pytest.fixture

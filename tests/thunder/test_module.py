@@ -60,7 +60,7 @@ def test_it_is_freed_by_reference_counting(transform, device, make, calls, train
             result.sum().backward()
         del result
     assert calls < 5 or replays(jmodel)
-    arenas = list(shared._arenas._arenas)
+    arenas = list(shared._shared.arenas._arenas)
     assert calls == 0 or arenas
     gc.collect()  # what Thunder leaves of a compilation, traces in reference cycles, holds the original module
     gc.disable()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Ops
-from thunder_cg.analysis.partition import PeakMemory, Plan, Region
+from thunder_cg.analysis.partition import PeakMemory, PlannedTrace, Region
 from thunder_cg.analysis.region_io import RegionIO
 
 __all__ = ["MemoryEstimate"]
@@ -29,21 +29,13 @@ class MemoryEstimate:
     saved_in_arena: Set[str]  # those of these names that a region makes
 
     @classmethod
-    def of(
-        cls,
-        ops: Ops,
-        plan: Plan,
-        aliasing: Aliasing,
-        ios: Sequence[RegionIO],
-        saved: Set[str],
-        forward: MemoryEstimate | None,
-    ) -> MemoryEstimate:
-        """The estimate for a plan and its regions' ``ios``.
+    def of(cls, trace: PlannedTrace, ios: Sequence[RegionIO], forward: MemoryEstimate | None) -> MemoryEstimate:
+        """The estimate for a trace and its regions' ``ios``.
 
         Args:
-            saved: names that the trace keeps for its backward.
             forward: of a backward, the estimate of its forward.
         """
+        ops, plan, aliasing, saved = trace.ops, trace.plan, trace.aliasing, trace.saved
         sets = aliasing.sets
         regions = [step for step in plan.steps if isinstance(step, Region)]
         memory = PeakMemory.of(ops, {region.device for region in regions}, aliasing)

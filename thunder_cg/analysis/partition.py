@@ -12,7 +12,7 @@ from thunder_cg.analysis.classify import Verdict
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason
 
-__all__ = ["Eager", "Plan", "Region", "dependencies", "partition"]
+__all__ = ["Eager", "Plan", "PlannedTrace", "Region", "dependencies", "partition"]
 
 # Regrouping may raise the estimated peak memory by this factor over trace order, no further. An increase of at most as
 # many bytes as the slack never matters: torch's allocator asks the device for no smaller segment.
@@ -48,6 +48,19 @@ class Plan:
 
     steps: tuple[Region | Eager, ...]
     verdicts: tuple[Verdict, ...]  # one per op; those of regions that turned out too small say so
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTrace:
+    """All that analysis knows of one trace."""
+
+    kind: str  # "forward" or "backward"
+    ops: Ops
+    aliasing: Aliasing
+    plan: Plan
+    returned: Set[str]  # names that the trace returns to the caller
+    # Names that it keeps for its backward. They stay in the pool, as the call holds its arena until then.
+    saved: Set[str]
 
 
 def partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan:

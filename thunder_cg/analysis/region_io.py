@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
-from thunder_cg.analysis.partition import Plan, Region
+from thunder_cg.analysis.partition import Plan, PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
 
 __all__ = ["RegionIO", "RegionInput", "RegionOutput", "region_io"]
@@ -47,13 +47,9 @@ class RegionIO:
     alive: frozenset[str]  # of all values, those whose memory is still needed when the region has run
 
 
-def region_io(ops: Ops, plan: Plan, aliasing: Aliasing, returned: Set[str], saved: Set[str]) -> tuple[RegionIO, ...]:
-    """One record for each region of ``plan``, in order.
-
-    Args:
-        returned: names that the trace returns to the caller.
-        saved: names that it keeps for its backward. They stay in the pool, as the call holds its arena until then.
-    """
+def region_io(trace: PlannedTrace) -> tuple[RegionIO, ...]:
+    """One record for each region of the trace's plan, in order."""
+    ops, plan, aliasing, returned, saved = trace.ops, trace.plan, trace.aliasing, trace.returned, trace.saved
     steps = _Steps.of(ops, plan, aliasing)
     aliased = _aliased_by_eager_ops(ops, plan, aliasing, steps, saved)
     copied_out = aliased | _must_be_copied_out(ops, plan, aliasing, steps, returned)

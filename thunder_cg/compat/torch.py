@@ -63,8 +63,8 @@ has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage that is no stand-in, as that of a fake tensor is."""
-    return has_storage(tensor) and not isinstance(tensor, FakeTensor)
+    """Whether a tensor has memory: fake tensors and zeros without memory have a storage that is only a stand-in."""
+    return has_storage(tensor) and not isinstance(tensor, FakeTensor) and not is_zero_tensor(tensor)
 
 
 # How often the tensor's memory was written in place. RuntimeError for an inference tensor.

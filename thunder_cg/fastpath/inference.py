@@ -73,7 +73,7 @@ def inference_fast_path(
     )
     graph, stats, arena, collectives = region.graph, region.stats, recording.arena, program.collectives
     # A replay that only copies is launched from here; the usual call returns one of the copies.
-    only_copies = is_simple and graph.is_simple and graph.copied == [i for i, _ in aligned]
+    only_copies = is_simple and graph.is_simple and graph.copied_args == [i for i, _ in aligned]
     replay, launch, layouts, empty = graph.replay, graph.graph.replay, graph.outputs.layouts, empty_strided(device.type)
     places = _places_of_copies(graph)
     only_copy = places.index(result.only) if result.only in places else None

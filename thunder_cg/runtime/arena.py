@@ -168,6 +168,12 @@ class Arenas:
         several = len(_alive(self._arenas)) > 1
         return self._hold_one_of(self._scratch) if several else None
 
+    def single(self) -> Arena:
+        """The one arena of a graphed step. It is not held, since the step has its own lock around each call."""
+        with self._lock:
+            alive = _alive(self._arenas)
+            return alive[0] if alive else self._add(Arena(self._backend, self._poison), self._arenas)
+
     def _hold_one_of(self, arenas: list[weakref.ref[Arena]]) -> Arena | None:
         with self._lock:
             alive = _alive(arenas)
@@ -177,9 +183,13 @@ class Arenas:
             if len(alive) >= self._limit * len(self._pairs):
                 return None
             arena = Arena(self._backend, self._poison)
-            arena.try_hold()
-            arenas[:] = [weakref.ref(a) for a in (*alive, arena)]
-            return arena
+            arena.try_hold()  # before anybody else can find it
+            return self._add(arena, arenas)
+
+    @staticmethod
+    def _add(arena: Arena, arenas: list[weakref.ref[Arena]]) -> Arena:
+        arenas[:] = [weakref.ref(each) for each in (*_alive(arenas), arena)]
+        return arena
 
     # See Note [Memory budget].
 

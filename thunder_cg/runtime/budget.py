@@ -9,8 +9,8 @@ from thunder_cg.runtime.call import Call
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.region import RuntimeRegion
 
-_LOOK_AGAIN = 16  # calls after the first one that found no room in the memory budget; then twice as many, and so on
-_LOOK_AGAIN_AT_LEAST = 1024
+_FIRST_PAUSE = 16  # calls that run eagerly once one has found no room; the next time twice as many, and so on
+_LONGEST_PAUSE = 1024
 _MAX_DISCARDED = 8  # recordings in a row for the memory budget, if captures do not pay
 _PAYS = 4  # replays for each capture
 
@@ -32,14 +32,14 @@ class ProgramBudget:
         self._arenas, self._pair, self._regions, self._is_limited = arenas, pair, regions, is_limited
         self.needed = needed
         self._no_room: str | None = None  # what the arenas said when they were asked last
-        self._look_for_room_at = 0  # how many calls there have to be before they are asked again
-        self._look_again_after = _LOOK_AGAIN
+        self._ask_again_at = 0  # the number of the first call that asks them again
+        self._pause = _FIRST_PAUSE
 
     def find_room(self, call: Call) -> str | None:
         """Why what the call is to warm up or capture does not fit. The arenas are not asked each time."""
         if not self._is_limited:
             return None
-        if call.program.calls >= self._look_for_room_at:
+        if call.program.calls >= self._ask_again_at:
             self._ask_for_room(call, self.needed)
             call.began_empty = call.memory.nbytes() == 0
         return self._no_room
@@ -51,7 +51,7 @@ class ProgramBudget:
         self._ask_for_room(call, None)
         if self._no_room is not None and call.began_empty:
             self.needed = max(self.needed, call.memory.nbytes())
-            self._look_for_room_at = 0  # which is known before the next capture begins
+            self._ask_again_at = 0  # the next call is compared with what is known now
         return self._no_room is None
 
     def captures_pay(self) -> bool:
@@ -67,6 +67,6 @@ class ProgramBudget:
     def _ask_for_room(self, call: Call, expected: int | None) -> None:
         self._no_room = self._arenas.make_room(call, self._regions[0].device, self.captures_pay, expected)
         if self._no_room is not None:
-            self._look_for_room_at = call.program.calls + self._look_again_after
-            self._look_again_after = min(2 * self._look_again_after, _LOOK_AGAIN_AT_LEAST)
+            self._ask_again_at = call.program.calls + self._pause
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
             self._pair.discarded = 0

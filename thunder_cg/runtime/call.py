@@ -66,10 +66,10 @@ class Call:
         call = cls(program)
         recording.replays += 1
         call.arena, call.recording, call.trace = recording.arena, recording, recording.forward
-        return call.enter(Mode.REPLAY)
+        return call.switch_to(Mode.REPLAY)
 
-    def enter(self, mode: Mode, reason: str = "", *, strict: bool = True) -> Call:
-        """Changes how the regions from here on run. Nothing else does.
+    def switch_to(self, mode: Mode, reason: str = "", *, strict: bool = True) -> Call:
+        """Has the regions from here on run in another mode, and counts that. Nothing else changes the mode.
 
         Args:
             reason: why the call runs eagerly, which is counted; empty if it has been counted as eager already.
@@ -89,7 +89,7 @@ class Call:
 
     def run_eagerly(self, reason: str, *, strict: bool = True) -> Call:
         """Regions run their ops from here on, because of ``reason``."""
-        return self.enter(Mode.EAGER, reason, strict=strict)
+        return self.switch_to(Mode.EAGER, reason, strict=strict)
 
     def give_up(self) -> None:
         """Drops what the call recorded, with the memory of what failed."""

@@ -1,4 +1,4 @@
-"""What Thunder compiled a trace for, and how long that took. Only the report reads it."""
+"""What Thunder compiled a trace for, and how long that took, for the log and the report."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ class Compilation:
     """How the entry of Thunder's cache came to be that a program belongs to.
 
     Attributes:
+        name: the user's, of what was compiled: a module's class, or a function's qualified name.
         training: the module's mode; None of a function, and of Dynamo's graphs.
         grad: whether gradients were enabled.
         autocast: the dtype of the autocast that was active, such as "bfloat16"; None if none was.
         seconds: from the beginning of Thunder's tracing until the last trace of the entry was partitioned.
     """
 
-    training: bool | None = None
-    grad: bool = False
-    autocast: str | None = None
+    name: str
+    training: bool | None
+    grad: bool
+    autocast: str | None
     seconds: float = 0.0

@@ -7,15 +7,15 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.memory import MemoryEstimate
-from thunder_cg.analysis.ops import Ops, process_groups
-from thunder_cg.analysis.partition import Plan, Region
+from thunder_cg.analysis.ops import process_groups
+from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.compat.torch import backward_keeps_graph
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
@@ -44,56 +44,58 @@ _NOT_TIMED = 'select="measured" times nothing, because it communicates, and rank
 _CYCLES = "memory pools were held by outputs in reference cycles, so the garbage collector ran"
 
 
+@dataclass(frozen=True, slots=True)
+class SharedState:
+    """What all programs of one transform share."""
+
+    options: Options
+    backend: Backend
+    arenas: Arenas
+    warned: set[str] = field(default_factory=set)  # causes of eager calls and ops that the log has a warning about
+
+
 class Program:
     """What the transform made of one trace: its plan, its regions, and how its calls begin and end.
 
     Args:
-        name: of what was compiled, for the log.
+        regions: those of the trace's plan, in order.
         forward: of a backward, the program of its forward, with which it is a pair.
-        saved: names of what the trace keeps for its backward.
-        warned: causes of eager calls that the log has a warning about, of all programs of a transform.
     """
 
     def __init__(
         self,
-        *,
-        kind: str,
-        name: str,
-        ops: Ops,
-        plan: Plan,
-        aliasing: Aliasing,
+        trace: PlannedTrace,
         regions: Sequence[RuntimeRegion],
-        saved: frozenset[str],
-        options: Options,
-        backend: Backend,
-        verifier: Verifier,
-        arenas: Arenas,
         forward: Program | None,
-        warned: set[str],
+        shared: SharedState,
+        verifier: Verifier,
         compilation: Compilation,
     ) -> None:
-        self.kind, self.ops, self.plan, self.regions = kind, ops, plan, list(regions)
-        self.aliasing, self.compilation = aliasing, compilation
-        self.label, self._warned, self._saved = f"{name}, {kind}", warned, saved
-        self.options, self.backend, self.verifier = options, backend, verifier
+        self.kind, self.ops, self.plan, self.aliasing = trace.kind, trace.ops, trace.plan, trace.aliasing
+        self.regions, self._saved = list(regions), trace.saved
+        self.options, self.backend, self._warned = shared.options, shared.backend, shared.warned
+        self.verifier, self.compilation = verifier, compilation
+        self.label = f"{compilation.name}, {trace.kind}"
         self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
         self.no_fast_path: str | None = None  # why none can
         self.remark: str | None = None  # what the user should know besides
         self.fallbacks: Counter[str] = Counter()
         # After so many calls, the next replay is verified.
-        self.verify_after = 0 if isinstance(options.verify, int) else sys.maxsize
+        self.verify_after = 0 if isinstance(self.options.verify, int) else sys.maxsize
         self._is_quarantined = False
         self._begins_calls = forward is None  # other programs continue the calls of their forward
-        self.pair: Pair = Pair(self.label, options, arenas) if forward is None else forward.pair
-        in_pool = {name for region in forward.regions for name in region.stays} if forward is not None else set()
-        self.inputs = ProgramInputs(ops, aliasing, self.regions, in_pool)
+        self.pair: Pair = Pair(self.label, self.options, shared.arenas) if forward is None else forward.pair
+        in_pool = (
+            {name for region in forward.regions for name in region.names_in_pool} if forward is not None else set()
+        )
+        self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool)
         self._warm = WarmLayouts()
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
-        self.memory: MemoryEstimate = MemoryEstimate.of(ops, plan, aliasing, ios, saved, before)
-        is_limited = options.memory_budget is not None
-        self.budget = ProgramBudget(arenas, self.pair, self.regions, is_limited=is_limited, needed=self.memory.arena)
+        self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before)
+        is_limited, needed = self.options.memory_budget is not None, self.memory.arena
+        self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, is_limited=is_limited, needed=needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
         self._join_selection()
@@ -104,7 +106,7 @@ class Program:
             region.index, region.describe = index, self.ops.described
             region.refuses_leaves = self.inputs.refuses_leaves
             region.aliased_in_pool = [i for i, n in enumerate(region.io.inputs) if n.aliased and n.name in in_pool]
-            in_pool |= region.stays
+            in_pool |= region.names_in_pool
         # Whether replays write to nothing but the arena and their results, and draw nothing.
         writes = any(each.written for region in self.regions for each in region.io.inputs)
         captured = {op.index for region in self.regions for op in region.ops}
@@ -160,7 +162,7 @@ class Program:
             if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
                 call = Call.replaying(self, recording)
                 recording.arena.enter()
-                call.verifies = self._is_due()
+                call.verifies = self._verifies()
                 if pair.selection is not None:
                     pair.selection.begin_replay(call)
                 return call
@@ -213,8 +215,8 @@ class Program:
         if call.recording is not None:
             for trace in call.recording.backwards:
                 if trace.guard.holds(inputs) and call.try_hold_scratch(trace.scratch):
-                    call.trace, call.verifies = trace, self._is_due()
-                    return call.enter(Mode.REPLAY)
+                    call.trace, call.verifies = trace, self._verifies()
+                    return call.switch_to(Mode.REPLAY)
         if (reason := self.inputs.unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
         if call.scratch is None and (scratch := self.pair.hold_scratch()) is not None:
@@ -224,7 +226,7 @@ class Program:
             return call.run_eagerly(reason, strict=False)
         if call.recording is None:
             call.key = self.inputs.key(inputs)
-            return call.enter(Mode.WARMUP)
+            return call.switch_to(Mode.WARMUP)
         return self._capture_backward(call, call.recording, inputs)
 
     def _capture_backward(self, call: Call, recording: Recording, inputs: list[torch.Tensor]) -> Call:
@@ -247,7 +249,7 @@ class Program:
     def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
         call.key = self.inputs.key(inputs)
         if call.key not in self._warm:
-            return call.enter(Mode.WARMUP)
+            return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
         if call.recording is None:
             call.recording = Recording(call.arena)
@@ -263,8 +265,8 @@ class Program:
         guard = Guard(inputs, static, self.inputs.written, self.inputs.settings)
         call.trace = TraceRecording(guard, [None] * len(self.regions), self.calls, call.scratch)
         call.verifies = self.options.verify is not None
-        self._count_sample()
-        return call.enter(Mode.CAPTURE)
+        self._schedule_verification()
+        return call.switch_to(Mode.CAPTURE)
 
     def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
         """Counts static inputs that are at another address than in the newest of these recordings, if it is young."""
@@ -293,14 +295,14 @@ class Program:
             and all(isinstance(step, Region) or self.ops.ops[step.op].bookkeeping for step in self.plan.steps)
         )
 
-    def _is_due(self) -> bool:
-        """Whether to verify the call that has just been counted."""
+    def _verifies(self) -> bool:
+        """Whether to verify the call that has just been counted. If so, schedules the next verification."""
         if self.calls <= self.verify_after:
             return False
-        self._count_sample()
+        self._schedule_verification()
         return True
 
-    def _count_sample(self) -> None:
+    def _schedule_verification(self) -> None:
         if isinstance(self.options.verify, int):
             self.verify_after = self.calls + self.options.verify - 1
 

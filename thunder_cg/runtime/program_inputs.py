@@ -14,7 +14,8 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.compat.torch import Settings, has_storage, is_zero_tensor, kernel_settings
 from thunder_cg.runtime.guards import OverlapGuard
-from thunder_cg.runtime.region import LEAF, RuntimeRegion
+from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.skip_reasons import WRITTEN_LEAF
 from thunder_cg.runtime.tensors import Layout, is_leaf_with_grad, is_plain, layout
 
 _MAX_LAYOUTS = 1024  # warmed up and remembered; past it, all are warmed up again
@@ -78,7 +79,7 @@ class ProgramInputs:
                 names = ", ".join(self._describe(self.names[i]) for i in sorted(self.written)[:3])
                 return f"{names}, written in place, shares memory with another; pass separate tensors"
             if self.refuses_leaves and any(is_leaf_with_grad(tensors[i]) for i in self.written):
-                return LEAF
+                return WRITTEN_LEAF
         return None
 
 

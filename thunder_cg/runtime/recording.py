@@ -68,7 +68,7 @@ class RegionGraph:
         return self.outputs.nbytes + sum(t.numel() * t.element_size() for t in written)
 
     @property
-    def copied(self) -> list[int]:
+    def copied_args(self) -> list[int]:
         """The arguments that are copied in."""
         return [each.arg for each in self._copied]
 
@@ -108,7 +108,7 @@ class RegionGraph:
             torch.autograd.graph.increment_version([args[i] for i in self.touched if i not in counted])
         return results
 
-    def without_running(self, args: Sequence[Any]) -> list[Any]:
+    def unfilled_results(self, args: Sequence[Any]) -> list[Any]:
         """Results as a replay hands them out, still to be filled."""
         results = self.fixed.copy()
         with torch.no_grad():

@@ -18,6 +18,7 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.compat.torch import version
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused
+from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
@@ -29,8 +30,7 @@ from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
 from thunder_cg.runtime.verifier import Disagreement, deny_name
 
-LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
-_MAX_TRIES = 3  # captures of a region that may fail for a reason that can pass, such as too little memory
+_MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can pass, such as too little memory
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class RuntimeRegion:
         self.input_names = tuple(each.name for each in io.inputs)
         self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
         self._are_copied_out = [each.copied_out for each in io.outputs]
-        self.stays = frozenset(each.name for each in io.outputs if not each.copied_out)
+        self.names_in_pool = frozenset(each.name for each in io.outputs if not each.copied_out)  # of results
         copied_out = {each.name for each in io.outputs if each.copied_out}
         # Results that stay in the pool, and are copied out besides.
         self._stay_and_copied = [i for i, e in enumerate(io.outputs) if not e.copied_out and e.name in copied_out]
@@ -84,7 +84,8 @@ class RuntimeRegion:
         self.failure: str | None = None  # why its last capture failed
         self._fix = ""  # what changes that; "" if the next call may do better
         self.is_deselected = False  # whether it does not pay, which `failure` says then
-        self.tries = _MAX_TRIES  # how many captures may still fail; with none left, it runs eagerly
+        self.failed_attempts = 0  # warm-ups and captures that failed
+        self.stays_eager = False  # whether no later call warms it up or captures it
         self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
         self.remark: str | None = None  # what verification found besides
 
@@ -124,13 +125,15 @@ class RuntimeRegion:
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
                     call.run_eagerly(reason, strict=not call.program.pair.retire(call.recording))
         elif self.refuses_leaves and any(is_leaf_with_grad(args[i]) for i in self.written):
-            call.run_eagerly(LEAF, strict=False)  # which raises, where a detached leaf would be written
+            call.run_eagerly(
+                skip_reasons.WRITTEN_LEAF, strict=False
+            )  # which raises, where a detached leaf would be written
         elif call.mode is Mode.CAPTURE:
-            if self.tries:
+            if not self.stays_eager:
                 return self._capture(call, args)
             self._refuse(call, self._before_capture)
             self._raise_if_strict(call)
-        elif call.mode is Mode.WARMUP and self.tries:
+        elif call.mode is Mode.WARMUP and not self.stays_eager:
             return self._warm_up(call, args)
         return self._run_eagerly(call, args)
 
@@ -143,7 +146,7 @@ class RuntimeRegion:
             graph.check = None
         results = outcome.results
         if outcome.disagreement is not None:
-            self.disagreement, self.tries = outcome.disagreement, 0
+            self.disagreement, self.stays_eager = outcome.disagreement, True
             self.failure = f"{outcome.disagreement.problem}; {outcome.disagreement.fix}"
             call.program.quarantine(call, self.index)
         if results is None:
@@ -163,7 +166,7 @@ class RuntimeRegion:
 
     def leave_eager(self, as_graph: float, eagerly: float) -> None:
         """Has later calls run the ops, because that takes less time. Both times are in microseconds."""
-        self.is_deselected, self.tries = True, 0
+        self.is_deselected = self.stays_eager = True
         fix = 'remove what splits its trace, since larger regions pay more, or capture it with select="all"'
         self.failure = f"{as_graph:,.1f} µs as a graph, {eagerly:,.1f} µs eagerly; {fix}"
 
@@ -207,7 +210,7 @@ class RuntimeRegion:
             self._fail(call, *failed.args)
         self._raise_if_strict(call)
         call.program.count_fallback(f"{self.name} could not be warmed up: {self.failure}", self._fix)
-        call.enter(Mode.EAGER)  # counted as eager when the warm-up began
+        call.switch_to(Mode.EAGER)  # counted as eager when the warm-up began
         return self._run_eagerly(call, args)
 
     def _run_in_arena(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
@@ -243,6 +246,18 @@ class RuntimeRegion:
                     raise
                 may_rerun = False
         self.stats.eager_runs += 1
+        return self._deliver(call, args, in_pool, aliased, produced)
+
+    def _deliver(
+        self,
+        call: Call,
+        args: Sequence[Any],
+        in_pool: frozenset[int],
+        aliased: Sequence[AliasedInput],
+        produced: list[Any],
+    ) -> Sequence[Any]:
+        """The results for the caller: copies of what the ops have ``produced`` in the arena, unless it stays there."""
+        pool = call.memory.pool(self.device)
         early = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], CopiedEarly)}
         for i in early:
             produced[i] = None
@@ -297,7 +312,7 @@ class RuntimeRegion:
     def _capture(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         recording = call.recording
         assert recording is not None
-        in_pool, before = self._in_pool(call, args), (self.failure, self.tries)
+        in_pool, before = self._in_pool(call, args), (self.failure, self.failed_attempts, self.stays_eager)
         try:
             self._agree(call, self._before_capture, args)
             began = time.perf_counter()
@@ -321,7 +336,8 @@ class RuntimeRegion:
                     return self._run_in_arena(call, args)
             return self._run_eagerly(call, args)
         except Exception:
-            self.failure, self.tries = before  # the operator itself raises: it may do better next time
+            # The operator itself raises: it may do better next time.
+            self.failure, self.failed_attempts, self.stays_eager = before
             raise
 
     @property
@@ -342,7 +358,7 @@ class RuntimeRegion:
     def _refuse(self, call: Call, stage: str) -> None:
         """Tells the other ranks that this one has failed, if the region communicates."""
         if self.communicates and call.round is not None:
-            call.round.refuse(stage, str(self.failure), may_pass=self.tries > 0)
+            call.round.refuse(stage, str(self.failure), may_pass=not self.stays_eager)
 
     def _fail(self, call: Call, error: Exception) -> None:
         """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
@@ -352,12 +368,17 @@ class RuntimeRegion:
         may_pass = is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
         if isinstance(error, RanksDiffer):
             may_pass = error.may_pass
-        self.tries = self.tries - 1 if may_pass else 0
-        again = f" (the next call tries again; {self.tries} of {_MAX_TRIES} tries left)"
-        self.failure = text + (again if self.tries else "")
+        self.failed_attempts += 1
+        self.stays_eager |= not may_pass or self.failed_attempts >= _MAX_ATTEMPTS
+        left = f" (the next call tries again; {_MAX_ATTEMPTS - self.failed_attempts} of {_MAX_ATTEMPTS} tries left)"
+        self.failure = text + ("" if self.stays_eager else left)
         denied = f"[{deny_name(op)!r}]" if op is not None else "[...]"
         fix = f"deny={denied} leaves the operator eager and the rest captured"
-        self._fix = "" if self.tries else "make the same calls on all ranks" if isinstance(error, RanksDiffer) else fix
+        if not self.stays_eager:
+            fix = ""
+        elif isinstance(error, RanksDiffer):
+            fix = "make the same calls on all ranks"
+        self._fix = fix
 
     def _name_failing_op(self, call: Call, error: Exception) -> None:
         """Notes on an error that goes to the user which op of the region raised it."""
@@ -410,6 +431,13 @@ class RuntimeRegion:
         except Exception as error:
             self._note_replay(error)
             raise _Executed from error
+        self._keep_graph(call, graph, produced, static)
+        return results
+
+    def _keep_graph(self, call: Call, graph: RegionGraph, produced: Sequence[Any], static: frozenset[int]) -> None:
+        """Adds a graph that has run to the call's recording, which later regions and calls use."""
+        recording = call.recording
+        assert recording is not None and call.trace is not None
         for i in graph.outputs.fixed:
             call.owned[self.io.outputs[i].name] = produced[i]
         for i, source in graph.outputs.view_sources.items():
@@ -421,7 +449,6 @@ class RuntimeRegion:
         self.stats.replays += 1
         self.stats.bytes_in, self.stats.bytes_out = graph.nbytes_in, graph.nbytes_out
         call.trace.graphs[self.index] = graph
-        return results
 
     def _capture_graph(
         self, call: Call, graph: RegionGraph, args: Sequence[Any], buffers: list[Any], in_pool: frozenset[int]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.call import Call, Mode
-from thunder_cg.runtime.tape import HostTimer
+from thunder_cg.runtime.timers import HostTimer
 
 if TYPE_CHECKING:
     from thunder_cg.runtime.region import RuntimeRegion
@@ -70,7 +70,8 @@ class Selection:
     def run(self, region: RuntimeRegion, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Runs a region, and times that if the region as a whole replays, or runs eagerly."""
         mode = call.mode
-        is_timed = mode in (Mode.REPLAY, Mode.EAGER) and region.tries and not (call.verifies or self._backend.busy())
+        may_pay = mode in (Mode.REPLAY, Mode.EAGER) and not region.stays_eager
+        is_timed = may_pay and not (call.verifies or self._backend.busy())
         if not is_timed or not self._lock.acquire(blocking=False):
             return region.run_untimed(call, args)
         try:
@@ -90,7 +91,7 @@ class Selection:
         """Whether enough replays were timed to decide."""
         if self._lock.locked():  # a region is being timed: by another thread, or it has called this function
             return False
-        waiting = (r for r in self._regions if r.tries and (r in self._graph or r in self._eager))
+        waiting = (r for r in self._regions if not r.stays_eager and (r in self._graph or r in self._eager))
         counts = [self._graph[r].count if r in self._graph else 0 for r in waiting]
         return self._replays >= (_CALLS if all(count >= _CALLS for count in counts) else _MOST_REPLAYS)
 
@@ -104,7 +105,7 @@ class Selection:
         found = []
         with self._lock:
             for region, replayed in self._graph.items():
-                if region not in self._eager or not region.tries:
+                if region not in self._eager or region.stays_eager:
                     continue
                 eager, graph = self._eager[region].medians(), replayed.medians()
                 if eager is None or graph is None:

@@ -14,6 +14,7 @@ RETAINED = "the autograd graph is retained, so what its forward saved has to out
 HOOKS = "saved-tensor hooks are active (activation checkpointing, offloading), and they own what a forward saves"
 FORWARD_AD = "forward-mode AD is active, and a graph computes no tangents"
 TRACED = "torch.jit.trace records each operator, and a replay shows it none"
+WRITTEN_LEAF = "an input that is written in place is a leaf that requires grad, which PyTorch does not allow"
 IN_CAPTURE = "inside another capture"
 IN_STEP = "inside a graphed step, whose own graph is to hold it"
 TIMED = 'select="measured" times the ops without graphs'

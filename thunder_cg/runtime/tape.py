@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -23,6 +21,7 @@ from thunder_cg.errors import CaptureRefused, CudagraphError, ReplayRefused
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors, check_sentinels
 from thunder_cg.runtime.early_outputs import EarlyCopier
 from thunder_cg.runtime.tensors import address, copy_all
+from thunder_cg.runtime.timers import HostTimer
 
 _aten = torch.ops.aten
 
@@ -89,23 +88,6 @@ class TapeBackend:
 
     def watch_collectives(self, groups: Sequence[distributed.ProcessGroup]) -> None:
         """A replay waits for its collectives, and torch for the other ranks."""
-
-
-class HostTimer:
-    """The host's clock: on a CPU, an operator has run when its call returns."""
-
-    def __init__(self) -> None:
-        self._runs: list[list[int]] = []
-
-    def start(self) -> None:
-        self._runs.append([time.perf_counter_ns()])
-
-    def mark(self) -> None:
-        self._runs[-1].append(time.perf_counter_ns())
-
-    def runs(self) -> list[list[float]]:
-        runs, self._runs = self._runs, []
-        return [[(later - earlier) / 1000 for earlier, later in pairwise(run)] for run in runs]
 
 
 def _itself(future: Any) -> Any:

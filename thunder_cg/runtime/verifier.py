@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from thunder_cg.runtime.region import RuntimeRegion
 
 # Makes buffers for a region's inputs: those that are copied in, and a buffer, or None, for each argument.
-Place = Callable[[], tuple[Sequence[CopiedInput], list[Any]]]
+MakeBuffers = Callable[[], tuple[Sequence[CopiedInput], list[Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,9 @@ class Outcome:
 class Verifier(Protocol):
     """Compares replays with eager runs, for one program."""
 
-    def record(self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: Set[int]) -> Any:
+    def record(
+        self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: MakeBuffers, in_pool: Set[int]
+    ) -> Any:
         """While the region is recorded: what a comparison needs later, to be kept as the graph's ``check``.
 
         ``in_pool`` are the positions of the arguments in the arena, which a replay may overwrite.

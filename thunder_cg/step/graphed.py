@@ -27,7 +27,7 @@ from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.memory import PythonCall, nbytes
 from thunder_cg.step.reads import is_installed
-from thunder_cg.step.recording import Batch, StepRecording, capture
+from thunder_cg.step.recording import Batch, StepCapture, StepRecording
 from thunder_cg.step.state import Facts, StepState, difference, random_states
 
 _OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
@@ -182,17 +182,16 @@ class GraphedStep:
         while len(self.recordings) >= self._max_recordings:
             self.recordings.pop().close()
         if self.arena is None:
-            self.arena = self._arenas.hold([])
-            assert self.arena is not None
-            self.arena.release()
+            self.arena = self._arenas.single()
         make_room = partial(self._make_room, self.arena, state.device, layout)
         make_room(ready.needs)
         if any_autocast_enabled():
             torch.clear_autocast_cache()
         try:
             self.arena.pool(state.device).enter()
+            capture = StepCapture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room)
             with Stage(lambda: f"capturing the step {self.name}"):
-                recording = capture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room)
+                recording = capture.run()
         except NoRoom:
             raise
         except CaptureRefused as error:

@@ -309,115 +309,107 @@ class _Body:
         return self.outputs.sources()
 
 
-def capture(
-    fn: Callable[..., Any],
-    batch: Batch,
-    state: StepState,
-    backend: Backend,
-    arena: Arena,
-    others: Sequence[StepRecording],
-    check_memory: Callable[[], None],
-) -> StepRecording:
-    """Records a call of ``fn``, which runs nothing.
+@dataclass(frozen=True, slots=True)
+class StepCapture:
+    """One capture of a step.
 
     Args:
         others: the recordings that use the arena already.
         check_memory: is called when the graph has its memory; raises `CaptureRefused` if that is too much.
-
-    Raises:
-        CaptureRefused: no replay would be right, or the graph takes too much memory.
-        Exception: what ``fn`` raised. In both cases everything is as before.
     """
-    if state.objections:
-        raise CaptureRefused(state.objections[0])
-    attempt = partial(_attempt, fn, batch, state, backend, arena, others, check_memory)
-    try:
-        return attempt()
-    except OtherMemoryUsed as refused:
-        refusal = refused.with_traceback(None)  # which keeps what the attempt has made
-    with moved(refusal):
-        return attempt()
 
+    fn: Callable[..., Any]
+    batch: Batch
+    state: StepState
+    backend: Backend
+    arena: Arena
+    others: Sequence[StepRecording]
+    check_memory: Callable[[], None]
 
-def _attempt(
-    fn: Callable[..., Any],
-    batch: Batch,
-    state: StepState,
-    backend: Backend,
-    arena: Arena,
-    others: Sequence[StepRecording],
-    check_memory: Callable[[], None],
-) -> StepRecording:
-    state.guard_tensors()
-    for prepare in (arena.pool(state.device).prepare_thread, clear_stack):
-        on_thread_of_backwards(state.device, prepare)
-    with _Gradient.recounted():
-        before = _GradientsBefore(state.parameters, backend)
+    def run(self) -> StepRecording:
+        """Records a call of ``fn``, which runs nothing.
+
+        Raises:
+            CaptureRefused: no replay would be right, or the graph takes too much memory.
+            Exception: what ``fn`` raised. In both cases everything is as before.
+        """
+        if self.state.objections:
+            raise CaptureRefused(self.state.objections[0])
         try:
-            recording = _capture(fn, batch, state, before, backend, arena, others)
-            check_memory()
-        except BaseException:
-            state.restore()
-            before.restore()
-            raise
-        finally:
-            before.release()
-    state.release()
-    for gradient in recording.gradients:
-        if gradient is not None:
-            gradient.count()
-    return recording
+            return self._attempt()
+        except OtherMemoryUsed as refused:
+            refusal = refused.with_traceback(None)  # which keeps what the attempt has made
+        with moved(refusal):
+            return self._attempt()
 
+    def _attempt(self) -> StepRecording:
+        state = self.state
+        state.guard_tensors()
+        for prepare in (self.arena.pool(state.device).prepare_thread, clear_stack):
+            on_thread_of_backwards(state.device, prepare)
+        with _Gradient.recounted():
+            before = _GradientsBefore(state.parameters, self.backend)
+            try:
+                recording = self._record(before)
+                self.check_memory()
+            except BaseException:
+                state.restore()
+                before.restore()
+                raise
+            finally:
+                before.release()
+        state.release()
+        for gradient in recording.gradients:
+            if gradient is not None:
+                gradient.count()
+        return recording
 
-def _capture(
-    fn: Callable[..., Any],
-    batch: Batch,
-    state: StepState,
-    before: _GradientsBefore,
-    backend: Backend,
-    arena: Arena,
-    others: Sequence[StepRecording],
-) -> StepRecording:
-    pool = arena.pool(state.device)
-    guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
-    copied, buffers = place(pool, batch.tensors, frozenset(), {})
-    copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
-    versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
-    body = _Body(fn, batch, buffers, state)
-    random = random_states()
-    targets = [each.target for each in copied]
-    graph = pool.capture(partial(body.run, backend), [], targets, partial(body.copied_out, pool))[0]
-    outputs = body.outputs
-    assert outputs is not None
-    outputs.disown()
-    has_changed = [version(t) != then for t, then in zip((*state.tensors, *buffers), versions)]
-    if any(has_changed[len(state.tensors) :]):
-        raise CaptureRefused("the step writes to an argument; clone it first")
-    if (change := difference(state.facts | random, state.again().facts | random_states())) is not None:
-        raise CaptureRefused(f"Python changes in each step: {change}")
-    addresses = Addresses(body.addresses)
-    own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
-    own += [*_Gradient.tensors(), *(parameter.grad for parameter in state.parameters), *state.tensors_in_containers()]
-    for other in others:
-        own += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
-    known = [*state.tensors, *batch.tensors, *before.memory]
-    refuse_other_memory(addresses, known, own, state.device, pool)
-    gradients = [parameter.grad for parameter in state.parameters]
-    return StepRecording(
-        layout=batch.layout,
-        arena=arena,
-        guard=guard,
-        state=state,
-        graph=graph,
-        outputs=outputs,
-        structure=body.structure,
-        sources=copied,
-        gradients_before=before.expected(addresses),
-        gradients=[None if g is None else _Gradient.of(g, p) for g, p in zip(gradients, state.parameters)],
-        touched=[tensor for tensor, changed in zip(state.tensors, has_changed) if changed],
-        memory=frozenset(map(address, state.tensors)) - {0},
-        gradient_nbytes=nbytes(g for g in gradients if g is not None and _is_in(g, pool)),
-    )
+    def _record(self, before: _GradientsBefore) -> StepRecording:
+        state, batch = self.state, self.batch
+        pool = self.arena.pool(state.device)
+        guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
+        copied, buffers = place(pool, batch.tensors, frozenset(), {})
+        copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
+        versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
+        body = _Body(self.fn, batch, buffers, state)
+        random = random_states()
+        targets = [each.target for each in copied]
+        graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
+        outputs = body.outputs
+        assert outputs is not None
+        outputs.disown()
+        has_changed = [version(t) != then for t, then in zip((*state.tensors, *buffers), versions)]
+        if any(has_changed[len(state.tensors) :]):
+            raise CaptureRefused("the step writes to an argument; clone it first")
+        if (change := difference(state.facts | random, state.again().facts | random_states())) is not None:
+            raise CaptureRefused(f"Python changes in each step: {change}")
+        addresses = Addresses(body.addresses)
+        own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
+        own += [
+            *_Gradient.tensors(),
+            *(parameter.grad for parameter in state.parameters),
+            *state.tensors_in_containers(),
+        ]
+        for other in self.others:
+            own += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
+        known = [*state.tensors, *batch.tensors, *before.memory]
+        refuse_other_memory(addresses, known, own, state.device, pool)
+        gradients = [parameter.grad for parameter in state.parameters]
+        return StepRecording(
+            layout=batch.layout,
+            arena=self.arena,
+            guard=guard,
+            state=state,
+            graph=graph,
+            outputs=outputs,
+            structure=body.structure,
+            sources=copied,
+            gradients_before=before.expected(addresses),
+            gradients=[None if g is None else _Gradient.of(g, p) for g, p in zip(gradients, state.parameters)],
+            touched=[tensor for tensor, changed in zip(state.tensors, has_changed) if changed],
+            memory=frozenset(map(address, state.tensors)) - {0},
+            gradient_nbytes=nbytes(g for g in gradients if g is not None and _is_in(g, pool)),
+        )
 
 
 def _is_in(tensor: Tensor, pool: Pool) -> bool:

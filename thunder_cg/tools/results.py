@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +24,7 @@ FOLDER = Path(__file__).parent / "results"
 """The result files of this release; a wheel has none of them."""
 
 R = TypeVar("R", bound="MeasuredResults")
+Row = TypeVar("Row")
 
 
 @dataclass(slots=True)
@@ -88,6 +89,11 @@ class MeasuredResults:
         check_environment(path, results.environment, here)
         results.environment = here
         return results
+
+
+def with_row(rows: Iterable[Row], row: Row, key: Callable[[Row], Any]) -> list[Row]:
+    """The rows in the order of their keys, with ``row`` in the place of an earlier one that has its key."""
+    return sorted([*(other for other in rows if key(other) != key(row)), row], key=key)
 
 
 class Journal:
@@ -179,4 +185,4 @@ def driver() -> str:
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
-__all__ = ["FOLDER", "Journal", "MeasuredResults", "check_environment", "driver", "environment", "origin"]
+__all__ = ["FOLDER", "Journal", "MeasuredResults", "check_environment", "driver", "environment", "origin", "with_row"]

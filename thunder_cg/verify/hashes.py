@@ -12,7 +12,7 @@ from thunder_cg.runtime.backend import Backend, Graph, Pool, sentinels
 from thunder_cg.runtime.inputs import detached, with_buffers
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.tensors import copy_all
-from thunder_cg.runtime.verifier import Place
+from thunder_cg.runtime.verifier import MakeBuffers
 from thunder_cg.verify.compare import bits, effective_layout
 
 NO_HASH = -(2**63)  # of a value that is not hashed
@@ -76,7 +76,7 @@ class HashGraph:
 
     @classmethod
     def record(
-        cls, region: RuntimeRegion, backend: Backend, pool: Pool, args: Sequence[Any], place: Place
+        cls, region: RuntimeRegion, backend: Backend, pool: Pool, args: Sequence[Any], place: MakeBuffers
     ) -> HashGraph:
         assert region.hash_function is not None
         copies, buffers = place()

@@ -137,7 +137,7 @@ class Trial:
 
     def without_running(self) -> Run:
         """The results of a replay, still to be filled."""
-        results = self._graph.without_running(self._args)
+        results = self._graph.unfilled_results(self._args)
         return Run(results, {}, (), self._sources(results, self._args))
 
     def run_on_filled_memory(self, fn: Callable[..., Sequence[Any]]) -> Run | None:

@@ -14,7 +14,7 @@ from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.runtime.backend import Backend, Pool
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.verifier import Disagreement, Outcome, Place
+from thunder_cg.runtime.verifier import Disagreement, Outcome, MakeBuffers
 from thunder_cg.verify.compare import describe_difference, is_tolerable, same
 from thunder_cg.verify.hashes import HashGraph, hash_values, hashes_differ
 from thunder_cg.verify.trial import Check, Compared, Disturbed, Run, Trial
@@ -33,7 +33,9 @@ class ReplayVerifier:
     def __init__(self, ops: Ops, backend: Backend, aliasing: Aliasing) -> None:
         self._ops, self._backend, self._aliasing = ops, backend, aliasing
 
-    def record(self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: Place, in_pool: Set[int]) -> Check:
+    def record(
+        self, region: RuntimeRegion, pool: Pool, args: Sequence[Any], place: MakeBuffers, in_pool: Set[int]
+    ) -> Check:
         try:
             return Check(in_pool, HashGraph.record(region, self._backend, pool, args, place))
         except Exception:  # the capture of the region will say why

@@ -81,6 +81,15 @@ def cases(device: torch.device, quick: bool) -> tuple[BenchmarkCase, ...]:
 QUICK = ("MLP, 4 layers", "MLP with .item(), 4 layers", "DLRM, training")
 
 
+def resnet_training() -> BenchmarkCase:
+    return BenchmarkCase(
+        "ResNet-50, training 32 images",
+        lambda: ResNet("resnet50", 1000),
+        lambda: (floats(32, 3, 224, 224), numbers(1000, 32)),
+        trains=True,
+    )
+
+
 def _large() -> tuple[BenchmarkCase, ...]:
     gpt = (12, 768, 12, 50304, 512)
     return (
@@ -99,12 +108,7 @@ def _large() -> tuple[BenchmarkCase, ...]:
             dtype=torch.float32,
         ),
         BenchmarkCase("ResNet-50, 1 image", lambda: ResNet("resnet50", 1000).eval(), lambda: (floats(1, 3, 224, 224),)),
-        BenchmarkCase(
-            "ResNet-50, training 32 images",
-            lambda: ResNet("resnet50", 1000),
-            lambda: (floats(32, 3, 224, 224), numbers(1000, 32)),
-            trains=True,
-        ),
+        resnet_training(),
         BenchmarkCase(
             "BERT-base, training 8 x 128 tokens",
             lambda: Bert(),

@@ -210,7 +210,7 @@ def _template(case: RankCase) -> RankSubject:
     made = subject(case.case, case.device)
     shift = 0 if case.parallel == TENSOR else dist.get_rank()
     inputs = tuple(t.roll(shift, -1).contiguous() for t in made.inputs)
-    return RankSubject(case.case, case.parallel, made.model, inputs)
+    return RankSubject(case.case, made.model, inputs, case.parallel)
 
 
 def _everyone(value: Any, control: dist.ProcessGroup) -> list[Any]:

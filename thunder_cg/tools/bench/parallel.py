@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from thunder_cg import cudagraph_transform, executors
 from thunder_cg.compat.distributed import coalescing
-from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.variants import (
     COMPILE,
     EAGER,
@@ -28,6 +27,7 @@ from thunder_cg.tools.bench.variants import (
     OURS_FUSED,
     REDUCE_OVERHEAD,
     THUNDER,
+    Subject,
     recovering_pool,
 )
 
@@ -36,17 +36,10 @@ COLLECTIVES_EAGER = "thunder_cg, collectives eager"
 
 
 @dataclass(frozen=True, slots=True)
-class RankSubject:
+class RankSubject(Subject):
     """One variant's own copy of a model, and this rank's inputs, on the device."""
 
-    case: BenchmarkCase
     parallel: str
-    model: nn.Module
-    inputs: tuple[Tensor, ...]
-
-    @property
-    def device(self) -> torch.device:
-        return self.inputs[0].device
 
     @property
     def split_layers(self) -> tuple[list[str], list[str]]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from thunder_cg.tools.bench.cases import BenchmarkCase, floats, numbers, tokens_and_targets
-from thunder_cg.tools.bench.models import Gpt, GptDecode, Llama, ResNet
+from thunder_cg.tools.bench.cases import BenchmarkCase, numbers, resnet_training, tokens_and_targets
+from thunder_cg.tools.bench.models import Gpt, GptDecode, Llama
 from thunder_cg.tools.bench.parallel import DDP, TENSOR, ZERO2, ZERO3
 
 GPT_LAYERS, LLAMA_LAYERS, QUICK_LAYERS = 12, 16, 3
@@ -50,7 +50,7 @@ def rank_cases(
     yield RankCase(_decode(depth), TENSOR, device)
     # Thunder 0.2.6 has no tensor parallelism for Llama's MLP, which multiplies two layers that are split by columns.
     yield from (RankCase(_llama(layers or LLAMA_LAYERS), each, device) for each in (DDP, ZERO2, ZERO3))
-    yield from (RankCase(_resnet(), each, device) for each in (DDP, ZERO2, ZERO3))
+    yield from (RankCase(resnet_training(), each, device) for each in (DDP, ZERO2, ZERO3))
 
 
 def _gpt(layers: int, batch: int, length: int) -> BenchmarkCase:
@@ -75,15 +75,6 @@ def _llama(layers: int) -> BenchmarkCase:
         f"Llama, {layers} layers, width 2048, training 1 x 512 tokens",  # 1.1 billion parameters with 16
         lambda: Llama(layers, 2048, 32, 8, 8192, 32000, 512),
         lambda: tokens_and_targets(32000, 1, 512),
-        trains=True,
-    )
-
-
-def _resnet() -> BenchmarkCase:
-    return BenchmarkCase(
-        "ResNet-50, training 32 images",
-        lambda: ResNet("resnet50", 1000),
-        lambda: (floats(32, 3, 224, 224), numbers(1000, 32)),
         trains=True,
     )
 

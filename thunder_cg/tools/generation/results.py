@@ -9,7 +9,7 @@ from typing import Any
 from thunder_cg.tools.bench.report import line
 from thunder_cg.tools.bench.variants import OURS, THUNDER
 from thunder_cg.tools.generation.measure import VARIANTS, GenerationRow
-from thunder_cg.tools.results import MeasuredResults, origin
+from thunder_cg.tools.results import MeasuredResults, origin, with_row
 
 PACKAGES = ("transformers", "litgpt")
 
@@ -22,10 +22,10 @@ class GenerationResults(MeasuredResults):
 
     def add(self, row: GenerationRow, order: Sequence[str]) -> None:
         """Adds a row, in place of an earlier one of the same model and variant; `order` is that of the models."""
-        others = [other for other in self.rows if (other.model, other.variant) != (row.model, row.variant)]
         place = {name: index for index, name in enumerate(order)}
-        by_place = [*others, row]
-        self.rows = sorted(by_place, key=lambda r: (place.get(r.model, len(place)), VARIANTS.index(r.variant)))
+        self.rows = with_row(
+            self.rows, row, lambda r: (place.get(r.model, len(place)), r.model, VARIANTS.index(r.variant))
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {"environment": self.environment, "rows": [asdict(row) for row in self.rows]}

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from thunder_cg.tools.results import MeasuredResults
+from thunder_cg.tools.results import MeasuredResults, with_row
 from thunder_cg.tools.suite.row import MODES, SuiteRow
 
 NOTE = (
@@ -24,9 +24,8 @@ class SuiteResults(MeasuredResults):
 
     def add(self, row: SuiteRow, order: Sequence[str]) -> None:
         """Adds a row, in place of an earlier one of the same model and mode; `order` is that of the models."""
-        others = [other for other in self.rows if (other.model, other.mode) != (row.model, row.mode)]
         place = {name: index for index, name in enumerate(order)}
-        self.rows = sorted([*others, row], key=lambda r: (place.get(r.model, len(place)), r.model, MODES.index(r.mode)))
+        self.rows = with_row(self.rows, row, lambda r: (place.get(r.model, len(place)), r.model, MODES.index(r.mode)))
 
     def to_dict(self) -> dict[str, Any]:
         return {"environment": self.environment, "note": NOTE, "rows": [asdict(row) for row in self.rows]}
