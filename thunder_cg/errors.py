@@ -79,13 +79,24 @@ class DisagreementWarning(UserWarning):
 
 
 class CaptureRefused(CudagraphError, RuntimeError):
-    """What a backend raises while capturing, for an operation that a graph cannot hold."""
+    """What a backend raises while capturing, for an operation that a graph cannot hold.
+
+    ``may_pass`` says whether a later call may be captured.
+    """
+
+    may_pass = False
+
+
+class CaptureLater(CaptureRefused):
+    """What keeps a step from being captured in this call only."""
+
+    may_pass = True
 
 
 class NoRoom(CaptureRefused):
     """What keeps a step from being captured: its graph does not fit into the memory budget.
 
-    ``may_pass`` says whether older graphs went for it, so that a later call may find room.
+    It may pass if older graphs went for it.
     """
 
     def __init__(self, problem: str, *, may_pass: bool) -> None:

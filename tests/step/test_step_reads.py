@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import array
+import cProfile
 import itertools
 import random
+import sys
 from collections import deque
 from types import SimpleNamespace
 
@@ -12,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import dropout
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
 
@@ -92,6 +96,134 @@ def test_a_global_of_a_modules_code(step_twins):
     head = nn.Sequential(Scaled())
     step = changing(step_twins, lambda y: head(y), set_scale)
     assert step.captures == 2, explain(step)
+
+
+def plain(y):
+    return y * SCALE
+
+
+def decorated(*decorators):
+    def scaled(y):
+        return y * SCALE
+
+    for decorator in decorators:
+        scaled = decorator(scaled)
+    return scaled
+
+
+def wrapping(fn):
+    """A decorator of the user's, which does not say what it wraps."""
+
+    def wrapped(y):
+        return fn(y)
+
+    return wrapped
+
+
+class Base:
+    alpha = 1.0
+
+    def __init__(self):
+        self.beta = 1.0
+
+    def __call__(self, y):
+        return y * SCALE * self.alpha * self.beta
+
+    def __matmul__(self, y):
+        return y * SCALE
+
+    @property
+    def scale(self):
+        return SCALE
+
+
+class Derived(Base):
+    def __call__(self, y):
+        return super().__call__(y)
+
+
+class Made:
+    """An object that the step makes."""
+
+    def __init__(self, y):
+        self.y = y * SCALE
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * SCALE
+
+
+base, derived, functions = Base(), Derived(), {"f": plain}
+FUNCTIONS = {
+    "a dictionary": lambda y: functions["f"](y),
+    "map": lambda y: next(iter(map(plain, [y]))),
+    "getattr": lambda y: getattr(base, "".join(["sca", "le"])) * y,
+    "autocast": decorated(torch.autocast("cpu", enabled=False)),
+    "a decorator": decorated(wrapping, wrapping),
+    "compiled": torch.compile(decorated(), backend="eager"),
+    "a base class": lambda y: derived(y),
+    "an operator": lambda y: base @ y,
+    "a property": lambda y: y * base.scale,
+    "an object": lambda y: Made(y).y,
+    "a backward": lambda y: Reversed.apply(y),
+}
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_functions_that_are_called_indirectly(step_twins, kind):
+    step = changing(step_twins, FUNCTIONS[kind], set_scale, calls=11)
+    # Dynamo compiles a number that has changed as a tensor on the host, which no graph can read.
+    assert step.captures == (1 if kind == "compiled" else 2) and step.replays >= 3, explain(step)
+
+
+def test_what_a_compiled_module_and_function_read(step_twins):
+    head, function = step_twins.compiled(Scaled()), step_twins.compiled(decorated())
+    step = changing(step_twins, lambda y: function(head(y)), set_scale, calls=11)
+    assert step.captures == 2, explain(step)
+
+
+def test_attributes_of_what_a_method_is_bound_to(step_twins):
+    made = Derived()
+
+    def change(*_, back=False):
+        made.beta = 1.0 if back else 2.0
+
+    assert changing(step_twins, lambda y: {"f": made}["f"](y), change, calls=11).captures == 2
+
+
+@pytest.mark.parametrize("how", ["manual_seed", "fork_rng", "checkpoint"])
+def test_a_step_that_sets_the_random_state(step_twins, how):
+    def of(y):
+        if how == "manual_seed":
+            torch.manual_seed(3)
+        if how == "checkpoint":
+            return checkpoint(lambda y: dropout(y, 0.5), y, use_reentrant=False)
+        with torch.random.fork_rng(enabled=how == "fork_rng"):
+            return dropout(y, 0.5)
+
+    step = step_twins.train(make_step(of))
+    assert step.captures == 0
+    if step_twins.device == "cpu":
+        assert "sets the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
+
+
+def test_a_profiler_of_python(step_twins):
+    step = step_twins.graphed(make_step(lambda y: y)(step_twins.model()))
+    profiler = cProfile.Profile()
+    with profiler:
+        for _ in range(4):
+            step(*step_twins.batch())
+    if sys.version_info < (3, 12):  # later ones do not exclude each other
+        assert step.captures == 0 and "begin to profile after the step has been captured" in str(explain(step))
+    step(*step_twins.batch())
+    step(*step_twins.batch())
+    assert step.captures == 1 and sys.getprofile() is None
 
 
 def test_a_module_in_a_list(step_twins):

@@ -459,6 +459,12 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def code_before_dynamo(code: types.CodeType) -> types.CodeType:
+    """The code of a function whose code Dynamo has replaced; other code itself."""
+    module: Any = sys.modules.get("torch._dynamo.convert_frame")
+    return code if module is None else module.orig_code_map.get(code) or code
+
+
 # How many hold a tensor from C++, its object of Python included; 1 where PyTorch does not tell (before 2.11).
 tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
 

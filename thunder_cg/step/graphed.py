@@ -19,15 +19,16 @@ from torch.optim import Optimizer
 
 from thunder_cg.compat.distributed import is_distributed
 from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
-from thunder_cg.errors import CaptureRefused, NoRoom, OptionError, ReplayRefused
+from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, ReplayRefused
 from thunder_cg.options import BACKENDS, check_memory_budget
 from thunder_cg.progress import Stage
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
+from thunder_cg.step.calls import Calls
 from thunder_cg.step.memory import PythonCall, nbytes
-from thunder_cg.step.reads import is_installed
-from thunder_cg.step.recording import Batch, StepCapture, StepRecording
+from thunder_cg.step.reads import Called, is_installed
+from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording
 from thunder_cg.step.state import Facts, StepState, difference, random_states
 
 _OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
@@ -93,6 +94,7 @@ class GraphedStep:
         self._ready: dict[Any, _Ready] = {}  # by layout
         self._refused: dict[Any, str] = {}  # by layout: why it cannot be captured
         self._unstable = 0  # calls in a row
+        self._called: dict[Any, Called] = {}  # functions that no bytecode names
         self.calls = self.replays = self.captures = 0
         self.in_python: Counter[str] = Counter()
 
@@ -142,17 +144,23 @@ class GraphedStep:
         hopeless = self._unstable >= _MAX_UNSTABLE
         if hopeless and self.calls % _LOOK_AGAIN:
             return self._run(args, kwargs, _HOPELESS)
-        state = StepState(self._fn, self._roots, self._backend.device_type)
+        state = StepState(self._fn, self._roots, self._backend.device_type, [*self._called.values()])
         known = self._ready.get(layout)
         if not self.captures_pay():
             self._refuse(layout, f"it was captured {self.captures} times and replayed {self.replays} times")
         elif known is not None and known.facts == state.facts:
+            calls = Calls()
             try:
-                return self._capture(state, batch, layout, known)
+                return self._capture(state, batch, layout, known, calls)
             except CaptureRefused as error:  # its frames hold the tensors of the step, so it has to go before
-                refusal, is_final = str(error), not (isinstance(error, NoRoom) and error.may_pass)
+                refusal, is_final, calls_more = str(error), not error.may_pass, isinstance(error, CallsMore)
             if not self.recordings:
                 self.release()
+            if calls_more:
+                del self._ready[layout]
+                self._called |= calls.found
+                self._unstable += 1
+                return self._observe(batch, layout, args, kwargs)
             if is_final:
                 self._refuse(layout, refusal)
             return self._run(args, kwargs, refusal)
@@ -177,7 +185,7 @@ class GraphedStep:
             self.in_python[f"{change}, in the step{_fix_for(change)}"] += 1
         return result
 
-    def _capture(self, state: StepState, batch: Batch, layout: Any, ready: _Ready) -> Any:
+    def _capture(self, state: StepState, batch: Batch, layout: Any, ready: _Ready, calls: Calls) -> Any:
         """Captures the step and replays it. `CaptureRefused` if that cannot be; then nothing has happened."""
         while len(self.recordings) >= self._max_recordings:
             self.recordings.pop().close()
@@ -189,10 +197,10 @@ class GraphedStep:
             torch.clear_autocast_cache()
         try:
             self.arena.pool(state.device).enter()
-            capture = StepCapture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room)
+            capture = StepCapture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room, calls)
             with Stage(lambda: f"capturing the step {self.name}"):
                 recording = capture.run()
-        except NoRoom:
+        except (CaptureLater, NoRoom):
             raise
         except CaptureRefused as error:
             raise CaptureRefused(f"{error}{_where(error)}") from error

@@ -30,7 +30,7 @@ from thunder_cg.compat.torch import (
     tree_unflatten,
     version,
 )
-from thunder_cg.errors import CaptureRefused
+from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.guards import Guard
@@ -38,6 +38,7 @@ from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
+from thunder_cg.step.calls import Calls
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, moved, refuse_other_memory
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
@@ -279,15 +280,21 @@ class StepRecording(RecordingUse):
 class _Body:
     """The function as a pool captures it, and what it shows of the step."""
 
-    def __init__(self, fn: Callable[..., Any], batch: Batch, buffers: list[Tensor], state: StepState) -> None:
-        self._fn, self._batch, self._buffers, self._state = fn, batch, buffers, state
+    def __init__(
+        self, fn: Callable[..., Any], batch: Batch, buffers: list[Tensor], state: StepState, calls: Calls
+    ) -> None:
+        self._fn, self._batch, self._buffers, self._state, self._calls = fn, batch, buffers, state, calls
         self.structure: Any = None
         self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
 
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
-        result = self._batch.call(self._fn, self._buffers)
+        self._calls.watch()
+        try:
+            result = self._batch.call(self._fn, self._buffers)
+        finally:
+            self._calls.end()
         leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
@@ -309,6 +316,10 @@ class _Body:
         return self.outputs.sources()
 
 
+class CallsMore(CaptureLater):
+    """See Note [Functions that no bytecode names] in calls.py."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepCapture:
     """One capture of a step.
@@ -316,6 +327,7 @@ class StepCapture:
     Args:
         others: the recordings that use the arena already.
         check_memory: is called when the graph has its memory; raises `CaptureRefused` if that is too much.
+        calls: is told of the functions of the user's that run.
     """
 
     fn: Callable[..., Any]
@@ -325,6 +337,7 @@ class StepCapture:
     arena: Arena
     others: Sequence[StepRecording]
     check_memory: Callable[[], None]
+    calls: Calls
 
     def run(self) -> StepRecording:
         """Records a call of ``fn``, which runs nothing.
@@ -345,8 +358,10 @@ class StepCapture:
     def _attempt(self) -> StepRecording:
         state = self.state
         state.guard_tensors()
-        for prepare in (self.arena.pool(state.device).prepare_thread, clear_stack):
-            on_thread_of_backwards(state.device, prepare)
+        on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)
+        if state.device.type != "cpu":  # whose backwards run on the thread that calls them
+            on_thread_of_backwards(state.device, self.calls.watch)
+        on_thread_of_backwards(state.device, clear_stack)
         with _Gradient.recounted():
             before = _GradientsBefore(state.parameters, self.backend)
             try:
@@ -371,7 +386,7 @@ class StepCapture:
         copied, buffers = place(pool, batch.tensors, frozenset(), {})
         copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
-        body = _Body(self.fn, batch, buffers, state)
+        body = _Body(self.fn, batch, buffers, state, self.calls)
         random = random_states()
         targets = [each.target for each in copied]
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
@@ -381,8 +396,12 @@ class StepCapture:
         has_changed = [version(t) != then for t, then in zip((*state.tensors, *buffers), versions)]
         if any(has_changed[len(state.tensors) :]):
             raise CaptureRefused("the step writes to an argument; clone it first")
+        if self.calls.objection is not None:
+            raise CaptureRefused(self.calls.objection)
         if (change := difference(state.facts | random, state.again().facts | random_states())) is not None:
             raise CaptureRefused(f"Python changes in each step: {change}")
+        if not state.knows([*self.calls.found.values()]):
+            raise CallsMore("functions that the step calls read more from outside than was compared")
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         own += [

@@ -1,0 +1,121 @@
+"""Watches which of the user's functions a step calls while it is captured.
+
+Note [Functions that no bytecode names]
+    The bytecode of a step tells what it calls by name. It does not tell what comes out of a dictionary or a base class,
+    what stands behind an operator or a property, and what autograd calls in the backward. So a capture is watched. If
+    functions run that read more from outside than is compared before a replay, the capture is given up, and the step is
+    looked at anew, these functions included.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import sys
+import types
+from typing import Any
+
+import torch
+
+from thunder_cg.compat.torch import code_before_dynamo
+from thunder_cg.errors import CaptureLater
+from thunder_cg.step.reads import Called, is_installed
+
+_GENERATED = ("<eval_with_key>", "thunder.")  # the code of graphs and traces
+_SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
+
+
+class Calls:
+    """The user's functions that run between `watch` and `end`, as a profiler of Python is told of them.
+
+    Attributes:
+        found: each function, and what it is bound to.
+        objection: something that runs and that no replay would do, in words; None if nothing does.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[types.CodeType, int], Called] = {}
+        self.objection: str | None = None
+        self._foreign: set[types.CodeType] = set()
+        self._inner: set[types.CodeType] = set()  # of functions that are made in the step
+        self._new: set[int] = set()  # objects that are made in the step
+        self._is_over = False
+
+    def watch(self) -> None:
+        """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else."""
+        if sys.getprofile() is not None:
+            problem = "a profiler of Python is active, and a capture needs to be told what the step calls"
+            raise CaptureLater(f"{problem}; begin to profile after the step has been captured")
+        self._is_over = False
+        sys.setprofile(self._note)
+
+    def end(self) -> None:
+        """Ends it on the calling thread, and on others at the next call there."""
+        self._is_over = True
+        if sys.getprofile() == self._note:
+            sys.setprofile(None)
+
+    def _note(self, frame: types.FrameType, event: str, called: Any) -> None:
+        if self._is_over:
+            sys.setprofile(None)
+        elif event == "call":
+            code = frame.f_code
+            if code.co_name == "__init__" and code.co_argcount:
+                self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
+            if code not in self._foreign:
+                self._note_function(frame, code_before_dynamo(code))
+        elif event == "c_call" and called.__name__ in _SEEDS and isinstance(called.__self__, torch.Generator):
+            problem = f"the step sets the state of a generator of random numbers{_line(frame)}"
+            self.objection = f"{problem}, which no replay would do; do it outside of the step"
+
+    def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
+        if not _is_users(code.co_filename, frame.f_globals):
+            self._foreign.add(frame.f_code)
+            return
+        self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
+        if code in self._inner:
+            return
+        owner = _owner(frame, code)
+        owner = None if id(owner) in self._new else owner
+        key = code, id(owner)
+        if key not in self.found and (function := _function(frame, code)) is not None:
+            self.found[key] = Called(function, owner)
+
+
+def _is_users(file: str, variables: dict[str, Any]) -> bool:
+    if file == "<string>":  # written by a class decorator or a compiler, or all that Python runs
+        file = variables.get("__file__", "<frozen" if variables.get("__name__") != "__main__" else file)
+    return not is_installed(file) and not file.startswith(_GENERATED)
+
+
+def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
+    """What the function is bound to; None if it is no method."""
+    if not code.co_argcount:
+        return None
+    first = frame.f_locals.get(code.co_varnames[0])
+    for kind in type(first).__mro__:
+        member = vars(kind).get(code.co_name)
+        member = member.fget if isinstance(member, property) else member
+        if isinstance(member, types.FunctionType) and inspect.unwrap(member).__code__ is code:
+            return first
+    return None
+
+
+def _function(frame: types.FrameType, code: types.CodeType) -> types.FunctionType | None:
+    """The function that runs; None if it is gone, or was made by the step."""
+    if not code.co_freevars:
+        return types.FunctionType(code, frame.f_globals)
+    for function in gc.get_referrers(code):
+        if isinstance(function, types.FunctionType) and function.__code__ is code:
+            contents = zip(code.co_freevars, function.__closure__ or ())
+            if all(cell.cell_contents is frame.f_locals.get(name) for name, cell in contents):
+                return function
+    return None
+
+
+def _line(frame: types.FrameType | None) -> str:
+    """The line of the user's that is under way."""
+    while frame is not None and is_installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f", at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
