@@ -41,6 +41,7 @@ class Calls:
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
         self._is_over = False
+        self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
 
     def watch(self) -> None:
         """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else."""
@@ -48,12 +49,12 @@ class Calls:
             problem = "a profiler of Python is active, and a capture needs to be told what the step calls"
             raise CaptureLater(f"{problem}; begin to profile after the step has been captured")
         self._is_over = False
-        sys.setprofile(self._note)
+        sys.setprofile(self._callback)
 
     def end(self) -> None:
         """Ends it on the calling thread, and on others at the next call there."""
         self._is_over = True
-        if sys.getprofile() == self._note:
+        if sys.getprofile() is self._callback:
             sys.setprofile(None)
 
     def _note(self, frame: types.FrameType, event: str, called: Any) -> None:

@@ -62,6 +62,8 @@ _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 6
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, partial
 
+_random: Any = random.random  # of the generator of the process
+
 Facts = dict[str, Any]
 
 
@@ -382,8 +384,11 @@ class StepState:
 
 
 def _content_of(value: Any) -> Callable[[], Any] | None:
-    """How to get what a value holds, if that changes without a trace: an array, or a generator of random numbers."""
-    if isinstance(value, random.Random):
+    """How to get what a value holds, if that changes without a trace: an array, or a generator of random numbers.
+
+    The generators of a process have `random_states`.
+    """
+    if isinstance(value, random.Random) and value is not _random.__self__:
         return value.getstate
     if isinstance(value, array):
         return value.tobytes
@@ -391,7 +396,8 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
         return None
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         return lambda: (value.shape, value.dtype, value.tobytes())
-    if isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+    generators = numpy.random.Generator, numpy.random.RandomState
+    if isinstance(value, generators) and value is not numpy.random.rand.__self__:
         return lambda: pickle.dumps(value)
     return None
 
