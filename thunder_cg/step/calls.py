@@ -66,7 +66,9 @@ class Calls:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
             if code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
-        elif event == "c_call" and called.__name__ in _SEEDS and isinstance(called.__self__, torch.Generator):
+        elif event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
+            if called.__name__ not in _SEEDS:
+                return
             problem = f"the step sets the state of a generator of random numbers{_line(frame)}"
             self.objection = f"{problem}, which no replay would do; do it outside of the step"
 
