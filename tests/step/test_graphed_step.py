@@ -649,6 +649,25 @@ def test_results_belong_to_the_caller(step_twins):
         assert not result["loss"].requires_grad
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_sparse_gradients_are_refused(step_twins, late):
+    embedding = nn.Embedding(10, 4, sparse=True).to(step_twins.device)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+
+    def step(x):
+        if not late:
+            optimizer.zero_grad()
+        embedding(x).square().mean().backward()
+        optimizer.step()
+        if late:
+            optimizer.zero_grad()
+
+    step = step_twins.graphed(step)
+    for _ in range(4):
+        step(torch.arange(3, device=step_twins.device))
+    assert step.captures == 0 and "torch.sparse_coo, which has no address" in why(step), why(step)
+
+
 def test_an_exception_passes_through(step_twins):
     model = step_twins.compiled(step_twins.model())
     fail = []

@@ -326,7 +326,10 @@ def capture(
 
     Raises:
         CaptureRefused: no replay would be right, or the graph takes too much memory.
-        Exception: what ``fn`` raised. In both cases everything is as before.
+        Exception: what ``fn`` raised.
+
+    In both cases all tensors, gradients, random states, and the containers of the state are as before. What ``fn`` did
+    elsewhere has happened, such as what it printed, or wrote to a file.
     """
     if state.hooks:
         raise CaptureRefused(state.hooks[0])
@@ -351,6 +354,7 @@ def _attempt(
     state.guard_tensors()
     for prepare in (arena.pool(state.device).prepare_thread, clear_stack):
         on_thread_of_backwards(state.device, prepare)
+    _refuse_sparse_gradients(state)
     with _Gradient.recounted():
         before = _GradientsBefore(state.parameters, backend)
         try:
@@ -387,6 +391,7 @@ def _capture(
     random = random_states()
     targets = [each.target for each in copied]
     graph = pool.capture(partial(body.run, backend), [], targets, partial(body.copied_out, pool))[0]
+    _refuse_sparse_gradients(state)
     outputs = body.outputs
     assert outputs is not None
     outputs.disown()
@@ -420,6 +425,13 @@ def _capture(
     )
 
 
+def _refuse_sparse_gradients(state: StepState) -> None:
+    for parameter in state.parameters:
+        if (gradient := parameter.grad) is not None and not has_storage(gradient):
+            problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
+            raise CaptureRefused(f"{problem}; make its module with sparse=False")
+
+
 def _is_in(tensor: Tensor, pool: Pool) -> bool:
     return any(start <= address_if_any(tensor) < stop for start, stop in pool.ranges())
 
@@ -427,4 +439,4 @@ def _is_in(tensor: Tensor, pool: Pool) -> bool:
 def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:
     if tensor is None or expected is None:
         return tensor is expected
-    return tensor.data_ptr() == expected.data_ptr() and layout(tensor) == layout(expected)
+    return has_storage(tensor) and tensor.data_ptr() == expected.data_ptr() and layout(tensor) == layout(expected)
