@@ -323,7 +323,8 @@ def graphed_step(
     The first calls run in Python, until one has left all that Python knows as it found it. The next one is captured,
     and later ones copy the batch in and replay. Python runs no more then: what the step prints or counts happens only
     in calls that run in Python. A call for which no graph is right runs in Python, with the graphs of the compiled
-    modules in it, and :func:`thunder_cg.explain` says why.
+    modules in it, and :func:`thunder_cg.explain` says why. A capture runs the Python of the step, too. If it fails, the
+    call runs the step in Python once more: tensors are as if it ran once, but it has printed or written files twice.
 
     Args:
         fn: takes tensors on one device, in any nesting, and returns tensors, in any nesting. It finds what it needs
