@@ -33,7 +33,7 @@ from thunder_cg.step.state import Facts, StepState, difference, random_states
 _OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
 _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
 _MAX_CAPTURES = 16  # if they do not pay
-_LOOK_AGAIN = 32  # after so many more
+_LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
 _FIRST = "the first call of its kind: what the step does is noted"
 _HOPELESS = "Python changes what the step depends on in each call"
@@ -52,6 +52,16 @@ class _Ready:
     facts: Facts
     needs: int  # bytes of the pool, at least
     without_graphs: int  # bytes that the call has allocated at a time, at least
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """Why calls with a layout are not captured. It holds for the state in which the last of the attempts failed."""
+
+    reason: str
+    facts: Facts
+    attempts: int
+    next_look: int  # the call that looks whether the state has changed: to look at each call would cost too much
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +101,8 @@ class GraphedStep:
         self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
         self._ready: dict[Any, _Ready] = {}  # by layout
-        self._refused: dict[Any, str] = {}  # by layout: why it cannot be captured
+        self._refused: dict[Any, _Refusal] = {}  # by layout
+        self._warned: set[str] = set()
         self._unstable = 0  # calls in a row
         self.calls = self.replays = self.captures = 0
         self.in_python: Counter[str] = Counter()
@@ -137,25 +148,31 @@ class GraphedStep:
 
     def _observe(self, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
-        if layout in self._refused:
-            return self._run(args, kwargs, self._refused[layout])
+        refusal = self._refused.get(layout)
+        if refusal is not None and self.calls < refusal.next_look:
+            return self._run(args, kwargs, refusal.reason)
         hopeless = self._unstable >= _MAX_UNSTABLE
         if hopeless and self.calls % _LOOK_AGAIN:
             return self._run(args, kwargs, _HOPELESS)
         state = StepState(self._fn, self._roots, self._backend.device_type)
+        if refusal is not None and refusal.facts == state.facts:
+            refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
+            return self._run(args, kwargs, refusal.reason)
         known = self._ready.get(layout)
         if not self.captures_pay():
-            self._refuse(layout, f"it was captured {self.captures} times and replayed {self.replays} times")
+            self._refuse(
+                layout, state.facts, f"it was captured {self.captures} times and replayed {self.replays} times"
+            )
         elif known is not None and known.facts == state.facts:
             try:
                 return self._capture(state, batch, layout, known)
             except CaptureRefused as error:  # its frames hold the tensors of the step, so it has to go before
-                refusal, is_final = str(error), not (isinstance(error, NoRoom) and error.may_pass)
+                problem, is_final = str(error), not (isinstance(error, NoRoom) and error.may_pass)
             if not self.recordings:
                 self.release()
             if is_final:
-                self._refuse(layout, refusal)
-            return self._run(args, kwargs, refusal)
+                self._refuse(layout, state.facts, problem)
+            return self._run(args, kwargs, problem)
         reason = _FIRST if known is None else difference(known.facts, state.facts) or _FIRST
         random = random_states()
         python = PythonCall(state, self._backend)
@@ -166,8 +183,7 @@ class GraphedStep:
         if change is None:
             needs = python.allocated(after)
             self._ready[layout] = _Ready(state.facts, needs + nbytes(batch.tensors), needs)
-            while len(self._ready) > _MAX_LAYOUTS:
-                del self._ready[next(iter(self._ready))]
+            _forget_oldest(self._ready)
         self._unstable += change is not None or known is not None
         if self._unstable == _MAX_UNSTABLE:
             said = change or reason
@@ -205,6 +221,7 @@ class GraphedStep:
         recording.layout, recording.nbytes, recording.without_graphs = layout, ready.needs, ready.without_graphs
         self.recordings.insert(0, recording)
         self.captures += 1
+        self._refused.pop(layout, None)
         result = recording.replay(batch)
         self._unstable = 0
         return result
@@ -227,11 +244,18 @@ class GraphedStep:
         self.recordings.remove(recording)
         recording.close()
 
-    def _refuse(self, layout: Any, reason: str) -> None:
-        self._refused[layout] = reason
+    def _refuse(self, layout: Any, facts: Facts, reason: str) -> None:
+        """Calls with the layout run in Python until their state changes. Each attempt that fails doubles the wait."""
+        attempts = self._refused[layout].attempts + 1 if layout in self._refused else 1
+        self._refused[layout] = _Refusal(reason, facts, attempts, self.calls + 2**attempts)
+        _forget_oldest(self._refused)
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
+        """Once for each reason."""
+        if reason in self._warned:
+            return
+        self._warned.add(reason)
         said = f"graphed_step({self.name}) runs in Python, with the graphs of the compiled modules in it: {reason}"
         warnings.warn(said, UserWarning, stacklevel=4)
 
@@ -256,6 +280,11 @@ class GraphedStep:
         """Of each layout that is not captured, and would be when it comes again if it can: what it needs."""
         captured = {recording.layout for recording in self.recordings}
         return [ready for layout, ready in self._ready.items() if layout not in captured]
+
+
+def _forget_oldest(by_layout: dict[Any, Any]) -> None:
+    while len(by_layout) > _MAX_LAYOUTS:
+        del by_layout[next(iter(by_layout))]
 
 
 def _detached(result: Any) -> Any:

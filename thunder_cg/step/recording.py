@@ -328,8 +328,8 @@ def capture(
         CaptureRefused: no replay would be right, or the graph takes too much memory.
         Exception: what ``fn`` raised.
 
-    In both cases all tensors, gradients, random states, and the containers of the state are as before. What ``fn`` did
-    elsewhere has happened, such as what it printed, or wrote to a file.
+    In both cases tensors, gradients, PyTorch's random states and the containers of the state are as before. What ``fn``
+    did elsewhere has happened, such as what it printed, or wrote to a file.
     """
     if state.hooks:
         raise CaptureRefused(state.hooks[0])
