@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -25,24 +22,17 @@ from thunder_cg.progress import Stage
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
+from thunder_cg.step.fixes import change_between, fix_of_change, where
 from thunder_cg.step.memory import PythonCall, nbytes
-from thunder_cg.step.reads import is_installed
 from thunder_cg.step.recording import Batch, StepRecording, capture
-from thunder_cg.step.state import Facts, StepState, difference, random_states
+from thunder_cg.step.state import Facts, StepState, random_states
 
-_OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
 _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
 _MAX_CAPTURES = 16  # if they do not pay
 _LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
 _FIRST = "the first call of its kind: what the step does is noted"
 _HOPELESS = "Python changes what the step depends on in each call"
-_READ = "the host reads a value there; return the tensor, and read it outside of the step"
-_OPTIMIZER = "the optimizer reads its state on the host; make it with capturable=True (on a CPU with fused=True)"
-_RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
-_HISTORY = (
-    "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,24 +163,25 @@ class GraphedStep:
             if is_final:
                 self._refuse(layout, state.facts, problem)
             return self._run(args, kwargs, problem)
-        reason = _FIRST if known is None else difference(known.facts, state.facts) or _FIRST
+        reason = _FIRST if known is None else change_between(known.facts, state.facts) or _FIRST
         random = random_states()
         python = PythonCall(state, self._backend)
         with held_back(not hopeless):
             result = self._run(args, kwargs, reason)
         after = state.again()
-        change = difference(state.facts | random, after.facts | random_states())
+        change = change_between(state.facts | random, after.facts | random_states())
         if change is None:
             needs = python.allocated(after)
             self._ready[layout] = _Ready(state.facts, needs + nbytes(batch.tensors), needs)
             _forget_oldest(self._ready)
         self._unstable += change is not None or known is not None
         if self._unstable == _MAX_UNSTABLE:
-            said = change or reason
-            self._warn(f"{said}, in each step{_fix_for(said)}")
+            fix = fix_of_change(change or reason, state.facts, self._roots, in_step=change is not None)
+            self._warn(f"{change or reason}, in each step{fix}")
         if change is not None:
             self.in_python[reason] -= 1
-            self.in_python[f"{change}, in the step{_fix_for(change)}"] += 1
+            fix = fix_of_change(change, state.facts, self._roots, in_step=True)
+            self.in_python[f"{change}, in the step{fix}"] += 1
         return result
 
     def _capture(self, state: StepState, batch: Batch, layout: Any, ready: _Ready) -> Any:
@@ -212,9 +203,9 @@ class GraphedStep:
         except NoRoom:
             raise
         except CaptureRefused as error:
-            raise CaptureRefused(f"{error}{_where(error)}") from error
+            raise CaptureRefused(f"{error}{where(error)}") from error
         except Exception as error:
-            raise CaptureRefused(f"{_said(error)}{_where(error)}") from error
+            raise CaptureRefused(f"{_said(error)}{where(error)}") from error
         finally:
             if any_autocast_enabled():  # it holds weights in the pool
                 torch.clear_autocast_cache()
@@ -297,28 +288,6 @@ def _thread_state() -> tuple[Any, ...]:
     autocast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds)
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
     return autocast, modes, torch.get_default_dtype(), torch.get_default_device()
-
-
-def _fix_for(change: str) -> str:
-    """What to do about a fact that changes in each step."""
-    if "['lr']" in change:
-        return f"; {_RATE}"
-    return f"; {_OPTIMIZER}" if ".state[" in change and "['step']" in change else ""
-
-
-def _where(error: BaseException) -> str:
-    """The line of the user's that raised, and what to do about it."""
-    files = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    user = [(file, line) for file, line in files if os.path.isfile(file) and not is_installed(file)]
-    said, fix = str(error).lower(), ""
-    if "legacy stream depend" in said:
-        fix = f"; {_HISTORY}"
-    elif any(sign in said for sign in ("_local_scalar_dense", "capturing", "capturable", "host")):
-        fix = f"; {_OPTIMIZER if any(_OPTIMIZERS in file for file, _ in files) else _READ}"
-    if not user:
-        return fix
-    file, line = user[-1]
-    return f", at {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()}){fix}"
 
 
 def _said(error: BaseException) -> str:

@@ -38,10 +38,11 @@ from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
+from thunder_cg.step.fixes import change_between, fix_of_change
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, moved, refuse_other_memory
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
-from thunder_cg.step.state import ATOMS, StepState, difference, random_states
+from thunder_cg.step.state import ATOMS, StepState, random_states
 
 _TENSOR = object()
 
@@ -398,8 +399,9 @@ def _capture(
     has_changed = [version(t) != then for t, then in zip((*state.tensors, *buffers), versions)]
     if any(has_changed[len(state.tensors) :]):
         raise CaptureRefused("the step writes to an argument; clone it first")
-    if (change := difference(state.facts | random, state.again().facts | random_states())) is not None:
-        raise CaptureRefused(f"Python changes in each step: {change}")
+    if (change := change_between(state.facts | random, state.again().facts | random_states())) is not None:
+        fix = fix_of_change(change, state.facts, {}, in_step=True)
+        raise CaptureRefused(f"Python changes in each step: {change}{fix}")
     addresses = Addresses(body.addresses)
     own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
     own += [*_Gradient.tensors(), *(parameter.grad for parameter in state.parameters), *state.tensors_in_containers()]
