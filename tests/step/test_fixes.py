@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import types
 import warnings
+from collections import UserDict
+from dataclasses import dataclass
 from functools import partial
 
 import numpy
@@ -273,3 +275,55 @@ def test_schedulers(run, device):
             options = options | {"lr": torch.tensor(0.01, device=device)}
         step, said = scheduled(make, kind, **options)
         assert (step.replays >= 6 and not said) if fix is None else said[0].endswith(f", in each step; {fix}"), said
+
+
+class Encoding(UserDict):
+    """As the tokenizers of transformers return."""
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "said"),
+    [
+        (lambda x, i: Encoding(x=x), lambda x, i: {"x": x}, "a Encoding; pass its tensors, such as dict(batch)"),
+        (lambda x, i: Pair(x), lambda x, i: vars(Pair(x)), "a Pair; pass its tensors, such as a dict of them"),
+        (lambda x, i: x.cpu().numpy(), lambda x, i: x, "a ndarray; pass it as a tensor on the device"),
+        (lambda x, i: x.to("meta"), lambda x, i: x, "; move the batch to the device before the call"),
+        (
+            lambda x, i: [x, 0.5**i],
+            lambda x, i: [x, torch.tensor(0.5**i, device=x.device)],
+            "an argument changed from 0.0078125 to 0.00390625, in each step; pass it as a tensor on the device",
+        ),
+        (
+            lambda x, i: [x, f"name {i}"],
+            lambda x, i: [x],
+            "an argument changed from 'name 7' to 'name 8', in each step; leave it out",
+        ),
+    ],
+    ids=["a mapping", "a dataclass", "an array", "elsewhere", "a number", "a name"],
+)
+def test_arguments(step_twins, given, instead, said):
+    x = torch.ones(3, device=step_twins.device)
+    for make in (given, instead):
+        step = step_twins.graphed(lambda batch: torch.ones(2, device=step_twins.device) * 2)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for i in range(12):
+                step(make(x, i))
+        found = [str(each.message) for each in found]
+        if make is given:
+            assert step.replays == 0 and len(found) == 1 and found[0].endswith(said), found
+            assert any(reason.endswith(said) and times >= 3 for reason, times in step.in_python.items()), step.in_python
+        else:
+            assert step.replays >= 10 and not found, found
+
+
+def test_a_warning_is_for_the_line_that_calls_the_step(step_twins):
+    step = step_twins.graphed(lambda x: x)
+    with pytest.warns(UserWarning, match="have the step read it from outside") as found:
+        step(object())
+    assert found[0].filename == __file__

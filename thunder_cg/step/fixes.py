@@ -8,6 +8,7 @@ from __future__ import annotations
 import linecache
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from traceback import walk_tb
 from types import FrameType
 from typing import Any
@@ -18,6 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from thunder_cg.compat.torch import tensors_in
 from thunder_cg.step.reads import is_installed
 from thunder_cg.step.state import Facts, Same, difference
 
@@ -80,6 +82,24 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if change.startswith("the state of"):
         return f"; {_RANDOM}"
     return f"; {_IN_STEP if in_step else _BETWEEN}"
+
+
+def fix_of_argument(value: Any) -> str:
+    """What to do about an argument that is neither a tensor nor a plain value."""
+    if isinstance(value, Mapping):
+        return "pass its tensors, such as dict(batch)"
+    if isinstance(value, (list, tuple)):
+        return "pass its tensors, such as tuple(batch)"
+    if hasattr(value, "__array__"):
+        return "pass it as a tensor on the device"
+    if is_dataclass(value) or tensors_in(getattr(value, "__dict__", {})):
+        return "pass its tensors, such as a dict of them"
+    return "have the step read it from outside"
+
+
+def fix_of_changed_argument(value: Any) -> str:
+    """What to do about a value among the arguments that is another one in each call."""
+    return "pass it as a tensor on the device" if isinstance(value, (int, float, complex)) else "leave it out"
 
 
 def where(error: BaseException) -> str:

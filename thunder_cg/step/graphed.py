@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
+from inspect import currentframe
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -22,9 +24,9 @@ from thunder_cg.progress import Stage
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
-from thunder_cg.step.fixes import change_between, fix_of_change, where
+from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, where
 from thunder_cg.step.memory import PythonCall, nbytes
-from thunder_cg.step.recording import Batch, StepRecording, capture
+from thunder_cg.step.recording import Batch, StepRecording, capture, changed_argument
 from thunder_cg.step.state import Facts, StepState, random_states
 
 _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
@@ -32,7 +34,6 @@ _MAX_CAPTURES = 16  # if they do not pay
 _LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
 _FIRST = "the first call of its kind: what the step does is noted"
-_HOPELESS = "Python changes what the step depends on in each call"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ class GraphedStep:
         self._refused: dict[Any, _Refusal] = {}  # by layout
         self._warned: set[str] = set()
         self._unstable = 0  # calls in a row
+        self._hopeless = ""  # why the calls after that many run in Python
+        self._new_layout: Any = None  # the last one
         self.calls = self.replays = self.captures = 0
         self.in_python: Counter[str] = Counter()
 
@@ -105,6 +108,7 @@ class GraphedStep:
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
+                self._warn(str(error))
                 return self._run(args, kwargs, str(error))
             layout = (*batch.layout, *_thread_state())
             recording = next((each for each in self.recordings if each.is_for(layout)), None)
@@ -143,7 +147,7 @@ class GraphedStep:
             return self._run(args, kwargs, refusal.reason)
         hopeless = self._unstable >= _MAX_UNSTABLE
         if hopeless and self.calls % _LOOK_AGAIN:
-            return self._run(args, kwargs, _HOPELESS)
+            return self._run(args, kwargs, self._hopeless)
         state = StepState(self._fn, self._roots, self._backend.device_type)
         if refusal is not None and refusal.facts == state.facts:
             refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
@@ -163,7 +167,7 @@ class GraphedStep:
             if is_final:
                 self._refuse(layout, state.facts, problem)
             return self._run(args, kwargs, problem)
-        reason = _FIRST if known is None else change_between(known.facts, state.facts) or _FIRST
+        reason, fix = self._what_is_new(layout, known, state)
         random = random_states()
         python = PythonCall(state, self._backend)
         with held_back(not hopeless):
@@ -174,15 +178,25 @@ class GraphedStep:
             needs = python.allocated(after)
             self._ready[layout] = _Ready(state.facts, needs + nbytes(batch.tensors), needs)
             _forget_oldest(self._ready)
-        self._unstable += change is not None or known is not None
-        if self._unstable == _MAX_UNSTABLE:
-            fix = fix_of_change(change or reason, state.facts, self._roots, in_step=change is not None)
-            self._warn(f"{change or reason}, in each step{fix}")
         if change is not None:
-            self.in_python[reason] -= 1
             fix = fix_of_change(change, state.facts, self._roots, in_step=True)
+            self.in_python[reason] -= 1
             self.in_python[f"{change}, in the step{fix}"] += 1
+        self._unstable += change is not None or reason != _FIRST
+        if self._unstable == _MAX_UNSTABLE:
+            self._hopeless = f"{change or reason}, in each step{fix}"
+            self._warn(self._hopeless)
         return result
+
+    def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[str, str]:
+        """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
+        if known is not None and (change := change_between(known.facts, state.facts)) is not None:
+            return change, fix_of_change(change, state.facts, self._roots, in_step=False)
+        before, self._new_layout = self._new_layout, layout
+        if before is not None and (changed := changed_argument(before, layout)) is not None:
+            then, now = changed
+            return f"an argument changed from {then!r:.80} to {now!r:.80}", f"; {fix_of_changed_argument(now)}"
+        return _FIRST, ""
 
     def _capture(self, state: StepState, batch: Batch, layout: Any, ready: _Ready) -> Any:
         """Captures the step and replays it. `CaptureRefused` if that cannot be; then nothing has happened."""
@@ -248,7 +262,9 @@ class GraphedStep:
             return
         self._warned.add(reason)
         said = f"graphed_step({self.name}) runs in Python, with the graphs of the compiled modules in it: {reason}"
-        warnings.warn(said, UserWarning, stacklevel=4)
+        files = [frame.f_code.co_filename for frame, _ in walk_stack(currentframe())]
+        level = next(i for i, file in enumerate(files, 1) if file != __file__)
+        warnings.warn(said, UserWarning, stacklevel=level)
 
     @property
     def name(self) -> str:

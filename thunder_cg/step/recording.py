@@ -38,7 +38,7 @@ from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
-from thunder_cg.step.fixes import change_between, fix_of_change
+from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, moved, refuse_other_memory
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
@@ -66,10 +66,11 @@ class Batch:
                 raise CaptureRefused(f"{problem}; move the batch to the device before the call")
             if type(tensor) is not Tensor or tensor.requires_grad or not has_storage(tensor):
                 kind = "tensor that requires grad" if tensor.requires_grad else type(tensor).__name__
-                raise CaptureRefused(f"an argument is a {kind}, not a plain tensor of a batch")
+                fix = "pass it detached, or have the step read it from outside"
+                raise CaptureRefused(f"an argument is a {kind}, not a plain tensor of a batch; {fix}")
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *ATOMS)):
-                raise CaptureRefused(f"an argument is a {type(leaf).__name__}; have the step read it from outside")
+                raise CaptureRefused(f"an argument is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
         return cls(tensors, constants, structure)
 
@@ -85,6 +86,14 @@ class Batch:
         leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
         args, kwargs = tree_unflatten(leaves, self.structure)
         return fn(*args, **kwargs)
+
+
+def changed_argument(before: Any, after: Any) -> tuple[Any, Any] | None:
+    """The first value, before and after, that differs in two layouts of batches that are alike in all else."""
+    (shapes, then, structure, *rest), (now_shapes, now, now_structure, *now_rest) = before, after
+    if (shapes, structure, rest) != (now_shapes, now_structure, now_rest):
+        return None
+    return next(((a[1], b[1]) for a, b in zip(then, now) if a != b and _TENSOR not in (a, b)), None)
 
 
 class _GradientsBefore:
