@@ -16,6 +16,9 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.optim.swa_utils import AveragedModel
 
+from thunder_cg.step import fixes
+from thunder_cg.step.state import Same
+
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 
 
@@ -85,6 +88,25 @@ def test_optimizers_that_read_on_the_host(run, backend, name):
     if followed is not None:
         step, said = run(plain, kind, **with_rate(followed))
         assert step.replays >= 6 and not said, said
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("SGD", "make SGD with fused=True"),
+        ("AdamW", "make AdamW with fused=True, capturable=True"),
+        ("RMSprop", "make RMSprop with capturable=True"),
+        ("Adagrad", "take another optimizer than Adagrad, such as AdamW with fused=True, capturable=True"),
+    ],
+)
+def test_optimizers_on_a_gpu(monkeypatch, name, fix):
+    monkeypatch.setattr(fixes, "_is_on_gpu", lambda optimizer: True)
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(1))])
+    facts = {"optimizer": Same(optimizer)}
+    change = "optimizer.state[0]['step'] (version) changed from 1 to 2"
+    assert fixes.fix_of_change(change, facts, {}, in_step=True) == f"; {READS}{fix}"
+    change = "optimizer.param_groups[0]['lr'] changed from 1 to 2"
+    assert fixes.fix_of_change(change, facts, {}, in_step=False).endswith(f"which a scheduler then writes, and {fix}")
 
 
 def scaled(model, optimizer):

@@ -714,6 +714,18 @@ def test_sparse_gradients_are_refused(step_twins, late):
     assert step.captures == 0 and "torch.sparse_coo, which has no address" in why(step), why(step)
 
 
+def test_a_capture_that_fails_has_printed(step_twins, capsys):
+    def step(x, y):
+        print("here")
+        return x.sum().item()
+
+    step, printed = step_twins.graphed(step), []
+    for _ in range(3):
+        step(*step_twins.batch())
+        printed.append(capsys.readouterr().out.count("here"))
+    assert printed == [1, 2, 1] and step.captures == 0, why(step)
+
+
 def test_an_exception_passes_through(step_twins):
     model = step_twins.compiled(step_twins.model())
     fail = []

@@ -154,9 +154,8 @@ class GraphedStep:
             return self._run(args, kwargs, refusal.reason)
         known = self._ready.get(layout)
         if not self.captures_pay():
-            self._refuse(
-                layout, state.facts, f"it was captured {self.captures} times and replayed {self.replays} times"
-            )
+            said = f"it was captured {self.captures} times and replayed {self.replays} times"
+            self._refuse(layout, state.facts, said)
         elif known is not None and known.facts == state.facts:
             try:
                 return self._capture(state, batch, layout, known)
@@ -178,7 +177,7 @@ class GraphedStep:
             needs = python.allocated(after)
             self._ready[layout] = _Ready(state.facts, needs + nbytes(batch.tensors), needs)
             _forget_oldest(self._ready)
-        if change is not None:
+        else:
             fix = fix_of_change(change, state.facts, self._roots, in_step=True)
             self.in_python[reason] -= 1
             self.in_python[f"{change}, in the step{fix}"] += 1
@@ -335,10 +334,10 @@ def graphed_step(
             loss = step(x.cuda(), y.cuda())
 
     The first calls run in Python, until one has left all that Python knows as it found it. The next one is captured,
-    and later ones copy the batch in and replay. Python runs no more then: what the step prints or counts happens only
-    in calls that run in Python. A call for which no graph is right runs in Python, with the graphs of the compiled
-    modules in it, and :func:`thunder_cg.explain` says why. A capture runs the Python of the step, too. If it fails, the
-    call runs the step in Python once more: tensors are as if it ran once, but it has printed or written files twice.
+    and later ones copy the batch in and replay. Python does not run in a replay, so the step prints and counts nothing
+    then. A capture does run it. If a capture fails, the call runs it once more: tensors are as after one run, but what
+    the step prints or writes to files is there twice. A call for which no graph is right runs in Python, with the
+    graphs of the compiled modules in it, and :func:`thunder_cg.explain` says why.
 
     Args:
         fn: takes tensors on one device, in any nesting, and returns tensors, in any nesting. It finds what it needs
