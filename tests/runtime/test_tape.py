@@ -84,6 +84,22 @@ def test_arguments_that_are_one_object_stay_one(pool):
     assert y.tolist() == [6, 6]
 
 
+def test_a_kernel_sees_the_grad_mode_of_its_capture(pool):
+    """Without gradients, an LSTM on a CPU gives its backward no workspace."""
+    lstm, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
+
+    def train(t):
+        y = lstm(t)[0]
+        return [y.detach(), *torch.autograd.grad(y.square().mean(), lstm.parameters())]
+
+    graph, results = pool.capture(train, [x])
+    x.mul_(2)
+    expected = train(x)
+    graph.replay()
+    torch.testing.assert_close(results, expected, rtol=0, atol=0)
+    assert all(each.grad_fn is None for each in results)
+
+
 def test_a_fusion_is_one_call(pool):
     seen = []
 

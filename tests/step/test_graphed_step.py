@@ -18,7 +18,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from thunder_cg import OptionError, explain, graphed_step, thunderfx
+from thunder_cg.step import graphed
 from thunder_cg.step.reads import is_installed
+from thunder_cg.step.recording import StepCapture
+from thunder_cg.step.state import StepState
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 
@@ -501,6 +504,49 @@ def test_hooks_run(step_twins, kind, late):
     assert "has a hook" in why(step)
 
 
+@pytest.mark.parametrize("kind", ["a hook", "a flag"])
+def test_a_refusal_ends_with_its_reason(step_twins, kind):
+    model, settings = step_twins.model(), types.SimpleNamespace(log=kind == "a flag")
+    inner = usual_step(model)
+    hook = next(model.parameters()).register_hook(lambda gradient: None) if kind == "a hook" else None
+
+    def step(x, y):
+        loss = inner(x, y)
+        if settings.log:
+            loss.item()
+        return loss
+
+    step = step_twins.graphed(step)
+    batch = step_twins.batch()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for i in range(30):
+            if i == 10 and hook is not None:
+                hook.remove()
+            settings.log &= i < 10
+            step(*batch)
+    assert len(said) == 1 and step.captures == 1 and step.replays >= 6, why(step)
+
+
+def test_a_step_that_is_refused_is_seldom_looked_at(step_twins, monkeypatch):
+    """Its learning rate changes in each call, so each look finds another state."""
+    inner = usual_step(step_twins.model())
+    rate = inner.optimizer.param_groups[0]
+
+    def step(x, y):
+        inner(x, y).item()
+
+    looks, tries = [], []
+    step = step_twins.graphed(step)
+    monkeypatch.setattr(graphed, "StepState", lambda *args: looks.append(1) or StepState(*args))
+    monkeypatch.setattr(graphed, "StepCapture", lambda *args: tries.append(1) or StepCapture(*args))
+    for i in range(200):
+        if i % 20 == 0:
+            rate["lr"] *= 0.9
+        step(*step_twins.batch())
+    assert step.captures == 0 and 3 <= len(tries) <= 7 and len(looks) < 60, (len(tries), len(looks))
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
     class Hidden:
@@ -628,6 +674,37 @@ def test_results_belong_to_the_caller(step_twins):
         same(result["logits"][0], logits)
         same(result["loss"], loss)
         assert not result["loss"].requires_grad
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_sparse_gradients_are_refused(step_twins, late):
+    embedding = nn.Embedding(10, 4, sparse=True).to(step_twins.device)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+
+    def step(x):
+        if not late:
+            optimizer.zero_grad()
+        embedding(x).square().mean().backward()
+        optimizer.step()
+        if late:
+            optimizer.zero_grad()
+
+    step = step_twins.graphed(step)
+    for _ in range(4):
+        step(torch.arange(3, device=step_twins.device))
+    assert step.captures == 0 and "torch.sparse_coo, which has no address" in why(step), why(step)
+
+
+def test_a_capture_that_fails_has_printed(step_twins, capsys):
+    def step(x, y):
+        print("here")
+        return x.sum().item()
+
+    step, printed = step_twins.graphed(step), []
+    for _ in range(3):
+        step(*step_twins.batch())
+        printed.append(capsys.readouterr().out.count("here"))
+    assert printed == [1, 2, 1] and step.captures == 0, why(step)
 
 
 def test_an_exception_passes_through(step_twins):

@@ -11,6 +11,7 @@ from torch.optim import SGD
 
 from thunder_cg import explain
 from thunder_cg.runtime.backends import resolve
+from thunder_cg.step.other_memory import Addresses
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 
@@ -65,12 +66,13 @@ def test_a_number_that_looks_like_an_address(step_twins, device, looks_used):
     assert kept.tolist() == [0, 1, 2, 3, 4, 5] and row.tolist() == [2, 3, 4, 5] and kept.grad_fn is not None
 
 
-def test_zeros_without_memory(step_twins, device):
-    """To ask PyTorch for their address is an error."""
-    zeros = torch._efficientzerotensor((2,), device=device)
-    step = step_twins.train(make_step(lambda: 1.0), calls=4)
-    assert step.captures == 1 and step.replays == 2, explain(step)
-    assert torch._is_zerotensor(zeros)
+def test_tensors_without_an_address(step_twins, device):
+    """The derivative of ``sgn`` is zeros without memory, a sparse tensor consists of several."""
+    x = torch.ones(2, device=device, requires_grad=True)
+    tensors = [*torch.autograd.grad(x.sgn().sum(), x), torch.ones(2, device=device).to_sparse()]
+    step = step_twins.train(make_step(lambda: 1.0))
+    assert step.captures == 1 and step.replays > 2, explain(step)
+    assert [Addresses({1: "some kernel"}).user_of(tensor) for tensor in tensors] == [None, None]
 
 
 def test_memory_that_cannot_be_moved(step_twins, device, looks_used):

@@ -387,6 +387,11 @@ _AUTOCAST_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | tor
 )
 
 
+def below_autograd() -> AbstractContextManager[None]:
+    """Inside, operators make no history, whatever the grad mode is."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
 def below_autocast() -> AbstractContextManager[None]:
     """Inside, operators run with the dtypes that they are given, whether autocast is enabled or not."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST_KEYS)

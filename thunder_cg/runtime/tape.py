@@ -102,6 +102,7 @@ class _RecordedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     results: list[tuple[int, torch.Tensor]]  # leaf of the output, the tensor with its memory
+    grad: bool = False  # the grad mode at the capture: some kernels compute more in it, such as an LSTM's on a CPU
 
 
 _Step = _RecordedCall | list[torch.Tensor]  # a list: these are copied out before the end
@@ -206,7 +207,7 @@ class _Tape(_Reuse):
                     self._own.add(address(tensor))
                     results.append((leaf, tensor.detach()))
         if results or writes:  # a call without writes and new results made a view, which stays valid
-            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results))
+            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results, torch.is_grad_enabled()))
         return output
 
     def _record_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -303,7 +304,7 @@ class TapeGraph:
         if self._is_closed:
             raise ReplayRefused("it has been destroyed")
         by_sentinel = dict(zip(self.sentinels, scalars))
-        with torch.no_grad(), compat.below_autocast(), compat.disable_dispatch_modes():
+        with torch.no_grad(), compat.below_autograd(), compat.below_autocast(), compat.disable_dispatch_modes():
             try:
                 copy_all(self.buffers, sources)
             except Exception as error:
@@ -318,7 +319,8 @@ class TapeGraph:
                 args, kwargs = step.args, step.kwargs
                 if has_sentinel:
                     args, kwargs = compat.tree_map_only(int, lambda i: by_sentinel.get(i, i), (args, kwargs))
-                output = step.fn(*args, **kwargs)
+                with torch.set_grad_enabled(step.grad):
+                    output = step.fn(*args, **kwargs)
                 if step.results:
                     leaves = compat.tree_leaves(output)
                     for leaf, tensor in step.results:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import linecache
-import os
 import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
-from traceback import walk_tb
+from inspect import currentframe
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -26,24 +25,17 @@ from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.calls import Calls
+from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, where
 from thunder_cg.step.memory import PythonCall, nbytes
-from thunder_cg.step.reads import Called, is_installed
-from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording
-from thunder_cg.step.state import Facts, StepState, difference, random_states
+from thunder_cg.step.reads import Called
+from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording, changed_argument
+from thunder_cg.step.state import Facts, StepState, random_states
 
-_OPTIMIZERS = f"{os.sep}torch{os.sep}optim{os.sep}"
 _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
 _MAX_CAPTURES = 16  # if they do not pay
-_LOOK_AGAIN = 32  # after so many more
+_LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
 _FIRST = "the first call of its kind: what the step does is noted"
-_HOPELESS = "Python changes what the step depends on in each call"
-_READ = "the host reads a value there; return the tensor, and read it outside of the step"
-_OPTIMIZER = "the optimizer reads its state on the host; make it with capturable=True (on a CPU with fused=True)"
-_RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
-_HISTORY = (
-    "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +45,16 @@ class _Ready:
     facts: Facts
     needs: int  # bytes of the pool, at least
     without_graphs: int  # bytes that the call has allocated at a time, at least
+
+
+@dataclass(slots=True)
+class _Refusal:
+    """Why calls with a layout are not captured. It holds for the state in which the last of the attempts failed."""
+
+    reason: str
+    facts: Facts
+    attempts: int
+    next_look: int  # the call that looks whether the state has changed: to look at each call would cost too much
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +94,12 @@ class GraphedStep:
         self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
         self._ready: dict[Any, _Ready] = {}  # by layout
-        self._refused: dict[Any, str] = {}  # by layout: why it cannot be captured
+        self._refused: dict[Any, _Refusal] = {}  # by layout
+        self._warned: set[str] = set()
         self._unstable = 0  # calls in a row
         self._called: dict[Any, Called] = {}  # functions that no bytecode names
+        self._hopeless = ""  # why the calls after that many run in Python
+        self._new_layout: Any = None  # the last one
         self.calls = self.replays = self.captures = 0
         self.in_python: Counter[str] = Counter()
 
@@ -106,6 +111,7 @@ class GraphedStep:
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
+                self._warn(str(error))
                 return self._run(args, kwargs, str(error))
             layout = (*batch.layout, *_thread_state())
             recording = next((each for each in self.recordings if each.is_for(layout)), None)
@@ -139,21 +145,26 @@ class GraphedStep:
 
     def _observe(self, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
-        if layout in self._refused:
-            return self._run(args, kwargs, self._refused[layout])
+        refusal = self._refused.get(layout)
+        if refusal is not None and self.calls < refusal.next_look:
+            return self._run(args, kwargs, refusal.reason)
         hopeless = self._unstable >= _MAX_UNSTABLE
         if hopeless and self.calls % _LOOK_AGAIN:
-            return self._run(args, kwargs, _HOPELESS)
+            return self._run(args, kwargs, self._hopeless)
         state = StepState(self._fn, self._roots, self._backend.device_type, [*self._called.values()])
+        if refusal is not None and refusal.facts == state.facts:
+            refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
+            return self._run(args, kwargs, refusal.reason)
         known = self._ready.get(layout)
         if not self.captures_pay():
-            self._refuse(layout, f"it was captured {self.captures} times and replayed {self.replays} times")
+            said = f"it was captured {self.captures} times and replayed {self.replays} times"
+            self._refuse(layout, state.facts, said)
         elif known is not None and known.facts == state.facts:
             calls = Calls()
             try:
                 return self._capture(state, batch, layout, known, calls)
             except CaptureRefused as error:  # its frames hold the tensors of the step, so it has to go before
-                refusal, is_final, calls_more = str(error), not error.may_pass, isinstance(error, CallsMore)
+                problem, is_final, calls_more = str(error), not error.may_pass, isinstance(error, CallsMore)
             if not self.recordings:
                 self.release()
             if calls_more:
@@ -162,28 +173,38 @@ class GraphedStep:
                 self._unstable += 1
                 return self._observe(batch, layout, args, kwargs)
             if is_final:
-                self._refuse(layout, refusal)
-            return self._run(args, kwargs, refusal)
-        reason = _FIRST if known is None else difference(known.facts, state.facts) or _FIRST
+                self._refuse(layout, state.facts, problem)
+            return self._run(args, kwargs, problem)
+        reason, fix = self._what_is_new(layout, known, state)
         random = random_states()
         python = PythonCall(state, self._backend)
         with held_back(not hopeless):
             result = self._run(args, kwargs, reason)
         after = state.again()
-        change = difference(state.facts | random, after.facts | random_states())
+        change = change_between(state.facts | random, after.facts | random_states())
         if change is None:
             needs = python.allocated(after)
             self._ready[layout] = _Ready(state.facts, needs + nbytes(batch.tensors), needs)
-            while len(self._ready) > _MAX_LAYOUTS:
-                del self._ready[next(iter(self._ready))]
-        self._unstable += change is not None or known is not None
-        if self._unstable == _MAX_UNSTABLE:
-            said = change or reason
-            self._warn(f"{said}, in each step{_fix_for(said)}")
-        if change is not None:
+            _forget_oldest(self._ready)
+        else:
+            fix = fix_of_change(change, state.facts, self._roots, in_step=True)
             self.in_python[reason] -= 1
-            self.in_python[f"{change}, in the step{_fix_for(change)}"] += 1
+            self.in_python[f"{change}, in the step{fix}"] += 1
+        self._unstable += change is not None or reason != _FIRST
+        if self._unstable == _MAX_UNSTABLE:
+            self._hopeless = f"{change or reason}, in each step{fix}"
+            self._warn(self._hopeless)
         return result
+
+    def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[str, str]:
+        """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
+        if known is not None and (change := change_between(known.facts, state.facts)) is not None:
+            return change, fix_of_change(change, state.facts, self._roots, in_step=False)
+        before, self._new_layout = self._new_layout, layout
+        if before is not None and (changed := changed_argument(before, layout)) is not None:
+            then, now = changed
+            return f"an argument changed from {then!r:.80} to {now!r:.80}", f"; {fix_of_changed_argument(now)}"
+        return _FIRST, ""
 
     def _capture(self, state: StepState, batch: Batch, layout: Any, ready: _Ready, calls: Calls) -> Any:
         """Captures the step and replays it. `CaptureRefused` if that cannot be; then nothing has happened."""
@@ -203,15 +224,16 @@ class GraphedStep:
         except (CaptureLater, NoRoom):
             raise
         except CaptureRefused as error:
-            raise CaptureRefused(f"{error}{_where(error)}") from error
+            raise CaptureRefused(f"{error}{where(error)}") from error
         except Exception as error:
-            raise CaptureRefused(f"{_said(error)}{_where(error)}") from error
+            raise CaptureRefused(f"{_said(error)}{where(error)}") from error
         finally:
             if any_autocast_enabled():  # it holds weights in the pool
                 torch.clear_autocast_cache()
         recording.layout, recording.nbytes, recording.without_graphs = layout, ready.needs, ready.without_graphs
         self.recordings.insert(0, recording)
         self.captures += 1
+        self._refused.pop(layout, None)
         result = recording.replay(batch)
         self._unstable = 0
         return result
@@ -234,13 +256,22 @@ class GraphedStep:
         self.recordings.remove(recording)
         recording.close()
 
-    def _refuse(self, layout: Any, reason: str) -> None:
-        self._refused[layout] = reason
+    def _refuse(self, layout: Any, facts: Facts, reason: str) -> None:
+        """Calls with the layout run in Python until their state changes. Each attempt that fails doubles the wait."""
+        attempts = self._refused[layout].attempts + 1 if layout in self._refused else 1
+        self._refused[layout] = _Refusal(reason, facts, attempts, self.calls + 2**attempts)
+        _forget_oldest(self._refused)
         self._warn(reason)
 
     def _warn(self, reason: str) -> None:
+        """Once for each reason."""
+        if reason in self._warned:
+            return
+        self._warned.add(reason)
         said = f"graphed_step({self.name}) runs in Python, with the graphs of the compiled modules in it: {reason}"
-        warnings.warn(said, UserWarning, stacklevel=4)
+        files = [frame.f_code.co_filename for frame, _ in walk_stack(currentframe())]
+        level = next(i for i, file in enumerate(files, 1) if file != __file__)
+        warnings.warn(said, UserWarning, stacklevel=level)
 
     @property
     def name(self) -> str:
@@ -265,6 +296,11 @@ class GraphedStep:
         return [ready for layout, ready in self._ready.items() if layout not in captured]
 
 
+def _forget_oldest(by_layout: dict[Any, Any]) -> None:
+    while len(by_layout) > _MAX_LAYOUTS:
+        del by_layout[next(iter(by_layout))]
+
+
 def _detached(result: Any) -> Any:
     """The result as a replay returns it: without a history."""
     return tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad and not t.is_leaf else t, result)
@@ -275,28 +311,6 @@ def _thread_state() -> tuple[Any, ...]:
     autocast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds)
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
     return autocast, modes, torch.get_default_dtype(), torch.get_default_device()
-
-
-def _fix_for(change: str) -> str:
-    """What to do about a fact that changes in each step."""
-    if "['lr']" in change:
-        return f"; {_RATE}"
-    return f"; {_OPTIMIZER}" if ".state[" in change and "['step']" in change else ""
-
-
-def _where(error: BaseException) -> str:
-    """The line of the user's that raised, and what to do about it."""
-    files = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
-    user = [(file, line) for file, line in files if os.path.isfile(file) and not is_installed(file)]
-    said, fix = str(error).lower(), ""
-    if "legacy stream depend" in said:
-        fix = f"; {_HISTORY}"
-    elif any(sign in said for sign in ("_local_scalar_dense", "capturing", "capturable", "host")):
-        fix = f"; {_OPTIMIZER if any(_OPTIMIZERS in file for file, _ in files) else _READ}"
-    if not user:
-        return fix
-    file, line = user[-1]
-    return f", at {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()}){fix}"
 
 
 def _said(error: BaseException) -> str:
@@ -328,9 +342,10 @@ def graphed_step(
             loss = step(x.cuda(), y.cuda())
 
     The first calls run in Python, until one has left all that Python knows as it found it. The next one is captured,
-    and later ones copy the batch in and replay. Python runs no more then: what the step prints or counts happens only
-    in calls that run in Python. A call for which no graph is right runs in Python, with the graphs of the compiled
-    modules in it, and :func:`thunder_cg.explain` says why.
+    and later ones copy the batch in and replay. Python does not run in a replay, so the step prints and counts nothing
+    then. A capture does run it. If a capture fails, the call runs it once more: tensors are as after one run, but what
+    the step prints or writes to files is there twice. A call for which no graph is right runs in Python, with the
+    graphs of the compiled modules in it, and :func:`thunder_cg.explain` says why.
 
     Args:
         fn: takes tensors on one device, in any nesting, and returns tensors, in any nesting. It finds what it needs

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from thunder_cg.compat.torch import has_memory, storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
-from thunder_cg.runtime.tensors import address
+from thunder_cg.runtime.tensors import address, address_if_any
 
 
 class Addresses:
@@ -35,11 +35,11 @@ class Addresses:
         self._names, self._numbers = names, sorted(names)
 
     def user_of(self, tensor: Tensor) -> str | None:
-        """The name of a kernel that got an address in the tensor's storage."""
-        storage = tensor.untyped_storage()
-        start = storage.data_ptr()
+        """The name of a kernel that got an address in the tensor's storage, if it has one."""
+        if not (start := address_if_any(tensor)):
+            return None
         at = bisect.bisect_left(self._numbers, start)
-        is_used = start and at < len(self._numbers) and self._numbers[at] < start + storage.nbytes()
+        is_used = at < len(self._numbers) and self._numbers[at] < start + tensor.untyped_storage().nbytes()
         return self._names[self._numbers[at]] if is_used else None
 
 

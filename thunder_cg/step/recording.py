@@ -39,10 +39,11 @@ from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
 from thunder_cg.step.calls import Calls
+from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, moved, refuse_other_memory
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
-from thunder_cg.step.state import ATOMS, StepState, difference, random_states
+from thunder_cg.step.state import ATOMS, StepState, random_states
 
 _TENSOR = object()
 
@@ -66,10 +67,11 @@ class Batch:
                 raise CaptureRefused(f"{problem}; move the batch to the device before the call")
             if type(tensor) is not Tensor or tensor.requires_grad or not has_storage(tensor):
                 kind = "tensor that requires grad" if tensor.requires_grad else type(tensor).__name__
-                raise CaptureRefused(f"an argument is a {kind}, not a plain tensor of a batch")
+                fix = "pass it detached, or have the step read it from outside"
+                raise CaptureRefused(f"an argument is a {kind}, not a plain tensor of a batch; {fix}")
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *ATOMS)):
-                raise CaptureRefused(f"an argument is a {type(leaf).__name__}; have the step read it from outside")
+                raise CaptureRefused(f"an argument is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
         return cls(tensors, constants, structure)
 
@@ -85,6 +87,14 @@ class Batch:
         leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
         args, kwargs = tree_unflatten(leaves, self.structure)
         return fn(*args, **kwargs)
+
+
+def changed_argument(before: Any, after: Any) -> tuple[Any, Any] | None:
+    """The first value, before and after, that differs in two layouts of batches that are alike in all else."""
+    (shapes, then, structure, *rest), (now_shapes, now, now_structure, *now_rest) = before, after
+    if (shapes, structure, rest) != (now_shapes, now_structure, now_rest):
+        return None
+    return next(((a[1], b[1]) for a, b in zip(then, now) if a != b and _TENSOR not in (a, b)), None)
 
 
 class _GradientsBefore:
@@ -344,7 +354,10 @@ class StepCapture:
 
         Raises:
             CaptureRefused: no replay would be right, or the graph takes too much memory.
-            Exception: what ``fn`` raised. In both cases everything is as before.
+            Exception: what ``fn`` raised.
+
+        In both cases tensors, gradients, PyTorch's random states and the containers of the state are as before. What
+        ``fn`` did elsewhere has happened, such as what it printed, or wrote to a file.
         """
         if self.state.objections:
             raise CaptureRefused(self.state.objections[0])
@@ -362,6 +375,7 @@ class StepCapture:
         if state.device.type != "cpu":  # whose backwards run on the thread that calls them
             on_thread_of_backwards(state.device, self.calls.watch)
         on_thread_of_backwards(state.device, clear_stack)
+        _refuse_sparse_gradients(state)
         with _Gradient.recounted():
             before = _GradientsBefore(state.parameters, self.backend)
             try:
@@ -390,6 +404,7 @@ class StepCapture:
         random = random_states()
         targets = [each.target for each in copied]
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
+        _refuse_sparse_gradients(state)
         outputs = body.outputs
         assert outputs is not None
         outputs.disown()
@@ -398,8 +413,9 @@ class StepCapture:
             raise CaptureRefused("the step writes to an argument; clone it first")
         if self.calls.objection is not None:
             raise CaptureRefused(self.calls.objection)
-        if (change := difference(state.facts | random, state.again().facts | random_states())) is not None:
-            raise CaptureRefused(f"Python changes in each step: {change}")
+        if (change := change_between(state.facts | random, state.again().facts | random_states())) is not None:
+            fix = fix_of_change(change, state.facts, {}, in_step=True)
+            raise CaptureRefused(f"Python changes in each step: {change}{fix}")
         if not state.knows([*self.calls.found.values()]):
             raise CallsMore("functions that the step calls read more from outside than was compared")
         addresses = Addresses(body.addresses)
@@ -431,6 +447,13 @@ class StepCapture:
         )
 
 
+def _refuse_sparse_gradients(state: StepState) -> None:
+    for parameter in state.parameters:
+        if (gradient := parameter.grad) is not None and not has_storage(gradient):
+            problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
+            raise CaptureRefused(f"{problem}; make its module with sparse=False")
+
+
 def _is_in(tensor: Tensor, pool: Pool) -> bool:
     return any(start <= address_if_any(tensor) < stop for start, stop in pool.ranges())
 
@@ -438,4 +461,4 @@ def _is_in(tensor: Tensor, pool: Pool) -> bool:
 def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:
     if tensor is None or expected is None:
         return tensor is expected
-    return tensor.data_ptr() == expected.data_ptr() and layout(tensor) == layout(expected)
+    return has_storage(tensor) and tensor.data_ptr() == expected.data_ptr() and layout(tensor) == layout(expected)

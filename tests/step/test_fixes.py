@@ -1,0 +1,351 @@
+"""What is said about a step that runs in Python is true, and to follow it helps."""
+
+from __future__ import annotations
+
+import random
+import types
+import warnings
+from collections import UserDict
+from dataclasses import dataclass
+from functools import partial
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.swa_utils import AveragedModel
+
+from thunder_cg.step import fixes
+from thunder_cg.step.state import Same
+
+pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+
+
+@pytest.fixture
+def run(step_twins):
+    """Calls a step of a linear layer ten times; returns the step and its warnings."""
+
+    def run(make, optimizer=torch.optim.SGD, between=lambda step, i: None, calls=10, **options):
+        model = nn.Linear(4, 4, bias=False).to(step_twins.device)
+        optimizer = optimizer(model.parameters(), **{"lr": 0.01, **options})
+        inner = make(model, optimizer)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            inner(loss)
+            return loss
+
+        step.optimizer = optimizer
+        graphed = step_twins.graphed(step)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for i in range(calls):
+                graphed(torch.ones(3, 4, device=step_twins.device))
+                between(step, i)
+        return graphed, [str(each.message) for each in said if "graphed_step" in str(each.message)]
+
+    return run
+
+
+def plain(model, optimizer):
+    def inner(loss):
+        loss.backward()
+        optimizer.step()
+
+    return inner
+
+
+RATE = "a tensor"
+READS = "the optimizer reads its state on the host; "
+OTHER = "take another optimizer than {}, such as AdamW with fused=True"
+ON_CPU = {
+    "SGD": ({"lr": RATE}, "make SGD with fused=True", {"lr": RATE, "fused": True}),
+    "Adagrad": ({"lr": RATE}, "make Adagrad with fused=True", {"lr": RATE, "fused": True}),
+    "Adam": ({}, "make Adam with fused=True", {"fused": True}),
+    "AdamW": ({"foreach": True}, "make AdamW with fused=True", {"fused": True}),
+    "RMSprop": ({"lr": RATE}, "keep the learning rate of RMSprop a number", {}),
+    "Adadelta": ({"lr": RATE}, "keep the learning rate of Adadelta a number", {}),
+    "Adamax": ({"lr": RATE}, OTHER.format("Adamax"), None),
+    "NAdam": ({}, OTHER.format("NAdam"), None),
+    "Rprop": ({}, OTHER.format("Rprop"), None),
+}
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_optimizers_that_read_on_the_host(run, backend, name):
+    if backend == "cuda":
+        pytest.skip("on a GPU others read on the host")
+    options, fix, followed = ON_CPU[name]
+    kind = getattr(torch.optim, name)
+
+    def with_rate(options):
+        return options | ({"lr": torch.tensor(0.01)} if options.get("lr") is RATE else {})
+
+    step, said = run(plain, kind, **with_rate(options))
+    assert step.replays == 0 and len(said) == 1 and said[0].endswith(f"{READS}{fix}"), said
+    if followed is not None:
+        step, said = run(plain, kind, **with_rate(followed))
+        assert step.replays >= 6 and not said, said
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("SGD", "make SGD with fused=True"),
+        ("AdamW", "make AdamW with fused=True, capturable=True"),
+        ("RMSprop", "make RMSprop with capturable=True"),
+        ("Adagrad", "take another optimizer than Adagrad, such as AdamW with fused=True, capturable=True"),
+    ],
+)
+def test_optimizers_on_a_gpu(monkeypatch, name, fix):
+    monkeypatch.setattr(fixes, "_is_on_gpu", lambda optimizer: True)
+    optimizer = getattr(torch.optim, name)([nn.Parameter(torch.ones(1))])
+    facts = {"optimizer": Same(optimizer)}
+    change = "optimizer.state[0]['step'] (version) changed from 1 to 2"
+    assert fixes.fix_of_change(change, facts, {}, in_step=True) == f"; {READS}{fix}"
+    change = "optimizer.param_groups[0]['lr'] changed from 1 to 2"
+    assert fixes.fix_of_change(change, facts, {}, in_step=False).endswith(f"which a scheduler then writes, and {fix}")
+
+
+def scaled(model, optimizer):
+    device = next(model.parameters()).device.type
+    scaler = torch.amp.GradScaler(device, init_scale=2.0)
+
+    def inner(loss):
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return inner
+
+
+def averaged(model, optimizer, is_inside):
+    averages = AveragedModel(model)
+
+    def inner(loss):
+        loss.backward()
+        optimizer.step()
+        if is_inside:
+            averages.update_parameters(model)
+
+    inner.update = lambda *_: averages.update_parameters(model)
+    return inner
+
+
+def test_a_scaler_needs_a_fused_optimizer(run):
+    step, (said,) = run(scaled)
+    assert step.replays == 0 and said.endswith("unless the optimizer is fused; make SGD with fused=True"), said
+    step, said = run(scaled, fused=True)
+    assert step.replays >= 6 and not said, said
+    _, (said,) = run(scaled, torch.optim.RMSprop)
+    assert "take another optimizer than RMSprop, such as AdamW with fused=True" in said, said
+
+
+def test_averages_are_updated_outside(run):
+    step, (said,) = run(partial(averaged, is_inside=True))
+    assert step.replays == 0 and said.endswith("n_averaged on the host; call update_parameters() outside of the step")
+    made = []
+
+    def make(*given):
+        made.append(averaged(*given, is_inside=False))
+        return made[0]
+
+    step, said = run(make, between=lambda step, i: made[0].update())
+    assert step.replays >= 6 and not said, said
+
+
+def on(device, what):
+    """A step that does something with its loss before the backward; ``ones`` were made before it."""
+
+    def make(model, optimizer):
+        ones = torch.ones(2, device=device)
+
+        def inner(loss):
+            loss = loss + what(loss.detach() * ones, ones)
+            loss.backward()
+            optimizer.step()
+
+        return inner
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("what", "fix", "instead"),
+    [
+        (
+            lambda y, ones: torch.as_tensor([1.0, 2.0], device=y.device).sum(),
+            "a tensor is made of Python's numbers there; make it before the step",
+            lambda y, ones: ones.sum(),
+        ),
+        (
+            lambda y, ones: y[y > 0].mean(),
+            "take torch.where, or multiply by the mask",
+            lambda y, ones: torch.where(y > 0, y, 0).sum() / (y > 0).sum(),
+        ),
+        (
+            lambda y, ones: float(y.sum()),
+            "the host reads a value there; return the tensor, and read it outside of the step",
+            lambda y, ones: y.sum(),
+        ),
+    ],
+    ids=["numbers", "a mask", "a value"],
+)
+def test_what_no_graph_can_hold(run, backend, device, what, fix, instead):
+    step, (said,) = run(on(device, what))
+    assert step.replays == 0 and "at test_fixes.py:" in said, said
+    assert backend == "cuda" or said.endswith(fix), said
+    step, said = run(on(device, instead))
+    assert step.replays >= 6 and not said, said
+
+
+def count(kept, loss):
+    kept.count += 1
+
+
+def average(kept, loss):
+    kept.average = 0.9 * kept.average + 0.1 * loss.detach()
+
+
+def average_in_place(kept, loss):
+    kept.average.mul_(0.9).add_(loss.detach(), alpha=0.1)
+
+
+def append(kept, loss):
+    kept.losses.append(loss.detach())
+
+
+@pytest.mark.parametrize(
+    ("keep", "change", "instead"),
+    [
+        (count, "kept.count", count),  # of a tensor, += writes in place
+        (average, "kept.average", average_in_place),
+        (append, "len(kept.losses)", None),
+    ],
+)
+def test_what_python_keeps(run, device, keep, change, instead):
+    def keeping(keep, number):
+        def make(model, optimizer):
+            kept = types.SimpleNamespace(count=number, average=torch.zeros((), device=device), losses=[])
+
+            def inner(loss):
+                loss.backward()
+                optimizer.step()
+                keep(kept, loss)
+
+            return inner
+
+        return make
+
+    step, (said,) = run(keeping(keep, 0))
+    fix = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
+    assert step.replays == 0 and f"{change} changed from" in said and said.endswith(f", in each step; {fix}"), said
+    if instead is not None:
+        step, said = run(keeping(instead, torch.zeros((), device=device)))
+        assert step.replays >= 6 and not said, said
+
+
+@pytest.mark.parametrize(("draw", "whose"), [(random.random, "Python"), (numpy.random.rand, "NumPy")])
+def test_random_numbers_of_python(run, draw, whose):
+    def make(model, optimizer):
+        def inner(loss):
+            (loss * draw()).backward()
+            optimizer.step()
+
+        return inner
+
+    step, (said,) = run(make)
+    change = f"the state of {whose}'s random numbers changed, in each step"
+    assert step.replays == 0 and said.endswith(f"{change}; draw with torch on the device"), said
+    assert max(step.in_python.values()) >= 7, step.in_python
+
+
+def test_schedulers(run, device):
+    """Each warning is followed, until the step replays."""
+
+    def scheduled(make, optimizer, **options):
+        schedulers = []
+
+        def make_scheduled(model, optimizer):
+            schedulers.append(make(optimizer))
+            return plain(model, optimizer)
+
+        def step_scheduler(step, i):
+            schedulers[0].step()
+
+        return run(make_scheduled, optimizer, step_scheduler, **options)
+
+    decays = partial(LambdaLR, lr_lambda=lambda epoch: 0.9**epoch)
+    cycles = partial(OneCycleLR, max_lr=0.1, total_steps=50)
+    fused = {"fused": True, "capturable": device == "cuda"}
+    rate = "make the learning rate a tensor on the device, which a scheduler then writes"
+    for make, kind, options, fix in (
+        (decays, torch.optim.SGD, {}, f"{rate}, and make SGD with fused=True"),
+        (decays, torch.optim.SGD, {"fused": True}, rate),
+        (decays, torch.optim.SGD, {"fused": True, "lr": RATE}, None),
+        (
+            cycles,
+            torch.optim.AdamW,
+            fused | {"lr": RATE},
+            "keep it constant, as OneCycleLR does with cycle_momentum=False",
+        ),
+        (partial(cycles, cycle_momentum=False), torch.optim.AdamW, fused | {"lr": RATE}, None),
+    ):
+        if options.get("lr") is RATE:
+            options = options | {"lr": torch.tensor(0.01, device=device)}
+        step, said = scheduled(make, kind, **options)
+        assert (step.replays >= 6 and not said) if fix is None else said[0].endswith(f", in each step; {fix}"), said
+
+
+class Encoding(UserDict):
+    """As the tokenizers of transformers return."""
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("given", "instead", "said"),
+    [
+        (lambda x, i: Encoding(x=x), lambda x, i: {"x": x}, "a Encoding; pass its tensors, such as dict(batch)"),
+        (lambda x, i: Pair(x), lambda x, i: vars(Pair(x)), "a Pair; pass its tensors, such as a dict of them"),
+        (lambda x, i: x.cpu().numpy(), lambda x, i: x, "a ndarray; pass it as a tensor on the device"),
+        (lambda x, i: x.to("meta"), lambda x, i: x, "; move the batch to the device before the call"),
+        (
+            lambda x, i: [x, 0.5**i],
+            lambda x, i: [x, torch.tensor(0.5**i, device=x.device)],
+            "an argument changed from 0.0078125 to 0.00390625, in each step; pass it as a tensor on the device",
+        ),
+        (
+            lambda x, i: [x, f"name {i}"],
+            lambda x, i: [x],
+            "an argument changed from 'name 7' to 'name 8', in each step; leave it out",
+        ),
+    ],
+    ids=["a mapping", "a dataclass", "an array", "elsewhere", "a number", "a name"],
+)
+def test_arguments(step_twins, given, instead, said):
+    x = torch.ones(3, device=step_twins.device)
+    for make in (given, instead):
+        step = step_twins.graphed(lambda batch: torch.ones(2, device=step_twins.device) * 2)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for i in range(12):
+                step(make(x, i))
+        found = [str(each.message) for each in found]
+        if make is given:
+            assert step.replays == 0 and len(found) == 1 and found[0].endswith(said), found
+            assert any(reason.endswith(said) and times >= 3 for reason, times in step.in_python.items()), step.in_python
+        else:
+            assert step.replays >= 10 and not found, found
+
+
+def test_a_warning_is_for_the_line_that_calls_the_step(step_twins):
+    step = step_twins.graphed(lambda x: x)
+    with pytest.warns(UserWarning, match="have the step read it from outside") as found:
+        step(object())
+    assert found[0].filename == __file__

@@ -1,0 +1,158 @@
+"""What keeps a step in Python, in words: where it is in the user's code, and what to do about it.
+
+Each fix works if it is followed: tests/step/test_fixes.py follows them.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
+from traceback import walk_tb
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+from thunder_cg.compat.torch import tensors_in
+from thunder_cg.step.reads import is_installed
+from thunder_cg.step.state import Facts, Same, difference
+
+_RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
+_CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
+_RANDOM = "draw with torch on the device"
+_IN_STEP = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
+_BETWEEN = "leave it as it is between steps, or keep it in a tensor on the device, and write that in place"
+_OPTIMIZER = "the optimizer reads its state on the host"
+_SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
+_AVERAGES = "AveragedModel reads n_averaged on the host; call update_parameters() outside of the step"
+_READ = "the host reads a value there; return the tensor, and read it outside of the step"
+_MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
+_READ_OR_MASK = f"{_READ}; for a boolean index, take torch.where"
+_NUMBERS = "a tensor is made of Python's numbers there; make it before the step"
+_COPY = "a tensor is copied between host and device there; make it on the device before the step, or return it"
+_HISTORY = (
+    "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
+)
+_READ_THEIR_RATE = ("Adadelta", "Muon", "RMSprop")  # on the host if it is a tensor, and nothing else
+# By what the message of an error has in small letters; the first one counts.
+_FIXES = {
+    "legacy stream depend": _HISTORY,
+    "torch.sparse_coo, which has no address, in a graph": "make its module with sparse=False",
+    "cannot copy between cpu and cuda": _COPY,
+    "aten.lift_fresh": _NUMBERS,
+    **dict.fromkeys(("aten.index", "aten._index_put", "aten.masked_select", "aten.nonzero"), _MASK),
+    **dict.fromkeys(("_local_scalar_dense", "makes the host wait", "capturable"), _READ),
+    "capturing": _READ_OR_MASK,  # CUDA does not say which operator it was
+}
+_OF_HOST = {_READ, _MASK, _NUMBERS, _READ_OR_MASK}
+
+
+def change_between(before: Facts, after: Facts) -> str | None:
+    """The first fact that differs, in words; None if none does."""
+    change = difference(before, after)
+    is_random = change is not None and change.startswith("the state of")  # as values it has hashes
+    return change.partition(" from ")[0] if change is not None and is_random else change
+
+
+def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_step: bool) -> str:
+    """What to do about a fact that changes in each step, or between steps: "; ...". "" if that may be once only.
+
+    Args:
+        facts: of the state. They and ``roots`` name the optimizers.
+    """
+    label = change.removeprefix("len(").partition(" ")[0]
+    named = {name: fact.value for name, fact in facts.items() if isinstance(fact, Same)} | dict(roots)
+    owners = [value for name, value in named.items() if label.startswith(f"{name}.")]
+    optimizer = next((value for value in owners if isinstance(value, Optimizer)), None)
+    if "['lr']" in label:
+        follows = optimizer is None or (_options(optimizer) and not _missing(optimizer))
+        return f"; {_RATE}" if follows or optimizer is None else f"; {_RATE}, and {_make(optimizer)}"
+    if "['step']" in label:
+        return f"; {_OPTIMIZER}; {'take a capturable one' if optimizer is None else _make(optimizer)}"
+    if "['betas']" in label or "['momentum']" in label:
+        return f"; {_CONSTANT}"
+    if any(isinstance(value, (Optimizer, GradScaler)) for value in owners):
+        return ""  # they make their state in the first step
+    if change.startswith("the state of"):
+        return f"; {_RANDOM}"
+    return f"; {_IN_STEP if in_step else _BETWEEN}"
+
+
+def fix_of_argument(value: Any) -> str:
+    """What to do about an argument that is neither a tensor nor a plain value."""
+    if isinstance(value, Mapping):
+        return "pass its tensors, such as dict(batch)"
+    if isinstance(value, (list, tuple)):
+        return "pass its tensors, such as tuple(batch)"
+    if hasattr(value, "__array__"):
+        return "pass it as a tensor on the device"
+    if is_dataclass(value) or tensors_in(getattr(value, "__dict__", {})):
+        return "pass its tensors, such as a dict of them"
+    return "have the step read it from outside"
+
+
+def fix_of_changed_argument(value: Any) -> str:
+    """What to do about a value among the arguments that is another one in each call."""
+    return "pass it as a tensor on the device" if isinstance(value, (int, float, complex)) else "leave it out"
+
+
+def where(error: BaseException) -> str:
+    """The line of the user's that raised, and what to do about it."""
+    frames = [*walk_tb(error.__traceback__)]
+    files = [frame.f_code.co_filename for frame, _ in frames]
+    users = [i for i, file in enumerate(files) if os.path.isfile(file) and not is_installed(file)]
+    said = str(error).lower()
+    fix = next((fix for sign, fix in _FIXES.items() if sign in said), None)
+    if users and fix in _OF_HOST:
+        fix = _fix_in_torch([frame for frame, _ in frames[users[-1] + 1 :]]) or fix
+    end = "" if fix is None else f"; {fix}"
+    if not users:
+        return end
+    file, line = files[users[-1]], frames[users[-1]][1]
+    return f", at {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()}){end}"
+
+
+def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
+    """For what the user's line has called, if that reads on the host by itself."""
+    for frame in frames:
+        owner, optimizer = frame.f_locals.get("self"), frame.f_locals.get("optimizer")
+        if isinstance(owner, AveragedModel):
+            return _AVERAGES
+        if isinstance(owner, Optimizer):
+            return f"{_OPTIMIZER}; {_make(owner)}"
+        if isinstance(owner, GradScaler) and isinstance(optimizer, Optimizer):
+            return f"{_SCALER}; {_make(optimizer, fused=True)}"
+    return None
+
+
+def _make(optimizer: Optimizer, *, fused: bool = False) -> str:
+    """How to have one that reads nothing on the host, whatever its learning rate is; ``fused`` if it has to be."""
+    name, missing = type(optimizer).__name__, _missing(optimizer)
+    if missing and ("fused" in missing or not fused):
+        return f"make {name} with {', '.join(f'{option}=True' for option in missing)}"
+    if name in _READ_THEIR_RATE and isinstance(optimizer.param_groups[0]["lr"], Tensor) and not fused:
+        return f"keep the learning rate of {name} a number"
+    options = "fused=True, capturable=True" if _is_on_gpu(optimizer) else "fused=True"
+    return f"take another optimizer than {name}, such as AdamW with {options}"
+
+
+def _options(optimizer: Optimizer) -> list[str]:
+    """Those that keep it from reading its state on the host. PyTorch fuses Adagrad on CPUs only."""
+    is_on_gpu = _is_on_gpu(optimizer)
+    can_fuse = not (is_on_gpu and isinstance(optimizer, torch.optim.Adagrad))
+    possible = ["fused"] * can_fuse + ["capturable"] * is_on_gpu
+    return [option for option in possible if option in optimizer.defaults]
+
+
+def _missing(optimizer: Optimizer) -> list[str]:
+    return [option for option in _options(optimizer) if not optimizer.param_groups[0].get(option)]
+
+
+def _is_on_gpu(optimizer: Optimizer) -> bool:
+    return bool(optimizer.param_groups[0]["params"][0].is_cuda)
