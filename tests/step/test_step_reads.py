@@ -179,7 +179,8 @@ FUNCTIONS = {
 def test_functions_that_are_called_indirectly(step_twins, kind):
     step = changing(step_twins, FUNCTIONS[kind], set_scale, calls=11)
     # Dynamo compiles a number that has changed as a tensor on the host, which no graph can read.
-    assert step.captures == (1 if kind == "compiled" else 2) and step.replays >= 3, explain(step)
+    is_read = kind == "compiled" and step_twins.device == "cpu"
+    assert step.captures == (1 if is_read else 2) and step.replays >= 3, explain(step)
 
 
 def test_what_a_compiled_module_and_function_read(step_twins):

@@ -77,6 +77,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_OPTIMIZER}; {'take a capturable one' if optimizer is None else _make(optimizer)}"
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
+    if any(isinstance(value, AveragedModel) for value in owners):
+        return f"; {_AVERAGES}"
     if any(isinstance(value, (Optimizer, GradScaler)) for value in owners):
         return ""  # they make their state in the first step
     if change.startswith("the state of"):

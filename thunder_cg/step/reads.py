@@ -11,12 +11,14 @@ import builtins
 import dis
 import inspect
 import os
+import sys
 import sysconfig
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from glob import escape as glob_escape, glob
 from typing import Any, NamedTuple
 
 import thunder
@@ -25,11 +27,21 @@ from torch import nn
 
 from thunder_cg.compat.torch import module_dictionaries
 
+
+def _folders_of_packages() -> list[str]:
+    """Of Python's path, those that something was installed into. That of the program itself is none."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    users = {os.getcwd(), os.path.dirname(os.path.abspath(main or ""))}
+    folders = {os.path.abspath(folder) for folder in sys.path} - users
+    return [folder for folder in folders if glob(os.path.join(glob_escape(folder), "*.dist-info"))]
+
+
 MISSING = object()  # what a read yields that raises now
 # Where packages are installed, in this environment and those below it. Some are elsewhere, as this one may be.
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _INSTALLED = tuple(
     {
+        *(folder + os.sep for folder in _folders_of_packages()),
         *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib")),
         *(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, thunder)),
         os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,

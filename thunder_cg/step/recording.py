@@ -301,10 +301,8 @@ class _Body:
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch()
-        try:
-            result = self._batch.call(self._fn, self._buffers)
-        finally:
-            self._calls.end()
+        result = self._batch.call(self._fn, self._buffers)
+        self._calls.end()
         leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
@@ -371,14 +369,14 @@ class StepCapture:
     def _attempt(self) -> StepRecording:
         state = self.state
         state.guard_tensors()
-        on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)
-        if state.device.type != "cpu":  # whose backwards run on the thread that calls them
-            on_thread_of_backwards(state.device, self.calls.watch)
-        on_thread_of_backwards(state.device, clear_stack)
         _refuse_sparse_gradients(state)
+        on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)
         with _Gradient.recounted():
             before = _GradientsBefore(state.parameters, self.backend)
             try:
+                if state.device.type != "cpu":  # whose backwards run on the thread that calls them
+                    on_thread_of_backwards(state.device, self.calls.watch)
+                on_thread_of_backwards(state.device, clear_stack)
                 recording = self._record(before)
                 self.check_memory()
             except BaseException:
@@ -386,6 +384,7 @@ class StepCapture:
                 before.restore()
                 raise
             finally:
+                self.calls.end()
                 before.release()
         state.release()
         for gradient in recording.gradients:
