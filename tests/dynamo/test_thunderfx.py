@@ -265,3 +265,43 @@ def test_a_second_graph_transform_is_refused(backend):
         TransformConflictError, match=r"thunderfx has one itself; pass its options, as in thunderfx\(fn"
     ):
         thunderfx(torch.tanh, transforms=[cudagraph_transform(backend=backend)])
+
+
+def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device):
+    """Dynamo runs what is past its limit in plain Python, and instances of one class share the limit."""
+
+    class Model(nn.Module):
+        def forward(self, x, sizes):
+            return torch.sin(x) * len(sizes) + x
+
+    first, second = (thunderfx(Model(), backend=backend) for _ in range(2))
+    x = torch.randn(4, device=device)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for sizes in ([1], [1], [1], [1, 2], [1, 2]):
+            first(x, sizes)
+        second(x, [1])
+        said, nothing = str(explain(first)), str(explain(second))
+    fix = "To change that: set torch._dynamo.config.recompile_limit higher"
+    assert "1 of 3 calls replayed" in said and "2 more calls ran in plain Python, without Thunder." in said
+    assert "Dynamo compiles forward (test_thunderfx.py:" in said and "it has 1 compiled version, and" in said
+    assert (
+        "holds only for `len(sizes) == 1`; pass what changes" in said
+        and fix in said
+        and "nothing to change" not in said
+    )
+    assert nothing.startswith("Nothing is compiled. 1 call ran in plain Python") and fix in nothing
+    assert "of other functions or instances with the same code" in nothing
+    torch._dynamo.reset()
+    second(x, [1])
+    report = explain(second)
+    assert report.traces and not report.limits and report.python_calls == 1
+
+
+def test_the_report_says_that_dynamo_had_no_graph_for_calls(backend, device):
+    def function(x):
+        return x
+
+    compiled = thunderfx(function, backend=backend)
+    compiled(torch.ones(2, device=device))
+    said = "Nothing is compiled. 1 call ran in plain Python, without Thunder: Dynamo had no graph for them."
+    assert str(explain(compiled)).startswith(said)

@@ -5,13 +5,19 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from types import CodeType
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
+from torch._dynamo import config
+from torch._dynamo.convert_frame import input_codes
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.utils import get_compilation_metrics
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -19,8 +25,10 @@ from torch.fx.node import map_arg
 from thunder_cg.compat.torch import tree_leaves
 
 __all__ = [
+    "CodeAtLimit",
     "CompiledFunction",
     "ThunderCompiler",
+    "at_limit",
     "can_trace",
     "can_trace_all",
     "example",
@@ -43,17 +51,70 @@ class CompiledFunction(ThunderFXCompiledObject):
 
     def __init__(self, backend: ThunderCompiler, function: Callable[..., Any]) -> None:
         super().__init__(backend, function)
+        self._count = _Count()
         module = getattr(function, "_orig_mod", None)
         self.__signature__ = inspect.signature(function if module is None else module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._breaking_the_graph(*args, **kwargs)
+        self._count.calls += 1
         return self._func(*args, **kwargs)
 
     @torch.compiler.disable(reason="thunder_cg.thunderfx has compiled it")
     def _breaking_the_graph(self, *args: Any, **kwargs: Any) -> Any:
+        self._count.calls += 1
         return self._func(*args, **kwargs)
+
+    @property
+    def calls(self) -> int:
+        """How often it was called."""
+        return self._count.calls
+
+
+class _Count:
+    """How often something was called. An attribute of what is called would be part of the state of a graphed step."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class CodeAtLimit(NamedTuple):
+    """Python code that Dynamo has compiled as often as ``torch._dynamo.config.recompile_limit`` allows.
+
+    Attributes:
+        function: "f (train.py:3)".
+        versions: how often it is compiled, for all functions and instances that have this code.
+        limit: the value of the option.
+        reason: the condition of a version that a call did not meet for which it was not compiled any more; "" if there
+            is no such call, or it is not known.
+    """
+
+    function: str
+    versions: int
+    limit: int
+    reason: str
+
+
+def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
+    """The code of a compiled function that Dynamo compiles no more."""
+    own = getattr(getattr(getattr(compiled, "_func", compiled), "_torchdynamo_orig_callable", None), "__code__", None)
+    attempts = [each for each in get_compilation_metrics() if "recompile limit" in str(each.fail_reason)]
+    refused = {str(each.compile_id): str(each.recompile_reason) for each in attempts}
+    for code in filter(None, [reference() for reference in input_codes.seen]):
+        entries = _debug_get_cache_entry_list(code)
+        if len(entries) < config.recompile_limit:
+            continue
+        if code is own or any(getattr(each.backend, "compiler_fn", each.backend) is backend for each in entries):
+            last = max(entries, key=lambda entry: entry.compile_id.frame_compile_id or 0).compile_id
+            missed = refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", "")
+            reason = missed.partition("\n")[0].partition("  #")[0].partition(": ")[2].strip()
+            if reason.startswith("BACKEND_MATCH"):  # a call of another function with the same code
+                reason = ""
+            place = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+            yield CodeAtLimit(place, len(entries), config.recompile_limit, reason)
 
 
 def example(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Graph breaks: where Dynamo could not go on, so that it ended a graph and began another one."""
+"""What Dynamo does not compile: graph breaks, where it could not go on, and functions that it compiles no more."""
 
 from __future__ import annotations
 
@@ -34,6 +34,31 @@ class GraphBreak:
     source: str | None
     reason: str
     fix: str
+
+
+@dataclass(frozen=True, slots=True)
+class RecompileLimit:
+    """A function that Dynamo compiles no more: calls that fit none of its versions run in plain Python.
+
+    Attributes:
+        function: "f (train.py:3)".
+        versions: how often it is compiled, for all functions and instances with the same code together.
+        limit: the value of ``torch._dynamo.config.recompile_limit``.
+        reason: the condition of a version that a call did not meet, so that Dynamo would have compiled again; "" if it
+            is not known.
+    """
+
+    function: str
+    versions: int
+    limit: int
+    reason: str
+
+
+def recompile_limits(compiled: Any, backend: Any) -> Iterator[RecompileLimit]:
+    """What Dynamo compiles no more of a compiled function."""
+    from thunder_cg.compat.dynamo import at_limit  # Dynamo is imported by now
+
+    yield from (RecompileLimit(*code) for code in at_limit(compiled, backend))
 
 
 def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:

@@ -21,7 +21,7 @@ import torch
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
 from thunder_cg.errors import NotCompiledError
-from thunder_cg.report.breaks import GraphBreak, graph_breaks
+from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits
 from thunder_cg.report.units import count
 from thunder_cg.runtime.program import Program
 
@@ -65,6 +65,7 @@ class Found:
         calls: how often the function was called, as Thunder counts; of Dynamo's graphs, all calls together.
         failures: in how many of the calls Thunder raised while it compiled.
         failure: what it raised last and where, of a module.
+        python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
     """
 
     programs: tuple[Located, ...]
@@ -73,6 +74,8 @@ class Found:
     failure: str | None = None
     outside: tuple[Outside, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
+    limits: tuple[RecompileLimit, ...] = ()
+    python_calls: int = 0
 
 
 def locate(fn: Any, function: str = "explain") -> Found:
@@ -101,6 +104,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []
     calls = failures = 0
+    ran: list[int] = []  # for each graph: in how many calls, if it has a part of Thunder's, which counts
     failure = None
     for number, graph in enumerate(backend.subgraph_infos):
         label = f"{_name(fn)}, graph {number}"
@@ -110,9 +114,14 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
             calls += thunder.compile_stats(jitted).calls
             failures += _failures(jitted)
             failure = compile_failure(jitted) or failure
+        ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
-    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks))
+    without_graph = getattr(fn, "calls", 0) - sum(ran)  # negative if a call has several graphs
+    python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
+    reached = [*recompile_limits(fn, backend)] if without_graph else []
+    limits = tuple(each for each in reached if python_calls or each.reason)
+    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks), limits, python_calls)
 
 
 def _failures(jitted: Any) -> int:

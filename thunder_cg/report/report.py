@@ -15,7 +15,7 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
-from thunder_cg.report.breaks import GraphBreak
+from thunder_cg.report.breaks import GraphBreak, RecompileLimit
 from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
@@ -152,6 +152,8 @@ class Report:
     breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
     calls: int = 0  # of the function, or of all of Dynamo's graphs, as Thunder counts
     memory: MemoryReport = field(default_factory=MemoryReport)  # the ledger
+    limits: tuple[RecompileLimit, ...] = ()  # functions that Dynamo compiles no more (thunderfx only)
+    python_calls: int = 0  # in which no graph of Dynamo's ran, so that Thunder did nothing, at least (thunderfx only)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -239,6 +241,8 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
         memory=MemoryReport.of(found.programs),
         unmatched=_unmatched(programs),
         breaks=found.breaks,
+        limits=found.limits,
+        python_calls=found.python_calls,
         compile_failures=found.failures,
         compile_failure=found.failure,
         calls=found.calls,
