@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 
 import pytest
 import thunder.dynamo
@@ -14,6 +15,8 @@ from torch import nn
 
 from thunder_cg import OptionError, cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import TransformConflictError
+
+logger = logging.getLogger("a model")
 
 
 class Fallbacks(nn.Module):
@@ -265,6 +268,33 @@ def test_a_second_graph_transform_is_refused(backend):
         TransformConflictError, match=r"thunderfx has one itself; pass its options, as in thunderfx\(fn"
     ):
         thunderfx(torch.tanh, transforms=[cudagraph_transform(backend=backend)])
+
+
+class Logs(nn.Module):
+    """As models of Transformers warn before the loss: Dynamo cannot go on in the middle of a property."""
+
+    @property
+    def loss(self):
+        logger.warning("looked up")
+        return torch.sum
+
+    def forward(self, x):
+        y = torch.sin(x) * 2
+        z = self.loss(y)
+        return z * 2
+
+
+def test_a_graph_break_that_dynamo_cannot_go_on_from_has_its_reason(backend, device):
+    """Dynamo gives it "step_unsupported". It has the reason when it tries the function around it, or one inside."""
+    model = Logs()
+    for function in (model, lambda x: model(x)):
+        compiled = thunderfx(function, backend=backend)
+        compiled(torch.ones(3, device=device))
+        (broken,) = explain(compiled).breaks
+        assert broken.reason.startswith("logging.Logger method not supported") and "ignore_logging" in broken.fix
+        assert broken.source == 'logger.warning("looked up")' and "called from" in broken.line
+        torch._dynamo.reset()
+    assert "TORCH_LOGS" in explain(compiled).breaks[0].fix, "Dynamo has forgotten"
 
 
 def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from types import CodeType
+from traceback import FrameSummary
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -17,7 +18,7 @@ from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile
 from torch._dynamo import config
 from torch._dynamo.convert_frame import input_codes
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.utils import get_compilation_metrics
+from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -29,6 +30,7 @@ __all__ = [
     "CompiledFunction",
     "ThunderCompiler",
     "at_limit",
+    "break_behind",
     "can_trace",
     "can_trace_all",
     "example",
@@ -115,6 +117,27 @@ def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
                 reason = ""
             place = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
             yield CodeAtLimit(place, len(entries), config.recompile_limit, reason)
+
+
+def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:
+    """Why a graph ended and where; None if that is not known.
+
+    What Dynamo cannot go on from, such as a break in a property, has no reason and only the line that it came from. The
+    reason is with another break: of an earlier attempt at the same line, or of what the line calls, compiled later.
+    """
+    if ended.reason != "step_unsupported":
+        return ended.reason, ended.user_stack
+    (line,) = ended.user_stack[-1:]
+    later = False
+    for other in graph_break_reasons:
+        later = later or other is ended
+        if other.reason == ended.reason or not other.user_stack:
+            continue
+        if line in other.user_stack:
+            return other.reason, other.user_stack
+        if later and re.search(rf"\b{re.escape(other.user_stack[0].name)}\b", line.line or ""):
+            return other.reason, [*ended.user_stack, *other.user_stack]
+    return None
 
 
 def example(value: Any) -> Any:

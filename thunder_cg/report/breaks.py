@@ -14,6 +14,10 @@ _ITEM = (
     f"{KEEP_ON_DEVICE}; torch._dynamo.config.capture_scalar_outputs spares the graph break at most: the host still "
     "reads the number, and what uses the number is in no CUDA graph"
 )
+_UNKNOWN = (
+    "what this line calls has a graph break that Dynamo cannot go on from",
+    'TORCH_LOGS="graph_breaks" in the environment has Dynamo say which',
+)
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
 
@@ -66,8 +70,11 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     ended = getattr(graph.original_graph_module, "compile_subgraph_reason", None)
     if ended is None or not ended.graph_break:
         return
-    frames = users([SourceLine(frame.filename, frame.lineno) for frame in ended.user_stack])
-    reason, fix = _understood(ended.reason)
+    from thunder_cg.compat.dynamo import break_behind  # Dynamo is imported by now
+
+    reason, stack = break_behind(ended) or (None, ended.user_stack)
+    frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
+    reason, fix = _understood(reason) if reason is not None else _UNKNOWN
     yield GraphBreak(label, called_from(frames), frames[-1].text if frames else None, reason, fix)
 
 
