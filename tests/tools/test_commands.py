@@ -89,6 +89,28 @@ def makes_nothing():
     return 3
 """
 
+STEPS = """
+import thunder
+import torch
+
+from thunder_cg import cudagraph_transform, graphed_step
+
+model = torch.nn.Linear(4, 4)
+jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def function(x):
+    optimizer.zero_grad()
+    loss = jmodel(x).sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+step = graphed_step(function, modules=jmodel, optimizers=optimizer, backend="tape")
+for _ in range(CALLS):
+    step(torch.ones(2, 4))
+"""
+
 
 def test_explain_calls_what_a_function_makes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, page = tmp_path / "models.py", tmp_path / "report.json"
@@ -103,6 +125,17 @@ def test_explain_calls_what_a_function_makes(tmp_path: Path, capsys: pytest.Capt
 
     assert main(["explain", "--calls", "1", f"{path}:reads"]) == 1
     assert "Tensor.item at models.py:8" in capsys.readouterr().out
+
+
+def test_explain_counts_what_ran_inside_of_a_step_as_the_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.py"
+    for calls, code in ((4, 0), (1, 1)):  # the second call captures
+        path.write_text(STEPS.replace("CALLS", str(calls)))
+        assert main(["explain", str(path)]) == code
+        said = capsys.readouterr().out
+        assert said.startswith("step:\nStep function: ") and "jmodel:\nCUDA graphs: none of its own" in said
 
 
 def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

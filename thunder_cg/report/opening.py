@@ -94,6 +94,9 @@ def ran(report: Report) -> Iterator[str]:
     if not having:
         yield f"none, in {count(report.calls, 'call')}" if report.calls else "none"
         return
+    if all(trace.is_in_steps for trace in having):
+        yield "none of its own, as all calls ran inside of graphed steps, whose graphs hold them (see explain(step))"
+        return
     said = []
     graphs = len({trace.function for trace in having})
     for kind, noun in (("forward", "call"), ("backward", "backward")):

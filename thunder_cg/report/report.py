@@ -26,7 +26,7 @@ from thunder_cg.report.programs import Located, Outside, locate
 from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.skip_reasons import FIXES
+from thunder_cg.runtime.skip_reasons import FIXES, HELD_ELSEWHERE, IN_STEP
 from thunder_cg.step import GraphedStep
 
 
@@ -128,6 +128,11 @@ class TraceReport:
     def replays(self) -> int:
         """Calls that replayed a graph that an earlier call captured."""
         return max((region.replays - region.captures for region in self.regions), default=0)
+
+    @property
+    def is_in_steps(self) -> bool:
+        """Whether all calls ran inside of graphed steps, whose graphs hold what the trace does."""
+        return IN_STEP in self.fallbacks and self.calls == sum(self.fallbacks.get(each, 0) for each in HELD_ELSEWHERE)
 
     @property
     def counts(self) -> Counter[str]:
