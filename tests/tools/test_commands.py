@@ -87,6 +87,11 @@ def reads():
 
 def makes_nothing():
     return 3
+
+def needs(x, y, z=1):
+    return x
+
+model = torch.nn.Linear(4, 4)
 """
 
 STEPS = """
@@ -143,7 +148,9 @@ def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: py
     path.write_text(MODELS)
     for words, said in (
         ([f"{path}:makes_nothing"], "makes_nothing() returned a int; return a model and its inputs"),
-        ([f"{path}:other"], "the file has no function 'other'; it has make_model, reads, makes_nothing"),
+        ([f"{path}:other"], "the file has no function 'other'; it has make_model, reads, makes_nothing, needs"),
+        ([f"{path}:model"], "model is called without arguments, and needs its inputs; give a function that returns"),
+        ([f"{path}:needs"], "needs is called without arguments, and needs x, y; give a function that returns"),
         ([f"{path}:reads", "1"], "takes no arguments; leave out 1"),
         (["--html", str(path), str(path)], f"{path} exists, and thunder_cg did not write it"),
         (["--calls", "x", str(path)], "argument --calls: 'x' is no whole number"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -112,6 +114,9 @@ def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser)
 
     if not callable(make := variables.get(name)):
         parser.error(f"the file has no function {name!r}; it has {', '.join(_functions(variables)) or 'none'}")
+    if needed := _needed(make):
+        problem = f"{name} is called without arguments, and needs {', '.join(needed)}"
+        parser.error(f"{problem}; give a function that returns a model and its inputs: def make(): return {name}, (x,)")
     made = make()
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         parser.error(f"{name}() returned a {type(made).__name__}; return a model and its inputs: (model, (x,))")
@@ -127,6 +132,18 @@ def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser)
         if trained := [tensor for tensor in tensors_in(result) if tensor.requires_grad]:
             torch.autograd.backward([leaf.sum() for leaf in trained])
     return model
+
+
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """The parameters without which it cannot be called, as far as it says so."""
+    if hasattr(function, "named_modules") and not isinstance(function, type):
+        return ["its inputs"]
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return []
+    kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return [n for n, each in parameters.items() if each.default is Parameter.empty and each.kind not in kinds]
 
 
 def _functions(variables: Mapping[str, Any]) -> list[str]:
