@@ -335,3 +335,45 @@ def test_the_report_says_that_dynamo_had_no_graph_for_calls(backend, device):
     compiled(torch.ones(2, device=device))
     said = "Nothing is compiled. 1 call ran in plain Python, without Thunder: Dynamo had no graph for them."
     assert str(explain(compiled)).startswith(said)
+
+
+class Norm(nn.Module):
+    def __init__(self, epsilon):
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x):
+        return torch.sin(x) * torch.rsqrt(x.pow(2).mean() + self.epsilon)
+
+
+def test_what_is_dynamic_is_chosen_for_each_function(backend, device):
+    """Dynamo compares a float with that of another model of the class, and would read it on the host in each call."""
+    for size, epsilon in ((4, 1e-6), (5, 1e-5)):
+        norm = thunderfx(Norm(epsilon), backend=backend)
+        x = torch.ones(size, device=device)
+        torch.testing.assert_close(norm(x), Norm(epsilon)(x))
+        (graph,) = norm._backend.subgraph_infos
+        assert not explain(norm).causes and graph.original_graph_module.graph.find_nodes(op="placeholder")[1:] == []
+    for x in (torch.ones(6, device=device), torch.ones(7, device=device)):
+        norm(x)
+    assert len(norm._backend.subgraph_infos) == 2, "one for any size"
+
+    inputs = []
+    for epsilon in (1e-3, 1e-4):  # as if nothing else had been compiled, and as Dynamo does it
+        plain = torch.compile(Norm(epsilon), backend=lambda graph, given: inputs.append(len(given)) or graph.forward)
+        plain(torch.ones(2, device=device))
+    assert inputs == [1, 2]
+
+
+def test_what_is_disabled_and_not_what_it_calls(backend, device):
+    called = []
+
+    def inner(x):
+        called.append(torch.compiler.is_compiling())
+        return torch.sin(x)
+
+    def outer(x):
+        return torch.compiler.disable(inner, recursive=False)(torch.cos(x)) * 2
+
+    thunderfx(outer, backend=backend)(torch.ones(3, device=device))
+    assert called == [False]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -15,8 +16,7 @@ import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
-from torch._dynamo import config
-from torch._dynamo.convert_frame import input_codes
+from torch._dynamo import config, convert_frame, pgo
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._subclasses.fake_tensor import FakeTensor
@@ -33,6 +33,7 @@ __all__ = [
     "break_behind",
     "can_trace",
     "can_trace_all",
+    "dynamo_callback",
     "example",
     "for_splitter",
     "get_torch_compile_kwargs",
@@ -54,6 +55,7 @@ class CompiledFunction(ThunderFXCompiledObject):
     def __init__(self, backend: ThunderCompiler, function: Callable[..., Any]) -> None:
         super().__init__(backend, function)
         self._count = _Count()
+        _keep_history_apart(function)
         module = getattr(function, "_orig_mod", None)
         self.__signature__ = inspect.signature(function if module is None else module.forward)
 
@@ -83,6 +85,44 @@ class _Count:
         self.calls = 0
 
 
+def dynamo_callback(fn: Any) -> Any | None:
+    """What Dynamo calls for a new frame: a compiled module keeps it in an attribute, a function in its closure."""
+    if isinstance(fn, torch.nn.Module):
+        return getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
+    return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
+
+
+def _keep_history_apart(function: Any) -> None:
+    """Has Dynamo choose what is dynamic in a compiled function by the calls of that function alone.
+
+    Dynamo makes a size or a Python float dynamic if it was another one when the same code was compiled last. That may
+    have been for another model: those of Transformers share code, and the epsilon of a norm would be read on the host.
+    Other functions are not affected, since Dynamo compiles under one lock. If ``torch.compiler.config.job_id`` names a
+    profile, which keeps such a history for later processes, all functions share it.
+    """
+    callback = dynamo_callback(function)
+    convert = getattr(callback, "_torchdynamo_orig_backend", None)
+    if callback is None or convert is None:
+        return
+    shared: Any = None
+    own: Any = None
+
+    def convert_apart(*args: Any, skip: int = 0, **kwargs: Any) -> Any:
+        nonlocal shared, own
+        if pgo.get_cache_key() is not None:
+            return convert(*args, skip=skip + 1, **kwargs)
+        if (now := pgo.get_code_state()) is not shared:  # at first, and after `torch._dynamo.reset`
+            shared, own = now, defaultdict(pgo.CodeState)
+        with patch.object(pgo, "_CODE_STATE", own):
+            return convert(*args, skip=skip + 1, **kwargs)
+
+    # Dynamo looks for the caller of a frame behind the frames of its own file.
+    convert_apart.__code__ = convert_apart.__code__.replace(co_filename=convert_frame.__file__)
+    for name in ("_torchdynamo_orig_backend", "_clone_with_backend"):  # what others read of it
+        setattr(convert_apart, name, getattr(convert, name))
+    callback._torchdynamo_orig_backend = convert_apart
+
+
 class CodeAtLimit(NamedTuple):
     """Python code that Dynamo has compiled as often as ``torch._dynamo.config.recompile_limit`` allows.
 
@@ -105,7 +145,7 @@ def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
     own = getattr(getattr(getattr(compiled, "_func", compiled), "_torchdynamo_orig_callable", None), "__code__", None)
     attempts = [each for each in get_compilation_metrics() if "recompile limit" in str(each.fail_reason)]
     refused = {str(each.compile_id): str(each.recompile_reason) for each in attempts}
-    for code in filter(None, [reference() for reference in input_codes.seen]):
+    for code in filter(None, [reference() for reference in convert_frame.input_codes.seen]):
         entries = _debug_get_cache_entry_list(code)
         if len(entries) < config.recompile_limit:
             continue

@@ -6,7 +6,6 @@ the provenance of the trace that it returned. So nothing is registered anywhere,
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections import Counter
@@ -16,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 import thunder
-import torch
 
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
@@ -209,19 +207,14 @@ def _dynamo_backend(fn: Any) -> Any | None:
         return None
     backend = getattr(fn, "_backend", fn)
     if not isinstance(backend, compiler.ThunderCompiler):
-        backend = _dynamo_callback(fn)
+        from thunder_cg.compat.dynamo import dynamo_callback
+
+        backend = dynamo_callback(fn)
         # Dynamo's chain of wrappers and torch.compile's own wrapper lead to the backend that the user named.
         links = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")
         while (inner := next((getattr(backend, link) for link in links if hasattr(backend, link)), None)) is not None:
             backend = inner
     return backend if isinstance(backend, compiler.ThunderCompiler) else None
-
-
-def _dynamo_callback(fn: Any) -> Any | None:
-    """What Dynamo calls for a new frame: a compiled module keeps it in an attribute, a function in its closure."""
-    if isinstance(fn, torch.nn.Module):
-        return getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
-    return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
 
 
 def _has_transform(transforms: Iterable[Any]) -> bool:
