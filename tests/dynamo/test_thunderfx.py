@@ -365,6 +365,15 @@ def test_what_is_dynamic_is_chosen_for_each_function(backend, device):
     assert inputs == [1, 2]
 
 
+def test_the_report_says_what_to_do_about_a_float_that_changes(backend, device):
+    compiled = thunderfx(lambda x, scale: torch.sin(x) * scale + torch.relu(x), backend=backend)
+    for scale in (1.0, 2.0, torch.tensor(3.0, device=device)):
+        compiled(torch.ones(4, device=device), scale)
+    (cause,) = explain(compiled).causes
+    assert cause.name == "Tensor.item" and cause.fix.startswith("if scale is a Python float") and "keep" in cause.fix
+    assert [trace.counts["eager"] > 0 for trace in explain(compiled).traces] == [False, True, False], "as it advises"
+
+
 def test_what_is_disabled_and_not_what_it_calls(backend, device):
     called = []
 
