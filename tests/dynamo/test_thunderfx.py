@@ -333,6 +333,8 @@ def test_the_report_says_that_dynamo_had_no_graph_for_calls(backend, device):
 
     compiled = thunderfx(function, backend=backend)
     compiled(torch.ones(2, device=device))
+    with pytest.raises(TypeError):
+        compiled()
     said = "Nothing is compiled. 1 call ran in plain Python, without Thunder: Dynamo had no graph for them."
     assert str(explain(compiled)).startswith(said)
 

@@ -62,17 +62,19 @@ class CompiledFunction(ThunderFXCompiledObject):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._breaking_the_graph(*args, **kwargs)
+        result = self._func(*args, **kwargs)
         self._count.calls += 1
-        return self._func(*args, **kwargs)
+        return result
 
     @torch.compiler.disable(reason="thunder_cg.thunderfx has compiled it")
     def _breaking_the_graph(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._func(*args, **kwargs)
         self._count.calls += 1
-        return self._func(*args, **kwargs)
+        return result
 
     @property
     def calls(self) -> int:
-        """How often it was called."""
+        """How often it was called and returned."""
         return self._count.calls
 
 

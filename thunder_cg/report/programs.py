@@ -98,6 +98,8 @@ def locate(fn: Any, function: str = "explain") -> Found:
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
     """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
+    from thunder_cg.compat.dynamo import CompiledFunction  # Dynamo is imported by now
+
     programs: list[Located] = []
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []
@@ -115,7 +117,8 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
-    without_graph = getattr(fn, "calls", 0) - sum(ran)  # negative if a call has several graphs
+    made = fn.calls if isinstance(fn, CompiledFunction) else 0
+    without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
     reached = [*recompile_limits(fn, backend)] if without_graph else []
     limits = tuple(each for each in reached if python_calls or each.reason)
