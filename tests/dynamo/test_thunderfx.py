@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import logging
 
 import pytest
 import thunder.dynamo
@@ -14,6 +15,8 @@ from torch import nn
 
 from thunder_cg import OptionError, cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import TransformConflictError
+
+logger = logging.getLogger("a model")
 
 
 class Fallbacks(nn.Module):
@@ -265,3 +268,123 @@ def test_a_second_graph_transform_is_refused(backend):
         TransformConflictError, match=r"thunderfx has one itself; pass its options, as in thunderfx\(fn"
     ):
         thunderfx(torch.tanh, transforms=[cudagraph_transform(backend=backend)])
+
+
+class Logs(nn.Module):
+    """As models of Transformers warn before the loss: Dynamo cannot go on in the middle of a property."""
+
+    @property
+    def loss(self):
+        logger.warning("looked up")
+        return torch.sum
+
+    def forward(self, x):
+        y = torch.sin(x) * 2
+        z = self.loss(y)
+        return z * 2
+
+
+def test_a_graph_break_that_dynamo_cannot_go_on_from_has_its_reason(backend, device):
+    """Dynamo gives it "step_unsupported". It has the reason when it tries the function around it, or one inside."""
+    model = Logs()
+    for function in (model, lambda x: model(x)):
+        compiled = thunderfx(function, backend=backend)
+        compiled(torch.ones(3, device=device))
+        (broken,) = explain(compiled).breaks
+        assert broken.reason.startswith("logging.Logger method not supported") and "ignore_logging" in broken.fix
+        assert broken.source == 'logger.warning("looked up")' and "called from" in broken.line
+        torch._dynamo.reset()
+    assert "TORCH_LOGS" in explain(compiled).breaks[0].fix, "Dynamo has forgotten"
+
+
+def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device):
+    """Dynamo runs what is past its limit in plain Python, and instances of one class share the limit."""
+
+    class Model(nn.Module):
+        def forward(self, x, sizes):
+            return torch.sin(x) * len(sizes) + x
+
+    first, second = (thunderfx(Model(), backend=backend) for _ in range(2))
+    x = torch.randn(4, device=device)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for sizes in ([1], [1], [1], [1, 2], [1, 2]):
+            first(x, sizes)
+        second(x, [1])
+        said, nothing = str(explain(first)), str(explain(second))
+    fix = "To change that: set torch._dynamo.config.recompile_limit higher"
+    assert "1 of 3 calls replayed" in said and "2 more calls ran in plain Python, without Thunder." in said
+    assert "Dynamo compiles forward (test_thunderfx.py:" in said and "it has 1 compiled version, and" in said
+    assert (
+        "holds only for `len(sizes) == 1`; pass what changes" in said
+        and fix in said
+        and "nothing to change" not in said
+    )
+    assert nothing.startswith("Nothing is compiled. 1 call ran in plain Python") and fix in nothing
+    assert "of other functions or instances with the same code" in nothing
+    torch._dynamo.reset()
+    second(x, [1])
+    report = explain(second)
+    assert report.traces and not report.limits and report.python_calls == 1
+
+
+def test_the_report_says_that_dynamo_had_no_graph_for_calls(backend, device):
+    def function(x):
+        return x
+
+    compiled = thunderfx(function, backend=backend)
+    compiled(torch.ones(2, device=device))
+    with pytest.raises(TypeError):
+        compiled()
+    said = "Nothing is compiled. 1 call ran in plain Python, without Thunder: Dynamo had no graph for them."
+    assert str(explain(compiled)).startswith(said)
+
+
+class Norm(nn.Module):
+    def __init__(self, epsilon):
+        super().__init__()
+        self.epsilon = epsilon
+
+    def forward(self, x):
+        return torch.sin(x) * torch.rsqrt(x.pow(2).mean() + self.epsilon)
+
+
+def test_what_is_dynamic_is_chosen_for_each_function(backend, device):
+    """Dynamo compares a float with that of another model of the class, and would read it on the host in each call."""
+    for size, epsilon in ((4, 1e-6), (5, 1e-5)):
+        norm = thunderfx(Norm(epsilon), backend=backend)
+        x = torch.ones(size, device=device)
+        torch.testing.assert_close(norm(x), Norm(epsilon)(x))
+        (graph,) = norm._backend.subgraph_infos
+        assert not explain(norm).causes and graph.original_graph_module.graph.find_nodes(op="placeholder")[1:] == []
+    for x in (torch.ones(6, device=device), torch.ones(7, device=device)):
+        norm(x)
+    assert len(norm._backend.subgraph_infos) == 2, "one for any size"
+
+    inputs = []
+    for epsilon in (1e-3, 1e-4):  # as if nothing else had been compiled, and as Dynamo does it
+        plain = torch.compile(Norm(epsilon), backend=lambda graph, given: inputs.append(len(given)) or graph.forward)
+        plain(torch.ones(2, device=device))
+    assert inputs == [1, 2]
+
+
+def test_the_report_says_what_to_do_about_a_float_that_changes(backend, device):
+    compiled = thunderfx(lambda x, scale: torch.sin(x) * scale + torch.relu(x), backend=backend)
+    for scale in (1.0, 2.0, torch.tensor(3.0, device=device)):
+        compiled(torch.ones(4, device=device), scale)
+    (cause,) = explain(compiled).causes
+    assert cause.name == "Tensor.item" and cause.fix.startswith("if scale is a Python float") and "keep" in cause.fix
+    assert [trace.counts["eager"] > 0 for trace in explain(compiled).traces] == [False, True, False], "as it advises"
+
+
+def test_what_is_disabled_and_not_what_it_calls(backend, device):
+    called = []
+
+    def inner(x):
+        called.append(torch.compiler.is_compiling())
+        return torch.sin(x)
+
+    def outer(x):
+        return torch.compiler.disable(inner, recursive=False)(torch.cos(x)) * 2
+
+    thunderfx(outer, backend=backend)(torch.ones(3, device=device))
+    assert called == [False]

@@ -6,6 +6,7 @@ import copy
 import gc
 import random
 import re
+import sys
 import types
 import warnings
 from functools import partial
@@ -727,6 +728,19 @@ def test_an_exception_passes_through(step_twins):
     replays = step.replays
     step(*step_twins.batch())
     assert step.replays == replays + 1
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have no notes")
+def test_an_exception_of_a_replay_has_a_note():
+    step = graphed_step(lambda x, i: (x * 2)[i], backend="tape")
+    for _ in range(4):
+        step(torch.ones(2), torch.tensor([1]))
+    assert step.replays
+    with pytest.raises(IndexError) as caught:
+        step(torch.ones(2), torch.tensor([2]))
+    (note,) = caught.value.__notes__
+    assert note.startswith("A replay of the graph of the step <lambda> raised this. One launch runs the whole step")
+    assert "call <lambda> without graphed_step()" in note
 
 
 # ----------------------------------------------------------------------------------------------- what people also write

@@ -87,6 +87,33 @@ def reads():
 
 def makes_nothing():
     return 3
+
+def needs(x, y, z=1):
+    return x
+
+model = torch.nn.Linear(4, 4)
+"""
+
+STEPS = """
+import thunder
+import torch
+
+from thunder_cg import cudagraph_transform, graphed_step
+
+model = torch.nn.Linear(4, 4)
+jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def function(x):
+    optimizer.zero_grad()
+    loss = jmodel(x).sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+step = graphed_step(function, modules=jmodel, optimizers=optimizer, backend="tape")
+for _ in range(CALLS):
+    step(torch.ones(2, 4))
 """
 
 
@@ -105,12 +132,25 @@ def test_explain_calls_what_a_function_makes(tmp_path: Path, capsys: pytest.Capt
     assert "Tensor.item at models.py:8" in capsys.readouterr().out
 
 
+def test_explain_counts_what_ran_inside_of_a_step_as_the_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "steps.py"
+    for calls, code in ((4, 0), (1, 1)):  # the second call captures
+        path.write_text(STEPS.replace("CALLS", str(calls)))
+        assert main(["explain", str(path)]) == code
+        said = capsys.readouterr().out
+        assert said.startswith("step:\nStep function: ") and "jmodel:\nCUDA graphs: none of its own" in said
+
+
 def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "models.py"
     path.write_text(MODELS)
     for words, said in (
         ([f"{path}:makes_nothing"], "makes_nothing() returned a int; return a model and its inputs"),
-        ([f"{path}:other"], "the file has no function 'other'; it has make_model, reads, makes_nothing"),
+        ([f"{path}:other"], "the file has no function 'other'; it has make_model, reads, makes_nothing, needs"),
+        ([f"{path}:model"], "model is called without arguments, and needs its inputs; give a function that returns"),
+        ([f"{path}:needs"], "needs is called without arguments, and needs x, y; give a function that returns"),
         ([f"{path}:reads", "1"], "takes no arguments; leave out 1"),
         (["--html", str(path), str(path)], f"{path} exists, and thunder_cg did not write it"),
         (["--calls", "x", str(path)], "argument --calls: 'x' is no whole number"),

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from traceback import FrameSummary
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
+from torch._dynamo import config, convert_frame, pgo
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -19,10 +26,14 @@ from torch.fx.node import map_arg
 from thunder_cg.compat.torch import tree_leaves
 
 __all__ = [
+    "CodeAtLimit",
     "CompiledFunction",
     "ThunderCompiler",
+    "at_limit",
+    "break_behind",
     "can_trace",
     "can_trace_all",
+    "dynamo_callback",
     "example",
     "for_splitter",
     "get_torch_compile_kwargs",
@@ -43,17 +54,132 @@ class CompiledFunction(ThunderFXCompiledObject):
 
     def __init__(self, backend: ThunderCompiler, function: Callable[..., Any]) -> None:
         super().__init__(backend, function)
+        self._count = _Count()
+        _keep_history_apart(function)
         module = getattr(function, "_orig_mod", None)
         self.__signature__ = inspect.signature(function if module is None else module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._breaking_the_graph(*args, **kwargs)
-        return self._func(*args, **kwargs)
+        result = self._func(*args, **kwargs)
+        self._count.calls += 1
+        return result
 
     @torch.compiler.disable(reason="thunder_cg.thunderfx has compiled it")
     def _breaking_the_graph(self, *args: Any, **kwargs: Any) -> Any:
-        return self._func(*args, **kwargs)
+        result = self._func(*args, **kwargs)
+        self._count.calls += 1
+        return result
+
+    @property
+    def calls(self) -> int:
+        """How often it was called and returned."""
+        return self._count.calls
+
+
+class _Count:
+    """How often something was called. An attribute of what is called would be part of the state of a graphed step."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+def dynamo_callback(fn: Any) -> Any | None:
+    """What Dynamo calls for a new frame: a compiled module keeps it in an attribute, a function in its closure."""
+    if isinstance(fn, torch.nn.Module):
+        return getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
+    return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
+
+
+def _keep_history_apart(function: Any) -> None:
+    """Has Dynamo choose what is dynamic in a compiled function by the calls of that function alone.
+
+    Dynamo makes a size or a Python float dynamic if it was another one when the same code was compiled last. That may
+    have been for another model: those of Transformers share code, and the epsilon of a norm would be read on the host.
+    Other functions are not affected, since Dynamo compiles under one lock. If ``torch.compiler.config.job_id`` names a
+    profile, which keeps such a history for later processes, all functions share it.
+    """
+    callback = dynamo_callback(function)
+    convert = getattr(callback, "_torchdynamo_orig_backend", None)
+    if callback is None or convert is None:
+        return
+    shared: Any = None
+    own: Any = None
+
+    def convert_apart(*args: Any, skip: int = 0, **kwargs: Any) -> Any:
+        nonlocal shared, own
+        if pgo.get_cache_key() is not None:
+            return convert(*args, skip=skip + 1, **kwargs)
+        if (now := pgo.get_code_state()) is not shared:  # at first, and after `torch._dynamo.reset`
+            shared, own = now, defaultdict(pgo.CodeState)
+        with patch.object(pgo, "_CODE_STATE", own):
+            return convert(*args, skip=skip + 1, **kwargs)
+
+    # Dynamo looks for the caller of a frame behind the frames of its own file.
+    convert_apart.__code__ = convert_apart.__code__.replace(co_filename=convert_frame.__file__)
+    for name in ("_torchdynamo_orig_backend", "_clone_with_backend"):  # what others read of it
+        setattr(convert_apart, name, getattr(convert, name))
+    callback._torchdynamo_orig_backend = convert_apart
+
+
+class CodeAtLimit(NamedTuple):
+    """Python code that Dynamo has compiled as often as ``torch._dynamo.config.recompile_limit`` allows.
+
+    Attributes:
+        function: "f (train.py:3)".
+        versions: how often it is compiled, for all functions and instances that have this code.
+        limit: the value of the option.
+        reason: the condition of a version that a call did not meet for which it was not compiled any more; "" if there
+            is no such call, or it is not known.
+    """
+
+    function: str
+    versions: int
+    limit: int
+    reason: str
+
+
+def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
+    """The code of a compiled function that Dynamo compiles no more."""
+    own = getattr(getattr(getattr(compiled, "_func", compiled), "_torchdynamo_orig_callable", None), "__code__", None)
+    attempts = [each for each in get_compilation_metrics() if "recompile limit" in str(each.fail_reason)]
+    refused = {str(each.compile_id): str(each.recompile_reason) for each in attempts}
+    for code in filter(None, [reference() for reference in convert_frame.input_codes.seen]):
+        entries = _debug_get_cache_entry_list(code)
+        if len(entries) < config.recompile_limit:
+            continue
+        if code is own or any(getattr(each.backend, "compiler_fn", each.backend) is backend for each in entries):
+            last = max(entries, key=lambda entry: entry.compile_id.frame_compile_id or 0).compile_id
+            missed = refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", "")
+            reason = missed.partition("\n")[0].partition("  #")[0].partition(": ")[2].strip()
+            if reason.startswith("BACKEND_MATCH"):  # a call of another function with the same code
+                reason = ""
+            place = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+            yield CodeAtLimit(place, len(entries), config.recompile_limit, reason)
+
+
+def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:
+    """Why a graph ended and where; None if that is not known.
+
+    What Dynamo cannot go on from, such as a break in a property, has no reason and only the line that it came from. The
+    reason is with another break: of an earlier attempt at the same line, or of what the line calls, compiled later.
+    """
+    if ended.reason != "step_unsupported":
+        return ended.reason, ended.user_stack
+    (line,) = ended.user_stack[-1:]
+    later = False
+    for other in graph_break_reasons:
+        later = later or other is ended
+        if other.reason == ended.reason or not other.user_stack:
+            continue
+        if line in other.user_stack:
+            return other.reason, other.user_stack
+        if later and re.search(rf"\b{re.escape(other.user_stack[0].name)}\b", line.line or ""):
+            return other.reason, [*ended.user_stack, *other.user_stack]
+    return None
 
 
 def example(value: Any) -> Any:

@@ -146,6 +146,10 @@ def inference_fast_path(
                 return MISS
         except ReplayRefused:
             return MISS
+        except Exception as error:
+            if copies is not None:  # else `replay` has done it
+                graph.note(error)
+            raise
         finally:
             release()
         program.calls += 1

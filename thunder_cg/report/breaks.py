@@ -1,4 +1,4 @@
-"""Graph breaks: where Dynamo could not go on, so that it ended a graph and began another one."""
+"""What Dynamo does not compile: graph breaks, where it could not go on, and functions that it compiles no more."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ _BRANCH = "choose with torch.where, or branch outside of the compiled function"
 _ITEM = (
     f"{KEEP_ON_DEVICE}; torch._dynamo.config.capture_scalar_outputs spares the graph break at most: the host still "
     "reads the number, and what uses the number is in no CUDA graph"
+)
+_UNKNOWN = (
+    "what this line calls has a graph break that Dynamo cannot go on from",
+    'TORCH_LOGS="graph_breaks" in the environment has Dynamo say which',
 )
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
@@ -36,13 +40,41 @@ class GraphBreak:
     fix: str
 
 
+@dataclass(frozen=True, slots=True)
+class RecompileLimit:
+    """A function that Dynamo compiles no more: calls that fit none of its versions run in plain Python.
+
+    Attributes:
+        function: "f (train.py:3)".
+        versions: how often it is compiled, for all functions and instances with the same code together.
+        limit: the value of ``torch._dynamo.config.recompile_limit``.
+        reason: the condition of a version that a call did not meet, so that Dynamo would have compiled again; "" if it
+            is not known.
+    """
+
+    function: str
+    versions: int
+    limit: int
+    reason: str
+
+
+def recompile_limits(compiled: Any, backend: Any) -> Iterator[RecompileLimit]:
+    """What Dynamo compiles no more of a compiled function."""
+    from thunder_cg.compat.dynamo import at_limit  # Dynamo is imported by now
+
+    yield from (RecompileLimit(*code) for code in at_limit(compiled, backend))
+
+
 def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     """The graph break that ended one of Dynamo's graphs, if one did."""
     ended = getattr(graph.original_graph_module, "compile_subgraph_reason", None)
     if ended is None or not ended.graph_break:
         return
-    frames = users([SourceLine(frame.filename, frame.lineno) for frame in ended.user_stack])
-    reason, fix = _understood(ended.reason)
+    from thunder_cg.compat.dynamo import break_behind  # Dynamo is imported by now
+
+    reason, stack = break_behind(ended) or (None, ended.user_stack)
+    frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
+    reason, fix = _understood(reason) if reason is not None else _UNKNOWN
     yield GraphBreak(label, called_from(frames), frames[-1].text if frames else None, reason, fix)
 
 

@@ -21,6 +21,16 @@ _TO_EXECUTOR = (
     "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor of "
     "Thunder's (README, Your own operator)"
 )
+_NO_GRAPH = (
+    "Dynamo had no graph for them. It has none of a call that computes nothing with tensors, under "
+    "torch.compiler.set_stance, or after torch._dynamo.config.recompile_limit was reached by the same code; "
+    'TORCH_LOGS="dynamo" says more'
+)
+_FEWER = "pass what changes from call to call as a tensor, or keep it to a few values"
+_RAISE_LIMIT = (
+    "set torch._dynamo.config.recompile_limit higher before the calls; where it is reached already, call "
+    "torch._dynamo.reset(), after which Dynamo compiles everything anew"
+)
 
 
 def opening(report: Report) -> str:
@@ -33,6 +43,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
     yield from failures(report)
+    yield from in_python(report)
     yield from lines.by_line(report)
     yield from unmatched(report)
     yield from measured(report)
@@ -42,9 +53,9 @@ def _summary(report: Report) -> Iterator[str]:
 
 def nothing(report: Report) -> str:
     """What to say of a function of which nothing is compiled."""
-    if not report.compile_failures:
-        return NOTHING_COMPILED
-    return f"Nothing is compiled. {' '.join(failures(report))}"
+    if said := [*failures(report), *in_python(report)]:
+        return " ".join(["Nothing is compiled.", *said])
+    return NOTHING_COMPILED
 
 
 def failures(report: Report) -> Iterator[str]:
@@ -59,11 +70,32 @@ def failures(report: Report) -> Iterator[str]:
             yield f"To try: {'; '.join(tried)}."
 
 
+def in_python(report: Report) -> Iterator[str]:
+    """How many calls Dynamo ran in plain Python, without Thunder, why, and what to do."""
+    if report.python_calls:
+        others = "more " if report.traces else ""
+        said = f"{count(report.python_calls, f'{others}call')} ran in plain Python, without Thunder"
+        yield f"{said}{'.' if report.limits else f': {_NO_GRAPH}.'}"
+    for each in report.limits:
+        shared = "" if report.traces else ", of other functions or instances with the same code"
+        yield (
+            f"Dynamo compiles {each.function} no more: it has {count(each.versions, 'compiled version')}{shared}, and "
+            f"torch._dynamo.config.recompile_limit is {each.limit}. Calls that fit none of them run in plain Python."
+        )
+        if each.reason and not shared:
+            yield f"One of them holds only for `{each.reason}`; {_FEWER}."
+    if report.limits:
+        yield f"To change that: {_RAISE_LIMIT}."
+
+
 def ran(report: Report) -> Iterator[str]:
     """How many calls replayed, and why the others did not; how often it was called if there is nothing to replay."""
     having = [trace for trace in report.traces if trace.regions]
     if not having:
         yield f"none, in {count(report.calls, 'call')}" if report.calls else "none"
+        return
+    if all(trace.is_in_steps for trace in having):
+        yield "none of its own, as all calls ran inside of graphed steps, whose graphs hold them (see explain(step))"
         return
     said = []
     graphs = len({trace.function for trace in having})
@@ -85,7 +117,8 @@ def ran(report: Report) -> Iterator[str]:
 def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:
     """Whether nothing can be better: all operators are in graphs, and all calls that may replay do."""
     eager = sum(trace.counts["eager"] for trace in report.traces)
-    others = report.outside or report.breaks or report.compile_failures or any(trace.fallbacks for trace in having)
+    graphs = report.outside or report.breaks or report.limits or report.python_calls  # Dynamo's
+    others = graphs or report.compile_failures or any(trace.fallbacks for trace in having)
     return not (eager or others) and all(trace.replays and not trace.awaiting_capture for trace in having)
 
 

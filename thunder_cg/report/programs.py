@@ -6,7 +6,6 @@ the provenance of the trace that it returned. So nothing is registered anywhere,
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections import Counter
@@ -16,12 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import thunder
-import torch
 
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
 from thunder_cg.errors import NotCompiledError
-from thunder_cg.report.breaks import GraphBreak, graph_breaks
+from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits
 from thunder_cg.report.units import count
 from thunder_cg.runtime.program import Program
 
@@ -65,6 +63,7 @@ class Found:
         calls: how often the function was called, as Thunder counts; of Dynamo's graphs, all calls together.
         failures: in how many of the calls Thunder raised while it compiled.
         failure: what it raised last and where, of a module.
+        python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
     """
 
     programs: tuple[Located, ...]
@@ -73,6 +72,8 @@ class Found:
     failure: str | None = None
     outside: tuple[Outside, ...] = ()
     breaks: tuple[GraphBreak, ...] = ()
+    limits: tuple[RecompileLimit, ...] = ()
+    python_calls: int = 0
 
 
 def locate(fn: Any, function: str = "explain") -> Found:
@@ -97,10 +98,13 @@ def locate(fn: Any, function: str = "explain") -> Found:
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
     """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
+    from thunder_cg.compat.dynamo import CompiledFunction  # Dynamo is imported by now
+
     programs: list[Located] = []
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []
     calls = failures = 0
+    ran: list[int] = []  # for each graph: in how many calls, if it has a part of Thunder's, which counts
     failure = None
     for number, graph in enumerate(backend.subgraph_infos):
         label = f"{_name(fn)}, graph {number}"
@@ -110,9 +114,15 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
             calls += thunder.compile_stats(jitted).calls
             failures += _failures(jitted)
             failure = compile_failure(jitted) or failure
+        ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
-    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks))
+    made = fn.calls if isinstance(fn, CompiledFunction) else 0
+    without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
+    python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
+    reached = [*recompile_limits(fn, backend)] if without_graph else []
+    limits = tuple(each for each in reached if python_calls or each.reason)
+    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks), limits, python_calls)
 
 
 def _failures(jitted: Any) -> int:
@@ -200,19 +210,14 @@ def _dynamo_backend(fn: Any) -> Any | None:
         return None
     backend = getattr(fn, "_backend", fn)
     if not isinstance(backend, compiler.ThunderCompiler):
-        backend = _dynamo_callback(fn)
+        from thunder_cg.compat.dynamo import dynamo_callback
+
+        backend = dynamo_callback(fn)
         # Dynamo's chain of wrappers and torch.compile's own wrapper lead to the backend that the user named.
         links = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable", "compiler_fn")
         while (inner := next((getattr(backend, link) for link in links if hasattr(backend, link)), None)) is not None:
             backend = inner
     return backend if isinstance(backend, compiler.ThunderCompiler) else None
-
-
-def _dynamo_callback(fn: Any) -> Any | None:
-    """What Dynamo calls for a new frame: a compiled module keeps it in an attribute, a function in its closure."""
-    if isinstance(fn, torch.nn.Module):
-        return getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
-    return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
 
 
 def _has_transform(transforms: Iterable[Any]) -> bool:

@@ -15,7 +15,7 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
-from thunder_cg.report.breaks import GraphBreak
+from thunder_cg.report.breaks import GraphBreak, RecompileLimit
 from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
@@ -26,7 +26,7 @@ from thunder_cg.report.programs import Located, Outside, locate
 from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
-from thunder_cg.runtime.skip_reasons import FIXES
+from thunder_cg.runtime.skip_reasons import FIXES, HELD_ELSEWHERE, IN_STEP
 from thunder_cg.step import GraphedStep
 
 
@@ -130,6 +130,11 @@ class TraceReport:
         return max((region.replays - region.captures for region in self.regions), default=0)
 
     @property
+    def is_in_steps(self) -> bool:
+        """Whether all calls ran inside of graphed steps, whose graphs hold what the trace does."""
+        return IN_STEP in self.fallbacks and self.calls == sum(self.fallbacks.get(each, 0) for each in HELD_ELSEWHERE)
+
+    @property
     def counts(self) -> Counter[str]:
         """Ops by verdict."""
         return Counter(op.verdict for op in self.ops)
@@ -152,6 +157,8 @@ class Report:
     breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
     calls: int = 0  # of the function, or of all of Dynamo's graphs, as Thunder counts
     memory: MemoryReport = field(default_factory=MemoryReport)  # the ledger
+    limits: tuple[RecompileLimit, ...] = ()  # functions that Dynamo compiles no more (thunderfx only)
+    python_calls: int = 0  # in which no graph of Dynamo's ran, so that Thunder did nothing, at least (thunderfx only)
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -239,6 +246,8 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
         memory=MemoryReport.of(found.programs),
         unmatched=_unmatched(programs),
         breaks=found.breaks,
+        limits=found.limits,
+        python_calls=found.python_calls,
         compile_failures=found.failures,
         compile_failure=found.failure,
         calls=found.calls,

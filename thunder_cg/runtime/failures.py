@@ -14,6 +14,8 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.early_outputs import EarlyCopier
 
+_MOST_OPERATORS = 8  # in a note
+
 
 def failing_op(error: BaseException, ops: Sequence[Op], functions: Collection[CodeType]) -> Op | None:
     """The op that raised the error, if it was one of these, run by one of the functions that have a line for each."""
@@ -32,6 +34,25 @@ def note(error: Exception, said: str) -> None:
     """Adds a sentence to an error that goes to the user."""
     if hasattr(error, "add_note"):  # Python 3.11
         error.add_note(said)
+
+
+def note_replay(error: Exception, graph: str, operators: str, fix: str) -> None:
+    """Notes on an error that the replay of a graph raised all that is known of it.
+
+    Args:
+        operators: those in the graph.
+        fix: what runs the same operators without graphs.
+    """
+    known = f"One launch runs {operators}, so it is not known which operator failed, or whether it is in this graph"
+    how = f"To find out, start a new process and {fix}, with the same inputs"
+    late = "on CUDA set CUDA_LAUNCH_BLOCKING=1 in its environment, since errors of kernels show late"
+    note(error, f"A replay of the graph of {graph} raised this. {known}. {how}; {late}.")
+
+
+def listed(operators: Sequence[str]) -> str:
+    """Operators with their lines, the first of many."""
+    more = len(operators) - _MOST_OPERATORS
+    return ", ".join(operators[:_MOST_OPERATORS]) + (f", and {more:,} more" if more > 0 else "")
 
 
 def sentence(error: BaseException) -> str:

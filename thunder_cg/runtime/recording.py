@@ -13,6 +13,7 @@ from thunder_cg.compat.torch import IS_PROFILING, profiler_state
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph
+from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput
 from thunder_cg.runtime.outputs import Outputs
@@ -26,6 +27,7 @@ class RegionGraph:
         copied: inputs to copy before a replay.
         written: arguments that the region may write: those that were copied in are copied back.
         label: the name of its replays in a profile.
+        operators: those in the graph with their lines, as an error of a replay names them.
     """
 
     graph: Graph
@@ -39,8 +41,8 @@ class RegionGraph:
     # Arguments whose version advances: not all that may be written are, and not all operators say so.
     touched: frozenset[int]
 
-    def __init__(self, copied: Sequence[CopiedInput], written: Set[int], label: str) -> None:
-        self.label = label
+    def __init__(self, copied: Sequence[CopiedInput], written: Set[int], label: str, operators: str) -> None:
+        self.label, self._operators = label, operators
         self._copied = tuple(copied)
         back = [each for each in copied if each.arg in written]
         self._copied_back = tuple(each for each in back if is_whole(each.buffer))  # by the graph
@@ -92,11 +94,15 @@ class RegionGraph:
             sources = [each.source(args) for each in self._copied]
         except Exception as error:
             raise ReplayRefused(error) from error
-        if profiler_state[IS_PROFILING]:
-            with record_function(self.label):
+        try:
+            if profiler_state[IS_PROFILING]:
+                with record_function(self.label):
+                    self.graph.replay(sources, targets, args[self.scalars])
+            else:
                 self.graph.replay(sources, targets, args[self.scalars])
-        else:
-            self.graph.replay(sources, targets, args[self.scalars])
+        except Exception as error:
+            self.note(error)
+            raise
         if self._copied_after or not self.outputs.is_plain:
             with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
                 for each in self._copied_after:
@@ -107,6 +113,11 @@ class RegionGraph:
             counted = {each.arg for each in self._copied_after}
             torch.autograd.graph.increment_version([args[i] for i in self.touched if i not in counted])
         return results
+
+    def note(self, error: Exception) -> None:
+        """Notes on an error of a replay what is known of it."""
+        if not isinstance(error, ReplayRefused):
+            note_replay(error, self.label, self._operators, "compile without cudagraph_transform()")
 
     def unfilled_results(self, args: Sequence[Any]) -> list[Any]:
         """Results as a replay hands them out, still to be filled."""

@@ -22,7 +22,7 @@ from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels
 from thunder_cg.runtime.call import Call, Mode
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
-from thunder_cg.runtime.failures import failing_op, is_out_of_memory, note, sentence
+from thunder_cg.runtime.failures import failing_op, is_out_of_memory, listed, note, sentence
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.inputs import detached, place, with_buffers
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
@@ -116,10 +116,6 @@ class RuntimeRegion:
                         return results
                     except ReplayRefused as error:
                         call.run_eagerly(f"{self.name} could not be replayed: {sentence(error)}")
-                    except Exception as error:
-                        if not verifies:
-                            self._note_replay(error)
-                        raise
                 else:
                     assert call.recording is not None
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
@@ -389,10 +385,6 @@ class RuntimeRegion:
                 fails = "Its memory was to be in a pool of CUDA graphs. Without them, it may fit."
             note(error, f"{op.name} {call.program.ops.place(op)} raised this, in {self.name}. {fails}")
 
-    def _note_replay(self, error: Exception) -> None:
-        ran = "In the warm-up its operators ran without the graph, so they do not fail without CUDA graphs."
-        note(error, f"A replay of the graph of {self.name} raised this. {ran}")
-
     def _failing_op(self, error: Exception) -> Op | None:
         """The op of the region that raised the error, if it was one of them."""
         functions = [self.function, *([self.hash_function] if self.hash_function is not None else [])]
@@ -415,7 +407,8 @@ class RuntimeRegion:
         verifies = (call.verifies or self.is_always_verified) and not self.communicates
         check = call.program.verifier.record(self, pool, tensors, placing, in_pool) if verifies else None
         copied, buffers = placing()
-        graph = RegionGraph(copied, self.written, f"{self.name} of {call.program.label}")
+        operators = listed([f"{op.name} {call.program.ops.place(op)}" for op in self.ops])
+        graph = RegionGraph(copied, self.written, f"{self.name} of {call.program.label}", operators)
         graph.scalars = slice(len(self.input_names), None)
         graph.check = check
         if call.program.backend.runs_captures:
@@ -429,7 +422,6 @@ class RuntimeRegion:
         except ReplayRefused:
             raise
         except Exception as error:
-            self._note_replay(error)
             raise _Executed from error
         self._keep_graph(call, graph, produced, static)
         return results

@@ -23,6 +23,7 @@ from thunder_cg.options import BACKENDS, check_memory_budget
 from thunder_cg.progress import Stage
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
+from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, where
@@ -137,7 +138,7 @@ class GraphedStep:
 
     def _replay(self, recording: StepRecording, batch: Batch) -> Any:
         recording.arena.enter()
-        result = recording.replay(batch)
+        result = self._launch(recording, batch)
         self.replays += 1
         recording.replays += 1
         self._unstable = 0
@@ -234,9 +235,18 @@ class GraphedStep:
         self.recordings.insert(0, recording)
         self.captures += 1
         self._refused.pop(layout, None)
-        result = recording.replay(batch)
+        result = self._launch(recording, batch)
         self._unstable = 0
         return result
+
+    def _launch(self, recording: StepRecording, batch: Batch) -> Any:
+        try:
+            return recording.replay(batch)
+        except ReplayRefused:
+            raise
+        except Exception as error:
+            note_replay(error, f"the step {self.name}", "the whole step", f"call {self.name} without graphed_step()")
+            raise
 
     def _make_room(self, arena: Arena, device: torch.device, layout: Any, expected: int | None = None) -> None:
         """`NoRoom` if what a capture needs is past the budget: see Note [Memory budget] in runtime/arena.py."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from html import escape
+from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,7 @@ from thunder_cg.tools.arguments import Parser, positive
 
 if TYPE_CHECKING:
     from thunder_cg import Report
+    from thunder_cg.report import StepReport
 
 _DESCRIPTION = """\
 Says what was captured, what was not, and why.
@@ -32,12 +35,12 @@ The inputs are a tuple of positional arguments, a dict of keyword arguments, or 
 with thunder.jit(model, transforms=[cudagraph_transform()]), unless it is compiled already. It is called --calls times;
 if a result requires grad, each call is followed by a backward of the sum of the results.
 
-Exits with 0 if all operators are captured, 1 if some are eager, a region has no graph or nothing is compiled, and 2 for
-wrong arguments."""
+Exits with 0 if all operators are captured, 1 if some are eager, a region or a step has no graph or nothing is compiled,
+and 2 for wrong arguments."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns 0 if all operators of all that was compiled are captured, else 1."""
+    """Runs the command; returns 0 if all that was compiled is captured, else 1."""
     parser = Parser(
         "python -m thunder_cg explain", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -71,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
     if arguments.json is not None:
         content = {label: report.to_dict() for label, report in reports.items()}
         replace(arguments.json, json.dumps({"generator": f"{MARK} explain", "reports": content}, indent=1) + "\n")
-    return int(not all(map(_is_captured, reports.values())))
+    return int(not _are_captured(reports.values()))
 
 
 def _split(text: str) -> tuple[Path, str]:
@@ -111,6 +114,9 @@ def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser)
 
     if not callable(make := variables.get(name)):
         parser.error(f"the file has no function {name!r}; it has {', '.join(_functions(variables)) or 'none'}")
+    if needed := _needed(make):
+        problem = f"{name} is called without arguments, and needs {', '.join(needed)}"
+        parser.error(f"{problem}; give a function that returns a model and its inputs: def make(): return {name}, (x,)")
     made = make()
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         parser.error(f"{name}() returned a {type(made).__name__}; return a model and its inputs: (model, (x,))")
@@ -128,35 +134,61 @@ def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser)
     return model
 
 
+def _needed(function: Callable[..., Any]) -> list[str]:
+    """The parameters without which it cannot be called, as far as it says so."""
+    if hasattr(function, "named_modules") and not isinstance(function, type):
+        return ["its inputs"]
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError:
+        return []
+    kinds = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return [n for n, each in parameters.items() if each.default is Parameter.empty and each.kind not in kinds]
+
+
 def _functions(variables: Mapping[str, Any]) -> list[str]:
     """Names of the functions that a file defines itself."""
     own = variables["__name__"]
     return [name for name, value in variables.items() if callable(value) and getattr(value, "__module__", "") == own]
 
 
-def _reports(variables: Mapping[str, Any]) -> dict[str, Report]:
-    """The report of each variable that was compiled with the transform; under its first name, if it has several."""
-    from thunder_cg import NotCompiledError, explain
+def _reports(variables: Mapping[str, Any]) -> dict[str, Report | StepReport]:
+    """The report of each step, and of each variable that was compiled with the transform; under its first name."""
+    from thunder_cg import NotCompiledError, Report, explain
 
-    reports: dict[int, tuple[str, Report]] = {}
+    reports: dict[int, tuple[str, Report | StepReport]] = {}
     for name, value in variables.items():
         if not name.startswith("__") and callable(value) and id(value) not in reports:
             try:
                 reports[id(value)] = name, explain(value)
             except NotCompiledError:
                 continue
-    return dict(reports.values())
+    return dict(sorted(reports.values(), key=lambda named: isinstance(named[1], Report)))  # steps first
 
 
-def _is_captured(report: Report) -> bool:
-    """Whether no operator is eager, and each region has a graph."""
-    regions = [region for trace in report.traces for region in trace.regions]
-    eager = [op for trace in report.traces for op in trace.ops if op.verdict == "eager"]
-    graphs = bool(regions) and all(region.captures and region.failure is None for region in regions)
-    return graphs and not (eager or report.outside)
+def _are_captured(reports: Collection[Report | StepReport]) -> bool:
+    """Whether no operator is eager, and each region and each step has a graph.
+
+    The graph of a step holds all that ran inside of the step, so nothing else has to.
+    """
+    from thunder_cg import Report
+
+    of_functions = [report for report in reports if isinstance(report, Report)]
+    of_steps = [report for report in reports if not isinstance(report, Report)]
+    steps_are_captured = bool(of_steps) and all(report.captures for report in of_steps)
+    return (steps_are_captured or not of_steps) and all(_is_captured(each, steps_are_captured) for each in of_functions)
 
 
-def _page(title: str, reports: Mapping[str, Report]) -> str:
+def _is_captured(report: Report, steps_are_captured: bool) -> bool:
+    in_steps = {(t.function, t.entry) for t in report.traces if t.is_in_steps and steps_are_captured}
+    traces = [trace for trace in report.traces if (trace.function, trace.entry) not in in_steps]
+    regions = [region for trace in traces for region in trace.regions]
+    eager = [op for trace in traces for op in trace.ops if op.verdict == "eager"]
+    graphs = all(region.captures and region.failure is None for region in regions)
+    return graphs and bool(regions or in_steps) and not (eager or report.outside)
+
+
+def _page(title: str, reports: Mapping[str, Report | StepReport]) -> str:
     from thunder_cg.report import html
 
     body = "".join(f"<h2>{escape(name)}</h2>{report._repr_html_()}" for name, report in reports.items())
