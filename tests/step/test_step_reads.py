@@ -8,6 +8,7 @@ import itertools
 import random
 import sys
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
+from thunder_cg.step import recording
+from thunder_cg.step.calls import Calls
 
 SCALE = 1.0
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
@@ -296,3 +299,29 @@ def test_what_is_too_large_to_compare(step_twins):
         for _ in range(3):
             step(*step_twins.batch())
         assert step.captures == 0 and "are compared before a replay" in str(explain(step))
+
+
+def test_a_watch_ends_on_other_threads_with_their_next_call():
+    calls = Calls()
+    with ThreadPoolExecutor(1) as thread:  # as autograd's, whose profiler nobody else can reach
+        thread.submit(calls.watch).result()
+        assert thread.submit(plain, 2.0).result() == 2.0 * SCALE
+        calls.end()
+        thread.submit(plain, 2.0).result()
+        assert thread.submit(sys.getprofile).result() is None
+    assert [called.function.__code__ for called in calls.found.values()] == [plain.__code__]
+
+
+def test_a_capture_that_fails_ends_its_watch(step_twins, monkeypatch):
+    """Wherever it fails, the next capture may watch."""
+    step = step_twins.graphed(make_step(lambda y: y)(step_twins.model()))
+    for name in ("place", "copy_all", "random_states"):
+        with monkeypatch.context() as patched:
+            patched.setattr(recording, name, lambda *_: 1 / 0)
+            for _ in range(3):
+                step(*step_twins.batch())
+        assert step.captures == 0 and sys.getprofile() is None
+        step._refused.clear()
+    for _ in range(3):
+        step(*step_twins.batch())
+    assert step.captures == 1, explain(step)
