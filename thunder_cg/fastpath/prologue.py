@@ -6,13 +6,15 @@ returns the inputs of the computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+import inspect
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 
+from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
@@ -101,6 +103,21 @@ class PrologueChecks:
         inputs_and_passed_on = self.trace.bound_symbols[-1].args[0]
         return [[x.name if isinstance(x, Proxy) else "" for x in values] for values in inputs_and_passed_on]
 
+    def users_values(self, arguments: Sequence[str]) -> Iterator[tuple[str, str, Any]]:
+        """The shapes and Python numbers of inputs, as (kind, the user's name, value); bools, which have few, are none.
+
+        Args:
+            arguments: the names of the function's arguments.
+        """
+        for (path, check), value in self.expected.items():
+            if _is_of_cache_info(path) or path[0] in _MODULES:
+                continue
+            if check == "tensor" and value.is_static:
+                yield "shape", _users_name(path, arguments), value.shape
+            elif check == "number" and not isinstance(value, bool):
+                kind = "attribute" if path[0] is PrimIDs.UNPACK_ATTR else "number"
+                yield kind, _users_name(path, arguments), value
+
     def excludes(self, other: PrologueChecks) -> bool:
         """Whether no call can pass the checks of both.
 
@@ -114,6 +131,32 @@ class PrologueChecks:
 def _is_of_cache_info(path: Any) -> bool:
     is_path = isinstance(path, tuple) and bool(path)
     return is_path and (path[0] is PrimIDs.UNPACK_CACHE_INFO or any(map(_is_of_cache_info, path)))
+
+
+def argument_names(function: Any) -> list[str]:
+    """The names of the arguments that a function, or a module's forward, takes by position."""
+    function = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        return [*inspect.signature(function).parameters]
+    except (TypeError, ValueError):  # it is written in C
+        return []
+
+
+def _users_name(path: Path, arguments: Sequence[str]) -> str:
+    """How the user's code refers to a value: ``x``, ``options['rate']``, ``self.step``."""
+    prim, *steps = path
+    if prim is PrimIDs.UNPACK_THUNDER_MODULE:
+        return "self"
+    if len(steps) < 2:
+        return str(steps[-1] if steps else prim)
+    owner, key = steps
+    if prim in (PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_SUBMODULE):
+        return f"{_users_name(owner, arguments)}.{key}"
+    if owner == ("args",) and isinstance(key, int) and key < len(arguments):
+        return Value(arguments[key], "").users_name
+    if owner == ("kwargs",) or owner[-1] == "__globals__":
+        return str(key)
+    return f"{_users_name(owner, arguments)}[{key!r}]"
 
 
 def _lookups(symbol: BoundSymbol, lookups: Mapping[str, Lookup]) -> dict[str, Lookup]:

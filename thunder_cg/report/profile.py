@@ -22,11 +22,11 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
-from thunder_cg.report.programs import jitted_parts, program_of
+from thunder_cg.report.programs import jitted_parts
 from thunder_cg.report.report import Report, Times, report
 from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.functions import unused
-from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.program import Program, program_of
 from thunder_cg.runtime.tensors import copy_all
 
 _WARM_UPS, _CALLS = 4, 20  # a backward for another layout of gradients takes three calls until it replays

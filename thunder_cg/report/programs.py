@@ -23,7 +23,7 @@ from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.breaks import GraphBreak, graph_breaks
 from thunder_cg.report.units import count
-from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.program import Program, program_of
 
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
 
@@ -168,12 +168,6 @@ def _in_caches(label: str, jitted: Any) -> Iterator[Located]:
         for versions in traces:
             if (program := program_of(versions)) is not None:
                 yield Located(label, number, program)
-
-
-def program_of(versions: Iterable[Any]) -> Program | None:
-    """The program of a trace, given all that passes made of the trace."""
-    left = (getattr(t.get_provenance(), "program", None) for t in reversed([*versions]) if t is not None)
-    return next((program for program in left if isinstance(program, Program)), None)
 
 
 def jitted_parts(fn: Any) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
 from thunder_cg.runtime.call import Call, Mode, SavedState
+from thunder_cg.runtime.changes import FEW, CallChange, Layouts, of_layouts
 from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.pair import Pair
@@ -38,6 +39,7 @@ from thunder_cg.runtime.verifier import Verifier
 
 _logger = logging.getLogger(__name__)
 
+_COMPARED = 32  # layouts, the newest ones, with which a new layout is compared
 _LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
 
 _NOT_TIMED = 'select="measured" times nothing, because it communicates, and ranks have to capture alike'
@@ -75,6 +77,7 @@ class Program:
         self.regions, self._saved = list(regions), trace.saved
         self.options, self.backend, self._warned = shared.options, shared.backend, shared.warned
         self.verifier, self.compilation = verifier, compilation
+        self._changes_in_a_row = self._replays_before = 0  # changes since the last replay, and replays at the last one
         self.label = f"{compilation.name}, {trace.kind}"
         self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
@@ -248,6 +251,8 @@ class Program:
 
     def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
         call.key = self.inputs.key(inputs)
+        if self._begins_calls and call.recording is None:
+            self._note_change(call, inputs)
         if call.key not in self._warm:
             return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
@@ -263,10 +268,46 @@ class Program:
             if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
         ]
         guard = Guard(inputs, static, self.inputs.written, self.inputs.settings)
-        call.trace = TraceRecording(guard, [None] * len(self.regions), self.calls, call.scratch)
+        call.trace = TraceRecording(guard, [None] * len(self.regions), self.calls, call.scratch, call.key)
         call.verifies = self.options.verify is not None
         self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)
+
+    def _note_change(self, call: Call, inputs: list[torch.Tensor]) -> None:
+        """Finds because of what the call replays nothing. See Note [Why nothing replays]."""
+        change = self._change(call.key, inputs)
+        if change is None:
+            return
+        self._changes_in_a_row = self._changes_in_a_row + 1 if self.replays == self._replays_before else 1
+        self._replays_before = self.replays
+        never_replay = max(self._changes_in_a_row, self.compilation.unreplayed) >= FEW
+        self.compilation.unreplayed = 0
+        if never_replay and (about := f"{self.label}: {change.kind} {change.names}") not in self._warned:
+            self._warned.add(about)
+            _logger.warning("%s: %s; %s; %s", self.label, change.problem, change.cost, change.fix)
+        if self.options.strict and (never_replay or change.kind == "dropped"):
+            self.fallbacks["strict=True raised"] += 1
+            call.release()
+            raise CaptureError(f"{self.label}, call {self.calls}", f"{change.problem}; {change.cost}", change.fix)
+
+    def _change(self, key: Any, inputs: list[torch.Tensor]) -> CallChange | None:
+        """What differs from all that was warmed up or captured before; None if the call repeats an earlier one."""
+        changes = self.compilation.changes
+        if key not in self._warm:
+            if not self._warm:
+                return self.compilation.change
+            return of_layouts(changes, [*map(self._layouts, [*self._warm][-_COMPARED:])], self._layouts(key))
+        if (why := self.pair.lost.get(key)) is not None:
+            return changes.add(*why, len(self._warm))
+        newest = next((each.forward for each in self.pair.recordings if each.forward is not None), None)
+        moved = newest.guard.moved(inputs) if newest is not None else []
+        return changes.add("moved", [self._users_name(self.inputs.names[i]) for i in moved]) if moved else None
+
+    def _layouts(self, key: Any) -> Layouts:
+        return key[0], {self._users_name(name): layout for name, layout in self.inputs.layouts(key).items()}
+
+    def _users_name(self, name: str) -> str:
+        return self.compilation.parameters.get(name) or self.ops.values[name].users_name
 
     def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
         """Counts static inputs that are at another address than in the newest of these recordings, if it is young."""
@@ -446,6 +487,17 @@ class Program:
         yield from map(self.inputs.layouts, self._warm)
 
     @property
+    def replays(self) -> int:
+        """Calls that replayed a graph that an earlier call captured."""
+        return max((region.stats.replays - region.stats.captures for region in self.regions), default=0)
+
+    @property
     def awaiting_capture(self) -> int:
         """How many layouts of inputs were warmed up, and are captured when they come again."""
         return self._warm.awaiting_capture
+
+
+def program_of(versions: Iterable[Any]) -> Program | None:
+    """The program of a trace, given all that passes made of the trace."""
+    left = (getattr(t.get_provenance(), "program", None) for t in reversed([*versions]) if t is not None)
+    return next((program for program in left if isinstance(program, Program)), None)
