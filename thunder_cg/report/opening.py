@@ -84,11 +84,11 @@ def ran(report: Report) -> Iterator[str]:
 
 
 def _calls_without_regions(report: Report) -> int:
-    """Calls of versions in which nothing is captured. They are not counted one by one; Thunder counts all calls."""
+    """Calls of versions in which nothing is captured. Thunder counts all calls, and they are the rest."""
     forwards = [trace for trace in report.traces if trace.kind == "forward"]
     if all(trace.regions for trace in forwards):
         return 0
-    return max(0, report.calls - report.compile_failures - sum(trace.calls for trace in forwards))
+    return max(0, report.calls - report.compile_failures - sum(trace.calls for trace in forwards if trace.regions))
 
 
 def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:

@@ -31,7 +31,7 @@ def title(trace: TraceReport) -> str:
 def calls(trace: TraceReport) -> str:
     """How often the trace ran, and how often without replaying its graphs, and why."""
     if not trace.regions:
-        return "nothing in it is captured, so its calls are not counted"
+        return "nothing in it is captured; the first lines count its calls"
     eager, captures = trace.eager_calls - trace.warm_ups, count(trace.captures, "capture")
     parts = [f"{trace.replays:,} replayed", *([count(trace.warm_ups, "warm-up")] if trace.warm_ups else [])]
     parts += [*([captures] if trace.captures else []), *([f"{eager:,} eager"] if eager else [])]

@@ -152,6 +152,10 @@ class Pair:
         """Those that hold the pair's recordings, or did. Arenas are shared between pairs."""
         return [*self._used, *self._used_scratch]
 
+    def is_out_of_arenas(self) -> bool:
+        """Whether a call that begins now finds no arena."""
+        return self._arenas.are_all_held()
+
     def is_alone(self, arena: Arena) -> bool:
         """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
         return not self.awaiting_backward and not any(other is not arena and other.is_held() for other in self._used)

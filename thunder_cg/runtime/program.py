@@ -7,15 +7,18 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import torch
 
+from thunder_cg.analysis.causes import root_causes
 from thunder_cg.analysis.memory import MemoryEstimate
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
+from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.torch import backward_keeps_graph
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
@@ -32,7 +35,7 @@ from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.program_inputs import ProgramInputs, WarmLayouts
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
-from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.region import RuntimeRegion, Stats
 from thunder_cg.runtime.selection import Selection
 from thunder_cg.runtime.tensors import Layout
 from thunder_cg.runtime.verifier import Verifier
@@ -54,6 +57,22 @@ class SharedState:
     backend: Backend
     arenas: Arenas
     warned: set[str] = field(default_factory=set)  # causes of eager calls and ops that the log has a warning about
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a program counts; by default, that it was never called."""
+
+    calls: int = 0
+    eager_calls: int = 0
+    warm_ups: int = 0
+    fast_path_calls: int = 0
+    remark: str | None = None
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    regions: Sequence[Stats] = ()
+
+
+_COUNTED = ("calls", "eager_calls", "warm_ups", "fast_path_calls", "remark")
 
 
 class Program:
@@ -142,6 +161,17 @@ class Program:
         """Begins a call: finds a recording whose guard holds for ``tensors``, or decides what to do without one."""
         return self._agree(self._begin(list(tensors)))
 
+    def begin_without_regions(self) -> None:
+        """Counts a call of a trace in which nothing is captured. After the first one, ``strict=True`` forbids it."""
+        self.calls += 1
+        causes = root_causes(self.ops, self.plan, self.aliasing)
+        is_held = skip_reasons.is_held_back() or self.backend.busy()
+        if self.calls > 1 and causes and not is_held:
+            first = causes[0]
+            problem = f"nothing in it is captured: {first.name} {first.place} is eager ({first.detail})"
+            fix = "compile more of the program together" if first.reason == Reason.TOO_SMALL.value else first.fix
+            raise CaptureError(f"{self.label}, call {self.calls}", problem, fix)
+
     def _agree(self, call: Call) -> Call:
         """Has the other ranks know of a call that communicates. See Note [Agreement of ranks]."""
         if self.collectives is None:
@@ -180,10 +210,7 @@ class Program:
         if pair.had_cycles:
             self.remark = _CYCLES
         if call.arena is None:
-            problem = (
-                f"all {self.options.max_arenas} memory pools are in use, each until its backward; raise max_arenas"
-            )
-            return call.run_eagerly(problem)
+            return call.run_eagerly(skip_reasons.pools_in_use(self.options.max_arenas))
         call.arena.enter()
         if (reason := self.budget.find_room(call)) is not None:
             call.release()
@@ -467,6 +494,21 @@ class Program:
         self._is_quarantined = True
         call.run_eagerly(why, strict=False)
 
+    def counts(self) -> Counts:
+        """What has been counted so far."""
+        stats = [replace(region.stats) for region in self.regions]
+        values: dict[str, Any] = {name: getattr(self, name) for name in _COUNTED}
+        return Counts(fallbacks=self.fallbacks.copy(), regions=stats, **values)
+
+    def set_counts(self, counts: Counts) -> None:
+        """Counts on from there; what regions copy stays as it is."""
+        self.fallbacks = counts.fallbacks.copy()
+        for name in _COUNTED:
+            setattr(self, name, getattr(counts, name))
+        for region, stats in zip(self.regions, counts.regions or repeat(Stats())):
+            for name in ("captures", "replays", "eager_runs", "verified", "capture_seconds"):
+                setattr(region.stats, name, getattr(stats, name))
+
     # What the report asks
 
     def recorded(self) -> list[tuple[Recording, list[TraceRecording]]]:
@@ -493,8 +535,8 @@ class Program:
 
     @property
     def awaiting_capture(self) -> int:
-        """How many layouts of inputs were warmed up, and are captured when they come again."""
-        return self._warm.awaiting_capture
+        """How many layouts of inputs were warmed up, and are captured when they come again; 0 while no pool is free."""
+        return 0 if self.pair.is_out_of_arenas() else self._warm.awaiting_capture
 
 
 def program_of(versions: Iterable[Any]) -> Program | None:
