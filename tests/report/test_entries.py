@@ -119,6 +119,7 @@ def test_checkpointing_says_that_nothing_replays_and_how_it_would(net, x, transf
     fix = "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it"
     assert rest[0].startswith(f"To change that saved-tensor hooks are active: {fix}")
     assert rest[0] in explain(net)._repr_html_() and "captures" not in second
+    assert "for x float32 (2, 4) with strides (4, 1); " in str(explain(net)), "calls that run eagerly have strides, too"
 
 
 def test_a_retained_graph_says_that_no_backward_replays(net, x):

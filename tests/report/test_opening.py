@@ -7,8 +7,9 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg import cudagraph_transform, explain
+from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.report import Report, opening
+from thunder_cg.transform import CudagraphTransform
 
 
 def test_empty_report_says_what_to_do() -> None:
@@ -86,8 +87,11 @@ def test_a_function_that_thunder_cannot_compile(backend, device) -> None:
         function(torch.ones(3, device=device))
     said = str(explain(function))
     assert (
-        "in 1 of 1 call; its error says where. To try: for a branch" in said
-        and "for an operator of torch.library" in said
+        "in 1 of 1 call. Thunder hands on no error of a function; the traceback of the next call ends at its line. "
+        "To try, by what that says: for a branch"
+        in said
+        and "; for an operator of torch.library" in said
+        and "; for anything else, call the function without Thunder" in said
     )
 
 
@@ -129,3 +133,26 @@ def test_no_capture_is_announced_while_all_pools_are_held(backend, device) -> No
     assert line == f"Not replayed: 1 warm-up; 2 x the only memory pool is in use until its backward; {fix}"
     held.clear()
     assert "with inputs of the same shapes and strides will capture" in str(explain(jitted))
+
+
+def test_a_graph_of_dynamos_that_thunder_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x) * 2
+        torch._dynamo.graph_break()
+        return torch.cos(y) * 2
+
+    compiles = CudagraphTransform.transform_traces_pre_prologue
+
+    def fails(self, prologue, computation, epilogue, **options):
+        if any(symbol.sym.name == "cos" for symbol in computation.bound_symbols):
+            raise RuntimeError("cos: there is none!")
+        return compiles(self, prologue, computation, epilogue, **options)
+
+    monkeypatch.setattr(CudagraphTransform, "transform_traces_pre_prologue", fails)
+    compiled = thunderfx(halves, backend="tape")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cos"):
+            compiled(torch.ones(3))
+    said = str(explain(compiled))
+    assert "in 2 of 4 calls: " in said and "halves, graph 1: RuntimeError at test_opening.py:" in said
+    assert "\nTo try: call the function without Thunder: if that raises too, mend the function; if not, keep" in said

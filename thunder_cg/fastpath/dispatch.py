@@ -19,6 +19,7 @@ from thunder_cg.compat.torch import (
     function_mode_count,
     functorch_is_active,
     is_traced,
+    stacks_of_generated_code,
 )
 from thunder_cg.fastpath.accumulate import nodes_of
 from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
@@ -185,7 +186,8 @@ class Dispatch:
                 result = self._thunders(*args, **kwargs)
         except Exception as error:
             if self._failures() > failures:
-                self.compile_failure = described(error)
+                original = compat.original_module(module) if module is not None else None
+                self.compile_failure = described(error, stacks_of_generated_code(original))
             raise
         del nodes
         self._build_fast_paths(args, kwargs)

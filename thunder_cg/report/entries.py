@@ -16,7 +16,7 @@ class InputReport:
 
     Attributes:
         shape: its sizes; None for each that is known only at run time.
-        strides: those of each layout that was warmed up, in elements.
+        strides: those of each layout that was warmed up, in elements; if none was, of the first call.
     """
 
     name: str

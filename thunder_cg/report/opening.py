@@ -22,6 +22,11 @@ _TO_EXECUTOR = (
     "Thunder's (README, Your own operator)"
 )
 
+_TO_COMPARE = (
+    "call the function without Thunder: if that raises too, mend the function; if not, keep the operator out of what "
+    "is compiled, with thunder_cg.thunderfx and torch.compiler.disable"
+)
+
 
 def opening(report: Report) -> str:
     """The lines that every form of the report opens with: what ran, what is eager, and why."""
@@ -52,11 +57,15 @@ def failures(report: Report) -> Iterator[str]:
     if report.compile_failures:
         said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
         problem = report.compile_failure
-        yield f"{said}: {problem}." if problem else f"{said}; its error says where."
-        on_data = problem is None or any(each in problem for each in ("data dependen", "tolist", "bool"))
-        of_library = problem is None or any(each in problem for each in ("_ops", "not registered", "not yet supported"))
-        if tried := [text for text, fits in ((_TO_PYTHON, on_data), (_TO_EXECUTOR, of_library)) if fits]:
-            yield f"To try: {'; '.join(tried)}."
+        if problem is None:
+            yield f"{said}. Thunder hands on no error of a function; the traceback of the next call ends at its line."
+            yield f"To try, by what that says: {_TO_PYTHON}; {_TO_EXECUTOR}; for anything else, {_TO_COMPARE}."
+            return
+        yield f"{said}: {problem}."
+        on_data = any(each in problem for each in ("data dependen", "tolist", "bool"))
+        of_library = any(each in problem for each in ("_ops", "not registered", "not yet supported"))
+        tried = [text for text, fits in ((_TO_PYTHON, on_data), (_TO_EXECUTOR, of_library)) if fits]
+        yield f"To try: {'; '.join(tried or [_TO_COMPARE])}."
 
 
 def ran(report: Report) -> Iterator[str]:

@@ -109,7 +109,8 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
             programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
             calls += thunder.compile_stats(jitted).calls
             failures += _failures(jitted)
-            failure = compile_failure(jitted) or failure
+            if (raised := compile_failure(jitted)) is not None:
+                failure = f"{label}: {raised}"
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
     return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks))

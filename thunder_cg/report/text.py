@@ -35,7 +35,7 @@ def calls(trace: TraceReport) -> str:
     eager, captures = trace.eager_calls - trace.warm_ups, count(trace.captures, "capture")
     parts = [f"{trace.replays:,} replayed", *([count(trace.warm_ups, "warm-up")] if trace.warm_ups else [])]
     parts += [*([captures] if trace.captures else []), *([f"{eager:,} eager"] if eager else [])]
-    said = f"{count(trace.calls, 'call')}: {', '.join(parts)}"
+    said = count(trace.calls, "call") + (f": {', '.join(parts)}" if trace.calls else "")
     if trace.fallbacks:
         said += f" ({', '.join(f'{reason}: {times}' for reason, times in trace.fallbacks.items())})"
     if trace.remark:

@@ -113,6 +113,7 @@ class Program:
         )
         self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool)
         self._warm = WarmLayouts()
+        self._eager_layout: Any = None  # of the first call, if that ran eagerly
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
         self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before)
@@ -184,6 +185,8 @@ class Program:
     def _begin(self, inputs: list[torch.Tensor]) -> Call:
         self.calls += 1
         if (reason := self.skip_reason()) is not None:
+            if not (self._eager_layout or self._warm or skip_reasons.is_watched() or self.inputs.unsupported(inputs)):
+                self._eager_layout = self.inputs.key(inputs)
             return Call(self).run_eagerly(reason)
         if self.collectives is not None and not self.collectives.are_alive():
             return Call(self).run_eagerly(DESTROYED)
@@ -525,8 +528,8 @@ class Program:
         return next((graph for graph in graphs if graph is not None), None)
 
     def layouts(self) -> Iterator[Mapping[str, Layout]]:
-        """The inputs of each call that was warmed up, without those that an earlier region made."""
-        yield from map(self.inputs.layouts, self._warm)
+        """The inputs of each call that was warmed up, or of the first call, but what an earlier region made."""
+        yield from map(self.inputs.layouts, self._warm or [self._eager_layout][: self._eager_layout is not None])
 
     @property
     def replays(self) -> int:
