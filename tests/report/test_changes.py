@@ -11,7 +11,7 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg import CaptureError, explain
+from thunder_cg import CaptureError, explain, thunderfx
 from thunder_cg.report import ChangeReport
 from thunder_cg.runtime.changes import FEW
 
@@ -50,7 +50,7 @@ def run(jitted: Any, calls: Iterable[Callable[[], object]]) -> int:
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     caplog.set_level(logging.WARNING, "thunder_cg")
-    return lambda: [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("thunder_cg")]
 
 
 def only_change(jitted: Any) -> ChangeReport:
@@ -157,3 +157,12 @@ def test_many_shapes_warn_once(transform, device, warnings):
         jitted(torch.ones(rows, 2, device=device))
     (warning,) = warnings()
     assert "7 shapes of x so far ((1, 2), (2, 2), (3, 2), ...)" in warning and warning.endswith("drop_last=True")
+
+
+def test_shapes_under_dynamo(warnings):
+    """Dynamo hands over a size that varies as a number of its own, which the user does not know."""
+    compiled = thunderfx(lambda x: torch.tanh(x) * 2, backend="tape")
+    for rows in range(2, 5):
+        compiled(torch.ones(rows, 2))
+    found = only_change(compiled)
+    assert (found.kind, found.names, found.values) == ("shape", ("x",), 2) and not warnings()

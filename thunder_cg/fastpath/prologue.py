@@ -7,6 +7,7 @@ returns the inputs of the computation.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,6 +26,7 @@ _VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_valu
 _VALUES = {PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_CACHE_INFO, PrimIDs.UNPACK_FUNCTION_OBJ, PrimIDs.UNPACK_GETITEM}
 _MODULES = {PrimIDs.UNPACK_BUFFER, PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_SUBMODULE, PrimIDs.UNPACK_THUNDER_MODULE}
 _LOOKUPS = _VALUES | _MODULES
+_DYNAMOS_SIZE = re.compile(r"s\d+")  # what Dynamo calls a size that varies
 
 Path = tuple[Any, ...]
 """The look-ups that lead to a value. In one call, the same look-ups lead to the same value."""
@@ -115,8 +117,9 @@ class PrologueChecks:
             if check == "tensor" and value.is_static:
                 yield "shape", _users_name(path, arguments), value.shape
             elif check == "number" and not isinstance(value, bool):
-                kind = "attribute" if path[0] is PrimIDs.UNPACK_ATTR else "number"
-                yield kind, _users_name(path, arguments), value
+                kind, name = "attribute" if path[0] is PrimIDs.UNPACK_ATTR else "number", _users_name(path, arguments)
+                if not _DYNAMOS_SIZE.fullmatch(name):  # a shape says the same
+                    yield kind, name, value
 
     def excludes(self, other: PrologueChecks) -> bool:
         """Whether no call can pass the checks of both.
