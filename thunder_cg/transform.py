@@ -31,7 +31,7 @@ from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError, WrongGradientWarning
 from thunder_cg.fastpath.dispatch import install
-from thunder_cg.fastpath.prologue import PrologueChecks, argument_names, with_one_check
+from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
@@ -113,7 +113,7 @@ class CudagraphTransform(compat.Transform):
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
-        self._compiling.checks = PrologueChecks(prologue_trace)
+        self._compiling.compilation = self._compilation(PrologueChecks(prologue_trace))
         self._compiling.stacks = stacks_of_generated_code(data.fn)
         self._compiling.forward = None
         self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
@@ -131,7 +131,7 @@ class CudagraphTransform(compat.Transform):
         continued = forward if forward is not None and forward.regions and _gets_saved(computation_trace) else None
         planned = self._plan(computation_trace, forward)
         taken = taken_names(computation_trace)
-        compilation = forward.compilation if forward is not None else self._compilation()
+        compilation = forward.compilation if forward is not None else self._joined()
         program = self._program(planned, continued, taken, compilation)
         trace = Emitter(computation_trace, planned, program, continued, taken).emit()
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
@@ -182,15 +182,14 @@ class CudagraphTransform(compat.Transform):
         ops = self._read(trace)
         return lost_or_unsummed(ops, Aliasing.of(ops))
 
-    def _compilation(self) -> Compilation:
+    def _compilation(self, checks: PrologueChecks) -> Compilation:
         """What the compilation on this thread is for."""
         data = compat.get_compile_data()
         module = data.fn if isinstance(data.fn, torch.nn.Module) else None
         known: dict[str, dict[str, Any]] = {"shape": {}, "number": {}, "attribute": {}}
-        checks = self._compiling.checks
-        for kind, name, value in checks.users_values(argument_names(data.fn)):
+        for kind, name, value in checks.users_values(data.fn):
             known[kind][name] = value
-        compilation = Compilation(
+        return Compilation(
             name=str(getattr(data.fn, "__qualname__", type(data.fn).__name__)),
             training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,
             grad=bool(data.is_grad_enabled),
@@ -200,6 +199,10 @@ class CudagraphTransform(compat.Transform):
             attributes=known["attribute"],
             parameters={name: str(checks.lookups[name].key) for name in self._compiling.static},
         )
+
+    def _joined(self) -> Compilation:
+        """The compilation on this thread, with what has changed since earlier ones of the function."""
+        compilation = self._compiling.compilation
         earlier = (program_of(entry.computation_traces) for entry in compat.compiled_entries())
         compilation.join([(each.compilation, each.replays) for each in earlier if each is not None])
         return compilation
@@ -271,7 +274,7 @@ class _Compiling(threading.local):
     """What one compilation, which stays on its thread, has to remember from hook to hook."""
 
     static: frozenset[str] = frozenset()  # names of parameters and buffers
-    checks: PrologueChecks
+    compilation: Compilation
     stacks: Stacks | None = None  # of the lines of Dynamo's graphs
     forward: tuple[set[str], weakref.ref[Program]] | None = None
     wrong_gradients: tuple[WrongGradient, ...] = ()

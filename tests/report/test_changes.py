@@ -166,3 +166,19 @@ def test_shapes_under_dynamo(warnings):
         compiled(torch.ones(rows, 2))
     found = only_change(compiled)
     assert (found.kind, found.names, found.values) == ("shape", ("x",), 2) and not warnings()
+
+
+def test_numbers_have_the_names_of_the_users_code(transform, device):
+    k = 0
+
+    def scaled(x: list[torch.Tensor], *others: int, **options: Any) -> torch.Tensor:
+        return torch.tanh(x[0] * k + others[0]) * options["by"]
+
+    jitted = thunder.jit(scaled, transforms=[transform()])
+    for k in range(2):
+        jitted([torch.ones(2 + k, device=device)], k, by=k)
+    number, shape = explain(jitted).changes
+    assert (number.names, shape.names) == (("args[1]", "by", "k"), ("x[0]",))
+    assert number.problem.startswith(
+        "2 values of the Python number args[1] and 2 more so far (0 and 0 and 0, 1 and 1 and 1)"
+    )
