@@ -85,3 +85,19 @@ def test_strict_ops_raises_for_an_eager_op_when_thunder_compiles(transform, devi
     assert replays(whole) == 2
     with FlopCounterMode(display=False), pytest.raises(CaptureError, match="dispatch"):
         whole(x)
+
+
+def test_a_function_without_regions_raises_after_its_first_call(transform, device):
+    jitted = thunder.jit(lambda x: x + 1, transforms=[transform(strict=True)])
+    x = torch.ones(3, device=device)
+    jitted(x)
+    for call in (2, 3):
+        with pytest.raises(
+            CaptureError,
+            match=rf"call {call}: nothing in it is captured: torch.add at test_strict.py:\d+ is eager .*one kernel.*; "
+            "compile more of the program together, or drop strict=True",
+        ):
+            jitted(x)
+    nothing = thunder.jit(lambda x: (x, x.shape[0]), transforms=[transform(strict=True)])
+    for _ in range(3):
+        assert nothing(x)[1] == 3

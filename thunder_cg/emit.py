@@ -68,6 +68,10 @@ class Emitter:
                 trace.bound_symbols = self._symbols()
             else:
                 trace.bound_symbols = [op.symbol for op in self._ops.ops]
+                if self._program.options.strict and compat.TraceTag.BACKWARD not in self._old.tags:
+                    first = next(i for i, op in enumerate(self._ops.ops) if op.id != "UNPACK_TRIVIAL")
+                    begin = self._bind("cudagraph_begin", self._program.begin_without_regions, [], None)
+                    trace.bound_symbols.insert(first, begin)
             return compat.del_last_used(trace)
 
     def _symbols(self) -> list[compat.BoundSymbol]:

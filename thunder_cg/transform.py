@@ -31,13 +31,13 @@ from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError, WrongGradientWarning
 from thunder_cg.fastpath.dispatch import install
-from thunder_cg.fastpath.prologue import with_one_check
+from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
 from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.functions import hash_function, region_function
-from thunder_cg.runtime.program import Program, SharedState
+from thunder_cg.runtime.program import Program, SharedState, program_of
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.verify import ReplayVerifier
 
@@ -113,6 +113,7 @@ class CudagraphTransform(compat.Transform):
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
+        self._compiling.compilation = self._compilation(PrologueChecks(prologue_trace))
         self._compiling.stacks = stacks_of_generated_code(data.fn)
         self._compiling.forward = None
         self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
@@ -130,7 +131,7 @@ class CudagraphTransform(compat.Transform):
         continued = forward if forward is not None and forward.regions and _gets_saved(computation_trace) else None
         planned = self._plan(computation_trace, forward)
         taken = taken_names(computation_trace)
-        compilation = forward.compilation if forward is not None else _compilation(self._backend.device_type)
+        compilation = forward.compilation if forward is not None else self._joined()
         program = self._program(planned, continued, taken, compilation)
         trace = Emitter(computation_trace, planned, program, continued, taken).emit()
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
@@ -138,7 +139,7 @@ class CudagraphTransform(compat.Transform):
         took = int((time.perf_counter() - start) * 1000)
         self._log_compiled(program, took)
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
-        compilation.seconds = time.perf_counter() - compat.compilation_began()
+        compilation.finish(time.perf_counter() - compat.compilation_began())
         return trace
 
     def _plan(self, trace: TraceCtx, forward: Program | None) -> PlannedTrace:
@@ -180,6 +181,31 @@ class CudagraphTransform(compat.Transform):
             return ()
         ops = self._read(trace)
         return lost_or_unsummed(ops, Aliasing.of(ops))
+
+    def _compilation(self, checks: PrologueChecks) -> Compilation:
+        """What the compilation on this thread is for."""
+        data = compat.get_compile_data()
+        module = data.fn if isinstance(data.fn, torch.nn.Module) else None
+        known: dict[str, dict[str, Any]] = {"shape": {}, "number": {}, "attribute": {}}
+        for kind, name, value in checks.users_values(data.fn):
+            known[kind][name] = value
+        return Compilation(
+            name=str(getattr(data.fn, "__qualname__", type(data.fn).__name__)),
+            training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,
+            grad=bool(data.is_grad_enabled),
+            autocast=autocast_dtype(self._backend.device_type),
+            shapes=known["shape"],
+            numbers=known["number"],
+            attributes=known["attribute"],
+            parameters={name: str(checks.lookups[name].key) for name in self._compiling.static},
+        )
+
+    def _joined(self) -> Compilation:
+        """The compilation on this thread, with what has changed since earlier ones of the function."""
+        compilation = self._compiling.compilation
+        earlier = (program_of(entry.computation_traces) for entry in compat.compiled_entries())
+        compilation.join([(each.compilation, each.replays) for each in earlier if each is not None])
+        return compilation
 
     def _read(self, trace: TraceCtx, forward: Ops | None = None) -> Ops:
         return read(trace, self._compiling.static, forward, self._compiling.stacks, self._stand_in)
@@ -248,6 +274,7 @@ class _Compiling(threading.local):
     """What one compilation, which stays on its thread, has to remember from hook to hook."""
 
     static: frozenset[str] = frozenset()  # names of parameters and buffers
+    compilation: Compilation
     stacks: Stacks | None = None  # of the lines of Dynamo's graphs
     forward: tuple[set[str], weakref.ref[Program]] | None = None
     wrong_gradients: tuple[WrongGradient, ...] = ()
@@ -256,18 +283,6 @@ class _Compiling(threading.local):
 def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
     for each in found:
         warnings.warn(f"Thunder's gradient is wrong, with and without graphs: {each}", WrongGradientWarning, 2)
-
-
-def _compilation(device_type: str) -> Compilation:
-    """What the compilation on this thread is for."""
-    data = compat.get_compile_data()
-    module = data.fn if isinstance(data.fn, torch.nn.Module) else None
-    return Compilation(
-        name=str(getattr(data.fn, "__qualname__", type(data.fn).__name__)),
-        training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,
-        grad=bool(data.is_grad_enabled),
-        autocast=autocast_dtype(device_type),
-    )
 
 
 def _gets_saved(trace: TraceCtx) -> bool:
@@ -318,8 +333,10 @@ def cudagraph_transform(
         deny: operators to keep eager.
         backend: ``"cuda"``, ``"tape"`` (records and replays on the CPU), ``"auto"``: CUDA graphs where there is a GPU.
         strict: raise :class:`~thunder_cg.errors.CaptureError` at each call that does not replay after its warm-up and
-            its capture, of which each layout of inputs has one; ``"ops"`` also for an operator that stays eager, when
-            Thunder compiles. Calls inside another capture or a graphed step, whose graph holds them, do not raise.
+            its capture, of which each layout of inputs has one. A call that brings something new, such as another shape
+            or Python number, raises once six before it did and none replayed in between. ``"ops"`` raises also for an
+            operator that stays eager, when Thunder compiles. Calls inside another capture or a graphed step, whose
+            graph holds them, do not raise.
         verify: ``"first"`` replays each new recording beside an eager run of its ops on the same inputs, and compares
             results, written inputs and the device's generator bit for bit; a number N does so for one call in N as
             well, for as long as the process runs. A region that disagrees is eager from then on, the call's result is

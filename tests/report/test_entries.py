@@ -83,9 +83,11 @@ def test_new_shapes_have_advice_and_memory_is_counted_once(net, x):
         net(x.detach()[:1].expand(size, 4).contiguous())
     assert not explain(net).traces[0].fallbacks
     report = explain(net)
-    (found,) = report.shapes
-    assert (found.function, found.names, found.shapes) == ("Net", ("x",), 2) and found.seconds > 0
-    said = f"Net: 2 shapes of x so far; each new shape compiles anew in Thunder ({found.seconds:.2f} s)"
+    (found,) = report.changes
+    assert (found.function, found.kind, found.names, found.values) == ("Net", "shape", ("x",), 2) and found.seconds > 0
+    said = (
+        f"Net: 2 shapes of x so far ((2, 4), (3, 4)); each new shape compiles anew in Thunder ({found.seconds:.2f} s)"
+    )
     assert said_by(report, said) and said in report._repr_html_()
     assert "drop_last=True" in said_by(report, said)[0]
     held = [trace.arena_bytes for trace in report.traces]
@@ -117,6 +119,7 @@ def test_checkpointing_says_that_nothing_replays_and_how_it_would(net, x, transf
     fix = "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it"
     assert rest[0].startswith(f"To change that saved-tensor hooks are active: {fix}")
     assert rest[0] in explain(net)._repr_html_() and "captures" not in second
+    assert "for x float32 (2, 4) with strides (4, 1); " in str(explain(net)), "calls that run eagerly have strides, too"
 
 
 def test_a_retained_graph_says_that_no_backward_replays(net, x):

@@ -7,8 +7,9 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg import cudagraph_transform, explain
+from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.report import Report, opening
+from thunder_cg.transform import CudagraphTransform
 
 
 def test_empty_report_says_what_to_do() -> None:
@@ -86,8 +87,11 @@ def test_a_function_that_thunder_cannot_compile(backend, device) -> None:
         function(torch.ones(3, device=device))
     said = str(explain(function))
     assert (
-        "in 1 of 1 call; its error says where. To try: for a branch" in said
-        and "for an operator of torch.library" in said
+        "in 1 of 1 call. Thunder hands on no error of a function; the traceback of the next call ends at its line. "
+        "To try, by what that says: for a branch"
+        in said
+        and "; for an operator of torch.library" in said
+        and "; for anything else, call the function without Thunder" in said
     )
 
 
@@ -97,4 +101,58 @@ def test_a_function_with_nothing_to_capture(backend) -> None:
         compiled(torch.ones(()))
     said = str(explain(compiled))
     assert said.startswith("CUDA graphs: none, in 3 calls; 0 regions with 0 of 2 ops; 2 ops eager")
-    assert "nothing in it is captured, so its calls are not counted" in said
+    assert "nothing in it is captured; the first lines count its calls" in said
+
+
+def test_calls_of_a_version_without_regions_count(backend, device) -> None:
+    def maybe(x: torch.Tensor, flag: bool) -> torch.Tensor:
+        return torch.tanh(x) * 2 if flag else x + 1
+
+    compiled = thunder.jit(maybe, transforms=[cudagraph_transform(backend=backend)])
+    for call in range(10):
+        compiled(torch.ones(3, device=device), call == 0)
+    first, second = str(explain(compiled)).splitlines()[:2]
+    assert first.startswith("CUDA graphs: 0 of 10 calls replayed; 1 region with 2 of 3 ops")
+    assert "; 9 calls of a compiled version without regions; the next call" in second
+
+    linear = thunder.jit(nn.Linear(4, 4).to(device), transforms=[cudagraph_transform(backend=backend)])
+    x = torch.ones(2, 4, device=device)
+    for _ in range(3):
+        loss = linear(x).sum()
+    assert str(explain(linear)).startswith("CUDA graphs: none, in 3 calls; 1 region")  # that of the backward
+    loss.backward()
+    assert str(explain(linear)).startswith("CUDA graphs: 0 of 3 calls and 0 of 1 backward replayed; 1 region")
+
+
+def test_no_capture_is_announced_while_all_pools_are_held(backend, device) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).to(device)
+    jitted = thunder.jit(model, transforms=[cudagraph_transform(backend=backend, max_arenas=1)])
+    held = [jitted(torch.ones(2, 4, device=device)) for _ in range(3)]
+    (line,) = [line for line in str(explain(jitted)).splitlines() if line.startswith("Not replayed")]
+    fix = "drop outputs that need no backward, call it under torch.no_grad() if none follows, or raise max_arenas"
+    assert line == f"Not replayed: 1 warm-up; 2 x the only memory pool is in use until its backward; {fix}"
+    held.clear()
+    assert "with inputs of the same shapes and strides will capture" in str(explain(jitted))
+
+
+def test_a_graph_of_dynamos_that_thunder_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x) * 2
+        torch._dynamo.graph_break()
+        return torch.cos(y) * 2
+
+    compiles = CudagraphTransform.transform_traces_pre_prologue
+
+    def fails(self, prologue, computation, epilogue, **options):
+        if any(symbol.sym.name == "cos" for symbol in computation.bound_symbols):
+            raise RuntimeError("cos: there is none!")
+        return compiles(self, prologue, computation, epilogue, **options)
+
+    monkeypatch.setattr(CudagraphTransform, "transform_traces_pre_prologue", fails)
+    compiled = thunderfx(halves, backend="tape")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="cos"):
+            compiled(torch.ones(3))
+    said = str(explain(compiled))
+    assert "in 2 of 4 calls: " in said and "halves, graph 1: RuntimeError at test_opening.py:" in said
+    assert "\nTo try: call the function without Thunder: if that raises too, mend the function; if not, keep" in said

@@ -91,7 +91,7 @@ def test_graphs_of_dynamo_are_named() -> None:
     compiled(torch.ones(4, requires_grad=True))
     report = explain(compiled)
     assert list(dict.fromkeys(trace.function for trace in report.traces)) == [f"broken, graph {i}" for i in range(4)]
-    assert str(report).startswith("CUDA graphs: 0 of 3 calls of 3 graphs replayed;")
+    assert str(report).startswith("CUDA graphs: 0 of 4 calls of 4 graphs replayed;")
     first = broken.__code__.co_firstlineno + 2
     assert [(found.function, found.line, found.source) for found in report.breaks] == [
         ("broken, graph 0", f"test_programs.py:{first}", "torch._dynamo.graph_break()"),

@@ -51,7 +51,7 @@ def test_explain_runs_a_script_and_prints_each_report(script: Path) -> None:
     assert (done.returncode, done.stderr) == (1, ""), "the item is eager, and no other package's warning is shown"
     named = [line for line in done.stdout.splitlines() if line in ("jfn:", "jmodule:", "alias:", "without:", "plain:")]
     assert named == ["jfn:", "jmodule:"]
-    assert "Tensor.item at script.py:12" in done.stdout and "3 calls, 1 of them without graphs" in done.stdout
+    assert "Tensor.item at script.py:12" in done.stdout and "3 calls: 1 replayed, 1 warm-up, 1 capture" in done.stdout
     tools = "thunder_cg.tools thunder_cg.tools.arguments thunder_cg.tools.explain are tools"
     assert done.stdout.splitlines()[-1] == tools, "it needs no other"
     written = page.read_text()

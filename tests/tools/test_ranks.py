@@ -90,7 +90,7 @@ def test_recipe_of_the_readme() -> None:
         assert text in code
         code = code.replace(text, other)
     for report in run_on_ranks(readme_recipe, (code,), 2, "cpu", 90.0):
-        assert "; 0 ops eager" in report and report.count("6 calls, 1 of them without graphs") == 2
+        assert "; 0 ops eager" in report and report.count("6 calls: 4 replayed, 1 warm-up, 1 capture") == 2
 
 
 def test_demo_names_the_rank_that_differs(capsys: pytest.CaptureFixture[str]) -> None:

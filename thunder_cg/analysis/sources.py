@@ -71,17 +71,19 @@ def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
     return [line for line in frames if line.is_users]
 
 
-def described(error: BaseException) -> str:
+def described(error: BaseException, stacks: Stacks) -> str:
     """The type of an error, where in the user's code it was raised, and the first sentence of its message."""
-    lines = [line for each in (error, error.__cause__) if each is not None for line in _lines_of(each)]
+    lines = [line for each in (error, error.__cause__) if each is not None for line in _lines_of(each, stacks)]
     where = f" at {lines[-1]}" if lines else ""
     said = str(error.__cause__ if lines and error.__cause__ is not None else error).strip()
-    return f"{type(error).__name__}{where}: {said.partition(chr(10))[0].partition('. ')[0].rstrip('.') or 'no message'}"
+    return (
+        f"{type(error).__name__}{where}: {said.partition(chr(10))[0].partition('. ')[0].rstrip('.!') or 'no message'}"
+    )
 
 
-def _lines_of(error: BaseException) -> list[SourceLine]:
-    frames = walk_tb(error.__traceback__)
-    return users(SourceLine(frame.f_code.co_filename, number) for frame, number in frames)
+def _lines_of(error: BaseException, stacks: Stacks) -> list[SourceLine]:
+    frames = ((frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__))
+    return users(line for file, number in frames if (line := line_behind(file, number, stacks)) is not None)
 
 
 def called_from(frames: Sequence[SourceLine]) -> str | None:

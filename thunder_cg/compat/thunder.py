@@ -123,6 +123,12 @@ def compilation_began() -> float:
     return float(stats.last_trace_tracing_start) / 1e9 if stats is not None else time.perf_counter()
 
 
+def compiled_entries() -> Sequence[CacheEntry]:
+    """What Thunder has compiled before of the function that is being compiled on this thread, oldest first."""
+    _, stats = _compile_data.get()
+    return stats.interpreter_cache if stats is not None else ()
+
+
 def compile_phase(statistics: Any) -> str:
     """What Thunder does of the compilation under way, by the statistics of what is compiled. Any thread may ask."""
     is_traced = statistics.last_trace_tracing_stop > statistics.last_trace_tracing_start

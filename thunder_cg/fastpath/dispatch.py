@@ -12,13 +12,14 @@ import torch
 
 from thunder_cg.analysis.sources import described
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.thunder import CacheEntry, ThunderModule, TraceCtx, connect_to_autograd, current_trace
+from thunder_cg.compat.thunder import CacheEntry, ThunderModule, connect_to_autograd, current_trace
 from thunder_cg.compat.torch import (
     autograd_is_active,
     dispatch_mode_count,
     function_mode_count,
     functorch_is_active,
     is_traced,
+    stacks_of_generated_code,
 )
 from thunder_cg.fastpath.accumulate import nodes_of
 from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
@@ -28,7 +29,7 @@ from thunder_cg.fastpath.prologue import PrologueChecks
 from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported, refuse_fully_sharded
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.progress import Stage
-from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.program import program_of
 from thunder_cg.runtime.recording import Recording
 
 _OVERTAKEN = "Thunder asks another compiled version first, which may be for the same calls"
@@ -185,7 +186,8 @@ class Dispatch:
                 result = self._thunders(*args, **kwargs)
         except Exception as error:
             if self._failures() > failures:
-                self.compile_failure = described(error)
+                original = compat.original_module(module) if module is not None else None
+                self.compile_failure = described(error, stacks_of_generated_code(original))
             raise
         del nodes
         self._build_fast_paths(args, kwargs)
@@ -265,14 +267,14 @@ class Dispatch:
         if any(used is entry for entry in self._unsupported):
             return
         entry = next((e for e in self._entries if e.compiled.entry is used), None)
-        forward = _program(used.computation_traces)
+        forward = program_of(used.computation_traces)
         try:
             if entry is None:
                 if forward is None or not forward.regions:
                     return
                 if compat.compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
                     raise Unsupported('it is not compiled with cache="constant values"')
-                backward = _program(used.backward_traces) if used.backward_fn else None
+                backward = program_of(used.backward_traces) if used.backward_fn else None
                 if used.backward_fn and backward is None:
                     raise Unsupported("the backward has no regions")
                 compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
@@ -292,12 +294,6 @@ class Dispatch:
 @torch.compiler.disable
 def _outside_of_dynamo(dispatch: Dispatch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return dispatch(*args, **kwargs)
-
-
-def _program(traces: list[TraceCtx]) -> Program | None:
-    """The program of the last partition: computation traces end with one, or with what Thunder made of it."""
-    found = (getattr(trace.get_provenance(), "program", None) for trace in reversed(traces))
-    return next((program for program in found if program is not None), None)
 
 
 def install(module: ThunderModule) -> None:

@@ -6,13 +6,16 @@ returns the inputs of the computation.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+import inspect
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, NamedTuple
 
 import torch
 
+from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
@@ -23,6 +26,8 @@ _VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_valu
 _VALUES = {PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_CACHE_INFO, PrimIDs.UNPACK_FUNCTION_OBJ, PrimIDs.UNPACK_GETITEM}
 _MODULES = {PrimIDs.UNPACK_BUFFER, PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_SUBMODULE, PrimIDs.UNPACK_THUNDER_MODULE}
 _LOOKUPS = _VALUES | _MODULES
+_CELL = re.compile(r"function\.__closure__\[(\d+)\]\.cell_contents(.*)")
+_DYNAMOS_SIZE = re.compile(r"s\d+")  # what Dynamo calls a size that varies
 
 Path = tuple[Any, ...]
 """The look-ups that lead to a value. In one call, the same look-ups lead to the same value."""
@@ -101,6 +106,24 @@ class PrologueChecks:
         inputs_and_passed_on = self.trace.bound_symbols[-1].args[0]
         return [[x.name if isinstance(x, Proxy) else "" for x in values] for values in inputs_and_passed_on]
 
+    def users_values(self, function: Any) -> Iterator[tuple[str, str, Any]]:
+        """The shapes and Python numbers of inputs, as (kind, the user's name, value); bools, which have few, are none.
+
+        Args:
+            function: the module or the function that was compiled.
+        """
+        arguments, cells = _argument_names(function), getattr(getattr(function, "__code__", None), "co_freevars", ())
+        for (path, check), value in self.expected.items():
+            if _is_of_cache_info(path) or path[0] in _MODULES:
+                continue
+            name, is_number = _users_name(path, arguments), check == "number" and not isinstance(value, bool)
+            if check == "tensor" and value.is_static:
+                yield "shape", name, value.shape
+            elif is_number and (cell := _CELL.fullmatch(name)) is not None:
+                yield "number", dict(enumerate(cells)).get(int(cell[1]), name) + cell[2], value
+            elif is_number and not _DYNAMOS_SIZE.fullmatch(name):  # a shape says the same
+                yield "attribute" if path[0] is PrimIDs.UNPACK_ATTR else "number", name, value
+
     def excludes(self, other: PrologueChecks) -> bool:
         """Whether no call can pass the checks of both.
 
@@ -114,6 +137,37 @@ class PrologueChecks:
 def _is_of_cache_info(path: Any) -> bool:
     is_path = isinstance(path, tuple) and bool(path)
     return is_path and (path[0] is PrimIDs.UNPACK_CACHE_INFO or any(map(_is_of_cache_info, path)))
+
+
+def _argument_names(function: Any) -> list[str]:
+    """The names of the arguments that a function, or a module's forward, takes by position."""
+    function = function.forward if isinstance(function, torch.nn.Module) else function
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # it is written in C
+        return []
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+
+
+def _users_name(path: Path, arguments: Sequence[str]) -> str:
+    """How the user's code refers to a value: ``x``, ``options['rate']``, ``self.step``."""
+    prim, *steps = path
+    if prim is PrimIDs.UNPACK_THUNDER_MODULE:
+        return "self"
+    if prim is PrimIDs.UNPACK_FUNCTION_OBJ:
+        return "function"
+    if len(steps) < 2:
+        return str(steps[-1] if steps else prim)
+    owner, key, *_ = steps
+    if not isinstance(owner, tuple):
+        return str(key)
+    if prim in (PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_SUBMODULE):
+        return f"{_users_name(owner, arguments)}.{key}"
+    if owner == ("args",) and isinstance(key, int) and key < len(arguments):
+        return Value(arguments[key], "").users_name
+    if owner == ("kwargs",) or owner[-1] == "__globals__":
+        return str(key)
+    return f"{_users_name(owner, arguments)}[{key!r}]"
 
 
 def _lookups(symbol: BoundSymbol, lookups: Mapping[str, Lookup]) -> dict[str, Lookup]:

@@ -12,7 +12,7 @@ from thunder_cg.report.breaks import GraphBreak
 from thunder_cg.report.causes import CauseReport
 from thunder_cg.report.collectives import CollectiveReport
 from thunder_cg.report.crossings import CrossingReport
-from thunder_cg.report.entries import InputReport, ShapesReport
+from thunder_cg.report.entries import ChangeReport, InputReport
 from thunder_cg.report.memory import ArenaMemory, MemoryPreview, MemoryReport, RecordingMemory, RegionMemory
 from thunder_cg.report.programs import Outside
 from thunder_cg.report.report import OpReport, RegionReport, Report, TraceReport, explain
@@ -21,6 +21,7 @@ from thunder_cg.report.step import StepReport
 __all__ = [
     "ArenaMemory",
     "CauseReport",
+    "ChangeReport",
     "CollectiveReport",
     "CrossingReport",
     "GraphBreak",
@@ -33,7 +34,6 @@ __all__ = [
     "RegionMemory",
     "RegionReport",
     "Report",
-    "ShapesReport",
     "StepReport",
     "TraceReport",
     "explain",

@@ -1,12 +1,12 @@
-"""What an entry of Thunder's cache was compiled for: its inputs and their layouts; and what new shapes cost."""
+"""What an entry of Thunder's cache was compiled for: its inputs and their layouts; and what calls brought besides."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
 
 from thunder_cg.compat.thunder import NumberProxy, proxy_shape
+from thunder_cg.report.programs import Located
 from thunder_cg.runtime.program import Program
 
 
@@ -16,7 +16,7 @@ class InputReport:
 
     Attributes:
         shape: its sizes; None for each that is known only at run time.
-        strides: those of each layout that was warmed up, in elements.
+        strides: those of each layout that was warmed up, in elements; if none was, of the first call.
     """
 
     name: str
@@ -26,19 +26,29 @@ class InputReport:
 
 
 @dataclass(frozen=True, slots=True)
-class ShapesReport:
-    """Shapes of inputs for each of which Thunder has compiled a function anew.
+class ChangeReport:
+    """What calls of a function brought that nothing was made for yet, so that they replayed nothing.
 
     Attributes:
-        names: of the inputs whose shapes differ.
-        shapes: how many there were.
-        seconds: what compiling one took, the median of all.
+        kind: "shape", "number" or "attribute", for which Thunder compiles anew; "size", "strides", "alignment",
+            "layout" or "settings", for which a call warms up and a later one captures; "moved", "dropped" or "budget",
+            for which a call captures again.
+        names: of the inputs; of dropped graphs, the option that bounds them.
+        values: how many different ones there were.
+        times: calls that brought another value.
+        seconds: that Thunder took to compile the last version because of it.
+        problem, cost, fix: all that in words, and what to do about it.
     """
 
     function: str
+    kind: str
     names: tuple[str, ...]
-    shapes: int
+    values: int
+    times: int
     seconds: float
+    problem: str
+    cost: str
+    fix: str
 
 
 def inputs(program: Program) -> tuple[InputReport, ...]:
@@ -54,19 +64,21 @@ def inputs(program: Program) -> tuple[InputReport, ...]:
     return tuple(found)
 
 
-def shapes(functions: Iterable[tuple[str, Program, tuple[InputReport, ...]]]) -> tuple[ShapesReport, ...]:
-    """The functions that were compiled several times only because inputs had other shapes."""
-    alike: dict[tuple[str, Hashable], list[tuple[Program, tuple[InputReport, ...]]]] = {}
-    for function, program, brought in functions:
-        made_for = program.compilation
-        kinds = tuple((each.name, each.dtype, len(each.shape)) for each in brought)
-        mode = made_for.training, made_for.grad, made_for.autocast, kinds
-        alike.setdefault((function, mode), []).append((program, brought))
-    found = []
-    for (function, _), entries in alike.items():
-        different = {tuple(each.shape for each in brought) for _, brought in entries}
-        if len(different) > 1:
-            names = [each.name for i, each in enumerate(entries[0][1]) if len({shapes[i] for shapes in different}) > 1]
-            took = median(program.compilation.seconds for program, _ in entries)
-            found.append(ShapesReport(function, tuple(names), len(different), took))
-    return tuple(found)
+def changes(programs: Iterable[Located]) -> tuple[ChangeReport, ...]:
+    """Because of what calls replayed nothing. The versions of a function share what is known of it."""
+    functions = {id(each.program.compilation.changes): each for each in programs}
+    return tuple(
+        ChangeReport(
+            located.function,
+            change.kind,
+            change.names,
+            len(change.values),
+            change.times,
+            change.seconds,
+            change.problem,
+            change.cost,
+            change.fix,
+        )
+        for located in functions.values()
+        for change in located.program.compilation.changes
+    )

@@ -10,7 +10,7 @@ from thunder_cg.report import lines
 from thunder_cg.report.units import count
 
 if TYPE_CHECKING:
-    from thunder_cg.report.entries import ShapesReport
+    from thunder_cg.report.entries import ChangeReport
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
@@ -32,6 +32,11 @@ _RAISE_LIMIT = (
     "torch._dynamo.reset(), after which Dynamo compiles everything anew"
 )
 
+_TO_COMPARE = (
+    "call the function without Thunder: if that raises too, mend the function; if not, keep the operator out of what "
+    "is compiled, with thunder_cg.thunderfx and torch.compiler.disable"
+)
+
 
 def opening(report: Report) -> str:
     """The lines that every form of the report opens with: what ran, what is eager, and why."""
@@ -48,7 +53,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield from unmatched(report)
     yield from measured(report)
     yield from deselected(report)
-    yield from shapes(report.shapes)
+    yield from changes(report.changes)
 
 
 def nothing(report: Report) -> str:
@@ -63,11 +68,15 @@ def failures(report: Report) -> Iterator[str]:
     if report.compile_failures:
         said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
         problem = report.compile_failure
-        yield f"{said}: {problem}." if problem else f"{said}; its error says where."
-        on_data = problem is None or any(each in problem for each in ("data dependen", "tolist", "bool"))
-        of_library = problem is None or any(each in problem for each in ("_ops", "not registered", "not yet supported"))
-        if tried := [text for text, fits in ((_TO_PYTHON, on_data), (_TO_EXECUTOR, of_library)) if fits]:
-            yield f"To try: {'; '.join(tried)}."
+        if problem is None:
+            yield f"{said}. Thunder hands on no error of a function; the traceback of the next call ends at its line."
+            yield f"To try, by what that says: {_TO_PYTHON}; {_TO_EXECUTOR}; for anything else, {_TO_COMPARE}."
+            return
+        yield f"{said}: {problem}."
+        on_data = any(each in problem for each in ("data dependen", "tolist", "bool"))
+        of_library = any(each in problem for each in ("_ops", "not registered", "not yet supported"))
+        tried = [text for text, fits in ((_TO_PYTHON, on_data), (_TO_EXECUTOR, of_library)) if fits]
+        yield f"To try: {'; '.join(tried or [_TO_COMPARE])}."
 
 
 def in_python(report: Report) -> Iterator[str]:
@@ -91,22 +100,23 @@ def in_python(report: Report) -> Iterator[str]:
 def ran(report: Report) -> Iterator[str]:
     """How many calls replayed, and why the others did not; how often it was called if there is nothing to replay."""
     having = [trace for trace in report.traces if trace.regions]
-    if not having:
-        yield f"none, in {count(report.calls, 'call')}" if report.calls else "none"
-        return
-    if all(trace.is_in_steps for trace in having):
+    if having and all(trace.is_in_steps for trace in having):
         yield "none of its own, as all calls ran inside of graphed steps, whose graphs hold them (see explain(step))"
         return
+    without = _calls_without_regions(report)
     said = []
-    graphs = len({trace.function for trace in having})
+    graphs = len({trace.function for trace in (report.traces if without else having)})
     for kind, noun in (("forward", "call"), ("backward", "backward")):
         of_kind = [trace for trace in having if trace.kind == kind]
-        calls = sum(trace.calls for trace in of_kind)
+        calls = sum(trace.calls for trace in of_kind) + (without if having and kind == "forward" else 0)
         if calls:
             of = f" of {graphs} graphs" if graphs > 1 and kind == "forward" else ""
             said.append(f"{sum(trace.replays for trace in of_kind):,} of {count(calls, noun)}{of}")
-    yield f"{' and '.join(said)} replayed" if said else "no call yet"
-    if said and (why := [*_not_replayed(having)]):
+    if not any(trace.calls for trace in having):
+        yield f"none, in {count(report.calls, 'call')}" if without else "no call yet" if having else "none"
+        return
+    yield f"{' and '.join(said)} replayed"
+    if why := [*_not_replayed(report, having, without)]:
         yield f"Not replayed: {'; '.join(why)}"
     if is_complete(report, having):
         yield "All calls after warm-up and capture replay, and no operator is eager: there is nothing to change."
@@ -114,25 +124,39 @@ def ran(report: Report) -> Iterator[str]:
         yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
 
 
+def _calls_without_regions(report: Report) -> int:
+    """Calls of versions in which nothing is captured. Thunder counts all calls, and they are the rest."""
+    forwards = [trace for trace in report.traces if trace.kind == "forward"]
+    if all(trace.regions for trace in forwards):
+        return 0
+    return max(0, report.calls - report.compile_failures - sum(trace.calls for trace in forwards if trace.regions))
+
+
 def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:
     """Whether nothing can be better: all operators are in graphs, and all calls that may replay do."""
     eager = sum(trace.counts["eager"] for trace in report.traces)
     graphs = report.outside or report.breaks or report.limits or report.python_calls  # Dynamo's
-    others = graphs or report.compile_failures or any(trace.fallbacks for trace in having)
+    others = graphs or report.changes or report.compile_failures or any(trace.fallbacks for trace in having)
     return not (eager or others) and all(trace.replays and not trace.awaiting_capture for trace in having)
 
 
-def _not_replayed(traces: Sequence[TraceReport]) -> Iterator[str]:
+def _not_replayed(report: Report, traces: Sequence[TraceReport], without: int) -> Iterator[str]:
     for number, noun in ((sum(t.warm_ups for t in traces), "warm-up"), (sum(t.captures for t in traces), "capture")):
         if number:
             yield count(number, noun)
+    if without:
+        yield f"{count(without, 'call')} of a compiled version without regions"
     reasons = sum((Counter(trace.fallbacks) for trace in traces), Counter[str]())
     yield from (f"{times:,} x {reason}" for reason, times in reasons.most_common())
     if waiting := [trace for trace in traces if trace.awaiting_capture]:
         versions = [*dict.fromkeys(f"{trace.function}, compiled version {trace.entry}," for trace in waiting)]
         of = f" of {versions[0]}" if len(versions) == 1 else f" of {len(versions)} compiled versions"
         of = of if len(waiting) < len(traces) else ""
-        yield f"the next call{of} with inputs of the same shapes and strides will capture"
+        kinds = {change.kind for change in report.changes}
+        same = ["shapes", "strides", *(["alignment"] if "alignment" in kinds else [])]
+        same += ["Python numbers"] if kinds & {"number", "attribute"} else []
+        what = f"{', '.join(same[:-1])} and {same[-1]}"
+        yield f"the next call{of} with inputs of the same {what} will capture"
 
 
 def headline(traces: Sequence[TraceReport]) -> str:
@@ -184,9 +208,6 @@ def _eager(region: RegionReport) -> float:
     return region.eager_microseconds or 0.0
 
 
-def shapes(parts: Sequence[ShapesReport]) -> Iterator[str]:
-    """Of each function that was compiled for several shapes: which inputs, how often, and what to do."""
-    for part in parts:
-        cost = f"each new shape compiles anew in Thunder ({part.seconds:.2f} s), warms up and captures"
-        fix = "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True"
-        yield f"{part.function}: {part.shapes:,} shapes of {' and '.join(part.names)} so far; {cost}; {fix}"
+def changes(parts: Sequence[ChangeReport]) -> Iterator[str]:
+    """Because of what calls compiled, warmed up or captured anew, what that costs, and what to do about it."""
+    yield from (f"{part.function}: {part.problem}; {part.cost}; {part.fix}" for part in parts)

@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import thunder
 import torch
 
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
-from thunder_cg.report.programs import jitted_parts, program_of
+from thunder_cg.report.programs import jitted_parts, locate
 from thunder_cg.report.report import Report, Times, report
 from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.functions import unused
-from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.program import Counts, Program, program_of
 from thunder_cg.runtime.tensors import copy_all
 
 _WARM_UPS, _CALLS = 4, 20  # a backward for another layout of gradients takes three calls until it replays
@@ -45,7 +47,7 @@ def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
 
     The function is called about 50 times, forward and, if an input or a parameter requires grad, backward, with ones
     for gradients. Nothing is accumulated in ``.grad``, but what the calls write and draw is written and drawn so often.
-    With collectives, all ranks have to call it.
+    With collectives, all ranks have to call it. The report does not count these calls.
 
     Args:
         fn: what `thunder.jit`, `thunder.compile` or `thunderfx` returned, compiled with `cudagraph_transform()`.
@@ -56,13 +58,28 @@ def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
     """
     report(fn)  # raises, before anything is called
     times: dict[int, Times] = {}
-    for jitted, part_args, part_kwargs in _calls_of_parts(fn, args, kwargs):
-        entry, inputs = compat.computation_and_inputs(jitted, part_args, part_kwargs)
-        forward = program_of(entry.computation_traces)
-        if forward is not None:
-            backward = program_of(entry.backward_traces) if entry.backward_fn else None
-            times |= _timed(entry, inputs, forward, backward)
+    with _uncounted(fn):
+        for jitted, part_args, part_kwargs in _calls_of_parts(fn, args, kwargs):
+            entry, inputs = compat.computation_and_inputs(jitted, part_args, part_kwargs)
+            forward = program_of(entry.computation_traces)
+            if forward is not None:
+                backward = program_of(entry.backward_traces) if entry.backward_fn else None
+                times |= _timed(entry, inputs, forward, backward)
     return report(fn, times)
+
+
+@contextmanager
+def _uncounted(fn: Any) -> Iterator[None]:
+    """Inside, calls of ``fn`` do not count in its report: these are not the user's."""
+    counts = {id(each.program): each.program.counts() for each in locate(fn).programs}
+    calls = {id(part): thunder.compile_stats(part).calls for part in jitted_parts(fn)}
+    try:
+        yield
+    finally:
+        for each in locate(fn).programs:
+            each.program.set_counts(counts.get(id(each.program), Counts()))
+        for part in jitted_parts(fn):
+            thunder.compile_stats(part).calls = calls.get(id(part), 0)
 
 
 def _calls_of_parts(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, Any]]:

@@ -21,7 +21,7 @@ from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits
 from thunder_cg.report.units import count
-from thunder_cg.runtime.program import Program
+from thunder_cg.runtime.program import Program, program_of
 
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
 
@@ -113,7 +113,8 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
             programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
             calls += thunder.compile_stats(jitted).calls
             failures += _failures(jitted)
-            failure = compile_failure(jitted) or failure
+            if (raised := compile_failure(jitted)) is not None:
+                failure = f"{label}: {raised}"
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
@@ -178,12 +179,6 @@ def _in_caches(label: str, jitted: Any) -> Iterator[Located]:
         for versions in traces:
             if (program := program_of(versions)) is not None:
                 yield Located(label, number, program)
-
-
-def program_of(versions: Iterable[Any]) -> Program | None:
-    """The program of a trace, given all that passes made of the trace."""
-    left = (getattr(t.get_provenance(), "program", None) for t in reversed([*versions]) if t is not None)
-    return next((program for program in left if isinstance(program, Program)), None)
 
 
 def jitted_parts(fn: Any) -> Iterator[Any]:

@@ -20,7 +20,7 @@ from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
 from thunder_cg.report.differences import Differences
-from thunder_cg.report.entries import InputReport, ShapesReport, inputs, shapes
+from thunder_cg.report.entries import ChangeReport, InputReport, changes, inputs
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.programs import Located, Outside, locate
 from thunder_cg.report.step import StepReport
@@ -59,7 +59,7 @@ class RegionReport:
     ops: int
     split: str  # why it ended where it did, "" if nothing follows it
     captures: int
-    replays: int
+    replays: int  # with the first one, which ends each capture
     eager_runs: int
     bytes_in: int  # bytes copied for one replay into the graph's memory (of the last capture)
     bytes_out: int  # and out of it
@@ -148,7 +148,7 @@ class Report:
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
     causes: tuple[CauseReport, ...] = ()  # of eager ops, the most expensive first
-    shapes: tuple[ShapesReport, ...] = ()  # for which Thunder compiles anew
+    changes: tuple[ChangeReport, ...] = ()  # because of which calls compile, warm up or capture anew
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
     compile_failure: str | None = None  # what it raised last and where, of a module
     # Names in the options allow= and deny= that no operator of the traces has: the option, the name, the nearest one.
@@ -236,13 +236,12 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
     found = locate(fn)
     traces = tuple(_trace(each, (times or {}).get(id(each.program), Times())) for each in found.programs)
     programs = [located.program for located in found.programs]
-    forwards = [(t.function, p, t.inputs) for t, p in zip(traces, programs) if t.kind == "forward"]
     return Report(
         traces=traces,
         outside=found.outside,
         causes=causes(programs, {key: each.ops for key, each in times.items()} if times is not None else None),
         clock=programs[0].backend.name if times and programs else None,
-        shapes=shapes(forwards),
+        changes=changes(found.programs),
         memory=MemoryReport.of(found.programs),
         unmatched=_unmatched(programs),
         breaks=found.breaks,

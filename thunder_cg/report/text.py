@@ -29,10 +29,13 @@ def title(trace: TraceReport) -> str:
 
 
 def calls(trace: TraceReport) -> str:
-    """How often the trace ran, how often without its graphs and why, and the memory that it and its backward use."""
+    """How often the trace ran, and how often without replaying its graphs, and why."""
     if not trace.regions:
-        return "nothing in it is captured, so its calls are not counted"
-    said = f"{count(trace.calls, 'call')}, {trace.eager_calls} of them without graphs"
+        return "nothing in it is captured; the first lines count its calls"
+    eager, captures = trace.eager_calls - trace.warm_ups, count(trace.captures, "capture")
+    parts = [f"{trace.replays:,} replayed", *([count(trace.warm_ups, "warm-up")] if trace.warm_ups else [])]
+    parts += [*([captures] if trace.captures else []), *([f"{eager:,} eager"] if eager else [])]
+    said = count(trace.calls, "call") + (f": {', '.join(parts)}" if trace.calls else "")
     if trace.fallbacks:
         said += f" ({', '.join(f'{reason}: {times}' for reason, times in trace.fallbacks.items())})"
     if trace.remark:
@@ -43,7 +46,7 @@ def calls(trace: TraceReport) -> str:
         said += f"; {trace.fast_path_calls} on the fast path, with checks in C++"
     if trace.no_fast_path:
         said += f"; slower on the host than it can be: {trace.no_fast_path}"
-    return f"{said}; its memory pools hold {size(trace.arena_bytes)}"
+    return said
 
 
 def collectives(trace: TraceReport) -> Iterator[str]:
@@ -99,7 +102,11 @@ def memory(ledger: MemoryReport, *, of_step: bool = False) -> Iterator[str]:
 
 def region_counts(region: RegionReport) -> str:
     """What the region did so far and what one replay of it copies."""
-    runs = ((region.captures, "capture"), (region.replays, "replay"), (region.eager_runs, "eager run"))
+    runs = (
+        (region.captures, "capture"),
+        (region.replays - region.captures, "replay"),
+        (region.eager_runs, "eager run"),
+    )
     said = ", ".join(count(number, noun) for number, noun in runs)
     said += f", {region.verified:,} verified" if region.verified else ""
     said = f"{said}; copied per replay: {size(region.bytes_in)} in, {size(region.bytes_out)} out"
@@ -136,7 +143,8 @@ def entry(trace: TraceReport) -> str:
 
 
 def _input(brought: InputReport) -> str:
-    strides = " or ".join(map(_tuple, brought.strides[:4]))
+    more = [f"{len(brought.strides) - 4:,} more"] if len(brought.strides) > 4 else []
+    strides = " or ".join([*map(_tuple, brought.strides[:4]), *more])
     return f"{brought.name} {brought.dtype} {_tuple(brought.shape)}" + (f" with strides {strides}" if strides else "")
 
 

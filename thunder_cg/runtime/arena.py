@@ -168,6 +168,11 @@ class Arenas:
         several = len(_alive(self._arenas)) > 1
         return self._hold_one_of(self._scratch) if several else None
 
+    def are_all_held(self) -> bool:
+        """Whether `hold` would find none now."""
+        alive = _alive(self._arenas)
+        return len(alive) >= self._limit * len(self._pairs) and all(arena.is_held() for arena in alive)
+
     def single(self) -> Arena:
         """The one arena of a graphed step. It is not held, since the step has its own lock around each call."""
         with self._lock:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from thunder_cg.runtime.changes import CallChange, Changes, differing
 
 
 @dataclass(slots=True)
@@ -15,6 +19,12 @@ class Compilation:
         grad: whether gradients were enabled.
         autocast: the dtype of the autocast that was active, such as "bfloat16"; None if none was.
         seconds: from the beginning of Thunder's tracing until the last trace of the entry was partitioned.
+        shapes, numbers, attributes: what the prologue checks of inputs, of Python numbers among them, and of those that
+            a module has: by the user's names.
+        parameters: the module's names of parameters and buffers, by their names in the trace.
+        changes: of the function, shared by all its versions.
+        change: because of which it was compiled, if another version differs only in that.
+        unreplayed: how many earlier versions differ only in such things, and have not replayed.
     """
 
     name: str
@@ -22,3 +32,42 @@ class Compilation:
     grad: bool
     autocast: str | None
     seconds: float = 0.0
+    shapes: Mapping[str, Any] = field(default_factory=dict)
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    changes: Changes = field(default_factory=Changes)
+    change: CallChange | None = None
+    unreplayed: int = 0
+
+    def join(self, earlier: Sequence[tuple[Compilation, int]]) -> None:
+        """Joins earlier versions of the function, and finds what has changed since the nearest one.
+
+        Args:
+            earlier: each with how often it has replayed.
+        """
+        if earlier:
+            self.changes = earlier[0][0].changes
+        alike = [(each, replays) for each, replays in reversed(earlier) if each._kind == self._kind]
+        self.unreplayed = sum(not replays for _, replays in alike)
+        if alike:
+            nearest, _ = min(alike, key=lambda each: differing(self._values, each[0]._values))
+            for kind, checked in (("number", "numbers"), ("attribute", "attributes"), ("shape", "shapes")):
+                found = self.changes.add_between(kind, getattr(nearest, checked), getattr(self, checked))
+                self.change = self.change or found
+
+    def finish(self, seconds: float) -> None:
+        """Notes how long the version took."""
+        self.seconds = seconds
+        if self.change is not None:
+            self.change.seconds = seconds
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {**self.shapes, **self.numbers, **self.attributes}
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        """What two versions have in common that differ in shapes and numbers only."""
+        ranks = tuple((name, len(shape)) for name, shape in self.shapes.items())
+        return self.training, self.grad, self.autocast, ranks, *self.numbers, *self.attributes

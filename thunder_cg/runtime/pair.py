@@ -9,7 +9,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arena, Arenas
@@ -33,6 +33,8 @@ class Pair:
     def __init__(self, label: str, options: Options, arenas: Arenas) -> None:
         self._label, self._options, self._arenas = label, options, arenas
         self.recordings: list[Recording] = []  # what later calls may replay, newest first
+        # Layouts whose recordings went for others: the kind of a `CallChange`, and the option that bounds them.
+        self.lost: dict[Any, tuple[str, tuple[str, ...]]] = {}
         self.awaiting_backward: weakref.WeakSet[Call] = weakref.WeakSet()
         self.moves = Moves()
         self.backward_varies = False  # whether recordings keep what the forward saved, for other backwards
@@ -57,9 +59,12 @@ class Pair:
             least = min(reversed(rivals), key=lambda each: each.value)
             rivals.remove(least)
             why = f"max_recordings={self._options.max_recordings}, and it has the fewest replays per byte"
+            self._lose(least, "dropped", f"max_recordings={self._options.max_recordings}")
             self.discard(least, why)
             for each in rivals:
                 each.age()
+        if recording.forward is not None:
+            self.lost.pop(recording.forward.key, None)
         recording.dropped = False
         self.recordings = [recording, *self.recordings]
 
@@ -79,7 +84,12 @@ class Pair:
     def discard_for_budget(self, recording: Recording) -> None:
         """Discards it, because other recordings are worth more."""
         self.discarded += 1
+        self._lose(recording, "budget", f"memory_budget={self._options.memory_budget}")
         self.discard(recording, f"memory_budget={self._options.memory_budget}, and others are worth more")
+
+    def _lose(self, recording: Recording, kind: str, option: str) -> None:
+        if recording.forward is not None:
+            self.lost[recording.forward.key] = kind, (option,)
 
     def retire(self, recording: Recording) -> bool:
         """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.
@@ -98,6 +108,7 @@ class Pair:
             recording.incomplete = True  # so that no backward to come brings it back
             self.discard(recording, why)
         self._used, self._used_scratch = [], []
+        self.lost.clear()
 
     def close_recordings(self, *, may_wait: bool) -> None:
         """Before a process group goes: destroys all graphs of the pair, which may hold its communicator."""
@@ -140,6 +151,10 @@ class Pair:
     def arenas(self) -> list[Arena]:
         """Those that hold the pair's recordings, or did. Arenas are shared between pairs."""
         return [*self._used, *self._used_scratch]
+
+    def is_out_of_arenas(self) -> bool:
+        """Whether a call that begins now finds no arena."""
+        return self._arenas.are_all_held()
 
     def is_alone(self, arena: Arena) -> bool:
         """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""

@@ -6,16 +6,19 @@ import logging
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import repeat
 from typing import Any
 
 import torch
 
+from thunder_cg.analysis.causes import root_causes
 from thunder_cg.analysis.memory import MemoryEstimate
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
+from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.torch import backward_keeps_graph
 from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
@@ -26,18 +29,20 @@ from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
 from thunder_cg.runtime.call import Call, Mode, SavedState
+from thunder_cg.runtime.changes import FEW, CallChange, Layouts, of_layouts
 from thunder_cg.runtime.compilation import Compilation
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.program_inputs import ProgramInputs, WarmLayouts
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
-from thunder_cg.runtime.region import RuntimeRegion
+from thunder_cg.runtime.region import RuntimeRegion, Stats
 from thunder_cg.runtime.selection import Selection
 from thunder_cg.runtime.tensors import Layout
 from thunder_cg.runtime.verifier import Verifier
 
 _logger = logging.getLogger(__name__)
 
+_COMPARED = 32  # layouts, the newest ones, with which a new layout is compared
 _LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
 
 _NOT_TIMED = 'select="measured" times nothing, because it communicates, and ranks have to capture alike'
@@ -52,6 +57,22 @@ class SharedState:
     backend: Backend
     arenas: Arenas
     warned: set[str] = field(default_factory=set)  # causes of eager calls and ops that the log has a warning about
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What a program counts; by default, that it was never called."""
+
+    calls: int = 0
+    eager_calls: int = 0
+    warm_ups: int = 0
+    fast_path_calls: int = 0
+    remark: str | None = None
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    regions: Sequence[Stats] = ()
+
+
+_COUNTED = ("calls", "eager_calls", "warm_ups", "fast_path_calls", "remark")
 
 
 class Program:
@@ -75,6 +96,7 @@ class Program:
         self.regions, self._saved = list(regions), trace.saved
         self.options, self.backend, self._warned = shared.options, shared.backend, shared.warned
         self.verifier, self.compilation = verifier, compilation
+        self._changes_in_a_row = self._replays_before = 0  # changes since the last replay, and replays at the last one
         self.label = f"{compilation.name}, {trace.kind}"
         self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
@@ -91,6 +113,7 @@ class Program:
         )
         self.inputs = ProgramInputs(self.ops, self.aliasing, self.regions, in_pool)
         self._warm = WarmLayouts()
+        self._eager_layout: Any = None  # of the first call, if that ran eagerly
         ios = [region.io for region in self.regions]
         before: MemoryEstimate | None = forward.memory if forward is not None else None
         self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before)
@@ -139,6 +162,17 @@ class Program:
         """Begins a call: finds a recording whose guard holds for ``tensors``, or decides what to do without one."""
         return self._agree(self._begin(list(tensors)))
 
+    def begin_without_regions(self) -> None:
+        """Counts a call of a trace in which nothing is captured. After the first one, ``strict=True`` forbids it."""
+        self.calls += 1
+        causes = root_causes(self.ops, self.plan, self.aliasing)
+        is_held = skip_reasons.is_held_back() or self.backend.busy()
+        if self.calls > 1 and causes and not is_held:
+            first = causes[0]
+            problem = f"nothing in it is captured: {first.name} {first.place} is eager ({first.detail})"
+            fix = "compile more of the program together" if first.reason == Reason.TOO_SMALL.value else first.fix
+            raise CaptureError(f"{self.label}, call {self.calls}", problem, fix)
+
     def _agree(self, call: Call) -> Call:
         """Has the other ranks know of a call that communicates. See Note [Agreement of ranks]."""
         if self.collectives is None:
@@ -151,6 +185,8 @@ class Program:
     def _begin(self, inputs: list[torch.Tensor]) -> Call:
         self.calls += 1
         if (reason := self.skip_reason()) is not None:
+            if not (self._eager_layout or self._warm or skip_reasons.is_watched() or self.inputs.unsupported(inputs)):
+                self._eager_layout = self.inputs.key(inputs)
             return Call(self).run_eagerly(reason)
         if self.collectives is not None and not self.collectives.are_alive():
             return Call(self).run_eagerly(DESTROYED)
@@ -177,10 +213,7 @@ class Program:
         if pair.had_cycles:
             self.remark = _CYCLES
         if call.arena is None:
-            problem = (
-                f"all {self.options.max_arenas} memory pools are in use, each until its backward; raise max_arenas"
-            )
-            return call.run_eagerly(problem)
+            return call.run_eagerly(skip_reasons.pools_in_use(self.options.max_arenas))
         call.arena.enter()
         if (reason := self.budget.find_room(call)) is not None:
             call.release()
@@ -248,6 +281,8 @@ class Program:
 
     def _warm_up_or_capture(self, call: Call, inputs: list[torch.Tensor]) -> Call:
         call.key = self.inputs.key(inputs)
+        if self._begins_calls and call.recording is None:
+            self._note_change(call, inputs)
         if call.key not in self._warm:
             return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
@@ -263,10 +298,46 @@ class Program:
             if tensor is not None and (self.is_static(name, recording) or call.owns(name, tensor))
         ]
         guard = Guard(inputs, static, self.inputs.written, self.inputs.settings)
-        call.trace = TraceRecording(guard, [None] * len(self.regions), self.calls, call.scratch)
+        call.trace = TraceRecording(guard, [None] * len(self.regions), self.calls, call.scratch, call.key)
         call.verifies = self.options.verify is not None
         self._schedule_verification()
         return call.switch_to(Mode.CAPTURE)
+
+    def _note_change(self, call: Call, inputs: list[torch.Tensor]) -> None:
+        """Finds because of what the call replays nothing. See Note [Why nothing replays]."""
+        change = self._change(call.key, inputs)
+        if change is None:
+            return
+        self._changes_in_a_row = self._changes_in_a_row + 1 if self.replays == self._replays_before else 1
+        self._replays_before = self.replays
+        never_replay = max(self._changes_in_a_row, self.compilation.unreplayed) >= FEW
+        self.compilation.unreplayed = 0
+        if never_replay and (about := f"{self.label}: {change.kind} {change.names}") not in self._warned:
+            self._warned.add(about)
+            _logger.warning("%s: %s; %s; %s", self.label, change.problem, change.cost, change.fix)
+        if self.options.strict and (never_replay or change.kind == "dropped"):
+            self.fallbacks["strict=True raised"] += 1
+            call.release()
+            raise CaptureError(f"{self.label}, call {self.calls}", f"{change.problem}; {change.cost}", change.fix)
+
+    def _change(self, key: Any, inputs: list[torch.Tensor]) -> CallChange | None:
+        """What differs from all that was warmed up or captured before; None if the call repeats an earlier one."""
+        changes = self.compilation.changes
+        if key not in self._warm:
+            if not self._warm:
+                return self.compilation.change
+            return of_layouts(changes, [*map(self._layouts, [*self._warm][-_COMPARED:])], self._layouts(key))
+        if (why := self.pair.lost.get(key)) is not None:
+            return changes.add(*why, len(self._warm))
+        newest = next((each.forward for each in self.pair.recordings if each.forward is not None), None)
+        moved = newest.guard.moved(inputs) if newest is not None else []
+        return changes.add("moved", [self._users_name(self.inputs.names[i]) for i in moved]) if moved else None
+
+    def _layouts(self, key: Any) -> Layouts:
+        return key[0], {self._users_name(name): layout for name, layout in self.inputs.layouts(key).items()}
+
+    def _users_name(self, name: str) -> str:
+        return self.compilation.parameters.get(name) or self.ops.values[name].users_name
 
     def _count_moves(self, traces: Sequence[TraceRecording], inputs: Sequence[torch.Tensor]) -> None:
         """Counts static inputs that are at another address than in the newest of these recordings, if it is young."""
@@ -426,6 +497,21 @@ class Program:
         self._is_quarantined = True
         call.run_eagerly(why, strict=False)
 
+    def counts(self) -> Counts:
+        """What has been counted so far."""
+        stats = [replace(region.stats) for region in self.regions]
+        values: dict[str, Any] = {name: getattr(self, name) for name in _COUNTED}
+        return Counts(fallbacks=self.fallbacks.copy(), regions=stats, **values)
+
+    def set_counts(self, counts: Counts) -> None:
+        """Counts on from there; what regions copy stays as it is."""
+        self.fallbacks = counts.fallbacks.copy()
+        for name in _COUNTED:
+            setattr(self, name, getattr(counts, name))
+        for region, stats in zip(self.regions, counts.regions or repeat(Stats())):
+            for name in ("captures", "replays", "eager_runs", "verified", "capture_seconds"):
+                setattr(region.stats, name, getattr(stats, name))
+
     # What the report asks
 
     def recorded(self) -> list[tuple[Recording, list[TraceRecording]]]:
@@ -442,10 +528,21 @@ class Program:
         return next((graph for graph in graphs if graph is not None), None)
 
     def layouts(self) -> Iterator[Mapping[str, Layout]]:
-        """The inputs of each call that was warmed up, without those that an earlier region made."""
-        yield from map(self.inputs.layouts, self._warm)
+        """The inputs of each call that was warmed up, or of the first call, but what an earlier region made."""
+        yield from map(self.inputs.layouts, self._warm or [self._eager_layout][: self._eager_layout is not None])
+
+    @property
+    def replays(self) -> int:
+        """Calls that replayed a graph that an earlier call captured."""
+        return max((region.stats.replays - region.stats.captures for region in self.regions), default=0)
 
     @property
     def awaiting_capture(self) -> int:
-        """How many layouts of inputs were warmed up, and are captured when they come again."""
-        return self._warm.awaiting_capture
+        """How many layouts of inputs were warmed up, and are captured when they come again; 0 while no pool is free."""
+        return 0 if self.pair.is_out_of_arenas() else self._warm.awaiting_capture
+
+
+def program_of(versions: Iterable[Any]) -> Program | None:
+    """The program of a trace, given all that passes made of the trace."""
+    left = (getattr(t.get_provenance(), "program", None) for t in reversed([*versions]) if t is not None)
+    return next((program for program in left if isinstance(program, Program)), None)

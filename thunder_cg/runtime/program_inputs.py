@@ -96,6 +96,9 @@ class WarmLayouts:
     def __iter__(self) -> Iterator[Any]:
         return iter(self._keys)
 
+    def __len__(self) -> int:
+        return len(self._keys)
+
     def add(self, key: Any) -> None:
         if len(self._keys) >= _MAX_LAYOUTS:
             self.clear()

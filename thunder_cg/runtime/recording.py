@@ -136,6 +136,7 @@ class TraceRecording:
     graphs: list[RegionGraph | None]  # by region; None: that region is eager
     since: int = 0  # how many calls its program had made
     scratch: Arena | None = None  # of a backward that does not allocate in the recording's arena
+    key: Any = None  # the layout that it was captured for
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

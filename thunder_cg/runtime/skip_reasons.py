@@ -25,7 +25,7 @@ NO_FORWARD = "something has replaced what the forward saved for this backward, s
 # What changes a reason, where the caller can.
 FIXES = {
     WATCHED: "leave the mode, such as a FlopCounterMode, around the calls that it need not see",
-    RETAINED: "sum the losses and call backward once, without retain_graph=True",
+    RETAINED: "sum the losses and call backward once, without retain_graph=True or create_graph=True",
     HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it; or give it "
     "use_reentrant=True, which needs an input that requires grad; offload only what is not compiled",
     FORWARD_AD: "call the compiled function outside of torch.func.jvp and torch.autograd.forward_ad",
@@ -75,6 +75,13 @@ def skip_reason(backend: Backend, *, saves: bool) -> str | None:
 def is_watched() -> bool:
     """Whether a mode of the user's, such as a counter of operations, is active. A default device is none of them."""
     return bool(compat.dispatch_mode_count() or (compat.function_mode_count() and not compat.only_device_modes()))
+
+
+def pools_in_use(limit: int) -> str:
+    """The reason where calls in flight hold all memory pools that a function may have, with what changes it."""
+    held = f"all {limit} memory pools are in use, each" if limit > 1 else "the only memory pool is in use"
+    fix = "drop outputs that need no backward, call it under torch.no_grad() if none follows, or raise max_arenas"
+    return f"{held} until its backward; {fix}"
 
 
 def fix_of(reason: str) -> str:

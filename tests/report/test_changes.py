@@ -1,0 +1,184 @@
+"""Why nothing was replayed: each cause has a line in the report with a fix that works, a warning, and strict=True."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from torch import nn
+
+from thunder_cg import CaptureError, explain, thunderfx
+from thunder_cg.report import ChangeReport
+from thunder_cg.runtime.changes import FEW
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+
+    def forward(self, x: torch.Tensor, k: Any) -> torch.Tensor:
+        return torch.tanh(x * k["by"] + self.step)
+
+
+class Buffered(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.step
+        self.register_buffer("step", torch.tensor(0.0))
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
+
+
+def run(jitted: Any, calls: Iterable[Callable[[], object]]) -> int:
+    """How many of the calls raised a `CaptureError`."""
+    raised = 0
+    for call in calls:
+        try:
+            call()
+        except CaptureError:
+            raised += 1
+    return raised
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    caplog.set_level(logging.WARNING, "thunder_cg")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("thunder_cg")]
+
+
+def only_change(jitted: Any) -> ChangeReport:
+    report = explain(jitted)
+    (found,) = report.changes
+    line = f"{found.function}: {found.problem}; {found.cost}; {found.fix}"
+    assert line in " ".join(str(report).split()) or line in report._repr_html_()
+    assert "nothing to change" not in str(report)
+    return found
+
+
+def test_a_python_number_that_changes(transform, device, warnings):
+    x = torch.ones(2, 3, device=device)
+    jitted = thunder.jit(Scaled().to(device), transforms=[transform(strict=True)])
+    raised = run(jitted, [lambda i=i: jitted(x, {"by": i + 0.5}) for i in range(FEW + 2)])
+    found = only_change(jitted)
+    assert raised == 2 and (found.kind, found.names, found.values) == ("number", ("k['by']",), FEW + 2)
+    assert found.problem == f"{FEW + 2} values of the Python number k['by'] so far (0.5, 1.5, 2.5, ...)"
+    (warning,) = warnings()
+    assert warning.startswith("Scaled, forward: 7 values of the Python number k['by'] so far") and found.fix in warning
+    assert "0-dim tensor" in found.fix
+    second = str(explain(jitted)).splitlines()[1]
+    assert second.endswith("with inputs of the same shapes, strides and Python numbers will capture")
+    mended = thunder.jit(Scaled().to(device), transforms=[transform(strict=True)])
+    for i in range(4):
+        mended(x, {"by": torch.tensor(i + 0.5, device=device)})
+    assert not explain(mended).changes and "2 of 4 calls replayed" in str(explain(mended))
+
+
+def test_a_number_that_the_module_has(transform, device, warnings):
+    x, model = torch.ones(2, 3, device=device), Scaled()
+    jitted = thunder.jit(model, transforms=[transform()])
+    for _ in range(3):
+        jitted(x, {"by": 2})
+        model.step += 1
+    found = only_change(jitted)
+    assert (found.kind, found.names, found.values) == ("attribute", ("self.step",), 3) and not warnings()
+    assert "register_buffer" in found.fix and "in place" in found.fix
+    model = Buffered().to(device)
+    mended = thunder.jit(model, transforms=[transform()])
+    for i in range(4):
+        torch.testing.assert_close(mended(x, {"by": 2}), torch.tanh(x * 2 + i))
+        model.step.add_(1)
+    assert not explain(mended).changes and "2 of 4 calls replayed" in str(explain(mended))
+
+
+def test_strides_and_graphs_that_are_dropped_for_others(transform, device, warnings):
+    inputs = [torch.ones(2, 4 + i, device=device)[:, :4] for i in range(10)]
+    jitted = thunder.jit(layers().to(device), transforms=[transform()])
+    for _ in range(3):
+        for x in inputs:
+            jitted(x)
+    strides, dropped = explain(jitted).changes
+    assert (strides.kind, strides.values, strides.fix) == ("strides", 10, "pass input.contiguous()")
+    assert (dropped.kind, dropped.names, dropped.times) == ("dropped", ("max_recordings=8",), 10)
+    assert "calls come with 10 layouts in turn" in dropped.cost and "raise max_recordings to 10" in dropped.fix
+    said = str(explain(jitted))
+    assert "10 warm-ups; 20 captures" in said and "strides (4, 1) or (5, 1) or (6, 1) or (7, 1) or 6 more" in said
+    first, second = warnings()
+    assert strides.fix in first and "max_recordings=8 had dropped them" in second
+    contiguous: list[torch.Tensor] = [x.contiguous() for x in inputs]
+    for fixed, options, replays in ((contiguous, {}, 28), (inputs, {"max_recordings": 10}, 10)):
+        mended = thunder.jit(layers().to(device), transforms=[transform(**options)])
+        for _ in range(3):
+            for x in fixed:
+                mended(x)
+        assert str(explain(mended)).startswith(f"CUDA graphs: {replays} of 30 calls replayed")
+
+
+def test_strict_and_graphs_that_are_dropped(transform, device):
+    jitted = thunder.jit(layers().to(device), transforms=[transform(strict=True, max_recordings=1)])
+    a = torch.ones(2, 4, device=device)
+    b = torch.ones(4, 2, device=device).t()
+    assert run(jitted, [lambda x=x: jitted(x) for x in (a, b, a, b, b)]) == 0
+    for _ in range(2):
+        with pytest.raises(
+            CaptureError, match=r"max_recordings=1 had dropped them for others; .*max_recordings to 2, or drop strict="
+        ):
+            jitted(a)
+    jitted(b)
+    assert "2 of 8 calls replayed" in str(explain(jitted)) and "2 x strict=True raised" in str(explain(jitted))
+
+
+def test_alignment_and_parameters_that_move(transform, device):
+    jitted = thunder.jit(layers().to(device), transforms=[transform()])
+    memory = torch.ones(64, device=device)
+    for i in (0, 0, 0, 1, 1, 4):
+        jitted(memory[i : i + 8].view(2, 4))
+    found = only_change(jitted)
+    assert (found.kind, found.values) == ("alignment", 2) and "input so far (0, 4 bytes past a" in found.problem
+    model = layers().to(device)
+    jitted = thunder.jit(model, transforms=[transform()])
+    for _ in range(4):
+        for p in model.parameters():
+            p.data = p.data.clone()
+        jitted(torch.ones(2, 4, device=device))
+    found = only_change(jitted)
+    assert (found.kind, found.names, found.times) == ("moved", ("0.weight", "0.bias"), 2) and "copy_" in found.fix
+
+
+def test_many_shapes_warn_once(transform, device, warnings):
+    jitted = thunder.jit(lambda x: torch.tanh(x) * 2, transforms=[transform()])
+    for rows in range(1, FEW + 4):
+        jitted(torch.ones(rows, 2, device=device))
+    (warning,) = warnings()
+    assert "7 shapes of x so far ((1, 2), (2, 2), (3, 2), ...)" in warning and warning.endswith("drop_last=True")
+
+
+def test_shapes_under_dynamo(warnings):
+    """Dynamo hands over a size that varies as a number of its own, which the user does not know."""
+    compiled = thunderfx(lambda x: torch.tanh(x) * 2, backend="tape")
+    for rows in range(2, 5):
+        compiled(torch.ones(rows, 2))
+    found = only_change(compiled)
+    assert (found.kind, found.names, found.values) == ("shape", ("x",), 2) and not warnings()
+
+
+def test_numbers_have_the_names_of_the_users_code(transform, device):
+    k = 0
+
+    def scaled(x: list[torch.Tensor], *others: int, **options: Any) -> torch.Tensor:
+        return torch.tanh(x[0] * k + others[0]) * options["by"]
+
+    jitted = thunder.jit(scaled, transforms=[transform()])
+    for k in range(2):
+        jitted([torch.ones(2 + k, device=device)], k, by=k)
+    number, shape = explain(jitted).changes
+    assert (number.names, shape.names) == (("args[1]", "by", "k"), ("x[0]",))
+    assert number.problem.startswith(
+        "2 values of the Python number args[1] and 2 more so far (0 and 0 and 0, 1 and 1 and 1)"
+    )

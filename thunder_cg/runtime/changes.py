@@ -1,0 +1,175 @@
+"""Why calls replay nothing although earlier calls were captured: what they bring that nothing was made for yet.
+
+Note [Why nothing replays]
+    Thunder compiles a version of a function for each shape of its inputs and each Python number that its prologue
+    checks. A version warms up and captures for each layout of its inputs: strides, alignment, settings of kernels. And
+    a layout is captured again if a parameter has moved, or if its graphs were dropped for others. Each of these is a
+    `CallChange`, which has its cost and what to do about it. All versions of a function share one `Changes`. The report
+    has a line for each change. If more than `FEW` in a row came without a replay, so that nothing may ever replay, the
+    log warns once of each, and ``strict=True`` raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from thunder_cg.runtime.tensors import ALIGNMENT, Layout
+
+Layouts = tuple[Any, Mapping[str, Layout]]  # settings of kernels, and the layouts of inputs by name
+
+FEW = 6  # changes in a row
+_MOST_VALUES = 1024  # of one input that are kept
+_SHOWN = 3
+
+_NEW_VERSION = "each new {} compiles anew in Thunder{{took}}, warms up and captures"
+_NEW_LAYOUT = "each new layout warms up and captures"
+_PAD = "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True"
+
+# Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
+_KINDS = {
+    "shape": ("{count} shapes of {names} so far ({shown})", _NEW_VERSION.format("shape"), _PAD),
+    "number": (
+        "{count} values of the Python number {names} so far ({shown})",
+        _NEW_VERSION.format("value"),
+        "pass {first} as a 0-dim tensor on the device of the other inputs, torch.tensor({first}, device=...); if "
+        "it is a size or an index, use few values",
+    ),
+    "attribute": (
+        "{count} values of the Python number {names} so far ({shown})",
+        _NEW_VERSION.format("value"),
+        "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or add_",
+    ),
+    "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, _PAD),
+    "strides": ("{count} strides of {names} so far ({shown})", _NEW_LAYOUT, "pass {first}.contiguous()"),
+    "alignment": (
+        f"{{count}} alignments of {{names}} so far ({{shown}} bytes past a multiple of {ALIGNMENT})",
+        f"{_NEW_LAYOUT}, since kernels are chosen by it",
+        f"pass {{first}}.clone(), or cut it from a larger tensor at multiples of {ALIGNMENT} bytes",
+    ),
+    "layout": (
+        "{count} kinds of {names} so far ({shown})",
+        _NEW_LAYOUT,
+        "pass {first}.clone(), made outside of torch.inference_mode",
+    ),
+    "settings": (
+        "{count} settings of PyTorch that choose kernels so far ({shown})",
+        "each new one warms up and captures",
+        "set them once, before the first call",
+    ),
+    "moved": (
+        "{names} moved to another address, {times}",
+        "the layout is captured again; what has moved in three captures is copied in at each call",
+        "write to its memory, such as with copy_, instead of giving it new memory",
+    ),
+    "dropped": (
+        "graphs were captured again, {times}, because {names} had dropped them for others",
+        "calls come with {last} layouts in turn, and each new capture takes the place of another",
+        "pass inputs of fewer layouts, such as x.contiguous(), or raise max_recordings to {last}",
+    ),
+    "budget": (
+        "graphs were captured again, {times}, because {names} had dropped them for others",
+        "each new capture takes the place of another",
+        "raise memory_budget, or pass inputs of fewer layouts",
+    ),
+}
+
+
+@dataclass(slots=True)
+class CallChange:
+    """What differs from call to call: the kind, which inputs, and their values so far.
+
+    Attributes:
+        names: of the inputs, as the user calls them; of dropped graphs, the option that bounds them.
+        values: shapes, numbers, strides and so on, of all these inputs.
+        times: calls that brought another value.
+        seconds: that Thunder took to compile the last version because of it; 0.0 if it compiles none.
+    """
+
+    kind: str
+    names: tuple[str, ...]
+    values: dict[Any, None] = field(default_factory=dict)
+    times: int = 0
+    seconds: float = 0.0
+
+    @property
+    def problem(self) -> str:
+        """What differs, and some of the values."""
+        return self._filled(0)
+
+    @property
+    def cost(self) -> str:
+        """What each new value costs."""
+        return self._filled(1)
+
+    @property
+    def fix(self) -> str:
+        """What to do about it."""
+        return self._filled(2)
+
+    def _filled(self, part: int) -> str:
+        first, *others = self.names or ("",)
+        names = f"{first} and {len(others):,} more" if len(others) > 1 else " and ".join(self.names)
+        shown = [" and ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in self.values]
+        return _KINDS[self.kind][part].format(
+            names=names,
+            first=first,
+            shown=", ".join([*shown[:_SHOWN], *(["..."] * (len(shown) > _SHOWN))]),
+            count=f"{len(self.values):,}",
+            last=next(reversed(self.values), None),
+            times="once" if self.times == 1 else f"{self.times:,} times",
+            took=f" ({self.seconds:.2f} s)" if self.seconds else "",
+        )
+
+
+class Changes:
+    """All changes of one function, over all versions that Thunder has compiled of it."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, tuple[str, ...]], CallChange] = {}
+
+    def __iter__(self) -> Iterator[CallChange]:
+        return iter(self._found.values())
+
+    def add(self, kind: str, names: Iterable[str], *values: Any) -> CallChange:
+        """Counts a call that brought the last of the values where an earlier call had the first one."""
+        key = kind, tuple(names)
+        change = self._found.setdefault(key, CallChange(*key))
+        change.times += 1
+        if len(change.values) < _MOST_VALUES:
+            change.values |= dict.fromkeys(values)
+        return change
+
+    def add_between(self, kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> CallChange | None:
+        """Counts the inputs whose values differ, if any do."""
+        names = [name for name, value in after.items() if before[name] != value]
+        values = (tuple(each[name] for name in names) for each in (before, after))
+        return self.add(kind, names, *values) if names else None
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """How many of the values differ."""
+    return sum(value != other[name] for name, value in one.items())
+
+
+# What a `Layout` has, in its order, and the kind of a change of it.
+_PARTS = ("size", "strides", "layout", "layout", "alignment", "layout", "layout", "layout")
+
+
+def of_layouts(changes: Changes, earlier: Sequence[Layouts], new: Layouts) -> CallChange | None:
+    """Counts what a call's inputs, or the settings, have that no earlier ones had, compared with the nearest."""
+    if not earlier:
+        return None
+    settings, layouts = new
+    nearest = min(reversed(earlier), key=lambda each: differing(layouts, each[1]))
+    found = None
+    for kind in dict.fromkeys(_PARTS):
+        before, after = ({n: _part(kind, each[n]) for n in layouts} for each in (nearest[1], layouts))
+        found = found or changes.add_between(kind, before, after)
+    return found or (changes.add("settings", (), nearest[0], settings) if nearest[0] != settings else None)
+
+
+def _part(kind: str, layout: Layout) -> Any:
+    found = tuple(value for part, value in zip(_PARTS, layout) if part == kind)
+    return found[0] if len(found) == 1 else found
