@@ -255,7 +255,8 @@ class _Compiling(threading.local):
 
 def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
     for each in found:
-        warnings.warn(f"Thunder's gradient is wrong, with and without graphs: {each}", WrongGradientWarning, 2)
+        said = f"Thunder's gradient is wrong, or its backward raises, with and without graphs: {each}"
+        warnings.warn(said, WrongGradientWarning, stacklevel=2)
 
 
 def _compilation(device_type: str) -> Compilation:

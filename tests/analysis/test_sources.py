@@ -88,6 +88,6 @@ def test_an_error_is_described_by_the_users_line():
     assert described(raised.value) == f"ValueError at {line}: too big"
     with pytest.raises(RuntimeError, match="tracing") as caused:
         fails_while_tracing()
-    assert described(caused.value) == f"RuntimeError at {line}: too big"  # what it comes from
+    assert described(caused.value) == f"ValueError at {line}: too big"  # what it comes from
     assert described(KeyError()) == "KeyError: no message"
     assert not SourceLine(sources.__file__, 1).is_users and SourceLine(demo.__file__, 1).is_users

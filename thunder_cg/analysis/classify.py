@@ -231,6 +231,8 @@ class _Classifier:
         if name in op.inputs:
             value = self.ops.described(name)
             fix = f"move {value} to a {self.device_type} device before it"
+        elif op.rule is not None and not op.rule.captures:  # there, it would be eager for another reason
+            fix = f"{op.rule.cause.fix}, on a {self.device_type} device"
         return Cause(Reason.NOT_ON_DEVICE, f"{value} is on {device}; regions form on {self.device_type}", fix)
 
     def takes_known(self, op: Op) -> Cause | None:

@@ -75,8 +75,9 @@ def described(error: BaseException) -> str:
     """The type of an error, where in the user's code it was raised, and the first sentence of its message."""
     lines = [line for each in (error, error.__cause__) if each is not None for line in _lines_of(each)]
     where = f" at {lines[-1]}" if lines else ""
-    said = str(error.__cause__ if lines and error.__cause__ is not None else error).strip()
-    return f"{type(error).__name__}{where}: {said.partition(chr(10))[0].partition('. ')[0].rstrip('.') or 'no message'}"
+    cause = error.__cause__ if lines and error.__cause__ is not None else error
+    said = str(cause).strip()
+    return f"{type(cause).__name__}{where}: {said.partition(chr(10))[0].partition('. ')[0].rstrip('.') or 'no message'}"
 
 
 def _lines_of(error: BaseException) -> list[SourceLine]:

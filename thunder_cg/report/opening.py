@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from thunder_cg.analysis.rules import FIXED_SIZE
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
 
@@ -17,9 +18,16 @@ NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call.
 _TO_PYTHON = (
     "for a branch on what a tensor holds, or for `.tolist()`, use thunder_cg.thunderfx, which leaves it to Python"
 )
+_TO_FIXED_SIZE = f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}"
 _TO_EXECUTOR = (
     "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor of "
     "Thunder's (README, Your own operator)"
+)
+# What to try, by what an error of Thunder's then has in it.
+_TO_TRY = (
+    (_TO_PYTHON, ("data dependen", "tolist")),
+    (_TO_FIXED_SIZE, ("boolean advanced indexing", "DynamicOutputShape")),
+    (_TO_EXECUTOR, ("_ops", "not registered", "not yet supported")),
 )
 
 
@@ -53,9 +61,7 @@ def failures(report: Report) -> Iterator[str]:
         said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
         problem = report.compile_failure
         yield f"{said}: {problem}." if problem else f"{said}; its error says where."
-        on_data = problem is None or any(each in problem for each in ("data dependen", "tolist", "bool"))
-        of_library = problem is None or any(each in problem for each in ("_ops", "not registered", "not yet supported"))
-        if tried := [text for text, fits in ((_TO_PYTHON, on_data), (_TO_EXECUTOR, of_library)) if fits]:
+        if tried := [hint for hint, signs in _TO_TRY if problem is None or any(sign in problem for sign in signs)]:
             yield f"To try: {'; '.join(tried)}."
 
 
