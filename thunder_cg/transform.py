@@ -17,7 +17,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
-from thunder_cg.analysis.classify import Pattern, UserRules, classify, unmatched
+from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten
 from thunder_cg.analysis.ops import Ops, names_in, read
@@ -115,6 +115,8 @@ class CudagraphTransform(compat.Transform):
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
         self._compiling.stacks = stacks_of_generated_code(data.fn)
         self._compiling.forward = None
+        names_operators = self.options.allow or self.options.deny
+        self._compiling.before = self._read(computation_trace) if names_operators else None
         self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
@@ -165,7 +167,7 @@ class CudagraphTransform(compat.Transform):
             supports_scalar_updates=updates,
             captures_collectives=self.options.capture_collectives != "never",
         )
-        self._warn_of_misspelt_names(ops)
+        self._warn_of_unmatched_names(ops, compat.get_compile_data().executors_list)
         plan = partition(ops, verdicts, aliasing)
         if self.options.strict == "ops":
             refuse_eager_ops(ops, plan, aliasing)
@@ -226,15 +228,27 @@ class CudagraphTransform(compat.Transform):
             hashes = hash_function(name, mine, inputs, trace.aliasing, self._backend, hash_values)
         return RuntimeRegion(name, planned, mine, io, function, hashes)
 
-    def _warn_of_misspelt_names(self, ops: Ops) -> None:
-        """Says once of each name in ``allow=`` and ``deny=`` that no op has, but one almost has."""
+    def _warn_of_unmatched_names(self, ops: Ops, executors: Sequence[Any]) -> None:
+        """Says once of each name in ``allow=`` and ``deny=`` that no operator has, or one that Thunder has split."""
         given = {option: getattr(self.options, option) - self._checked for option in ("allow", "deny")}
-        missing = unmatched(given, [ops])
-        self._checked |= {*given["allow"], *given["deny"]} - {name for _, name, close in missing if close is None}
-        for option, name, close in missing:
-            if close is not None:
-                said = f"{option}= names {name!r}, and the trace has no such operator; did you mean {close!r}?"
-                warnings.warn(said, UserWarning, stacklevel=2)
+        named = given["allow"] | given["deny"]
+        if self._compiling.before is not None:
+            self._shared.split.update(split_operators(named, self._compiling.before, ops))
+            self._compiling.before = None  # this was the forward
+        registered = {str(id_) for executor in executors for id_ in getattr(executor, "opmap", ())}
+        missing = unmatched(given, [ops], self._shared.split)
+        # A name of an operator that another trace may have is no mistake.
+        wrong = [
+            each
+            for each in missing
+            if each[1] in self._shared.split
+            or (isinstance(each[1], str) and not is_known(each[1]) and each[1].rsplit(".", 1)[-1] not in registered)
+        ]
+        self._checked |= named - {name for _, name, _ in missing} | {name for _, name, _ in wrong}
+        for option, name, instead in wrong:
+            hint = f"; {instead}" if instead else ""
+            said = f"{option}= names {shown(name)}, and the trace has no such operator{hint}"
+            warnings.warn(said, UserWarning, stacklevel=2)
 
     def _forward_of(self, trace: TraceCtx) -> Program | None:
         """The program of the forward trace that this backward trace belongs to: they share one set of names."""
@@ -250,6 +264,7 @@ class _Compiling(threading.local):
     static: frozenset[str] = frozenset()  # names of parameters and buffers
     stacks: Stacks | None = None  # of the lines of Dynamo's graphs
     forward: tuple[set[str], weakref.ref[Program]] | None = None
+    before: Ops | None = None  # the trace before Thunder transforms it, if options name operators
     wrong_gradients: tuple[WrongGradient, ...] = ()
 
 

@@ -350,6 +350,15 @@ def library_names(function: Any) -> tuple[str, ...]:
     return (name, whole, name + overload, whole + overload) if overload else (name, whole)
 
 
+def is_in_library(name: str) -> bool:
+    """Whether ``torch.library`` has an operator of this name: "ns::op" or "torch.ops.ns.op", each with or without an
+    overload.
+    """
+    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    has_form = "::" in name or name.startswith("torch.ops.")
+    return has_form and len(parts) > 1 and hasattr(getattr(torch.ops, parts[0]), parts[1])
+
+
 # Namespaces of PyTorch's own operators: those of the distributed ones communicate.
 _NAMESPACES = frozenset({
     "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "aten", "c10d", "fsdp", "inductor", "prims",

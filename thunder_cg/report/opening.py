@@ -119,8 +119,8 @@ def headline(traces: Sequence[TraceReport]) -> str:
 
 def unmatched(report: Report) -> Iterator[str]:
     """Names in options that no operator has."""
-    for option, name, close in report.unmatched:
-        hint = f"; did you mean {close!r}?" if close else ""
+    for option, name, instead in report.unmatched:
+        hint = f"; {instead}" if instead else ""
         yield f"{option}= names {name}, and no operator of these traces has that name{hint}"
 
 

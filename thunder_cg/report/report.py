@@ -165,7 +165,7 @@ class Report(_OfFunction):
     shapes: tuple[ShapesReport, ...] = ()  # for which Thunder compiles anew
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
     compile_failure: str | None = None  # what it raised last and where, of a module
-    # Names in the options allow= and deny= that no operator of the traces has: the option, the name, the nearest one.
+    # Names in the options allow= and deny= that no operator of the traces has: the option, the name, what to write.
     unmatched: tuple[tuple[str, str, str | None], ...] = ()
     clock: str | None = None  # the backend whose clock measured the times in it; None if none did
     breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
@@ -295,8 +295,9 @@ def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
 
 def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None], ...]:
     given = {option: {n for p in programs for n in getattr(p.options, option)} for option in ("allow", "deny")}
-    missing = unmatched(given, (program.ops for program in programs))
-    return tuple((option, shown(name), close) for option, name, close in missing)
+    split = {name: parts for program in programs for name, parts in program.split_operators.items()}
+    missing = unmatched(given, (program.ops for program in programs), split)
+    return tuple((option, shown(name), instead) for option, name, instead in missing)
 
 
 def _trace(located: Located, times: Times) -> TraceReport:

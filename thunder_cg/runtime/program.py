@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from thunder_cg.analysis.classify import Pattern
 from thunder_cg.analysis.memory import MemoryEstimate
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
@@ -51,6 +52,8 @@ class SharedState:
     options: Options
     backend: Backend
     arenas: Arenas
+    # Operators in allow= and deny= that Thunder makes of others, and these.
+    split: dict[Pattern, Sequence[str]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)  # causes of eager calls and ops that the log has a warning about
 
 
@@ -74,6 +77,7 @@ class Program:
         self.kind, self.ops, self.plan, self.aliasing = trace.kind, trace.ops, trace.plan, trace.aliasing
         self.regions, self._saved = list(regions), trace.saved
         self.options, self.backend, self._warned = shared.options, shared.backend, shared.warned
+        self.split_operators = shared.split
         self.verifier, self.compilation = verifier, compilation
         self.label = f"{compilation.name}, {trace.kind}"
         self.calls = self.eager_calls = self.warm_ups = 0
