@@ -13,9 +13,10 @@ import pytest
 import thunder
 import torch
 from models import mlp
+from support import replays
 from torch import nn
 
-from thunder_cg import cudagraph_transform
+from thunder_cg import cudagraph_transform, explain
 from thunder_cg.runtime import backends, call, program, region, skip_reasons
 from thunder_cg.runtime.tape import TapePool
 
@@ -120,6 +121,18 @@ def test_a_capture_that_fails_warns_with_the_fix(lines: Any, monkeypatch: pytest
     said = [(level, text) for level, text in lines() if "could not be captured" in text]
     assert [level for level, _ in said] == ["INFO", "INFO", "WARNING"], "the first two may pass"
     assert said[2][1].endswith("no memory for graphs; deny=[...] leaves the operator eager and the rest captured")
+
+
+def test_an_operator_that_fails_without_graphs_too_is_no_reason_to_deny_it(lines: Any) -> None:
+    jfn, weight = compiled(lambda i, w: torch.index_select(w, 0, i) * 2), torch.ones(3, 2)
+    jfn(torch.tensor([0, 1]), weight)
+    with pytest.raises(IndexError) as raised:
+        jfn(torch.tensor([0, 9]), weight)
+    assert not hasattr(raised.value, "__notes__") or "fails without CUDA graphs, too" in raised.value.__notes__[0]
+    assert not [text for level, text in lines() if level == "WARNING" or "deny=" in text]
+    for _ in range(2):
+        jfn(torch.tensor([0, 2]), weight)
+    assert replays(jfn) == 2 and not explain(jfn).traces[0].fallbacks
 
 
 def test_the_tape_instead_of_a_gpu(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:
