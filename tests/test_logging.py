@@ -16,7 +16,8 @@ from models import mlp
 from support import replays
 from torch import nn
 
-from thunder_cg import cudagraph_transform, explain
+from thunder_cg import __main__, cudagraph_transform, explain
+from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.runtime import backends, call, program, region, skip_reasons
 from thunder_cg.runtime.tape import TapePool
 
@@ -38,8 +39,19 @@ def compiled(fn: Any, **options: Any) -> Any:
     return thunder.jit(fn, transforms=[cudagraph_transform(**{"backend": "tape", **options})])
 
 
-def test_without_a_handler_nothing_is_printed() -> None:
-    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("thunder_cg").handlers)
+def test_without_a_handler_warnings_alone_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert logging.getLogger("thunder_cg").handlers == []
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    jfn = compiled(lambda x: torch.sin(torch.cos(x)) * x.sum().item())
+    for _ in range(3):
+        jfn(torch.ones(3))
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "Tensor.item at test_logging.py" in said and said.endswith(KEEP_ON_DEVICE)
+    with __main__._without_log():
+        compiled(lambda x: x * x.sum().item())(torch.ones(3))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_line_for_each_compile_capture_and_drop_and_no_warning(lines: Any) -> None:

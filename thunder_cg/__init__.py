@@ -9,13 +9,10 @@ line imports late.
 """
 
 import importlib
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 from thunder_cg.compat.versions import check_versions
-
-logging.getLogger("thunder_cg").addHandler(logging.NullHandler())
 
 # Python has "-m" there while it locates what `python -m thunder_cg` runs. The commands import what they need, so that
 # `--help` does not wait for torch.
