@@ -8,9 +8,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -113,6 +114,7 @@ class CudagraphTransform(compat.Transform):
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
+        self._compiling.parameters = {p.name: str(s.args[1]) for s in symbols for p in s.flat_proxy_outs}
         self._compiling.stacks = stacks_of_generated_code(data.fn)
         self._compiling.forward = None
         names_operators = self.options.allow or self.options.deny
@@ -184,7 +186,8 @@ class CudagraphTransform(compat.Transform):
         return lost_or_unsummed(ops, Aliasing.of(ops))
 
     def _read(self, trace: TraceCtx, forward: Ops | None = None) -> Ops:
-        return read(trace, self._compiling.static, forward, self._compiling.stacks, self._stand_in)
+        its = self._compiling
+        return read(trace, its.static, forward, its.stacks, self._stand_in, its.parameters)
 
     def _program(
         self, trace: PlannedTrace, forward: Program | None, taken: set[str], compilation: Compilation
@@ -262,6 +265,7 @@ class _Compiling(threading.local):
     """What one compilation, which stays on its thread, has to remember from hook to hook."""
 
     static: frozenset[str] = frozenset()  # names of parameters and buffers
+    parameters: Mapping[str, str] = MappingProxyType({})  # what the module calls them
     stacks: Stacks | None = None  # of the lines of Dynamo's graphs
     forward: tuple[set[str], weakref.ref[Program]] | None = None
     before: Ops | None = None  # the trace before Thunder transforms it, if options name operators

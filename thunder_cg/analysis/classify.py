@@ -121,7 +121,7 @@ def split_operators(named: Set[Pattern], before: Ops, after: Ops) -> dict[Patter
     found: dict[Pattern, list[str]] = {}
     for op in _with_parts(before.ops):
         function = f"torch.{_last_part(op.name)}"  # what `Options` makes of a function of PyTorch's
-        for name in named.intersection((*_patterns(op), function)) - names:
+        for name in named & {*_patterns(op), function} - names:
             made = dict.fromkeys(f"torch.{(part.id or '').lower()}" for part in _with_parts(op.subs))
             if parts := [each for each in made if each in names]:
                 found[name] = parts

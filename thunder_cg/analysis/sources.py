@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
@@ -34,7 +35,15 @@ class SourceLine:
         return not (self.file.startswith(_TORCH) or _is_tracer(self.file))
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.number}"
+        return f"{_notebook_cell(self.file) or os.path.basename(self.file)}:{self.number}"
+
+
+def _notebook_cell(file: str) -> str | None:
+    """``"In[5]"``, if a file stands for a cell of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cells = getattr(shell, "compile", None)
+    named = cells.format_code_name(file) if cells is not None and hasattr(cells, "format_code_name") else None
+    return str(named[1]) if named is not None else None
 
 
 def _directory(module: object) -> str:

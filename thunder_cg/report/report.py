@@ -337,7 +337,6 @@ def _ops(program: Program, times: Times) -> tuple[OpReport, ...]:
 
 def _op(program: Program, index: int, region: str | None, microseconds: float | None) -> OpReport:
     op, verdict = program.ops.ops[index], program.plan.verdicts[index]
-    origin = program.ops.origin(op)
     return OpReport(
         index=op.index,
         name=op.name,
@@ -347,7 +346,7 @@ def _op(program: Program, index: int, region: str | None, microseconds: float | 
         detail="; ".join([verdict.detail, *_failures(op)]),
         fix=verdict.fix,
         line=program.ops.line(op),
-        source=origin.source if origin is not None else None,
+        source=program.ops.source(op),
         region=region,
         fused=tuple(sub.name for sub in op.subs) if op.is_fusion else (),
         microseconds=microseconds,
