@@ -36,7 +36,7 @@ from thunder_cg.fastpath.prologue import with_one_check
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
-from thunder_cg.runtime.compilation import Compilation
+from thunder_cg.runtime.compilation import Compilation, name_of
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program, SharedState
 from thunder_cg.runtime.region import RuntimeRegion
@@ -283,7 +283,7 @@ def _compilation(device_type: str) -> Compilation:
     data = compat.get_compile_data()
     module = data.fn if isinstance(data.fn, torch.nn.Module) else None
     return Compilation(
-        name=str(getattr(data.fn, "__qualname__", type(data.fn).__name__)),
+        name=name_of(data.fn),
         training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,
         grad=bool(data.is_grad_enabled),
         autocast=autocast_dtype(device_type),

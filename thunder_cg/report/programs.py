@@ -23,6 +23,7 @@ from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.breaks import GraphBreak, graph_breaks
 from thunder_cg.report.units import count
+from thunder_cg.runtime.compilation import name_of
 from thunder_cg.runtime.program import Program
 
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
@@ -103,16 +104,26 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     calls = failures = 0
     failure = None
     for number, graph in enumerate(backend.subgraph_infos):
-        label = f"{_name(fn)}, graph {number}"
+        label = graph_name(_name(fn), number)
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
-            programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
+            programs += _in_caches(part_name(label, part, len(compiled)), jitted)
             calls += thunder.compile_stats(jitted).calls
             failures += _failures(jitted)
             failure = compile_failure(jitted) or failure
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
     return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks))
+
+
+def graph_name(function: str, number: int) -> str:
+    """What a graph of Dynamo's is called."""
+    return f"{function}, graph {number}"
+
+
+def part_name(graph: str, part: int, parts: int) -> str:
+    """What one of Thunder's functions for a graph of Dynamo's is called."""
+    return f"{graph}, part {part}" if parts > 1 else graph
 
 
 def _failures(jitted: Any) -> int:
@@ -224,5 +235,4 @@ def _name(fn: Any) -> str:
     """The user's name for what was compiled: a module's class, a function's qualified name."""
     data = thunder.compile_data(fn)
     original = getattr(fn, "_func", fn) if data is None else data.fn
-    original = getattr(original, "_orig_mod", original)
-    return getattr(original, "__qualname__", type(original).__name__)
+    return name_of(original)

@@ -3,6 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NAME = "thunder_cg.name"  # in the `meta` of a graph of Dynamo's: what the report calls it
+
+
+def name_of(fn: Any) -> str:
+    """The user's name for what is compiled: a module's class, a function's qualified name, "Net, graph 0"."""
+    fn = getattr(fn, "_orig_mod", fn)
+    name = fn.meta.get(NAME) if isinstance(fn, torch.fx.GraphModule) else None
+    return str(name or getattr(fn, "__qualname__", type(fn).__name__))
 
 
 @dataclass(slots=True)

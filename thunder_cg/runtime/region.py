@@ -160,9 +160,11 @@ class RuntimeRegion:
     def _raise_if_strict(self, call: Call) -> None:
         """Raises with ``strict=True``, because the region could not be captured, or was and is quarantined."""
         if call.program.options.strict and self.disagreement is not None:
-            raise CaptureError(self.name, self.disagreement.problem, self.disagreement.fix)
+            raise CaptureError(f"{call.program.label}, {self.name}", self.disagreement.problem, self.disagreement.fix)
         if call.program.options.strict and not self.is_deselected:
-            raise CaptureError(self.name, str(self.failure), "deny the operator with deny=[...]")
+            raise CaptureError(
+                f"{call.program.label}, {self.name}", str(self.failure), "deny the operator with deny=[...]"
+            )
 
     def leave_eager(self, as_graph: float, eagerly: float) -> None:
         """Has later calls run the ops, because that takes less time. Both times are in microseconds."""
