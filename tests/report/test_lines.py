@@ -120,6 +120,21 @@ def test_with_scalar_outputs_captured_a_number_is_outside_of_graphs_all_the_same
     )
 
 
+def test_a_comparison_after_a_graph_break_has_a_line() -> None:
+    """Thunder has none, and no op of the graph has one."""
+
+    def compares(x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(x) * 2
+        torch._dynamo.graph_break()
+        return x > 0
+
+    compiled = thunderfx(compares, backend="tape")
+    compiled(torch.ones(2))
+    (cause,) = explain(compiled).causes
+    line = f"near test_lines.py:{compares.__code__.co_firstlineno + 3}"
+    assert (cause.name, cause.place, cause.source) == ("torch.gt", line, "return x > 0")
+
+
 def test_an_op_in_a_module_of_pytorchs_has_the_name_of_the_module() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:

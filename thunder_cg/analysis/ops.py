@@ -15,7 +15,7 @@ from typing import Any
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules.record import Arguments, TensorArgument
-from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind
+from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind, user_frames
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
@@ -186,7 +186,12 @@ def read(
     unpacked = (name for op in ops if op.bookkeeping for name in op.outputs)
     made_by = dict(forward.made_by) if forward is not None else {}
     made_by |= {name: op for op in ops if not op.bookkeeping for name in op.outputs}
-    return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward), made_by)
+    args, near = tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward)
+    for name in args:  # Thunder has no lines for comparisons
+        if frames := user_frames((stacks or {}).get((name, 0))):
+            line = str(frames[-1])
+            near.setdefault(name, Op(-1, "an argument", None, None, outputs=(name,), line=line, source=frames[-1].text))
+    return Ops(ops, reader.values, args, near, made_by)
 
 
 def names_in(tree: Any) -> set[str]:

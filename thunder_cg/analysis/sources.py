@@ -14,6 +14,7 @@ import thunder
 import torch
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
+# For an argument of generated code, by its name and 0: that of its first use.
 Stacks = Mapping[tuple[str, int], str]
 
 
