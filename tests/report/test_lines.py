@@ -135,6 +135,28 @@ def test_a_comparison_after_a_graph_break_has_a_line() -> None:
     assert (cause.name, cause.place, cause.source) == ("torch.gt", line, "return x > 0")
 
 
+def test_a_number_that_changes_is_named_and_the_advice_helps() -> None:
+    """Dynamo passes it as a tensor and reads that with an item, which is not in the user's code."""
+
+    def scales(x: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+        return torch.relu(torch.relu(x) * factor) * 2
+
+    compiled, x = thunderfx(scales, backend="tape"), torch.ones(2)
+    for i in range(3):
+        compiled(x, i + 0.5)
+    (cause,) = explain(compiled).causes
+    assert (cause.detail.partition(",")[0], cause.fix) == (
+        "'factor' is a Python number that changes from call to call",
+        "pass factor as a 0-dim tensor on the device",
+    )
+    torch._dynamo.reset()
+    compiled = thunderfx(scales, backend="tape")
+    for i in range(3):
+        compiled(x, torch.tensor(i + 0.5))
+    (trace,) = explain(compiled).traces
+    assert trace.replays == 1 and trace.counts["eager"] == 0
+
+
 def test_an_op_in_a_module_of_pytorchs_has_the_name_of_the_module() -> None:
     class Net(torch.nn.Module):
         def __init__(self) -> None:

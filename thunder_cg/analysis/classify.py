@@ -21,7 +21,7 @@ from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
 from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
-from thunder_cg.compat.thunder import bound_functions
+from thunder_cg.compat.thunder import bound_functions, proxy_shape
 from thunder_cg.compat.torch import is_in_library, library_names
 from thunder_cg.errors import OptionError
 
@@ -232,6 +232,7 @@ class _Classifier:
         objection = (
             self.user_denies(op)
             or self.is_unsafe(op)
+            or self.reads_number(op)
             or self.on_device(op, devices)
             or self.takes_known(op)
             or self.objection(op)
@@ -278,6 +279,18 @@ class _Classifier:
             return None
         detail = f"{inner.name} is tagged torch.Tag.cudagraph_unsafe by its author"
         return Cause(Reason.UNVERIFIED, detail, "remove the tag where the operator is defined, if it is wrong")
+
+    def reads_number(self, op: Op) -> Cause | None:
+        """Whether it reads back a Python number that Dynamo passes as a tensor, since it changes from call to call."""
+        if (op.id or "").rpartition(".")[2] not in ("item", "ITEM") or not set(op.inputs) & set(self.ops.args):
+            return None
+        value = self.values[op.inputs[0]]
+        is_dynamos = value.users_name != value.name and (value.device, value.dtype) == ("cpu", "float64")
+        if not is_dynamos or proxy_shape(value.proxy) != () or ".item" in (self.ops.source(op) or ""):
+            return None
+        name = value.users_name
+        detail = f"{name!r} is a Python number that changes from call to call, and a graph would keep it"
+        return Cause(Reason.RUNTIME_NUMBER, detail, f"pass {name} as a 0-dim tensor on the device")
 
     def on_device(self, op: Op, devices: Mapping[str, str]) -> Cause | None:
         """Whether all tensors are on one device, of the type that is captured."""
