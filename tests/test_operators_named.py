@@ -69,6 +69,16 @@ def test_an_operator_of_torch_library(name):
     assert not explain(allowed).unmatched
 
 
+def test_an_operator_without_a_gradient_fails_with_what_to_try():
+    compiled = thunderfx(of_library, backend="tape")
+    for _ in range(2):
+        with pytest.raises(Exception, match="no autograd formula"):
+            compiled(torch.ones(2, 2, requires_grad=True))
+    said = " ".join(str(explain(compiled)).split())
+    assert "Thunder raised while it compiled, in 2 of 2 calls: RuntimeError: Trying to backward through" in said
+    assert "To try: for an operator of torch.library, give it a gradient with torch.library.register_autograd." in said
+
+
 def test_the_fix_names_it_as_its_author_does():
     compiled = thunderfx(of_library, backend="tape")
     compiled(torch.ones(2, 2))

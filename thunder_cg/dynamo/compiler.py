@@ -9,6 +9,7 @@ from typing import Any
 import thunder
 import torch
 
+from thunder_cg.analysis.sources import described
 from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.rewrites import rewrite
@@ -25,9 +26,13 @@ class Compiler(ThunderCompiler):
 
     Attributes:
         function: the user's name of what it compiles.
+        failures: how many of Dynamo's graphs it could not compile, each of which is a call that raised.
+        failure: what was raised last.
     """
 
     function = "a function"
+    failures = 0
+    failure: str | None = None
 
     def __call__(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         """Compiles one of Dynamo's graphs.
@@ -35,9 +40,13 @@ class Compiler(ThunderCompiler):
         Raises:
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
-        rewrite(module, self.thunder_options)
-        with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
-            compiled = super().__call__(module, *inputs)
+        try:
+            rewrite(module, self.thunder_options)
+            with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
+                compiled = super().__call__(module, *inputs)
+        except Exception as error:
+            self.failures, self.failure = self.failures + 1, described(error)
+            raise
         self._name_parts()
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
         if any(getattr(each, "strict", None) == "ops" for each in options):

@@ -23,10 +23,12 @@ _TO_EXECUTOR = (
     "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor of "
     "Thunder's (README, Your own operator)"
 )
+_TO_GRADIENT = "for an operator of torch.library, give it a gradient with torch.library.register_autograd"
 # What to try, by what an error of Thunder's then has in it.
 _TO_TRY = (
     (_TO_PYTHON, ("data dependen", "tolist")),
     (_TO_FIXED_SIZE, ("boolean advanced indexing", "DynamicOutputShape")),
+    (_TO_GRADIENT, ("no autograd formula",)),
     (_TO_EXECUTOR, ("_ops", "not registered", "not yet supported")),
 )
 

@@ -101,8 +101,8 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     programs: list[Located] = []
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []
-    calls = failures = 0
-    failure = None
+    calls = failures = getattr(backend, "failures", 0)  # of `thunder_cg.thunderfx`
+    failure = getattr(backend, "failure", None)
     for number, graph in enumerate(backend.subgraph_infos):
         label = graph_name(_name(fn), number)
         compiled = graph.thunder_compiled_fns or []
