@@ -13,9 +13,11 @@ import pytest
 import thunder
 import torch
 from models import mlp
+from support import replays
 from torch import nn
 
-from thunder_cg import cudagraph_transform
+from thunder_cg import __main__, cudagraph_transform, explain
+from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.runtime import backends, call, program, region, skip_reasons
 from thunder_cg.runtime.tape import TapePool
 
@@ -37,8 +39,19 @@ def compiled(fn: Any, **options: Any) -> Any:
     return thunder.jit(fn, transforms=[cudagraph_transform(**{"backend": "tape", **options})])
 
 
-def test_without_a_handler_nothing_is_printed() -> None:
-    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("thunder_cg").handlers)
+def test_without_a_handler_warnings_alone_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert logging.getLogger("thunder_cg").handlers == []
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+    jfn = compiled(lambda x: torch.sin(torch.cos(x)) * x.sum().item())
+    for _ in range(3):
+        jfn(torch.ones(3))
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "Tensor.item at test_logging.py" in said and said.endswith(KEEP_ON_DEVICE)
+    with __main__._without_log():
+        compiled(lambda x: x * x.sum().item())(torch.ones(3))
+    assert capsys.readouterr().err == ""
 
 
 def test_a_line_for_each_compile_capture_and_drop_and_no_warning(lines: Any) -> None:
@@ -120,6 +133,18 @@ def test_a_capture_that_fails_warns_with_the_fix(lines: Any, monkeypatch: pytest
     said = [(level, text) for level, text in lines() if "could not be captured" in text]
     assert [level for level, _ in said] == ["INFO", "INFO", "WARNING"], "the first two may pass"
     assert said[2][1].endswith("no memory for graphs; deny=[...] leaves the operator eager and the rest captured")
+
+
+def test_an_operator_that_fails_without_graphs_too_is_no_reason_to_deny_it(lines: Any) -> None:
+    jfn, weight = compiled(lambda i, w: torch.index_select(w, 0, i) * 2), torch.ones(3, 2)
+    jfn(torch.tensor([0, 1]), weight)
+    with pytest.raises(IndexError) as raised:
+        jfn(torch.tensor([0, 9]), weight)
+    assert not hasattr(raised.value, "__notes__") or "fails without CUDA graphs, too" in raised.value.__notes__[0]
+    assert not [text for level, text in lines() if level == "WARNING" or "deny=" in text]
+    for _ in range(2):
+        jfn(torch.tensor([0, 2]), weight)
+    assert replays(jfn) == 2 and not explain(jfn).traces[0].fallbacks
 
 
 def test_the_tape_instead_of_a_gpu(lines: Any, monkeypatch: pytest.MonkeyPatch) -> None:

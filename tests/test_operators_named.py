@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import thunder
 import torch
@@ -67,6 +69,16 @@ def test_an_operator_of_torch_library(name):
     assert not explain(allowed).unmatched
 
 
+def test_an_operator_without_a_gradient_fails_with_what_to_try():
+    compiled = thunderfx(of_library, backend="tape")
+    for _ in range(2):
+        with pytest.raises(Exception, match="no autograd formula"):
+            compiled(torch.ones(2, 2, requires_grad=True))
+    said = " ".join(str(explain(compiled)).split())
+    assert "Thunder raised while it compiled, in 2 of 2 calls: RuntimeError: Trying to backward through" in said
+    assert "To try: for an operator of torch.library, give it a gradient with torch.library.register_autograd." in said
+
+
 def test_the_fix_names_it_as_its_author_does():
     compiled = thunderfx(of_library, backend="tape")
     compiled(torch.ones(2, 2))
@@ -97,7 +109,7 @@ def test_what_no_operator_has_is_in_the_report():
     report = explain(compiled)
     name = other.__qualname__
     assert sorted(report.unmatched) == [
-        ("allow", "'soft_clp'", "soft_clip"),
+        ("allow", "'soft_clp'", "did you mean 'soft_clip'?"),
         ("allow", name, None),
         ("deny", "'torch.sin'", None),
     ]
@@ -105,6 +117,21 @@ def test_what_no_operator_has_is_in_the_report():
     assert said in str(report) and f"allow= names {name}, and no operator of these traces has that name\n" in str(
         report
     )
+
+
+def test_what_thunder_makes_of_an_operator_is_named():
+    """As the advice says, the parts can be denied in its place."""
+    gelu, x = torch.nn.functional.gelu, torch.ones(2, requires_grad=True)
+    for operator in ("torch.nn.functional.gelu", gelu):
+        compiled = thunder.jit(lambda x: gelu(x) * 2, transforms=[cudagraph_transform(backend="tape", deny=[operator])])
+        with pytest.warns(UserWarning, match="Thunder has split it into .*'torch.erf'.*; name these"):
+            compiled(x)
+        ((_, _, instead),) = explain(compiled).unmatched
+        parts = re.findall(r"'(torch\.\w+)'", instead)
+    denied = thunder.jit(lambda x: gelu(x) * 2, transforms=[cudagraph_transform(backend="tape", deny=parts)])
+    denied(x)
+    assert not explain(denied).unmatched
+    assert {op.verdict for op in explain(denied).traces[0].ops} == {"eager", "bookkeeping"}
 
 
 @pytest.mark.parametrize("wrong", [[3], [""], "my_op", [[]]])

@@ -9,13 +9,10 @@ line imports late.
 """
 
 import importlib
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
 from thunder_cg.compat.versions import check_versions
-
-logging.getLogger("thunder_cg").addHandler(logging.NullHandler())
 
 # Python has "-m" there while it locates what `python -m thunder_cg` runs. The commands import what they need, so that
 # `--help` does not wait for torch.
@@ -23,7 +20,6 @@ if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_arg
     check_versions()  # before Thunder is imported
 
     from thunder_cg.diagnose.bisection import Bisection, bisect
-    from thunder_cg.diagnose.pictures import dump_dot
     from thunder_cg.diagnose.planning import PlanReport, plan
     from thunder_cg.dynamo import thunderfx
     from thunder_cg.errors import (
@@ -38,8 +34,8 @@ if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_arg
     )
     from thunder_cg.kernels import executors
     from thunder_cg.memory import release
-    from thunder_cg.report.profile import profile
-    from thunder_cg.report.report import Report, explain
+    from thunder_cg.report.dot import dump_dot
+    from thunder_cg.report.report import Report, explain, profile
     from thunder_cg.step import graphed_step
     from thunder_cg.transform import CUDAGraphPlugin, cudagraph_transform
 else:

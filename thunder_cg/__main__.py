@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 
 
@@ -30,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"thunder-cg {_version()}")
     parser.add_argument("command", choices=_COMMANDS, metavar="command", help="see below; command --help says more")
     command = parser.parse_args(words[:1]).command
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _without_log():
         if not sys.warnoptions:  # python -W shows all
             warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
         try:
@@ -42,6 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """Inside, warnings of the log are not printed where nobody has set up logging: commands print reports."""
+    logger, handler = logging.getLogger("thunder_cg"), logging.NullHandler()
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
 
 
 def _version() -> str:

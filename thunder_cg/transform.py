@@ -8,16 +8,17 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import count
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
-from thunder_cg.analysis.classify import Pattern, UserRules, classify, unmatched
+from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten
 from thunder_cg.analysis.ops import Ops, names_in, read
@@ -35,7 +36,7 @@ from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
-from thunder_cg.runtime.compilation import Compilation
+from thunder_cg.runtime.compilation import Compilation, name_of
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program, SharedState, program_of
 from thunder_cg.runtime.region import RuntimeRegion
@@ -113,9 +114,12 @@ class CudagraphTransform(compat.Transform):
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
+        self._compiling.parameters = {p.name: str(s.args[1]) for s in symbols for p in s.flat_proxy_outs}
         self._compiling.compilation = self._compilation(PrologueChecks(prologue_trace))
         self._compiling.stacks = stacks_of_generated_code(data.fn)
         self._compiling.forward = None
+        names_operators = self.options.allow or self.options.deny
+        self._compiling.before = self._read(computation_trace) if names_operators else None
         self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
@@ -166,7 +170,7 @@ class CudagraphTransform(compat.Transform):
             supports_scalar_updates=updates,
             captures_collectives=self.options.capture_collectives != "never",
         )
-        self._warn_of_misspelt_names(ops)
+        self._warn_of_unmatched_names(ops, compat.get_compile_data().executors_list)
         plan = partition(ops, verdicts, aliasing)
         if self.options.strict == "ops":
             refuse_eager_ops(ops, plan, aliasing)
@@ -190,7 +194,7 @@ class CudagraphTransform(compat.Transform):
         for kind, name, value in checks.users_values(data.fn):
             known[kind][name] = value
         return Compilation(
-            name=str(getattr(data.fn, "__qualname__", type(data.fn).__name__)),
+            name=name_of(data.fn),
             training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,
             grad=bool(data.is_grad_enabled),
             autocast=autocast_dtype(self._backend.device_type),
@@ -208,7 +212,8 @@ class CudagraphTransform(compat.Transform):
         return compilation
 
     def _read(self, trace: TraceCtx, forward: Ops | None = None) -> Ops:
-        return read(trace, self._compiling.static, forward, self._compiling.stacks, self._stand_in)
+        its = self._compiling
+        return read(trace, its.static, forward, its.stacks, self._stand_in, its.parameters)
 
     def _program(
         self, trace: PlannedTrace, forward: Program | None, taken: set[str], compilation: Compilation
@@ -252,15 +257,27 @@ class CudagraphTransform(compat.Transform):
             hashes = hash_function(name, mine, inputs, trace.aliasing, self._backend, hash_values)
         return RuntimeRegion(name, planned, mine, io, function, hashes)
 
-    def _warn_of_misspelt_names(self, ops: Ops) -> None:
-        """Says once of each name in ``allow=`` and ``deny=`` that no op has, but one almost has."""
+    def _warn_of_unmatched_names(self, ops: Ops, executors: Sequence[Any]) -> None:
+        """Says once of each name in ``allow=`` and ``deny=`` that no operator has, or one that Thunder has split."""
         given = {option: getattr(self.options, option) - self._checked for option in ("allow", "deny")}
-        missing = unmatched(given, [ops])
-        self._checked |= {*given["allow"], *given["deny"]} - {name for _, name, close in missing if close is None}
-        for option, name, close in missing:
-            if close is not None:
-                said = f"{option}= names {name!r}, and the trace has no such operator; did you mean {close!r}?"
-                warnings.warn(said, UserWarning, stacklevel=2)
+        named = given["allow"] | given["deny"]
+        if self._compiling.before is not None:
+            self._shared.split.update(split_operators(named, self._compiling.before, ops))
+            self._compiling.before = None  # this was the forward
+        registered = {str(id_) for executor in executors for id_ in getattr(executor, "opmap", ())}
+        missing = unmatched(given, [ops], self._shared.split)
+        # A name of an operator that another trace may have is no mistake.
+        wrong = [
+            each
+            for each in missing
+            if each[1] in self._shared.split
+            or (isinstance(each[1], str) and not is_known(each[1]) and each[1].rsplit(".", 1)[-1] not in registered)
+        ]
+        self._checked |= named - {name for _, name, _ in missing} | {name for _, name, _ in wrong}
+        for option, name, instead in wrong:
+            hint = f"; {instead}" if instead else ""
+            said = f"{option}= names {shown(name)}, and the trace has no such operator{hint}"
+            warnings.warn(said, UserWarning, stacklevel=2)
 
     def _forward_of(self, trace: TraceCtx) -> Program | None:
         """The program of the forward trace that this backward trace belongs to: they share one set of names."""
@@ -275,14 +292,17 @@ class _Compiling(threading.local):
 
     static: frozenset[str] = frozenset()  # names of parameters and buffers
     compilation: Compilation
+    parameters: Mapping[str, str] = MappingProxyType({})  # what the module calls them
     stacks: Stacks | None = None  # of the lines of Dynamo's graphs
     forward: tuple[set[str], weakref.ref[Program]] | None = None
+    before: Ops | None = None  # the trace before Thunder transforms it, if options name operators
     wrong_gradients: tuple[WrongGradient, ...] = ()
 
 
 def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
     for each in found:
-        warnings.warn(f"Thunder's gradient is wrong, with and without graphs: {each}", WrongGradientWarning, 2)
+        said = f"Thunder's gradient is wrong, or its backward raises, with and without graphs: {each}"
+        warnings.warn(said, WrongGradientWarning, stacklevel=2)
 
 
 def _gets_saved(trace: TraceCtx) -> bool:

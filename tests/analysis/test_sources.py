@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import thunder
@@ -42,6 +44,16 @@ def test_the_innermost_line_that_is_not_torchs():
 )
 def test_a_line_of_generated_code_is_what_it_was_generated_from(file, found):
     assert line_behind(file, 5, {("<eval_with_key>.40", 5): STACK}) == found
+
+
+def test_a_cell_of_a_notebook_has_the_name_that_the_notebook_shows(monkeypatch):
+    def named(file):
+        return ("Cell", "In[5]") if file == "/tmp/ipykernel_7/63904050.py" else None
+
+    shell = SimpleNamespace(compile=SimpleNamespace(format_code_name=named))  # of an InteractiveShell
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert str(SourceLine("/tmp/ipykernel_7/63904050.py", 2)) == "In[5]:2"
+    assert str(SourceLine("/home/me/model.py", 2)) == "model.py:2"
 
 
 def test_the_text_of_a_line():
@@ -88,6 +100,6 @@ def test_an_error_is_described_by_the_users_line():
     assert described(raised.value) == f"ValueError at {line}: too big"
     with pytest.raises(RuntimeError, match="tracing") as caused:
         fails_while_tracing()
-    assert described(caused.value) == f"RuntimeError at {line}: too big"  # what it comes from
+    assert described(caused.value) == f"ValueError at {line}: too big"  # what it comes from
     assert described(KeyError()) == "KeyError: no message"
     assert not SourceLine(sources.__file__, 1).is_users and SourceLine(demo.__file__, 1).is_users

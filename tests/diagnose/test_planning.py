@@ -109,6 +109,18 @@ def test_options_are_those_of_the_transform_and_of_thunder() -> None:
         plan(thunderfx(work, backend="tape"), x)
     with pytest.raises(OptionError, match="max_arenas=0"):
         plan(work, x, max_arenas=0)
+    with pytest.raises(OptionError, match=r"plan\(input=<class 'torch.Tensor'>\): .* of Linear: pass it in kwargs="):
+        plan(Linear(2, 2), input=x)
+
+
+def test_what_thunder_cannot_compile_is_a_report_with_what_to_try() -> None:
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum() > 0 else x
+
+    said = " ".join(str(plan(branches, torch.ones(2))).split())
+    line = f"test_planning.py:{branches.__code__.co_firstlineno + 1}"
+    assert f"Thunder raised while it compiled, in 1 of 1 call: NotImplementedError at {line}: " in said
+    assert "To try: for a branch on what a tensor holds" in said
 
 
 def test_only_a_gpu_shows_it() -> None:

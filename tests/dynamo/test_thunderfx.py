@@ -372,7 +372,8 @@ def test_the_report_says_what_to_do_about_a_float_that_changes(backend, device):
     for scale in (1.0, 2.0, torch.tensor(3.0, device=device)):
         compiled(torch.ones(4, device=device), scale)
     (cause,) = explain(compiled).causes
-    assert cause.name == "Tensor.item" and cause.fix.startswith("if scale is a Python float") and "keep" in cause.fix
+    assert cause.name == "Tensor.item" and "specialize_float" in cause.fix
+    assert cause.fix.startswith("pass scale as a 0-dim tensor")
     assert [trace.counts["eager"] > 0 for trace in explain(compiled).traces] == [False, True, False], "as it advises"
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 
 import pytest
 import thunder
@@ -196,3 +198,10 @@ def test_bfloat16(net, data, backend, device, tmp_path):
     same(found, expected)
     same_state(graphed, plain)
     assert graphed.update.replays >= 12, graphed.update.in_python
+
+
+def test_the_recipe_of_the_readme(capsys):
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    (recipe,) = re.findall(r"^```py\n(import lightning.*?)^```$", readme, re.MULTILINE | re.DOTALL)
+    exec(recipe, {"__name__": "recipe"})
+    assert "6 of 8 calls and 6 of 8 backwards replayed" in capsys.readouterr().out

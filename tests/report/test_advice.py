@@ -13,7 +13,7 @@ import torch
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 
-from thunder_cg import explain
+from thunder_cg import cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.report import CauseReport
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -43,6 +43,25 @@ def causes(fn: Function, transform: Callable[..., Any], jit: dict[str, Any]) -> 
 
 def reads(x: torch.Tensor) -> torch.Tensor:
     return x * x.sum().item()
+
+
+def lists(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.tolist()
+    return x * a + b
+
+
+def unbinds(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        a, b = x.unbind()
+    return x * a + b
+
+
+def selects(x: torch.Tensor) -> torch.Tensor:
+    return x + x[x > 0].sum()
+
+
+def keeps_size(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.where(x > 0, x, 0.0).sum(0, keepdim=True)
 
 
 def makes(x: torch.Tensor) -> torch.Tensor:
@@ -79,3 +98,57 @@ def test_advice(transform, backend, fn, jit, options, advice, better, better_jit
     allowed = re.findall(r"allow=\['([^']+)'\]", found[0].fix)  # else a name in deny= is removed
     assert causes(fn, transform(allow=allowed), jit) == ()
     assert len(found) == 1 and found[0].added_regions == 1
+
+
+def without_gradient(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        scale = x.sum()
+    return x * scale
+
+
+@pytest.mark.parametrize(
+    ("fn", "advice", "better"),
+    [
+        (reads, "in training under torch.no_grad()", without_gradient),
+        (lists, "Tensor.unbind in the place of Python's max(), if and tolist()", unbinds),
+        (selects, "torch.where(mask, x, 0.0) in the place of x[mask]", keeps_size),
+    ],
+    ids=["item", "tolist", "mask"],
+)
+def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradient(fn, advice, better):
+    """With Dynamo's own advice for the last two, Inductor gets a piece of the graph."""
+    x = torch.tensor([0.1, 0.2], requires_grad=True)
+    (wanted,) = torch.autograd.grad(around(fn)(x).sum(), x)
+    torch._dynamo.reset()
+    broken = thunderfx(around(fn), backend="tape")
+    broken(x.detach())
+    breaks = explain(broken).breaks
+    assert breaks and all(advice in found.fix and "dynamic_output_shape" not in found.fix for found in breaks)
+    torch._dynamo.reset()
+    mended = thunderfx(around(better), backend="tape")
+    (gradient,) = torch.autograd.grad(mended(x).sum(), x)
+    torch.testing.assert_close(gradient, wanted)
+    report = explain(mended)
+    assert [len(trace.regions) for trace in report.traces] == [1, 1]
+    assert not (report.breaks or report.outside or report.causes)
+
+
+def test_advice_of_a_module_that_does_not_compile_as_the_size_of_a_result_is_unknown():
+    class Selects(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return selects(x)
+
+    compiled = thunder.jit(Selects(), transforms=[cudagraph_transform(backend="tape")])
+    with pytest.raises(NotImplementedError):
+        compiled(torch.ones(2))
+    said = str(explain(compiled))
+    assert "torch.where(mask, x, 0.0)" in said and "thunderfx" not in said
+
+
+def test_advice_of_a_plan_for_what_is_made_on_another_device_holds_after_it_is_moved():
+    """Else the next report would say that it copies numbers to the device."""
+    report = plan(around(makes), torch.ones(2, device="meta"))
+    (cause,) = (each for each in report.causes if each.name == "torch.tensor")
+    assert "make the tensor once, outside of the compiled function" in cause.fix and "on a cuda device" in cause.fix
+    on_device = torch.tensor([1.0, 2.0], device="meta")
+    assert plan(around(lambda x: x + on_device), torch.ones(2, device="meta")).causes == ()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
+import thunder
 import torch
 
-from thunder_cg import explain, thunderfx
+from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.report import GraphBreak, Outside, Report, lines
 
 
@@ -116,3 +118,64 @@ def test_with_scalar_outputs_captured_a_number_is_outside_of_graphs_all_the_same
     assert {part.reason for part in report.breaks} == (
         {"a branch on what a tensor holds"} if function is branches else set()
     )
+
+
+def test_a_comparison_after_a_graph_break_has_a_line() -> None:
+    """Thunder has none, and no op of the graph has one."""
+
+    def compares(x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(x) * 2
+        torch._dynamo.graph_break()
+        return x > 0
+
+    compiled = thunderfx(compares, backend="tape")
+    compiled(torch.ones(2))
+    (cause,) = explain(compiled).causes
+    line = f"near test_lines.py:{compares.__code__.co_firstlineno + 3}"
+    assert (cause.name, cause.place, cause.source) == ("torch.gt", line, "return x > 0")
+
+
+def test_a_number_that_changes_is_named_and_the_advice_helps() -> None:
+    """Dynamo passes it as a tensor and reads that with an item, which is not in the user's code."""
+
+    def scales(x: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+        return torch.relu(torch.relu(x) * factor) * 2
+
+    compiled, x = thunderfx(scales, backend="tape"), torch.ones(2)
+    for i in range(3):
+        compiled(x, i + 0.5)
+    (cause,) = explain(compiled).causes
+    assert (cause.detail.partition(",")[0], cause.fix.partition(";")[0]) == (
+        "'factor' is a Python number that changes from call to call",
+        "pass factor as a 0-dim tensor on the device",
+    )
+    torch._dynamo.reset()
+    compiled = thunderfx(scales, backend="tape")
+    for i in range(3):
+        compiled(x, torch.tensor(i + 0.5))
+    (trace,) = explain(compiled).traces
+    assert trace.replays == 1 and trace.counts["eager"] == 0
+
+
+def test_an_op_in_a_module_of_pytorchs_has_the_name_of_the_module() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.act = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.GELU()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.up(x)
+            x = self.act(x.sin())
+            return self.down(x)
+
+    denied = ["torch.nn.functional.linear", "torch.nn.functional.gelu"]
+    transform = cudagraph_transform(backend="tape", deny=denied)
+    compiled = thunder.jit(Net().requires_grad_(False), transforms=[transform])
+    compiled(torch.ones(2, 2))
+    source = "return F.linear(input, self.weight, self.bias)"
+    near = f"near test_lines.py:{Net.forward.__code__.co_firstlineno + 2}"  # not its own line, so without the source
+    assert {re.sub(r"\w+\.py:\d+\)", "", each.place): each.source for each in explain(compiled).causes} == {
+        "at self.up (": source,
+        near: None,
+        "at self.down (": source,
+    }

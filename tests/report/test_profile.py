@@ -30,7 +30,8 @@ class Net(nn.Module):
 @pytest.mark.parametrize("trains", [True, False])
 def test_each_region_and_each_eager_op_is_timed(transform, device, backend, trains):
     net = thunder.jit(Net().to(device).requires_grad_(trains), transforms=[transform()])
-    report = profile(net, torch.ones(2, 4, device=device))
+    x = torch.ones(2, 4, device=device)
+    report = profile(net, x) if trains else explain(net).profile(x)
     assert [trace.kind for trace in report.traces] == ["forward", "backward"][: 1 + trains]
     assert report.clock == backend and all(p.grad is None for p in net.parameters())
     for trace in report.traces:

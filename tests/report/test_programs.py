@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import thunder
 import torch
+from support import programs
 
 from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import NotCompiledError
@@ -106,6 +107,13 @@ def test_graphs_of_dynamo_are_named() -> None:
     lines = [op.line for trace in report.traces for op in trace.ops if op.verdict != "bookkeeping"]
     assert all("test_programs.py:" in (line or "") for line in lines), lines
     assert "eval_with_key" not in str(report.to_dict())
+
+
+def test_the_log_profiles_and_errors_have_the_names_of_the_report() -> None:
+    compiled = thunderfx(broken, backend="tape")
+    compiled(torch.ones(4))
+    assert [program.label for program in programs(compiled)] == [f"broken, graph {i}, forward" for i in range(4)]
+    assert {trace.function for trace in explain(compiled).traces} == {f"broken, graph {i}" for i in range(4)}
 
 
 def test_calls_of_dynamos_graphs_without_regions_are_counted() -> None:

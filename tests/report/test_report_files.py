@@ -14,6 +14,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from thunder_cg.errors import CudagraphError
 from thunder_cg.report import Outside, Report, files, schema, terminal, text
 
 
@@ -117,6 +118,8 @@ def test_json_is_as_its_schema_says_and_loads_as_it_was(full: Report, tmp_path: 
     jsonschema.Draft202012Validator.check_schema(described)
     jsonschema.validate(content, described)
     assert Report.load(path) == full
+    with pytest.raises(CudagraphError, match=r"Report\.profile: this report has no function"):
+        Report.load(path).profile()
     content["traces"][0]["ops"][0]["verdict"] = "maybe"
     with pytest.raises(jsonschema.ValidationError, match="'maybe' is not one of"):
         jsonschema.validate(content, described)

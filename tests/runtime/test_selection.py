@@ -301,7 +301,7 @@ def test_a_backward_that_never_comes_is_not_waited_for(clock: Clock) -> None:
     assert fast_path_calls(graphed) == 1, "the forward that followed the call that knew"
 
 
-def test_inside_of_a_graphed_step_nothing_is_timed(clock: Clock) -> None:
+def test_inside_of_a_graphed_step_nothing_is_timed() -> None:
     model = thunder.jit(nn.Sequential(Linear(4, 4), nn.Tanh()), transforms=[measured()])
     graphed = graphed_step(training_step(model), backend="tape")
     for _ in range(2 * SETTLED):

@@ -101,11 +101,10 @@ def _cause(ops: Ops, plan: Plan, aliasing: Aliasing, root: Op, first: Op, mine: 
     indices = {op.index for op in mine}
     then = _if_captured(ops, plan, aliasing, indices) if plans else plan
     verdict = plan.verdicts[(root if _is_here(ops, root) else first).index]
-    origin = ops.origin(root)
     return RootCause(
         name=root.name,
         place=ops.place(root),
-        source=origin.source if origin is not None else None,
+        source=ops.source(root),
         ops=tuple(sorted(indices)),
         eager_ops=max(len(mine), len(_eager(ops, plan)) - len(_eager(ops, then))),
         added_regions=max(0, _regions(plan) - _regions(then)),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -21,11 +21,13 @@ from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
 from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
-from thunder_cg.compat.thunder import bound_functions
-from thunder_cg.compat.torch import library_names
+from thunder_cg.compat.thunder import bound_functions, proxy_shape
+from thunder_cg.compat.torch import is_in_library, library_names
 from thunder_cg.errors import OptionError
 
-__all__ = ["UserRules", "Verdict", "classify", "shown", "unmatched"]
+__all__ = ["UserRules", "Verdict", "classify", "is_known", "shown", "split_operators", "unmatched"]
+
+_SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other
 
 Pattern = str | Callable[..., Any]  # an operator, by one of its names or by its function
 
@@ -82,34 +84,101 @@ def shown(pattern: Pattern) -> str:
     return repr(pattern) if isinstance(pattern, str) else getattr(pattern, "__qualname__", repr(pattern))
 
 
-def unmatched(given: Mapping[str, Set[Pattern]], traces: Iterable[Ops]) -> list[tuple[str, Pattern, str | None]]:
+def unmatched(
+    given: Mapping[str, Set[Pattern]], traces: Iterable[Ops], split: Mapping[Pattern, Sequence[str]] | None = None
+) -> list[tuple[str, Pattern, str | None]]:
     """The names in ``allow=`` and ``deny=`` that no op of the traces has, nor an op inside of a fusion.
 
+    Args:
+        split: operators that Thunder has made of others: what `split_operators` found.
+
     Returns:
-        The option, the name, and the name that it may be a misspelling of.
+        The option, the name, and what to write instead, if that is known: "did you mean 'torch.tanh'?".
     """
     if not any(given.values()):
         return []
-    ops = (inner for trace in traces for op in trace.ops if not op.bookkeeping for inner in _walk(op))
-    names = {name for op in ops for name in _patterns(op)}
+    names = {name for trace in traces for name in _names(trace)}
     return [
-        (option, name, _nearest(name, names))
+        (option, name, _instead(name, (split or {}).get(name), names))
         for option, mine in given.items()
         for name in sorted(mine - names, key=shown)
     ]
 
 
+def _names(trace: Ops) -> Iterator[Pattern]:
+    for op in trace.ops:
+        if not op.bookkeeping:
+            yield from (name for inner in _walk(op) for name in _patterns(inner))
+
+
+def split_operators(named: Set[Pattern], before: Ops, after: Ops) -> dict[Pattern, list[str]]:
+    """Of the operators that the user names, those that a trace has before Thunder transforms it, and not after that.
+
+    Returns:
+        For each name, the names of the operators in the second trace that do what it does.
+    """
+    names = {*_names(after)}
+    found: dict[Pattern, list[str]] = {}
+    for op in _with_parts(before.ops):
+        function = f"torch.{_last_part(op.name)}"  # what `Options` makes of a function of PyTorch's
+        for name in named & {*_patterns(op), function} - names:
+            made = dict.fromkeys(f"torch.{(part.id or '').lower()}" for part in _with_parts(op.subs))
+            if parts := [each for each in made if each in names]:
+                found[name] = parts
+    return found
+
+
+def _with_parts(ops: Iterable[Op]) -> Iterator[Op]:
+    for op in ops:
+        yield op
+        yield from _with_parts(op.subs)
+
+
+def _instead(name: Pattern, parts: Sequence[str] | None, names: Iterable[Pattern]) -> str | None:
+    """What to write in the place of a name that no op has."""
+    if parts is not None:
+        return f"Thunder has split it into {', '.join(map(repr, parts))}; name these"
+    close = _nearest(name, names)
+    return f"did you mean {close!r}?" if close is not None else None
+
+
 def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
-    """The one of the names that ``name`` may be a misspelling of: not if it is another operator's own name.
+    """The operator that ``name`` may be a misspelling of, by the last part: not if it is another operator's own name.
 
     An operator and its derivative are in two traces.
     """
-    if not isinstance(name, str) or name.rsplit(".", 1)[-1] in _known_ids():
+    if not isinstance(name, str) or is_known(name):
         return None
-    strings = (other for other in names if isinstance(other, str))
-    alike = sorted(other for other in strings if other.endswith(rules.VJP) == name.endswith(rules.VJP))
-    close = difflib.get_close_matches(name, alike, cutoff=0.8)
-    return next((each for each in close if "::" in each), next(iter(close), None))  # the name that the advice has
+    mine, is_derivative = _last_part(name), name.endswith(rules.VJP)
+    alike: dict[str, list[str]] = {}
+    for other in sorted(other for other in names if isinstance(other, str)):
+        if other.endswith(rules.VJP) == is_derivative:
+            alike.setdefault(_last_part(other), []).append(other)
+    if close := difflib.get_close_matches(mine, alike, 1, _SIMILAR):
+        found = alike[close[0]]
+        as_in_advice = (each for each in found if "::" in each)
+        return next(as_in_advice, None) or max(found, key=lambda each: _similarity(name, each))
+    return next(iter(difflib.get_close_matches(mine, sorted(_known_ids()), 1, _SIMILAR)), None)
+
+
+def is_known(name: str) -> bool:
+    """Whether an operator of PyTorch's or of ``torch.library`` has this name, whatever a trace has, or may have it.
+
+    A derivative is known only from the trace of a backward.
+    """
+    return name.endswith(rules.VJP) or _last_part(name) in _known_ids() or is_in_library(name)
+
+
+def _last_part(name: str) -> str:
+    """``op`` of "ns::op.default", "torch.ops.ns.op", and "torch.op"."""
+    if "::" in name:
+        return name.rpartition("::")[2].partition(".")[0]
+    parts = name.split(".")
+    return parts[3] if name.startswith("torch.ops.") and len(parts) > 3 else parts[-1]
+
+
+def _similarity(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio()
 
 
 @cache
@@ -163,6 +232,7 @@ class _Classifier:
         objection = (
             self.user_denies(op)
             or self.is_unsafe(op)
+            or self.reads_number(op)
             or self.on_device(op, devices)
             or self.takes_known(op)
             or self.objection(op)
@@ -210,6 +280,19 @@ class _Classifier:
         detail = f"{inner.name} is tagged torch.Tag.cudagraph_unsafe by its author"
         return Cause(Reason.UNVERIFIED, detail, "remove the tag where the operator is defined, if it is wrong")
 
+    def reads_number(self, op: Op) -> Cause | None:
+        """Whether it reads back a Python number that Dynamo passes as a tensor, since it changes from call to call."""
+        if (op.id or "").rpartition(".")[2] not in ("item", "ITEM") or not set(op.inputs) & set(self.ops.args):
+            return None
+        value = self.values[op.inputs[0]]
+        is_dynamos = value.users_name != value.name and (value.device, value.dtype) == ("cpu", "float64")
+        if not is_dynamos or proxy_shape(value.proxy) != () or ".item" in (self.ops.source(op) or ""):
+            return None
+        name = value.users_name
+        detail = f"{name!r} is a Python number that changes from call to call, and a graph would keep it"
+        few = "if it has few values, set torch._dynamo.config.specialize_float = True, and Dynamo compiles for each"
+        return Cause(Reason.RUNTIME_NUMBER, detail, f"pass {name} as a 0-dim tensor on the device; {few}")
+
     def on_device(self, op: Op, devices: Mapping[str, str]) -> Cause | None:
         """Whether all tensors are on one device, of the type that is captured."""
         if len(devices) > 1:
@@ -231,6 +314,8 @@ class _Classifier:
         if name in op.inputs:
             value = self.ops.described(name)
             fix = f"move {value} to a {self.device_type} device before it"
+        elif op.rule is not None and not op.rule.captures:  # there, it would be eager for another reason
+            fix = f"{op.rule.cause.fix}, on a {self.device_type} device"
         return Cause(Reason.NOT_ON_DEVICE, f"{value} is on {device}; regions form on {self.device_type}", fix)
 
     def takes_known(self, op: Op) -> Cause | None:

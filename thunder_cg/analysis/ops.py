@@ -15,7 +15,7 @@ from typing import Any
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules.record import Arguments, TensorArgument
-from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind
+from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind, user_frames
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
@@ -42,6 +42,7 @@ class Value:
     symbolic: bool = False  # a dimension is a number known only at run time
     static: bool = False  # a parameter or buffer of the module: its address outlives the call
     dtype: str | None = None  # Thunder's name, such as "float32" or "bool8"; None unless tensor or future
+    parameter: str | None = None  # "layer.weight", of a parameter or buffer of the module
     proxy: Any = field(default=None, compare=False, repr=False)  # for the transform
 
     @property
@@ -117,16 +118,33 @@ class Ops:
 
     def origin(self, op: Op) -> Op | None:
         """The op whose line is reported for this one: itself, or a close one where Thunder has lost the line."""
+        if self._module(op) is not None:
+            return op
         values = op.inputs if op.bookkeeping else op.names
         near = (self.near[name] for name in values if name in self.near)
         return op if op.line else next(near, op if op.library_line else None)
 
     def line(self, op: Op) -> str | None:
-        """``"file.py:12"`` in the user's source, or ``"near file.py:12"``; a line of PyTorch's if there is none."""
+        """``"file.py:12"`` in the user's source, or ``"near file.py:12"``; a line of PyTorch's if there is none.
+
+        Of an op in a module of PyTorch's with parameters, the module and the line there: "self.up (linear.py:134)".
+        """
+        if (module := self._module(op)) is not None:
+            return f"{module} ({op.library_line})"
         origin = self.origin(op)
         if origin is None or origin.line is None:
             return op.library_line
         return op.line or f"near {origin.line}"
+
+    def source(self, op: Op) -> str | None:
+        """The text of the line that is reported for this op; None if the line surely is another op's."""
+        origin = self.origin(op)
+        return origin.source if origin is not None and (origin is op or op.library_line is None) else None
+
+    def _module(self, op: Op) -> str | None:
+        """The module of PyTorch's in which an op is, by its parameters; None in the user's code, or if it has none."""
+        parameters = (self.values[name].parameter or "" for name in op.inputs if op.library_line is not None)
+        return next((f"self.{name.rpartition('.')[0]}" for name in parameters if "." in name), None)
 
     def place(self, op: Op) -> str:
         """``"at file.py:12"``, ``"near file.py:12"``, or that the line is unknown."""
@@ -147,6 +165,7 @@ def read(
     forward: Ops | None = None,
     stacks: Stacks | None = None,
     stand_in: str | None = None,
+    parameters: Mapping[str, str] | None = None,
 ) -> Ops:
     """Reads ``trace`` in one pass; ``del``s and comments are dropped.
 
@@ -158,15 +177,21 @@ def read(
             backward gets the gradients, so it knows their lines.
         stacks: where code that Dynamo generated comes from.
         stand_in: A type of device, "cpu" or "meta", that stands for "cuda:0" in a trace that is only planned.
+        parameters: What the module calls its parameters and buffers, by the names of their proxies.
     """
-    reader = _TraceReader(static_names, stacks or {}, stand_in)
+    reader = _TraceReader(static_names, stacks or {}, stand_in, parameters or {})
     leaves, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
     arguments = reader.names(leaf for leaf in leaves if isinstance(leaf, compat.Proxy))
     ops = reader.ops(trace.bound_symbols)
     unpacked = (name for op in ops if op.bookkeeping for name in op.outputs)
     made_by = dict(forward.made_by) if forward is not None else {}
     made_by |= {name: op for op in ops if not op.bookkeeping for name in op.outputs}
-    return Ops(ops, reader.values, tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward), made_by)
+    args, near = tuple(dict.fromkeys((*arguments, *unpacked))), _near(ops, forward)
+    for name in args:  # Thunder has no lines for comparisons
+        if frames := user_frames((stacks or {}).get((name, 0))):
+            line = str(frames[-1])
+            near.setdefault(name, Op(-1, "an argument", None, None, outputs=(name,), line=line, source=frames[-1].text))
+    return Ops(ops, reader.values, args, near, made_by)
 
 
 def names_in(tree: Any) -> set[str]:
@@ -220,8 +245,11 @@ def computing(trace: compat.TraceCtx) -> Iterator[compat.BoundSymbol]:
 class _TraceReader:
     """Collects values by name while it turns bound symbols into ops."""
 
-    def __init__(self, static_names: frozenset[str], stacks: Stacks, stand_in: str | None) -> None:
+    def __init__(
+        self, static_names: frozenset[str], stacks: Stacks, stand_in: str | None, parameters: Mapping[str, str]
+    ) -> None:
         self.static_names, self.stacks, self.stand_in = static_names, stacks, stand_in
+        self.parameters = parameters
         self.values: dict[str, Value] = {}
         self._same: set[tuple[str, ...]] = set()  # inputs and results that are one tensor, of collectives in place
 
@@ -286,6 +314,7 @@ class _TraceReader:
             symbolic=symbolic,
             static=proxy.name in self.static_names or compat.ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
             dtype=_dtype(proxy),
+            parameter=self.parameters.get(proxy.name),
             proxy=proxy,
         )
 

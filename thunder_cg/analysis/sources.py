@@ -5,15 +5,19 @@ from __future__ import annotations
 import linecache
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
+from types import MappingProxyType
 
 import thunder
 import torch
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
+# For an argument of generated code, by its name and 0: that of its first use.
 Stacks = Mapping[tuple[str, int], str]
+_NO_STACKS: Stacks = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,15 @@ class SourceLine:
         return not (self.file.startswith(_TORCH) or _is_tracer(self.file))
 
     def __str__(self) -> str:
-        return f"{os.path.basename(self.file)}:{self.number}"
+        return f"{_notebook_cell(self.file) or os.path.basename(self.file)}:{self.number}"
+
+
+def _notebook_cell(file: str) -> str | None:
+    """``"In[5]"``, if a file stands for a cell of a notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    cells = getattr(shell, "compile", None)
+    named = cells.format_code_name(file) if cells is not None and hasattr(cells, "format_code_name") else None
+    return str(named[1]) if named is not None else None
 
 
 def _directory(module: object) -> str:
@@ -71,14 +83,13 @@ def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
     return [line for line in frames if line.is_users]
 
 
-def described(error: BaseException, stacks: Stacks) -> str:
+def described(error: BaseException, stacks: Stacks = _NO_STACKS) -> str:
     """The type of an error, where in the user's code it was raised, and the first sentence of its message."""
     lines = [line for each in (error, error.__cause__) if each is not None for line in _lines_of(each, stacks)]
     where = f" at {lines[-1]}" if lines else ""
-    said = str(error.__cause__ if lines and error.__cause__ is not None else error).strip()
-    return (
-        f"{type(error).__name__}{where}: {said.partition(chr(10))[0].partition('. ')[0].rstrip('.!') or 'no message'}"
-    )
+    cause = error.__cause__ if lines and error.__cause__ is not None else error
+    said = str(cause).strip().partition("\n")[0].partition(". ")[0].rstrip(".!")
+    return f"{type(cause).__name__}{where}: {said or 'no message'}"
 
 
 def _lines_of(error: BaseException, stacks: Stacks) -> list[SourceLine]:

@@ -350,6 +350,15 @@ def library_names(function: Any) -> tuple[str, ...]:
     return (name, whole, name + overload, whole + overload) if overload else (name, whole)
 
 
+def is_in_library(name: str) -> bool:
+    """Whether ``torch.library`` has an operator of this name: "ns::op" or "torch.ops.ns.op", each with or without an
+    overload.
+    """
+    parts = name.removeprefix("torch.ops.").replace("::", ".").split(".")
+    has_form = "::" in name or name.startswith("torch.ops.")
+    return has_form and len(parts) > 1 and hasattr(getattr(torch.ops, parts[0]), parts[1])
+
+
 # Namespaces of PyTorch's own operators: those of the distributed ones communicate.
 _NAMESPACES = frozenset({
     "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "aten", "c10d", "fsdp", "inductor", "prims",
@@ -420,13 +429,16 @@ def autocast_dtype(device_type: str) -> str | None:
 def stacks_of_generated_code(module: Any) -> dict[tuple[str, int], str]:
     """For each line of the code of a module's FX graphs, by file name and number: the stack that Dynamo saw there.
 
-    A line assigns to a variable that has the name of its node.
+    A line assigns to a variable that has the name of its node. A placeholder has no line: its stack, which is that of
+    its first use, is at its name and 0.
     """
     graphs = module.modules() if isinstance(module, torch.fx.GraphModule) else ()
-    found = {}
+    found: dict[tuple[str, int], str] = {}
     for graph in (each for each in graphs if isinstance(each, torch.fx.GraphModule)):
         file = type(graph).forward.__code__.co_filename
         stacks = {node.name: node.stack_trace for node in graph.graph.nodes}
+        placeholders = (node.name for node in graph.graph.nodes if node.op == "placeholder")
+        found |= {(name, 0): str(stacks[name]) for name in placeholders if stacks[name]}
         for number, line in enumerate(linecache.getlines(file), 1):
             assigned = re.match(r"\s*(\w+)(\s*:[^=]*)?\s*=", line)
             if assigned and (stack := stacks.get(assigned[1])):

@@ -6,15 +6,17 @@ import copy
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields, replace
 from html import escape
+from inspect import signature
 from typing import Any
 
 import thunder
 import torch
 
+from thunder_cg.analysis.sources import described
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, transform_of
-from thunder_cg.errors import NotCompiledError
+from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import locate
@@ -60,10 +62,11 @@ def plan(
 
     Returns:
         A `PlanReport` with a trace for the forward and, if an input or a parameter requires grad, one for the backward.
+        If Thunder cannot compile the function, it says why, where and what to try.
 
     Raises:
         NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs.
-        OptionError: a value that an option cannot have.
+        OptionError: a value that an option cannot have, or an argument of the function among the options.
         BackendError: there are CUDA tensors, and the backend does not work on this machine.
     """
     if _is_of_dynamo(fn_or_module):
@@ -73,17 +76,34 @@ def plan(
     settings = replace(before.options, **ours) if before is not None else Options(**ours)
     inputs = (example_inputs, dict(kwargs or {}))
     source = original(fn_or_module)
+    _refuse_arguments(options, source)
     stand_in = _stand_in({each.device.type for each in (*tensors_in(inputs), *_state(source))}, settings.backend)
     if stand_in == "meta":
         inputs = tree_map_only(torch.Tensor, _on_meta, inputs)
         source = copy.deepcopy(source, {id(tensor): _on_meta(tensor) for tensor in _state(source)})
     jitted = compiled_as(fn_or_module, source, CudagraphTransform(settings, stand_in), options)
-    with Stage(lambda: f"compiling {getattr(source, '__qualname__', type(source).__name__)}"):
-        compat.compile_only(jitted, *inputs)
+    counts: dict[str, Any] = {"calls": 0}
+    try:
+        with Stage(lambda: f"compiling {getattr(source, '__qualname__', type(source).__name__)}"):
+            compat.compile_only(jitted, *inputs)
+    except CudagraphError:
+        raise
+    except Exception as error:
+        counts = {"calls": 1, "compile_failures": 1, "compile_failure": described(error)}
     report = explain(jitted)
     note = "Planned, not run" if stand_in is None else f"Planned, not run: {stand_in} tensors stand for CUDA ones"
-    parts = {part.name: getattr(report, part.name) for part in fields(Report)} | {"calls": 0}
+    parts = {part.name: getattr(report, part.name) for part in fields(Report)} | counts
     return PlanReport(**parts, note=f"{note}.")
+
+
+def _refuse_arguments(options: Mapping[str, Any], source: Any) -> None:
+    """Raises `OptionError` if one of the options is an argument of the function: ``thunder.jit`` takes any option."""
+    function = source.forward if isinstance(source, torch.nn.Module) else source
+    parameters = {*signature(function).parameters} - {*signature(thunder.jit).parameters}
+    for name, value in options.items():
+        if name in parameters or isinstance(value, torch.Tensor):
+            fix = f"it is an argument of {getattr(source, '__qualname__', type(source).__name__)}: pass it in kwargs="
+            raise OptionError(name, type(value), "an option of thunder.jit or cudagraph_transform", fix, "plan")
 
 
 def _is_of_dynamo(fn: Any) -> bool:

@@ -6,20 +6,33 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+import thunder
 import torch
 
+from thunder_cg.analysis.sources import described
 from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.errors import CaptureError, TransformConflictError
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage
-from thunder_cg.report.programs import outside_of
+from thunder_cg.report.programs import graph_name, outside_of, part_name
+from thunder_cg.runtime.compilation import NAME, name_of
 from thunder_cg.transform import cudagraph_transform
 
 
 class Compiler(ThunderCompiler):
-    """Gives Inductor less of a graph of Dynamo's than Thunder's own compiler does."""
+    """Gives Inductor less of a graph of Dynamo's than Thunder's own compiler does.
+
+    Attributes:
+        function: the user's name of what it compiles.
+        failures: how many of Dynamo's graphs it could not compile, each of which is a call that raised.
+        failure: what was raised last.
+    """
+
+    function = "a function"
+    failures = 0
+    failure: str | None = None
 
     def __call__(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         """Compiles one of Dynamo's graphs.
@@ -27,9 +40,14 @@ class Compiler(ThunderCompiler):
         Raises:
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
-        rewrite(module, self.thunder_options)
-        with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
-            compiled = super().__call__(module, *inputs)
+        try:
+            rewrite(module, self.thunder_options)
+            with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
+                compiled = super().__call__(module, *inputs)
+        except Exception as error:
+            self.failures, self.failure = self.failures + 1, described(error)
+            raise
+        self._name_parts()
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
         if any(getattr(each, "strict", None) == "ops" for each in options):
             for outside in outside_of("the graph", self.subgraph_infos[-1]):
@@ -37,6 +55,15 @@ class Compiler(ThunderCompiler):
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 raise CaptureError(where, problem, "use an operator that Thunder traces", option='strict="ops"')
         return compiled
+
+    def _name_parts(self) -> None:
+        """Notes on what Thunder will compile of the last graph what the report calls it, for the log and profiles."""
+        graph = graph_name(self.function, len(self.subgraph_infos) - 1)
+        parts = self.subgraph_infos[-1].thunder_compiled_fns or ()
+        for number, jitted in enumerate(parts):
+            module = thunder.compile_data(jitted).fn
+            if isinstance(module, torch.fx.GraphModule):
+                module.meta[NAME] = part_name(graph, number, len(parts))
 
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
@@ -54,4 +81,5 @@ def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """Compiles with the options of Thunder's own ``thunderfx``, and with fewer cuts. Graphs are up to a transform."""
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
+    backend.function = name_of(fn)
     return CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from thunder_cg.analysis.rules import KEEP_ON_DEVICE
+from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.analysis.sources import SourceLine, called_from, users
 
 _BRANCH = "choose with torch.where, or branch outside of the compiled function"
@@ -85,5 +85,9 @@ def _understood(said: str) -> tuple[str, str]:
         return "a branch on what a tensor holds", _BRANCH
     if ".item()" in first:
         return "Tensor.item() reads what a tensor holds into Python", _ITEM
+    if any(each in first for each in ("tolist()", "Data dependent operator")):
+        return first, _ITEM
+    if first.startswith("Dynamic shape operator"):  # traced, it would be left to Inductor
+        return first, FIXED_SIZE
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]
     return first, next((hint for hint in hints if not hint.startswith(_NO_HELP)), "")

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis.causes import RootCause, root_causes
-from thunder_cg.analysis.rules import Reason
 from thunder_cg.runtime.program import Program
 
 
@@ -44,13 +43,11 @@ def causes(
         times: by the identity of programs, the microseconds of eager ops, if they were measured.
     """
     alike: dict[tuple[str, str], list[RootCause]] = {}
-    fixes: dict[tuple[str, str], str] = {}
     took: dict[tuple[str, str], float] = {}
     for program in programs:
         for cause in root_causes(program.ops, program.plan, program.aliasing):
             key = cause.name, cause.place
             alike.setdefault(key, []).append(cause)
-            fixes.setdefault(key, _fix(program, cause))
             if (measured := (times or {}).get(id(program))) is not None:
                 took[key] = took.get(key, 0.0) + sum(measured.get(index, 0.0) for index in cause.ops)
     found = [
@@ -62,23 +59,9 @@ def causes(
             added_regions=sum(each.added_regions for each in (first, *others)),
             reason=first.reason,
             detail=first.detail,
-            fix=fixes[key],
+            fix=first.fix,
             microseconds=took.get(key),
         )
         for key, (first, *others) in alike.items()
     ]
     return tuple(sorted(found, key=lambda c: (c.microseconds or 0.0, c.added_regions, c.eager_ops), reverse=True))
-
-
-def _fix(program: Program, cause: RootCause) -> str:
-    """The fix, and that for a Python float that Dynamo passes as a tensor on the CPU, where the trace reads it."""
-    values = (program.ops.values[name] for index in cause.ops for name in program.ops.ops[index].inputs)
-    for value in values if cause.reason == Reason.DATA_DEPENDENT.value else ():
-        is_dynamos = value.name in program.ops.args and value.users_name != value.name
-        if is_dynamos and (value.dtype, value.device, value.nbytes) == ("float64", "cpu", 8):
-            return (
-                f"if {value.users_name} is a Python float, which Dynamo passes as a tensor if it changes from call to "
-                "call, make it a 0-dim tensor on the device; or, if it has few values, set "
-                f"torch._dynamo.config.specialize_float = True, and Dynamo compiles for each; if not, {cause.fix}"
-            )
-    return cause.fix

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from thunder_cg.analysis.rules import FIXED_SIZE
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
 
@@ -17,6 +18,7 @@ NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call.
 _TO_PYTHON = (
     "for a branch on what a tensor holds, or for `.tolist()`, use thunder_cg.thunderfx, which leaves it to Python"
 )
+_TO_FIXED_SIZE = f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}"
 _TO_EXECUTOR = (
     "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor of "
     "Thunder's (README, Your own operator)"
@@ -35,6 +37,14 @@ _RAISE_LIMIT = (
 _TO_COMPARE = (
     "call the function without Thunder: if that raises too, mend the function; if not, keep the operator out of what "
     "is compiled, with thunder_cg.thunderfx and torch.compiler.disable"
+)
+_TO_GRADIENT = "for an operator of torch.library, give it a gradient with torch.library.register_autograd"
+# What to try, by what an error of Thunder's then has in it.
+_TO_TRY = (
+    (_TO_PYTHON, ("data dependen", "tolist")),
+    (_TO_FIXED_SIZE, ("boolean advanced indexing", "DynamicOutputShape")),
+    (_TO_GRADIENT, ("no autograd formula",)),
+    (_TO_EXECUTOR, ("_ops", "not registered", "not yet supported")),
 )
 
 
@@ -70,12 +80,11 @@ def failures(report: Report) -> Iterator[str]:
         problem = report.compile_failure
         if problem is None:
             yield f"{said}. Thunder hands on no error of a function; the traceback of the next call ends at its line."
-            yield f"To try, by what that says: {_TO_PYTHON}; {_TO_EXECUTOR}; for anything else, {_TO_COMPARE}."
+            hints = "; ".join(hint for hint, _ in _TO_TRY)
+            yield f"To try, by what that says: {hints}; for anything else, {_TO_COMPARE}."
             return
         yield f"{said}: {problem}."
-        on_data = any(each in problem for each in ("data dependen", "tolist", "bool"))
-        of_library = any(each in problem for each in ("_ops", "not registered", "not yet supported"))
-        tried = [text for text, fits in ((_TO_PYTHON, on_data), (_TO_EXECUTOR, of_library)) if fits]
+        tried = [hint for hint, signs in _TO_TRY if any(sign in problem for sign in signs)]
         yield f"To try: {'; '.join(tried or [_TO_COMPARE])}."
 
 
@@ -170,8 +179,8 @@ def headline(traces: Sequence[TraceReport]) -> str:
 
 def unmatched(report: Report) -> Iterator[str]:
     """Names in options that no operator has."""
-    for option, name, close in report.unmatched:
-        hint = f"; did you mean {close!r}?" if close else ""
+    for option, name, instead in report.unmatched:
+        hint = f"; {instead}" if instead else ""
         yield f"{option}= names {name}, and no operator of these traces has that name{hint}"
 
 

@@ -1,4 +1,4 @@
-"""`profile(fn, *inputs)`: what each region and each eager op of a call takes, and what a region saves.
+"""What `profile(fn, *inputs)` measures: what each region and each eager op of a call takes, and what a region saves.
 
 Note [What is timed]
     The traces that a call runs are rebuilt with a mark of the backend's timer after each region and each eager op: once
@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -25,7 +25,6 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
 from thunder_cg.report.programs import jitted_parts, locate
-from thunder_cg.report.report import Report, Times, report
 from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.functions import unused
 from thunder_cg.runtime.program import Counts, Program, program_of
@@ -38,25 +37,19 @@ _FEW = 3
 Timed = Op | str  # what ends at a mark: an eager op, or a region by its name
 
 
-def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
-    """Times a call of a compiled function: `explain` with what each region and each eager op takes, in microseconds.
+@dataclass(frozen=True, slots=True)
+class Times:
+    """What was measured of one program, in microseconds."""
 
-    Each region is timed as a replay and with its ops run eagerly, each eager op as it runs. The report then ranks root
-    causes by time, and names regions that take longer than their ops. On CUDA the times are those of CUDA events on the
-    device's current stream, medians of up to 20 calls; on the tape they are the host's.
+    regions: dict[str, float] = field(default_factory=dict)  # by name
+    eager_regions: dict[str, float] = field(default_factory=dict)  # with the region's ops in its place
+    copies: dict[str, float] = field(default_factory=dict)  # of as many bytes as a replay copies
+    ops: dict[int, float] = field(default_factory=dict)  # eager ones, by index
 
-    The function is called about 50 times, forward and, if an input or a parameter requires grad, backward, with ones
-    for gradients. Nothing is accumulated in ``.grad``, but what the calls write and draw is written and drawn so often.
-    With collectives, all ranks have to call it. The report does not count these calls.
 
-    Args:
-        fn: what `thunder.jit`, `thunder.compile` or `thunderfx` returned, compiled with `cudagraph_transform()`.
-        args, kwargs: of the call to time.
-
-    Raises:
-        NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
-    """
-    report(fn)  # raises, before anything is called
+def measure(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Times]:
+    """The times of a call of a compiled function, by the identity of its programs. See `Report.profile`."""
+    locate(fn, "profile")  # raises, before anything is called
     times: dict[int, Times] = {}
     with _uncounted(fn):
         for jitted, part_args, part_kwargs in _calls_of_parts(fn, args, kwargs):
@@ -65,7 +58,7 @@ def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
             if forward is not None:
                 backward = program_of(entry.backward_traces) if entry.backward_fn else None
                 times |= _timed(entry, inputs, forward, backward)
-    return report(fn, times)
+    return times
 
 
 @contextmanager

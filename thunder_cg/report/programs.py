@@ -21,6 +21,7 @@ from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits
 from thunder_cg.report.units import count
+from thunder_cg.runtime.compilation import name_of
 from thunder_cg.runtime.program import Program, program_of
 
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
@@ -103,14 +104,14 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     programs: list[Located] = []
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []
-    calls = failures = 0
     ran: list[int] = []  # for each graph: in how many calls, if it has a part of Thunder's, which counts
-    failure = None
+    calls = failures = getattr(backend, "failures", 0)  # of `thunder_cg.thunderfx`
+    failure = getattr(backend, "failure", None)
     for number, graph in enumerate(backend.subgraph_infos):
-        label = f"{_name(fn)}, graph {number}"
+        label = graph_name(_name(fn), number)
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
-            programs += _in_caches(f"{label}, part {part}" if len(compiled) > 1 else label, jitted)
+            programs += _in_caches(part_name(label, part, len(compiled)), jitted)
             calls += thunder.compile_stats(jitted).calls
             failures += _failures(jitted)
             if (raised := compile_failure(jitted)) is not None:
@@ -124,6 +125,16 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     reached = [*recompile_limits(fn, backend)] if without_graph else []
     limits = tuple(each for each in reached if python_calls or each.reason)
     return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks), limits, python_calls)
+
+
+def graph_name(function: str, number: int) -> str:
+    """What a graph of Dynamo's is called."""
+    return f"{function}, graph {number}"
+
+
+def part_name(graph: str, part: int, parts: int) -> str:
+    """What one of Thunder's functions for a graph of Dynamo's is called."""
+    return f"{graph}, part {part}" if parts > 1 else graph
 
 
 def _failures(jitted: Any) -> int:
@@ -224,5 +235,4 @@ def _name(fn: Any) -> str:
     """The user's name for what was compiled: a module's class, a function's qualified name."""
     data = thunder.compile_data(fn)
     original = getattr(fn, "_func", fn) if data is None else data.fn
-    original = getattr(original, "_orig_mod", original)
-    return getattr(original, "__qualname__", type(original).__name__)
+    return name_of(original)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -13,6 +14,7 @@ from thunder_cg.analysis.classify import shown, unmatched
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import bound_functions
+from thunder_cg.errors import CudagraphError
 from thunder_cg.kernels.inductor import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
 from thunder_cg.report.breaks import GraphBreak, RecompileLimit
@@ -20,8 +22,10 @@ from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
 from thunder_cg.report.differences import Differences
+from thunder_cg.report.dot import dump_dot
 from thunder_cg.report.entries import ChangeReport, InputReport, changes, inputs
 from thunder_cg.report.memory import MemoryReport
+from thunder_cg.report.profile import Times, measure
 from thunder_cg.report.programs import Located, Outside, locate
 from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.program import Program
@@ -140,10 +144,25 @@ class TraceReport:
         return Counter(op.verdict for op in self.ops)
 
 
+class _OfFunction:
+    """Where a report came from. It is no field: neither files nor comparisons of reports have it."""
+
+    __slots__ = ("_function",)
+    _function: Callable[[], Any]  # a weak reference, as a report keeps no function
+
+    def _function_for(self, method: str) -> Any:
+        fn = self._function() if hasattr(self, "_function") else None
+        if fn is None:
+            problem = "this report has no function: it is a plan, it was loaded, or its function is gone"
+            raise CudagraphError(f"Report.{method}: {problem}; call thunder_cg.{method}(fn, ...)")
+        return fn
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class Report:
+class Report(_OfFunction):
     """What became of a compiled function. `print` it, leave it as a notebook cell's last line, `save` it to a file, or
-    take `to_dict()`. `differences` compares it with an earlier one, which `load` reads from a file."""
+    take `to_dict()`. `differences` compares it with an earlier one, which `load` reads from a file. `profile` adds
+    times, and `dump_dot` draws the graph of a region, as long as the function exists."""
 
     traces: tuple[TraceReport, ...]  # one for every forward and every backward that Thunder compiled with the transform
     outside: tuple[Outside, ...] = ()  # what Thunder does not support, so that Inductor runs it (thunderfx only)
@@ -151,7 +170,7 @@ class Report:
     changes: tuple[ChangeReport, ...] = ()  # because of which calls compile, warm up or capture anew
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
     compile_failure: str | None = None  # what it raised last and where, of a module
-    # Names in the options allow= and deny= that no operator of the traces has: the option, the name, the nearest one.
+    # Names in the options allow= and deny= that no operator of the traces has: the option, the name, what to write.
     unmatched: tuple[tuple[str, str, str | None], ...] = ()
     clock: str | None = None  # the backend whose clock measured the times in it; None if none did
     breaks: tuple[GraphBreak, ...] = ()  # where Dynamo ended a graph and began another one (thunderfx only)
@@ -163,6 +182,22 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
         return dict(schema.plain(asdict(self)))
+
+    def profile(self, /, *args: Any, **kwargs: Any) -> Report:
+        """The report with times, measured in calls of the function with these arguments: :func:`thunder_cg.profile`.
+
+        Raises:
+            CudagraphError: the report was loaded from a file, or its function is gone.
+        """
+        return profile(self._function_for("profile"), *args, **kwargs)
+
+    def dump_dot(self, region: str, path: str | Path) -> None:
+        """Writes the graph of a region to a file for Graphviz: :func:`thunder_cg.dump_dot`.
+
+        Raises:
+            CudagraphError: the report was loaded from a file, or its function is gone.
+        """
+        dump_dot(self._function_for("dump_dot"), region, path)
 
     def show(self) -> None:
         """Prints the text: on a terminal in colour, unless the environment variable NO_COLOR is set."""
@@ -198,16 +233,6 @@ class Report:
         return html.render(self)
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """What `profile` measured of one program, in microseconds."""
-
-    regions: dict[str, float] = field(default_factory=dict)  # by name
-    eager_regions: dict[str, float] = field(default_factory=dict)  # with the region's ops in its place
-    copies: dict[str, float] = field(default_factory=dict)  # of as many bytes as a replay copies
-    ops: dict[int, float] = field(default_factory=dict)  # eager ones, by index
-
-
 @overload
 def explain(fn: GraphedStep) -> StepReport: ...
 @overload
@@ -236,7 +261,7 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
     found = locate(fn)
     traces = tuple(_trace(each, (times or {}).get(id(each.program), Times())) for each in found.programs)
     programs = [located.program for located in found.programs]
-    return Report(
+    made = Report(
         traces=traces,
         outside=found.outside,
         causes=causes(programs, {key: each.ops for key, each in times.items()} if times is not None else None),
@@ -251,12 +276,36 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
         compile_failure=found.failure,
         calls=found.calls,
     )
+    object.__setattr__(made, "_function", weakref.ref(fn))
+    return made
+
+
+def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
+    """Times a call of a compiled function: `explain` with what each region and each eager op takes, in microseconds.
+
+    Each region is timed as a replay and with its ops run eagerly, each eager op as it runs. The report then ranks root
+    causes by time, and names regions that take longer than their ops. On CUDA the times are those of CUDA events on the
+    device's current stream, medians of up to 20 calls; on the tape they are the host's.
+
+    The function is called about 50 times, forward and, if an input or a parameter requires grad, backward, with ones
+    for gradients. Nothing is accumulated in ``.grad``, but what the calls write and draw is written and drawn so often.
+    With collectives, all ranks have to call it. The report does not count these calls.
+
+    Args:
+        fn: what `thunder.jit`, `thunder.compile` or `thunderfx` returned, compiled with `cudagraph_transform()`.
+        args, kwargs: of the call to time.
+
+    Raises:
+        NotCompiledError: `fn` is not compiled by Thunder, or not with `cudagraph_transform()`.
+    """
+    return report(fn, measure(fn, args, kwargs))
 
 
 def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None], ...]:
     given = {option: {n for p in programs for n in getattr(p.options, option)} for option in ("allow", "deny")}
-    missing = unmatched(given, (program.ops for program in programs))
-    return tuple((option, shown(name), close) for option, name, close in missing)
+    split = {name: parts for program in programs for name, parts in program.split_operators.items()}
+    missing = unmatched(given, (program.ops for program in programs), split)
+    return tuple((option, shown(name), instead) for option, name, instead in missing)
 
 
 def _trace(located: Located, times: Times) -> TraceReport:
@@ -296,7 +345,6 @@ def _ops(program: Program, times: Times) -> tuple[OpReport, ...]:
 
 def _op(program: Program, index: int, region: str | None, microseconds: float | None) -> OpReport:
     op, verdict = program.ops.ops[index], program.plan.verdicts[index]
-    origin = program.ops.origin(op)
     return OpReport(
         index=op.index,
         name=op.name,
@@ -306,7 +354,7 @@ def _op(program: Program, index: int, region: str | None, microseconds: float | 
         detail="; ".join([verdict.detail, *_failures(op)]),
         fix=verdict.fix,
         line=program.ops.line(op),
-        source=origin.source if origin is not None else None,
+        source=program.ops.source(op),
         region=region,
         fused=tuple(sub.name for sub in op.subs) if op.is_fusion else (),
         microseconds=microseconds,

@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from thunder_cg.runtime.changes import CallChange, Changes, differing
+
+NAME = "thunder_cg.name"  # in the `meta` of a graph of Dynamo's: what the report calls it
+
+
+def name_of(fn: Any) -> str:
+    """The user's name for what is compiled: a module's class, a function's qualified name, "Net, graph 0"."""
+    fn = getattr(fn, "_orig_mod", fn)
+    name = fn.meta.get(NAME) if isinstance(fn, torch.fx.GraphModule) else None
+    return str(name or getattr(fn, "__qualname__", type(fn).__name__))
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from thunder_cg.analysis.causes import root_causes
+from thunder_cg.analysis.classify import Pattern
 from thunder_cg.analysis.memory import MemoryEstimate
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
@@ -56,6 +57,8 @@ class SharedState:
     options: Options
     backend: Backend
     arenas: Arenas
+    # Operators in allow= and deny= that Thunder makes of others, and these.
+    split: dict[Pattern, Sequence[str]] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)  # causes of eager calls and ops that the log has a warning about
 
 
@@ -95,6 +98,7 @@ class Program:
         self.kind, self.ops, self.plan, self.aliasing = trace.kind, trace.ops, trace.plan, trace.aliasing
         self.regions, self._saved = list(regions), trace.saved
         self.options, self.backend, self._warned = shared.options, shared.backend, shared.warned
+        self.split_operators = shared.split
         self.verifier, self.compilation = verifier, compilation
         self._changes_in_a_row = self._replays_before = 0  # changes since the last replay, and replays at the last one
         self.label = f"{compilation.name}, {trace.kind}"
@@ -455,7 +459,7 @@ class Program:
     def raise_if_strict(self, reason: str) -> None:
         if self.options.strict and reason not in skip_reasons.HELD_ELSEWHERE:
             fix = skip_reasons.FIXES.get(reason, "mend that (print(explain(fn)) has the plan)")
-            raise CaptureError(f"{self.kind} call {self.calls}", reason, fix)
+            raise CaptureError(f"{self.label} call {self.calls}", reason, fix)
 
     def count_fallback(self, reason: str, fix: str) -> None:
         """Counts a call, or a region of it, that runs eagerly. The log warns once of each reason that has a fix."""

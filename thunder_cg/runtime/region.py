@@ -156,9 +156,11 @@ class RuntimeRegion:
     def _raise_if_strict(self, call: Call) -> None:
         """Raises with ``strict=True``, because the region could not be captured, or was and is quarantined."""
         if call.program.options.strict and self.disagreement is not None:
-            raise CaptureError(self.name, self.disagreement.problem, self.disagreement.fix)
+            raise CaptureError(f"{call.program.label}, {self.name}", self.disagreement.problem, self.disagreement.fix)
         if call.program.options.strict and not self.is_deselected:
-            raise CaptureError(self.name, str(self.failure), "deny the operator with deny=[...]")
+            raise CaptureError(
+                f"{call.program.label}, {self.name}", str(self.failure), "deny the operator with deny=[...]"
+            )
 
     def leave_eager(self, as_graph: float, eagerly: float) -> None:
         """Has later calls run the ops, because that takes less time. Both times are in microseconds."""
@@ -323,18 +325,23 @@ class RuntimeRegion:
             self._fail(call, error)
             self._refuse(call, self._after_capture)
         self._raise_if_strict(call)
-        call.program.count_fallback(f"{self.name} could not be captured: {self.failure}", self._fix)
         recording.incomplete = True
         try:
-            # In the arena the memory of the warm-up is at hand, unless the capture has given up what the ops read.
-            if in_pool == self._in_pool(call, args):
-                with suppress(_NotRun):
-                    return self._run_in_arena(call, args)
-            return self._run_eagerly(call, args)
+            results = self._run_instead(call, args, in_pool)
         except Exception:
-            # The operator itself raises: it may do better next time.
+            # The operator itself raises, and the error says so. It may do better next time.
             self.failure, self.failed_attempts, self.stays_eager = before
             raise
+        call.program.count_fallback(f"{self.name} could not be captured: {self.failure}", self._fix)
+        return results
+
+    def _run_instead(self, call: Call, args: Sequence[Any], in_pool: frozenset[int]) -> Sequence[Any]:
+        """Runs the ops of a region that could not be captured."""
+        # In the arena the memory of the warm-up is at hand, unless the capture has given up what the ops read.
+        if in_pool == self._in_pool(call, args):
+            with suppress(_NotRun):
+                return self._run_in_arena(call, args)
+        return self._run_eagerly(call, args)
 
     @property
     def _before_capture(self) -> str:

@@ -29,6 +29,7 @@ from thunder_cg.analysis.rules import executors, prims, torch
 from thunder_cg.analysis.rules.conditions import IN_PLACE, REDUCES_IN_PLACE, positions
 from thunder_cg.analysis.rules.executors import EXECUTORS, executor_rule
 from thunder_cg.analysis.rules.record import (
+    FIXED_SIZE,
     KEEP_ON_DEVICE,
     VJP,
     AliasedInputs,
@@ -42,6 +43,7 @@ from thunder_cg.analysis.rules.record import (
 
 __all__ = [
     "EXECUTORS",
+    "FIXED_SIZE",
     "IN_PLACE",
     "KEEP_ON_DEVICE",
     "REDUCES_IN_PLACE",

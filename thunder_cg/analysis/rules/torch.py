@@ -14,6 +14,7 @@ from typing import Any
 from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import (
     CAPTURED,
+    FIXED_SIZE,
     KEEP_ON_DEVICE,
     VJP,
     AliasedInputs,
@@ -69,7 +70,7 @@ _READS_CONTENTS = Cause(Reason.DATA_DEPENDENT,
     KEEP_ON_DEVICE, _TAGS)
 _DYNAMIC_SIZE = Cause(Reason.DATA_DEPENDENT,
     "the size of its result depends on what its input holds, so the host must ask the device",
-    "use a form with a fixed size: torch.where or a mask instead of indices, nonzero_static instead of nonzero", _TAGS)
+    FIXED_SIZE, _TAGS)
 _CHECKS_CONTENTS = Cause(Reason.DATA_DEPENDENT, "it checks its input's contents on the host",
     "call a form without the check")
 _SOLVER = Cause(Reason.HOST_SYNC,

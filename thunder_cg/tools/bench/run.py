@@ -94,7 +94,7 @@ def run(settings: BenchmarkSettings) -> int:
         ModuleNotFoundError: plots are wanted and matplotlib is not installed.
     """
     if not settings.chosen:
-        raise ValueError(f"--only {' '.join(settings.names)}: no case has that in its name; --list shows all")
+        raise ValueError(f"no case has {' or '.join(map(repr, settings.names))} in its name; --list shows all")
     if not settings.chosen_variants():
         known = ", ".join(variants(settings.device))
         raise ValueError(

@@ -12,7 +12,8 @@ import thunder
 import torch
 from support import programs
 
-from thunder_cg import CudagraphError, OptionError, dump_dot
+from thunder_cg import CudagraphError, OptionError, dump_dot, explain
+from thunder_cg.errors import ForeignFileError
 from thunder_cg.runtime.tape import TapeGraph
 
 
@@ -24,13 +25,22 @@ def test_the_graph_of_a_region(transform: Callable[..., Any], device: str, tmp_p
     with pytest.raises(OptionError, match="expected a region, and nothing is captured"):
         dump_dot(jfn, "CUDAGraph1", path)
     jfn(x)
-    with pytest.raises(OptionError, match=r"dump_dot\(region='CUDAGraph1'\): .*; call the function three times first"):
+    with pytest.raises(
+        OptionError, match=r"dump_dot\(region='CUDAGraph1'\): .*; call the function twice with the same"
+    ):
         dump_dot(jfn, "CUDAGraph1", path)
     with pytest.raises(OptionError, match=r"region='relu'\): expected one of 'CUDAGraph1'"):
         dump_dot(jfn, "relu", path)
     jfn(x)
-    dump_dot(jfn, "CUDAGraph1", path)
-    said = path.read_text()
+    path.write_text("digraph mine {}")
+    with pytest.raises(ForeignFileError, match=r"a\.dot exists, and thunder_cg did not write it"):
+        dump_dot(jfn, "CUDAGraph1", path)
+    assert path.read_text() == "digraph mine {}"
+    path.unlink()
+    for _ in range(2):  # the second time, the file is its own
+        explain(jfn).dump_dot("CUDAGraph1", path)
+    mark, said = path.read_text().split("\n", 1)
+    assert mark == "// thunder_cg: the graph of region CUDAGraph1"
     assert said.startswith("digraph ") and said.rstrip().endswith("}")
     graph = programs(jfn)[0].newest_graph("CUDAGraph1").graph
     if isinstance(graph, TapeGraph):
@@ -50,7 +60,7 @@ def test_the_graph_of_a_region(transform: Callable[..., Any], device: str, tmp_p
 
 def test_the_graph_of_a_backward(transform: Callable[..., Any], device: str, tmp_path: Path) -> None:
     jfn, x = thunder.jit(lambda x: torch.tanh(torch.sin(x)), transforms=[transform()]), torch.ones(2, device=device)
-    for _ in range(3):
+    for _ in range(2):
         jfn(x.requires_grad_()).sum().backward()
     forward, backward = (program.regions[0].name for program in programs(jfn))
     for region in (forward, backward):

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from thunder_cg.errors import OptionError
+from thunder_cg.files import refuse_foreign, replace
 from thunder_cg.report.programs import locate
+
+MARK = "// thunder_cg: the graph of region"  # files begin with it, in a comment of Graphviz's language
 
 
 def dump_dot(fn: Any, region: str, path: str | os.PathLike[str]) -> None:
@@ -18,14 +23,17 @@ def dump_dot(fn: Any, region: str, path: str | os.PathLike[str]) -> None:
     Args:
         fn: a compiled function or module, as for :func:`explain`.
         region: the name that its report gives the region, such as "CUDAGraph1".
-        path: the file, which is overwritten.
+        path: the file. One that this function wrote before is replaced.
 
     Raises:
         NotCompiledError: ``fn`` is not compiled with ``cudagraph_transform()``.
-        OptionError: no region has this name, or it has no graph: call the function three times first.
+        OptionError: no region has this name, or it has no graph: call the function twice with the same inputs first.
+        ForeignFileError: there is another file at ``path``.
         CudagraphError: cuda-bindings is not installed.
     """
-    programs = [located.program for located in locate(fn).programs]
+    path = Path(path)
+    refuse_foreign(path, MARK)
+    programs = [located.program for located in locate(fn, "dump_dot").programs]
     names = [each.name for program in programs for each in program.regions]
     if region not in names:
         expected = f"one of {', '.join(map(repr, names))}" if names else "a region, and nothing is captured"
@@ -34,6 +42,10 @@ def dump_dot(fn: Any, region: str, path: str | os.PathLike[str]) -> None:
     graph = program.newest_graph(region)
     if graph is None:
         failure = next(each.failure for each in program.regions if each.name == region)
-        fix = f"it runs eagerly: {failure}" if failure else "call the function three times first"
+        steps = "the function" if program.kind == "forward" else "the function and its backward"
+        fix = f"it runs eagerly: {failure}" if failure else f"call {steps} twice with the same inputs first"
         raise OptionError("region", region, "a region with a graph", fix, "dump_dot")
-    graph.graph.write_dot(os.fspath(path))
+    with TemporaryDirectory() as folder:
+        written = Path(folder, "graph.dot")
+        graph.graph.write_dot(str(written))
+        replace(path, f"{MARK} {region}\n{written.read_text(encoding='utf-8')}")
