@@ -89,7 +89,7 @@ def test_programs(
 
 def forgets_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     init = RegionGraph.__init__
-    monkeypatch.setattr(RegionGraph, "__init__", lambda self, copied, written, label: init(self, copied, (), label))
+    monkeypatch.setattr(RegionGraph, "__init__", lambda self, copied, written, *rest: init(self, copied, (), *rest))
 
 
 def draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

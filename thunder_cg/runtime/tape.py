@@ -104,6 +104,11 @@ class _RecordedCall:
     results: list[tuple[int, torch.Tensor]]  # leaf of the output, the tensor with its memory
     grad: bool = False  # the grad mode at the capture: some kernels compute more in it, such as an LSTM's on a CPU
 
+    def run(self, args: Any, kwargs: Any) -> Any:
+        """Calls the operator, or the fusion, again, without history."""
+        with torch.set_grad_enabled(self.grad), compat.below_autograd() if self.grad else nullcontext():
+            return self.fn(*args, **kwargs)
+
 
 _Step = _RecordedCall | list[torch.Tensor]  # a list: these are copied out before the end
 
@@ -179,14 +184,17 @@ class _Tape(_Reuse):
         if func.namespace == "c10d":
             return self._record_collective(func, args, kwargs)
         self.may_draw |= func.namespace != "aten" or torch.Tag.nondeterministic_seeded in func.tags
-        return self._record(func, args, kwargs, writes=compat.is_mutable(func) or func.overloadpacket in _WRITERS)
+        writes = compat.is_mutable(func) or func.overloadpacket in _WRITERS
+        return self._record(func, args, kwargs, writes=writes, grad=torch.is_grad_enabled())
 
     def record_fusion(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.may_draw = True
         with compat.disable_dispatch_modes():
-            return self._record(fn, args, kwargs, writes=True)
+            return self._record(fn, args, kwargs, writes=True, grad=False)
 
-    def _record(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool) -> Any:
+    def _record(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, writes: bool, grad: bool
+    ) -> Any:
         inputs = compat.tensors_in((args, kwargs))
         if writes:
             for tensor in inputs:
@@ -207,7 +215,7 @@ class _Tape(_Reuse):
                     self._own.add(address(tensor))
                     results.append((leaf, tensor.detach()))
         if results or writes:  # a call without writes and new results made a view, which stays valid
-            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results, torch.is_grad_enabled()))
+            self.steps.append(_RecordedCall(fn, recorded_args, recorded_kwargs, results, grad))
         return output
 
     def _record_collective(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,7 +312,7 @@ class TapeGraph:
         if self._is_closed:
             raise ReplayRefused("it has been destroyed")
         by_sentinel = dict(zip(self.sentinels, scalars))
-        with torch.no_grad(), compat.below_autograd(), compat.below_autocast(), compat.disable_dispatch_modes():
+        with torch.no_grad(), compat.below_autocast(), compat.disable_dispatch_modes():
             try:
                 copy_all(self.buffers, sources)
             except Exception as error:
@@ -319,8 +327,7 @@ class TapeGraph:
                 args, kwargs = step.args, step.kwargs
                 if has_sentinel:
                     args, kwargs = compat.tree_map_only(int, lambda i: by_sentinel.get(i, i), (args, kwargs))
-                with torch.set_grad_enabled(step.grad):
-                    output = step.fn(*args, **kwargs)
+                output = step.run(args, kwargs)
                 if step.results:
                     leaves = compat.tree_leaves(output)
                     for leaf, tensor in step.results:
