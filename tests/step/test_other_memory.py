@@ -6,8 +6,7 @@ from collections import UserList
 
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
-from torch.optim import SGD
+from support import usual_step
 
 from thunder_cg import explain
 from thunder_cg.runtime.backends import resolve
@@ -17,21 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 
 
 def make_step(of):
-    """Makes steps that add ``of()`` to their loss."""
-
-    def make(model):
-        optimizer = SGD(model.parameters(), lr=0.1)
-
-        def step(x, y):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y) + of()
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
-    return make
+    """Makes steps that add ``of()`` to what the model returns."""
+    return lambda model: usual_step(model, compiled=lambda x: model(x) + of())
 
 
 @pytest.fixture

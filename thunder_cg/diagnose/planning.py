@@ -21,6 +21,7 @@ from thunder_cg.options import Options
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import Report, explain
+from thunder_cg.runtime.compilation import name_of
 from thunder_cg.transform import CudagraphTransform
 
 
@@ -84,7 +85,7 @@ def plan(
     jitted = compiled_as(fn_or_module, source, CudagraphTransform(settings, stand_in), options)
     counts: dict[str, Any] = {"calls": 0}
     try:
-        with Stage(lambda: f"compiling {getattr(source, '__qualname__', type(source).__name__)}"):
+        with Stage(lambda: f"compiling {name_of(source)}"):
             compat.compile_only(jitted, *inputs)
     except CudagraphError:
         raise
@@ -102,7 +103,7 @@ def _refuse_arguments(options: Mapping[str, Any], source: Any) -> None:
     parameters = {*signature(function).parameters} - {*signature(thunder.jit).parameters}
     for name, value in options.items():
         if name in parameters or isinstance(value, torch.Tensor):
-            fix = f"it is an argument of {getattr(source, '__qualname__', type(source).__name__)}: pass it in kwargs="
+            fix = f"it is an argument of {name_of(source)}: pass it in kwargs="
             raise OptionError(name, type(value), "an option of thunder.jit or cudagraph_transform", fix, "plan")
 
 
