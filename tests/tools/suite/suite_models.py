@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -75,6 +76,17 @@ class Hang(Small):
         return x
 
 
+class Large(Small):
+    """There is no memory for it when it is tried first, which a file says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tried = Path(os.environ["TRIED"])
+        if not tried.exists():
+            tried.touch()
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().forward(x)
+
+
 def _batch(tiny: bool, trains: bool) -> ModelInputs:
     return ModelInputs((torch.randn(6, 4),), labels=torch.randint(3, (6,)))
 
@@ -83,7 +95,7 @@ def entry(model: type[nn.Module]) -> SuiteModel:
     return SuiteModel(model.__name__, "tests", lambda tiny: model().train(), _batch)
 
 
-MODELS = {model.__name__: entry(model) for model in (Net, Small, Item, Branch, Diagonal, Broken, Crash, Hang)}
+MODELS = {model.__name__: entry(model) for model in (Net, Small, Item, Branch, Diagonal, Broken, Crash, Hang, Large)}
 
 
 def measured(name: str, mode: str = FORWARD) -> SuiteRow:

@@ -186,7 +186,7 @@ def test_models_of_other_packages(name: str, mode: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "Llama 3.2 1B, 12 layers",
+        "Llama 3.2 1B, 4 layers",
         "pythia-160m",
         *(
             pytest.param(name, marks=pytest.mark.nightly)

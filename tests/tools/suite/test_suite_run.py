@@ -33,6 +33,13 @@ def test_a_process_that_crashes_or_hangs_costs_its_row() -> None:
     assert rows["Hang"] == SuiteRow("Hang", "tests", FORWARD, failure="no result within 4 s, in uncaptured thunder.jit")
 
 
+@pytest.mark.usefixtures("forked_workers")
+def test_a_row_without_memory_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIED", str(tmp_path / "tried"))
+    (found,) = measure_all(tasks("Large"), 1, timeout=60.0)
+    assert found.agrees == "yes" and found.failure == "" and (tmp_path / "tried").exists()
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", [FORWARD, TRAINING])
@@ -79,7 +86,7 @@ def test_command_rewrites_a_table(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--only", "nothing"], "--only nothing: no model has that in its name; there are Llama 3.2 1B, 12 layers"),
+        (["--only", "nothing"], "--only nothing: no model has that in its name; there are Llama 3.2 1B, 4 layers"),
         (["--table", "README.md"], "--table needs --json FILE, the rows of the table"),
         (["--table", "README.md", "--json", "none.json"], "--json none.json: there is no such file"),
         (["--table", "pyproject.toml", "--json", RESULTS], f"pyproject.toml: it has no lines {BEGIN} and {END}"),

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,7 +26,7 @@ from thunder_cg.tools.workers import failure_text
 from thunder_cg.transform import cudagraph_transform
 
 STEPS = 5  # the first warms up, the second captures, the others replay, most of them on the fast path
-ROUNDS = 5  # turns of each side
+ROUNDS = 3  # turns of each side
 TURN_SECONDS = 0.5  # after which a turn of slow steps ends
 SEED = 7
 NOWHERE, BACKWARD, EVERYWHERE = "nowhere", "in the backward", "everywhere"
@@ -158,10 +159,10 @@ def measure(
     row = SuiteRow(entry.name, entry.package, mode)
     backend = "cuda" if device.type == "cuda" else "tape"
     try:
-        row.path, row.not_jit = _path(entry, mode, device, begins)
+        plain, row.path, row.not_jit = _uncaptured(entry, mode, device, begins)
         begins("with graphs")
         transforms = [cudagraph_transform(backend=backend)]
-        pair = _Pair(entry, row, device, transforms, NOWHERE)
+        pair = _Pair(entry, row, device, transforms, NOWHERE, plain)
         difference = pair.difference()
         fill_counts(row, pair.reports, pair.breaks)
         row.agrees = _agreement(entry, row, device, transforms, difference)
@@ -198,30 +199,46 @@ class ThunderError(Exception):
     """Uncaptured Thunder cannot run the model."""
 
 
-def _path(entry: SuiteModel, mode: str, device: torch.device, begins: Callable[[str], None]) -> tuple[str, str]:
-    """How uncaptured Thunder runs the model, and why `thunder.jit` does not, if so."""
+def _uncaptured(
+    entry: SuiteModel, mode: str, device: torch.device, begins: Callable[[str], None]
+) -> tuple[CompiledSide, str, str]:
+    """The model in uncaptured Thunder as new, how it runs there, and why `thunder.jit` does not run it, if so."""
     failures: list[str] = []
     for path in (JIT, FX):
         begins(f"in uncaptured {path}")
         try:
-            CompiledSide(entry, mode, device, path, []).results(next(model_inputs(entry, mode, device)), SEED)
-            return path, "".join(failures)
+            side = CompiledSide(entry, mode, device, path, [])
+            buffers = [(buffer, buffer.clone()) for buffer in side.module.buffers()]
+            side.results(next(model_inputs(entry, mode, device)), SEED)
+            for buffer, before in buffers:
+                buffer.detach().copy_(before)
+            return side, path, "".join(failures)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             failures.append(failure_text(error)[:140])
-        finally:
-            _forget(device)
+        _forget(device)
     raise ThunderError(f"uncaptured, {JIT}: {failures[0]}; {FX}: {failures[1]}")
 
 
 class _Pair:
-    """Uncaptured Thunder and a copy with other transforms, with equal weights and inputs."""
+    """Uncaptured Thunder and a copy with other transforms, with equal weights and inputs.
+
+    Args:
+        plain: uncaptured Thunder, if it is there.
+    """
 
     def __init__(
-        self, entry: SuiteModel, row: SuiteRow, device: torch.device, transforms: list[Any], deterministic: str
+        self,
+        entry: SuiteModel,
+        row: SuiteRow,
+        device: torch.device,
+        transforms: list[Any],
+        deterministic: str,
+        plain: CompiledSide | None = None,
     ) -> None:
-        self._sides = [
-            CompiledSide(entry, row.mode, device, row.path, given, deterministic) for given in ([], transforms)
-        ]
+        make = partial(CompiledSide, entry, row.mode, device, row.path, deterministic=deterministic)
+        self._sides = [plain or make(transforms=[]), make(transforms=transforms)]
         self._batches = [model_inputs(entry, row.mode, device) for _ in self._sides]
         self._device = device
         self._explains = bool(transforms)

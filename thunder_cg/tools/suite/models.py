@@ -268,8 +268,8 @@ def _clicks(tiny: bool, trains: bool) -> ModelInputs:
 
 
 _ENTRIES = (
-    _language("Llama 3.2 1B, 12 layers", "LlamaForCausalLM", GROUPED, {**LLAMA, "num_hidden_layers": 12}),
-    _language("Qwen3 0.6B", "Qwen3ForCausalLM", GROUPED, QWEN),
+    _language("Llama 3.2 1B, 4 layers", "LlamaForCausalLM", GROUPED, {**LLAMA, "num_hidden_layers": 4}),
+    _language("Qwen3 0.6B, 4 layers", "Qwen3ForCausalLM", GROUPED, {**QWEN, "num_hidden_layers": 4}),
     _language("GPT-2", "GPT2LMHeadModel", NARROW_GPT2, {}),
     _language("BERT base", "BertForMaskedLM", NARROW, {}),
     _language(
@@ -290,7 +290,7 @@ _ENTRIES = (
         "Mixtral 8x7B, 1 layer", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}, {"num_hidden_layers": 1}
     ),
     _language(
-        "DeepSeek V3, 2 layers",
+        "DeepSeek V3, 2 layers, 16 experts",
         "DeepseekV3ForCausalLM",
         {
             **NARROW,
@@ -306,16 +306,16 @@ _ENTRIES = (
             "qk_nope_head_dim": 4,
             "v_head_dim": 8,
         },
-        {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 64},
+        {"num_hidden_layers": 2, "first_k_dense_replace": 1, "n_routed_experts": 16},
     ),
     _language(
-        "Gemma 3 1B",
+        "Gemma 3 1B, 6 layers",
         "Gemma3ForCausalLM",
         GROUPED,
         {
             "hidden_size": 1152,
             "intermediate_size": 6912,
-            "num_hidden_layers": 26,
+            "num_hidden_layers": 6,
             "num_attention_heads": 4,
             "num_key_value_heads": 1,
             "head_dim": 256,

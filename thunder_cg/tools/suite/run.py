@@ -129,16 +129,23 @@ def measure_all(tasks: Sequence[SuiteTask], jobs: int, timeout: float) -> Iterat
     """The rows as they come.
 
     On a GPU each row comes twice: first without times, and again when it was timed, with nothing else at work. A
-    process that waits to be timed uses GPU memory, but no processor.
+    process that waits to be timed uses GPU memory, but no processor. A row that finds no memory is measured once more
+    after the others.
 
     Args:
         jobs: rows that are prepared at once.
         timeout: seconds after which the process of a row is ended, and again for its timing.
     """
-    workers = Workers(_work, tasks, jobs, timeout, max_processes=len(tasks), environment=ENVIRONMENT)
+    workers = Workers(_work, tasks, jobs, timeout, max_processes=2 * jobs, environment=ENVIRONMENT)
+    without_memory: set[SuiteTask] = set()
     for answer in workers.answers():
-        row = answer.result or SuiteRow(answer.task.model, answer.task.package, answer.task.mode)
-        yield replace(row, failure=answer.failure) if answer.failure else row
+        task, row = answer.task, answer.result or SuiteRow(answer.task.model, answer.task.package, answer.task.mode)
+        row = replace(row, failure=answer.failure) if answer.failure else row
+        if "OutOfMemoryError" in row.failure and task not in without_memory:
+            without_memory.add(task)
+            workers.add([task])
+        else:
+            yield row
 
 
 def _work(task: SuiteTask, supervisor: Supervisor) -> None:
