@@ -127,11 +127,13 @@ def averaged(model, optimizer, is_inside):
     def inner(loss):
         loss.backward()
         optimizer.step()
-        if is_inside:
-            averages.update_parameters(model)
+
+    def inner_with_averages(loss):
+        inner(loss)
+        averages.update_parameters(model)
 
     inner.update = lambda *_: averages.update_parameters(model)
-    return inner
+    return inner_with_averages if is_inside else inner
 
 
 def test_a_scaler_needs_a_fused_optimizer(run, device):

@@ -72,32 +72,28 @@ def ends(pid: int) -> bool:
 
 
 def in_two_parts(task: str, supervisor: Supervisor) -> None:
-    supervisor.send_result(part())
+    if task == "prepares":  # all the time that the others have their turns
+        supervisor.send_result([time.monotonic() for _ in range(300) if not time.sleep(0.01)])
+        return
     supervisor.wait_for_turn()
-    if task == "hangs":
-        time.sleep(600)
-    supervisor.send_result(part())
-
-
-def part() -> tuple[float, float]:
-    begin = time.time()
-    time.sleep(0.1)
-    return begin, time.time()
+    begin = time.monotonic()
+    time.sleep(600 if task == "hangs" else 0.3)
+    supervisor.send_result((begin, time.monotonic()))
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_turns_come_one_by_one_when_nothing_else_is_at_work() -> None:
-    answers = [*Workers(in_two_parts, ["a", "hangs", "b"], 2, timeout=2, max_processes=3).answers()]
-    prepared, timed = answers[:3], answers[3:]
-    assert {(answer.task, answer.final) for answer in prepared} == {(name, False) for name in ("a", "hangs", "b")}
-    assert {(answer.task, answer.failure) for answer in timed} == {
-        ("a", ""),
-        ("b", ""),
-        ("hangs", "no result within 2 s"),
+def test_nothing_else_is_at_work_in_a_turn() -> None:
+    tasks = ["prepares", "a", "hangs", "b"]
+    answers = [*Workers(in_two_parts, tasks, 4, timeout=4).answers()]
+    assert {answer.task for answer in answers if not answer.final} == {"a", "hangs", "b"}
+    final = {answer.task: answer for answer in answers if answer.final}
+    assert {name: answer.failure for name, answer in final.items() if answer.failure} == {
+        "hangs": "no result within 4 s"  # which the time of the others' turns is no part of
     }
-    assert max(answer.result[1] for answer in prepared) <= min(a.result[0] for a in timed if not a.failure)
-    (_, end), (begin, _) = sorted(answer.result for answer in timed if not answer.failure)
-    assert end <= begin
+    turns = sorted((final["a"].result, final["b"].result))
+    assert turns[0][1] <= turns[1][0], "one by one"
+    for begin, end in turns:
+        assert not [moment for moment in final["prepares"].result if begin + 0.05 < moment < end]
 
 
 def test_processes_that_cannot_be_started() -> None:

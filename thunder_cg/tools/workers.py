@@ -1,7 +1,7 @@
 """Worker processes for tasks that may crash or hang. A crash costs one task, and its answer says what was under way.
 
 Timed code needs the machine to itself, but the compilation before it uses one core. So several tasks prepare at once;
-a task that asks for its turn then waits until no other task is at work, and such tasks go on one by one.
+while a task that asks for its turn has it, the processes of the others are stopped.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Supervisor:
         self._pipe.send(("retire", None))
 
     def wait_for_turn(self) -> None:
-        """Waits until no other task is at work."""
+        """Waits until no other task is at work; what follows has the machine to itself."""
         self._pipe.send(("wait", None))
         self._pipe.recv()
 
@@ -111,10 +111,14 @@ class _Worker(Generic[T]):
         with suppress(OSError):  # the process has died; the next read from the pipe reports that
             self.pipe.send(message)
 
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process and to all that it started."""
+        for send in os.killpg, os.kill:  # a process that has just begun has no group yet
+            with suppress(ProcessLookupError):
+                send(self.process.pid, number)
+
     def end(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # with all that it started
-        self.process.kill()  # it may have died before it made its process group
+        self.signal(signal.SIGKILL)
         self.process.join()
         self.pipe.close()
         self.output.close()
@@ -127,7 +131,6 @@ class Workers(Generic[T]):
         work: does a task. It is a function of a module, so that it can be pickled; tasks and results are pickled, too.
         jobs: tasks at work at once.
         timeout: seconds for a task, and again for what follows its turn. After them, the process counts as hung.
-        max_processes: at once, with those that wait for their turn; 0 for as many as `jobs`.
         tasks_per_process: after so many tasks, a process is replaced.
         environment: variables for the processes.
         on_progress: called with a task, its stage and the ticks that its worker reports.
@@ -140,7 +143,6 @@ class Workers(Generic[T]):
         tasks: Sequence[T],
         jobs: int,
         timeout: float,
-        max_processes: int = 0,
         tasks_per_process: int = 1,
         environment: Mapping[str, str] | None = None,
         on_progress: Callable[[T, str, int], None] = lambda task, stage, ticks: None,
@@ -150,7 +152,6 @@ class Workers(Generic[T]):
         self._tasks = deque(tasks)
         self._jobs = jobs
         self._timeout = timeout
-        self._max_processes = max_processes or jobs
         self._tasks_per_process = tasks_per_process
         self._environment = environment or {}
         self._on_progress = on_progress
@@ -169,33 +170,32 @@ class Workers(Generic[T]):
         """
         try:
             while self._tasks or any(worker.answer for worker in self._workers):
-                yield from self._prepare()
+                self._begin()
+                yield from self._receive([worker for worker in self._workers if worker.busy])
                 for worker in [worker for worker in self._workers if worker.waits]:
-                    worker.waits = False
-                    worker.deadline = time.monotonic() + self._timeout
-                    worker.send("go")
-                    while worker.busy:
-                        yield from self._receive([worker])
+                    yield from self._give_turn(worker)
         finally:
             for worker in self._workers:
                 worker.end()
 
-    def _prepare(self) -> Iterator[Answer[T]]:
-        """Works until each task is done, waits for its turn, or finds no process."""
-        while True:
-            self._begin()
-            busy = [worker for worker in self._workers if worker.busy]
-            if not busy:
-                return
-            yield from self._receive(busy)
+    def _give_turn(self, worker: _Worker[T]) -> Iterator[Answer[T]]:
+        """Takes what a worker sends until its task is done, while the others stand still."""
+        others, begin = [other for other in self._workers if other.busy], time.monotonic()
+        for other in others:
+            other.signal(signal.SIGSTOP)
+        worker.waits, worker.deadline = False, begin + self._timeout
+        worker.send("go")
+        try:
+            while worker.busy:
+                yield from self._receive([worker])
+        finally:
+            for other in others:
+                other.signal(signal.SIGCONT)
+                other.deadline += time.monotonic() - begin
 
     def _begin(self) -> None:
         while self._tasks and sum(worker.busy for worker in self._workers) < self._jobs:
-            worker = next((worker for worker in self._workers if worker.answer is None), None)
-            if worker is None:
-                if len(self._workers) == self._max_processes:
-                    return
-                worker = self._start()
+            worker = next((worker for worker in self._workers if worker.answer is None), None) or self._start()
             worker.answer, worker.stage = Answer(self._tasks.popleft()), ""
             worker.tasks_begun += 1
             worker.output.truncate(0)

@@ -59,7 +59,7 @@ def run(settings: GenerationSettings) -> int:
     progress = Progress(len(tasks))
     progress.tick(f"{len(tasks)} rows", 0)
     jobs, timeout = settings.jobs, settings.timeout
-    workers = Workers(_work, tasks, jobs, timeout, max_processes=2 * jobs, environment=ENVIRONMENT)
+    workers = Workers(_work, tasks, jobs, timeout, environment=ENVIRONMENT)
     for answer in (answer for answer in workers.answers() if answer.final):
         task, model = answer.task, settings.models[answer.task.model]
         row = answer.result or GenerationRow(task.model, model.package, task.variant, model.batch)

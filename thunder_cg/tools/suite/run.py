@@ -128,15 +128,14 @@ def run(settings: SuiteSettings) -> int:
 def measure_all(tasks: Sequence[SuiteTask], jobs: int, timeout: float) -> Iterator[SuiteRow]:
     """The rows as they come.
 
-    On a GPU each row comes twice: first without times, and again when it was timed, with nothing else at work. A
-    process that waits to be timed uses GPU memory, but no processor. A row that finds no memory is measured once more
-    after the others.
+    On a GPU each row comes twice: first without times, and again when it was timed, with nothing else at work. A row
+    that finds no memory is measured once more after the others.
 
     Args:
         jobs: rows that are prepared at once.
         timeout: seconds after which the process of a row is ended, and again for its timing.
     """
-    workers = Workers(_work, tasks, jobs, timeout, max_processes=2 * jobs, environment=ENVIRONMENT)
+    workers = Workers(_work, tasks, jobs, timeout, environment=ENVIRONMENT)
     without_memory: set[SuiteTask] = set()
     for answer in workers.answers():
         task, row = answer.task, answer.result or SuiteRow(answer.task.model, answer.task.package, answer.task.mode)

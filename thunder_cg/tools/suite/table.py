@@ -119,7 +119,7 @@ def _why(part: NotCaptured) -> str:
 
 def _caption(environment: Mapping[str, str], rows: Sequence[SuiteRow]) -> Iterator[str]:
     timed = [row for row in rows if row.captured_us]
-    sizes = "bfloat16, real sizes" if timed else "tiny sizes; the `tape` backend, whose times say nothing"
-    ran = [row for row in rows if not row.failure]
-    rest = " What has no times here was compared, and not timed." if 0 < len(timed) < len(ran) else ""
+    on_gpu = environment.get("backend") != "tape"
+    sizes = "bfloat16, real sizes" if on_gpu else "tiny sizes; the `tape` backend, whose times say nothing"
+    rest = " What has no times here was compared, and not timed." if on_gpu and len(timed) < len(rows) else ""
     yield f"{origin(environment)}; {sizes}.{rest}"
