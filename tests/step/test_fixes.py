@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
-from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.step import fixes
 from thunder_cg.step.state import Same
@@ -121,21 +120,6 @@ def scaled(model, optimizer):
     return inner
 
 
-def averaged(model, optimizer, is_inside):
-    averages = AveragedModel(model)
-
-    def inner(loss):
-        loss.backward()
-        optimizer.step()
-
-    def inner_with_averages(loss):
-        inner(loss)
-        averages.update_parameters(model)
-
-    inner.update = lambda *_: averages.update_parameters(model)
-    return inner_with_averages if is_inside else inner
-
-
 def test_a_scaler_needs_a_fused_optimizer(run, device):
     step, (said,) = run(scaled)
     assert step.replays == 0 and said.endswith("unless the optimizer is fused; make SGD with fused=True"), said
@@ -143,19 +127,6 @@ def test_a_scaler_needs_a_fused_optimizer(run, device):
     assert step.replays >= 6 and not said, said
     _, (said,) = run(scaled, torch.optim.RMSprop, **({"capturable": True} if device == "cuda" else {}))
     assert "take another optimizer than RMSprop, such as AdamW with fused=True" in said, said
-
-
-def test_averages_are_updated_outside(run):
-    step, (said,) = run(partial(averaged, is_inside=True))
-    assert step.replays == 0 and said.endswith("n_averaged on the host; call update_parameters() outside of the step")
-    made = []
-
-    def make(*given):
-        made.append(averaged(*given, is_inside=False))
-        return made[0]
-
-    step, said = run(make, between=lambda step, i: made[0].update())
-    assert step.replays >= 6 and not said, said
 
 
 def on(device, what):

@@ -62,6 +62,10 @@ autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
 has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 
+# As ``__torch_function__`` of a subclass of Tensor: PyTorch's functions take it for a plain tensor.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
+
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory: fake tensors and zeros without memory have a storage that is only a stand-in."""
     return has_storage(tensor) and not isinstance(tensor, FakeTensor) and not is_zero_tensor(tensor)

@@ -30,7 +30,7 @@ _IN_STEP = "do that outside of the step, or keep it in a tensor on the device th
 _BETWEEN = "leave it as it is between steps, or keep it in a tensor on the device, and write that in place"
 _OPTIMIZER = "the optimizer reads its state on the host"
 _SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
-_AVERAGES = "AveragedModel reads n_averaged on the host; call update_parameters() outside of the step"
+_AVERAGES = "the average of all steps reads their number on the host; make AveragedModel with avg_fn=get_swa_avg_fn()"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
 _MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
 _READ_OR_MASK = f"{_READ}; for a boolean index, take torch.where"
@@ -77,9 +77,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_OPTIMIZER}; {'take a capturable one' if optimizer is None else _make(optimizer)}"
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
-    if any(isinstance(value, AveragedModel) for value in owners):
-        return f"; {_AVERAGES}"
-    if any(isinstance(value, (Optimizer, GradScaler)) for value in owners):
+    if any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners):
         return ""  # they make their state in the first step
     if change.startswith("the state of"):
         return f"; {_RANDOM}"

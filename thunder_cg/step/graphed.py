@@ -25,6 +25,7 @@ from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
+from thunder_cg.step.averages import move_counters
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, where
 from thunder_cg.step.memory import PythonCall, nbytes
@@ -152,7 +153,7 @@ class GraphedStep:
         hopeless = self._unstable >= _MAX_UNSTABLE
         if hopeless and self.calls % _LOOK_AGAIN:
             return self._run(args, kwargs, self._hopeless)
-        state = StepState(self._fn, self._roots, self._backend.device_type, [*self._called.values()])
+        state = self._state()
         if refusal is not None and refusal.facts == state.facts:
             refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
             return self._run(args, kwargs, refusal.reason)
@@ -161,26 +162,40 @@ class GraphedStep:
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
             self._refuse(layout, state.facts, said)
         elif known is not None and known.facts == state.facts:
-            calls = Calls()
-            try:
-                return self._capture(state, batch, layout, known, calls)
-            except CaptureRefused as error:  # its frames hold the tensors of the step, so it has to go before
-                problem, is_final, calls_more = str(error), not error.may_pass, isinstance(error, CallsMore)
-            if not self.recordings:
-                self.release()
-            if calls_more:
-                del self._ready[layout]
-                self._called |= calls.found
-                self._unstable += 1
-                return self._observe(batch, layout, args, kwargs)
-            if is_final:
-                self._refuse(layout, state.facts, problem)
-            return self._run(args, kwargs, problem)
-        reason, fix = self._what_is_new(layout, known, state)
+            return self._try_capture(state, batch, layout, known, args, kwargs)
+        with held_back(not hopeless):
+            return self._note(state, batch, layout, args, kwargs)
+
+    def _state(self) -> StepState:
+        state = StepState(self._fn, self._roots, self._backend.device_type, [*self._called.values()])
+        return state.again() if move_counters(state.averages, state.device) else state
+
+    def _try_capture(
+        self, state: StepState, batch: Batch, layout: Any, ready: _Ready, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Captures a call, or runs it in Python and notes why."""
+        calls = Calls()
+        try:
+            return self._capture(state, batch, layout, ready, calls)
+        except CaptureRefused as error:  # its frames hold the tensors of the step, so it has to go before
+            problem, is_final, calls_more = str(error), not error.may_pass, isinstance(error, CallsMore)
+        if not self.recordings:
+            self.release()
+        if calls_more:
+            del self._ready[layout]
+            self._called |= calls.found
+            self._unstable += 1
+            return self._observe(batch, layout, args, kwargs)
+        if is_final:
+            self._refuse(layout, state.facts, problem)
+        return self._run(args, kwargs, problem)
+
+    def _note(self, state: StepState, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a call in Python, and notes whether it leaves the state as it was."""
+        reason, fix = self._what_is_new(layout, self._ready.get(layout), state)
         random = random_states()
         python = PythonCall(state, self._backend)
-        with held_back(not hopeless):
-            result = self._run(args, kwargs, reason)
+        result = self._run(args, kwargs, reason)
         after = state.again()
         change = change_between(state.facts | random, after.facts | random_states())
         if change is None:

@@ -38,6 +38,7 @@ from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
+from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
 from thunder_cg.step.memory import nbytes
@@ -301,7 +302,8 @@ class _Body:
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch()
-        result = self._batch.call(self._fn, self._buffers)
+        with known_to_be_positive(self._state.averages):
+            result = self._batch.call(self._fn, self._buffers)
         self._calls.end()
         leaves, structure = tree_flatten(result)
         device = self._state.device
@@ -429,6 +431,7 @@ class StepCapture:
         known = [*state.tensors, *batch.tensors, *before.memory]
         refuse_other_memory(addresses, known, own, state.device, pool)
         gradients = [parameter.grad for parameter in state.parameters]
+        counters = {id(each.n_averaged) for each in state.averages}  # whose versions say who else has written to them
         return StepRecording(
             layout=batch.layout,
             arena=self.arena,
@@ -440,7 +443,9 @@ class StepCapture:
             sources=copied,
             gradients_before=before.expected(addresses),
             gradients=[None if g is None else _Gradient.of(g, p) for g, p in zip(gradients, state.parameters)],
-            touched=[tensor for tensor, changed in zip(state.tensors, has_changed) if changed],
+            touched=[
+                tensor for tensor, changed in zip(state.tensors, has_changed) if changed and id(tensor) not in counters
+            ],
             memory=frozenset(map(address, state.tensors)) - {0},
             gradient_nbytes=nbytes(g for g in gradients if g is not None and _is_in(g, pool)),
         )

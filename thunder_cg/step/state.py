@@ -38,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.torch import (
     addresses_equal,
@@ -114,6 +115,7 @@ class _Collector:
         self.facts: Facts = {}
         self.tensors: dict[int, Tensor] = {}
         self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
+        self.averages: list[AveragedModel] = []  # see averages.py
         self.watched: list[Any] = []  # objects and dictionaries that may be written to
         self.containers: list[tuple[Any, Any]] = []  # with a copy of each
         self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
@@ -215,6 +217,9 @@ class _Collector:
             self._note_hooks(where, module)
             for name, tensor in (*parameters.items(), *buffers.items()):
                 self.add(f"{where}.{name}", tensor)
+            if isinstance(module, AveragedModel):
+                self.averages.append(module)
+                self._add_counter(f"{where}.n_averaged", module.n_averaged)
             self._add_attributes(where, module, (parameters, buffers, modules))
 
     def _add_attributes(self, where: str, value: Any, besides: Sequence[Any]) -> None:
@@ -222,6 +227,12 @@ class _Collector:
             if "hooks" in name or name in ("training", "_opt_called") or any(attribute is each for each in besides):
                 continue  # other facts, or none that a step depends on
             self.add(f"{where}.{name}", attribute, 1)
+
+    def _add_counter(self, label: str, counter: Tensor) -> None:
+        """How far it has counted does not matter: see averages.py."""
+        self.facts.pop(f"{label} (version)", None)
+        self.facts[f"{label} > 0"] = bool(counter > 0)
+        self.versions.append((counter, version(counter)))
 
     def _note_hooks(self, where: str, value: Any) -> None:
         for hook in hooks_of(value):
@@ -245,6 +256,7 @@ class StepState:
         facts: of everything.
         tensors: all that were found on the graphs' device.
         parameters: those of them that get gradients.
+        averages: moving averages of models.
         objections: why no graph would be right, in words, such as a hook, which runs Python in the middle of a step.
     """
 
@@ -273,6 +285,7 @@ class StepState:
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
         self.parameters = [tensor for tensor in self.tensors if is_leaf_with_grad(tensor)]
         self._containers = [*others.containers, *heavy.containers]
+        self.averages = heavy.averages
 
     def again(self) -> StepState:
         """The state as it is by now."""
