@@ -29,6 +29,7 @@ from thunder_cg.fastpath.prologue import PrologueChecks
 from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported, refuse_fully_sharded
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.progress import Stage
+from thunder_cg.runtime.compilation import name_of
 from thunder_cg.runtime.program import program_of
 from thunder_cg.runtime.recording import Recording
 
@@ -160,7 +161,7 @@ class Dispatch:
         self._known = 0  # how many cache entries there were
         # Whether Thunder may have to compile for a call that no fast path is for. It must not if such calls are usual.
         self._may_compile = True
-        self._name = type(compat.original_module(module)).__name__
+        self._name = name_of(compat.original_module(module))
         # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
         self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
 

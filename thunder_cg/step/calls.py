@@ -73,7 +73,7 @@ class Calls:
             self.objection = f"{problem}, which no replay would do; do it outside of the step"
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
-        if not _is_users(code.co_filename, frame.f_globals):
+        if not _is_users_file(code.co_filename, frame.f_globals):
             self._foreign.add(frame.f_code)
             return
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -86,7 +86,7 @@ class Calls:
             self.found[key] = Called(function, owner)
 
 
-def _is_users(file: str, variables: dict[str, Any]) -> bool:
+def _is_users_file(file: str, variables: dict[str, Any]) -> bool:
     if file == "<string>":  # written by a class decorator or a compiler, or all that Python runs
         file = variables.get("__file__", "<frozen" if variables.get("__name__") != "__main__" else file)
     return not is_installed(file) and not file.startswith(_GENERATED)

@@ -44,7 +44,7 @@ from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, moved, refuse_other_memory
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
-from thunder_cg.step.state import ATOMS, StepState, random_states
+from thunder_cg.step.state import ATOMS, Facts, StepState, random_states
 
 _TENSOR = object()
 
@@ -412,24 +412,11 @@ class StepCapture:
         has_changed = [version(t) != then for t, then in zip((*state.tensors, *buffers), versions)]
         if any(has_changed[len(state.tensors) :]):
             raise CaptureRefused("the step writes to an argument; clone it first")
-        if self.calls.objection is not None:
-            raise CaptureRefused(self.calls.objection)
-        if (change := change_between(state.facts | random, state.again().facts | random_states())) is not None:
-            fix = fix_of_change(change, state.facts, {}, in_step=True)
-            raise CaptureRefused(f"Python changes in each step: {change}{fix}")
-        if not state.knows([*self.calls.found.values()]):
-            raise CallsMore("functions that the step calls read more from outside than was compared")
+        self._refuse_what_python_did(random)
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
-        own += [
-            *_Gradient.tensors(),
-            *(parameter.grad for parameter in state.parameters),
-            *state.tensors_in_containers(),
-        ]
-        for other in self.others:
-            own += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
         known = [*state.tensors, *batch.tensors, *before.memory]
-        refuse_other_memory(addresses, known, own, state.device, pool)
+        refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool)
         gradients = [parameter.grad for parameter in state.parameters]
         counters = {id(each.n_averaged) for each in state.averages}  # whose versions say who else has written to them
         return StepRecording(
@@ -449,6 +436,32 @@ class StepCapture:
             memory=frozenset(map(address, state.tensors)) - {0},
             gradient_nbytes=nbytes(g for g in gradients if g is not None and _is_in(g, pool)),
         )
+
+    def _refuse_what_python_did(self, random: Facts) -> None:
+        """`CaptureRefused` if the call has changed what Python knows, or reads more than the state has.
+
+        Args:
+            random: Python's random states before the call.
+        """
+        state = self.state
+        if self.calls.objection is not None:
+            raise CaptureRefused(self.calls.objection)
+        if (change := change_between(state.facts | random, state.again().facts | random_states())) is not None:
+            fix = fix_of_change(change, state.facts, {}, in_step=True)
+            raise CaptureRefused(f"Python changes in each step: {change}{fix}")
+        if not state.knows([*self.calls.found.values()]):
+            raise CallsMore("functions that the step calls read more from outside than was compared")
+
+    def _held_elsewhere(self) -> list[Tensor]:
+        """Tensors that may be in the arena, besides those of the new graph."""
+        held = [
+            *_Gradient.tensors(),
+            *(parameter.grad for parameter in self.state.parameters if parameter.grad is not None),
+            *self.state.tensors_in_containers(),
+        ]
+        for other in self.others:
+            held += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
+        return held
 
 
 def _refuse_sparse_gradients(state: StepState) -> None:
