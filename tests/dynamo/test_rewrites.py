@@ -411,6 +411,21 @@ def test_operators_of_torch_library(backend, device, twice, allow):
         assert not explain(graphed).outside and "torch_ops.thunder_cg_tests.twice" in str(explain(graphed))
 
 
+def test_operators_of_torch_library_that_return_a_scalar():
+    @torch.library.custom_op("thunder_cg_tests::total", mutates_args=())
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    total.register_fake(lambda x: x.new_empty(()))
+    total.register_autograd(
+        lambda ctx, gradient: gradient.expand(ctx.shape),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+    )
+    trains_alike(
+        Around(lambda x: torch.sin(x) / torch.ops.thunder_cg_tests.total(x)), lambda: torch.randn(2, 8), "tape"
+    )
+
+
 def test_operators_of_torch_library_that_write_are_left_alone(twice):
     @torch.library.custom_op("thunder_cg_tests::double_", mutates_args=("x",))
     def double_(x: torch.Tensor) -> None:

@@ -10,7 +10,13 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
+from thunder_cg.compat.dynamo import (
+    CompiledFunction,
+    ThunderCompiler,
+    get_torch_compile_kwargs,
+    keep_grad_mode,
+    keeping_fallbacks,
+)
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.errors import CaptureError, TransformConflictError
@@ -44,6 +50,7 @@ class Compiler(ThunderCompiler):
             rewrite(module, self.thunder_options)
             with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
                 compiled = super().__call__(module, *inputs)
+            keep_grad_mode(self.subgraph_infos[-1])
         except Exception as error:
             self.failures, self.failure = self.failures + 1, described(error)
             raise

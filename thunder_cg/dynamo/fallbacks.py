@@ -55,6 +55,8 @@ def objection_to_fallback(node: torch.fx.Node, function: Callable[..., Any]) -> 
         return problem
     if any(_requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):
         return "takes a list of tensors, whose gradients Thunder's fallback for it loses"
+    if returns_cpu_scalar(node):
+        return "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
     if depends_on_autocast(node, function):
         return "has another dtype under autocast, which Thunder's fallback for it does not see"
     return None
@@ -77,6 +79,12 @@ def depends_on_autocast(node: torch.fx.Node, function: Callable[..., Any]) -> bo
     """Whether the function that a node calls has results of other dtypes without the autocast that Dynamo saw."""
     found = on_examples(no_autocast(function), example(node.args), example(node.kwargs))
     return _dtypes(node.meta.get("example_value")) != _dtypes(found)
+
+
+def returns_cpu_scalar(node: torch.fx.Node) -> bool:
+    """Whether a node returns a 0-dim tensor on the CPU that has a gradient: see Note [Gradients of CPU scalars]."""
+    tensors = [leaf for leaf in tree_leaves(example(node)) if _requires_grad(leaf)]
+    return any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _writes_view(node: torch.fx.Node, result: torch.Tensor) -> bool:

@@ -14,9 +14,9 @@ from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
 from thunder_cg.compat.dynamo import can_trace, can_trace_all, example, inside_transforms, on_examples, operator_name
-from thunder_cg.compat.torch import any_autocast_enabled, shares_storage
+from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage
 from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.fallbacks import depends_on_autocast
+from thunder_cg.dynamo.fallbacks import depends_on_autocast, returns_cpu_scalar
 
 _IN_PLACE = {
     getattr(operator, f"i{name}"): getattr(operator, name)
@@ -256,6 +256,8 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         return
     function: Any = node.target
     if function in operators.MAX_POOLS and not (node.args[5] if len(node.args) > 5 else node.kwargs.get("ceil_mode")):
+        return
+    if library_name(function) and returns_cpu_scalar(node):  # Inductor gets it, and autograd sums its gradient
         return
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
