@@ -16,6 +16,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | so is a view of that, and requires grad                       | test_views_of_detached_inputs          |
 | a view of a parameter is no view any more                     | test_views_of_parameters               |
 | in-place writes to an input are lost                          | test_written_inputs                    |
+| a view of a written input is taken for an older one           | test_views_of_written_inputs           |
 | so is the version of what is written in inference mode        | test_versions_in_inference_mode        |
 | an operator writes its input because it is asked to            | test_inplace_operators                 |
 | a strided view shows more than the tensor it is taken of      | test_strided_views                     |
@@ -300,6 +301,22 @@ def test_written_inputs(twins, device):
         same(plain(strided[0], y), graphed(strided[1], v))
         same(strided[0], strided[1])
     assert replays(graphed) > 0
+
+
+def test_views_of_written_inputs(twins, device):
+    def fn(x):
+        x[:, 1:] = work(x[:, 1:])
+        return x[:, 1:]
+
+    plain, graphed = twins(fn)
+    for _ in range(CALLS):
+        x = torch.randn(3, 4, device=device, requires_grad=True).clone()
+        y = x.detach().requires_grad_().clone()
+        found, expected = graphed(x), plain(y)
+        assert found.grad_fn == expected.grad_fn  # autograd raises if the input was written after the view was made
+        same(found.detach(), expected.detach())
+        same(x.detach(), y.detach())
+    assert replays(graphed) == CALLS - 1
 
 
 def test_versions_in_inference_mode(twins, device):

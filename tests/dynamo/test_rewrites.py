@@ -411,6 +411,21 @@ def test_operators_of_torch_library(backend, device, twice, allow):
         assert not explain(graphed).outside and "torch_ops.thunder_cg_tests.twice" in str(explain(graphed))
 
 
+def test_operators_of_torch_library_that_return_a_scalar():
+    @torch.library.custom_op("thunder_cg_tests::total", mutates_args=())
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    total.register_fake(lambda x: x.new_empty(()))
+    total.register_autograd(
+        lambda ctx, gradient: gradient.expand(ctx.shape),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", inputs[0].shape),
+    )
+    trains_alike(
+        Around(lambda x: torch.sin(x) / torch.ops.thunder_cg_tests.total(x)), lambda: torch.randn(2, 8), "tape"
+    )
+
+
 def test_operators_of_torch_library_that_write_are_left_alone(twice):
     @torch.library.custom_op("thunder_cg_tests::double_", mutates_args=("x",))
     def double_(x: torch.Tensor) -> None:
@@ -497,6 +512,89 @@ def test_slices_written_in_place(backend, device, write):
         return y * x
 
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend))
+
+
+def test_a_slice_that_gets_another_shape_in_place():
+    """Nothing is written then, so the write is no item."""
+
+    def fn(x):
+        part = (x * 2)[0]
+        part.unsqueeze_(0)
+        return torch.sin(part) * 2
+
+    graphed = thunderfx(fn, backend="tape")
+    x = torch.randn(3, 4, requires_grad=True)
+    try:
+        same(graphed(x), fn(x))
+    except RuntimeError as error:
+        assert "is a view and is being modified inplace" in str(error)  # noqa: PT017
+    finally:
+        torch.set_grad_enabled(True)
+
+
+def _narrow(x, w):
+    x.narrow(1, 1, 2).copy_(w[:2, :2])
+    return x * 2
+
+
+def _swapaxes(x, w):
+    y = w * 2
+    view = y.swapaxes(0, 1)
+    y += x
+    return view
+
+
+def _detach(x, w):
+    y = x * 2
+    y.detach().clamp_(min=0)
+    return y
+
+
+def _ravel(x, w):
+    y = x * 2
+    y.ravel().mul_(x.ravel())
+    return y + 1
+
+
+def _read_before(x, w):
+    y = torch.sin(x)
+    x.copy_(torch.cos(x))
+    return y * w
+
+
+@pytest.mark.parametrize("fn", [_narrow, _swapaxes, _detach, _ravel, _read_before])
+@pytest.mark.parametrize("grad", [False, True])
+def test_writes_and_reads_in_their_order(backend, device, fn, grad):
+    """Thunder's fusions by data flow may move a write; and Thunder does not know that ``ravel`` makes a view."""
+    graphed = thunderfx(fn, backend=backend)
+    w, v = (torch.ones(4, 4, device=device, requires_grad=grad and fn is not _narrow) for _ in range(2))
+    for _ in range(3):
+        x = torch.randn(2 if fn is _narrow else 4, 4, device=device)
+        y = x.clone()
+        found, expected = graphed(x, w), fn(y, v)
+        same((found.detach(), x), (expected.detach(), y))
+        if expected.requires_grad:
+            found.sum().backward()
+            expected.sum().backward()
+            same(w.grad, v.grad)
+
+
+def test_what_an_operator_in_place_returns_is_no_view(backend, device):
+    """Inductor would get the second write, and its gradient would be lost between the pieces."""
+
+    def fn(x, w):
+        x.sub_(w).index_copy_(0, torch.tensor([0], device=x.device), w[:1])
+        return torch.sin(x)
+
+    graphed = thunderfx(fn, backend=backend)
+    w, v = (torch.ones(4, 4, device=device, requires_grad=True) for _ in range(2))
+    for _ in range(3):
+        x = torch.randn(4, 4, device=device)
+        found, expected = graphed(x.clone(), w), fn(x.clone(), v)
+        same(found.detach(), expected.detach())
+        found.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(w.grad, v.grad)
 
 
 def test_a_slice_is_copied_without_waiting(backend, device):

@@ -229,8 +229,9 @@ def test_options_reach_whom_they_are_for(backend, device):
         (lambda x: torch.hstack([x, x * 2]), "a list of tensors, whose gradients"),
         (lambda x: torch.nn.functional.dropout1d(x[None])[0], "draws again in its backward"),
         (lambda x: torch.norm(x, dim=0), "gets other gradients"),
+        (lambda x: x / torch.dot(x[0], x[1]), "gradient Thunder does not sum"),  # as spectral_norm divides a weight
     ],
-    ids=["list", "draws", "norm"],
+    ids=["list", "draws", "norm", "0-dim"],
 )
 def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
     graphed = thunderfx(lambda x: fn(torch.sin(x)), backend="tape")
@@ -246,6 +247,28 @@ def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(x.grad, y.grad)
     assert len(outside(graphed)) == 1 and reason in outside(graphed)[0]
+
+
+def test_no_grad_that_begins_and_ends_in_different_parts():
+    def fn(x):
+        y = torch.sin(x)
+        with torch.no_grad():
+            scale = torch.nn.functional.normalize(torch.cos(y), out=torch.empty_like(y)) + 1  # Inductor's
+            scale = scale * 2
+        return y * scale
+
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(4):
+        x = torch.randn(3, 4, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        found = graphed(x)
+        assert torch.is_grad_enabled()
+        same(found, fn(y))
+        found.sum().backward()
+        fn(y).sum().backward()
+        same(x.grad, y.grad)
+    assert [part.operator for part in explain(graphed).outside] == ["normalize"]
+    assert all(program.replays == 2 for program in programs(graphed) if program.regions)
 
 
 @pytest.mark.parametrize("inside", [True, False])

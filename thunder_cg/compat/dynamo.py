@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
-from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
+from thunder.dynamo.utils import SplitReason, SplitReasonType, SubgraphInfo, get_torch_compile_kwargs
 from torch._dynamo import config, convert_frame, pgo
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
@@ -38,6 +38,7 @@ __all__ = [
     "for_splitter",
     "get_torch_compile_kwargs",
     "inside_transforms",
+    "keep_grad_mode",
     "keeping_fallbacks",
     "on_examples",
 ]
@@ -246,6 +247,22 @@ def keeping_fallbacks(objection: Callable[[Node], str | None]) -> Iterator[None]
         patch.object(splitter, "is_node_supported_by_thunder", is_kept),
     ):
         yield
+
+
+def keep_grad_mode(split: SubgraphInfo) -> None:
+    """Has each part of a split graph leave the grad mode as its operators do.
+
+    A part that Thunder compiled changes the mode only in its first call. One of Inductor's changes the mode if it did
+    so when Inductor compiled it. A ``torch.no_grad()`` that begins in one part and ends in another would not end.
+    """
+    graph = split.split_graph_module.graph
+    parts = [node for node in graph.nodes if node.op == "call_module"]
+    for node, part in zip(parts, split.submodule_to_compiled_functions, strict=True):
+        modes = [each.args[0] for each in part.graph.nodes if each.target is torch._C._set_grad_enabled]
+        with graph.inserting_after(node):
+            for mode in modes[-1:]:
+                graph.call_function(torch._C._set_grad_enabled, (mode,))
+    split.split_graph_module.recompile()
 
 
 def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:

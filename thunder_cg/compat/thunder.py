@@ -60,6 +60,8 @@ from thunder.extend import (
 from thunder.plugins import register_plugin
 from thunder.torch import (
     _copy_ as write_in_place,
+    _syms_returning_views,
+    _syms_that_may_return_views,
     _torch_to_thunder_function_map,
     _vjp_impl,
     augmented_forward_adaptor,
@@ -264,6 +266,12 @@ def symbol_of(function: Callable[..., Any]) -> Symbol:
 def symbols_of_functions() -> dict[Any, Any]:
     """Thunder's symbol for each function of PyTorch that it knows."""
     return _torch_to_thunder_function_map
+
+
+def is_known_view(function: Any) -> bool:
+    """Whether Thunder knows that the function of PyTorch's may return a view of its argument."""
+    symbol = _torch_to_thunder_function_map.get(function)
+    return symbol in _syms_returning_views or symbol in _syms_that_may_return_views
 
 
 def register_function(

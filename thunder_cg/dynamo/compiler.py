@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
+from unittest.mock import patch
 
 import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
+from thunder_cg.compat.dynamo import (
+    CompiledFunction,
+    ThunderCompiler,
+    get_torch_compile_kwargs,
+    keep_grad_mode,
+    keeping_fallbacks,
+)
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.rewrites import rewrite
+from thunder_cg.dynamo.writes import order_counts
 from thunder_cg.errors import CaptureError, TransformConflictError
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage
@@ -43,7 +51,8 @@ class Compiler(ThunderCompiler):
         try:
             rewrite(module, self.thunder_options)
             with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
-                compiled = super().__call__(module, *inputs)
+                compiled = self._split(module, *inputs)
+            keep_grad_mode(self.subgraph_infos[-1])
         except Exception as error:
             self.failures, self.failure = self.failures + 1, described(error)
             raise
@@ -55,6 +64,12 @@ class Compiler(ThunderCompiler):
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 raise CaptureError(where, problem, "use an operator that Thunder traces", option='strict="ops"')
         return compiled
+
+    def _split(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
+        """Thunder's own ``__call__``, with fusions of consecutive operators where `order_counts`."""
+        fusions = {"fusion_type": "consecutive"} if order_counts(module.graph) else {}
+        with patch.dict(self.thunder_options, fusions):
+            return super().__call__(module, *inputs)
 
     def _name_parts(self) -> None:
         """Notes on what Thunder will compile of the last graph what the report calls it, for the log and profiles."""

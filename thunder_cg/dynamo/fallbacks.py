@@ -8,7 +8,7 @@ Note [Fallbacks that Thunder traces wrongly]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ import torch
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.dynamo import example, fallback_of, inside_transforms, on_examples, operator_name
-from thunder_cg.compat.thunder import no_autocast, symbols_of_functions
+from thunder_cg.compat.thunder import is_known_view, no_autocast, symbols_of_functions
 from thunder_cg.compat.torch import has_storage, shares_storage, tree_leaves
+from thunder_cg.dynamo.writes import shares_memory, written_by
 
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
@@ -26,6 +27,7 @@ _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
     """Says of a node of the graph why it is left to Inductor, to be read after its name; None if Thunder traces it."""
     transformed = inside_transforms(graph)
+    lost_views = [example(node) for node in _views_lost_before_writes(graph)]
 
     def objection(node: torch.fx.Node) -> str | None:
         if node.name in transformed:
@@ -39,6 +41,10 @@ def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
             if name.endswith("_") and not name.endswith("__") and _writes_view(node, result):
                 return "writes in place through a view, whose gradient Thunder loses"
         function = fallback_of(node)
+        if function is not None and shares_memory(lost_views, result):
+            return "returns a view of memory that is written in place, which Thunder's fallback for it does not know"
+        if shares_memory(lost_views, example(written_by(node))):
+            return "writes in place to memory of which another operator, that Inductor gets, returns a view"
         return objection_to_fallback(node, function) if function is not None else None
 
     return objection
@@ -55,6 +61,8 @@ def objection_to_fallback(node: torch.fx.Node, function: Callable[..., Any]) -> 
         return problem
     if any(_requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):
         return "takes a list of tensors, whose gradients Thunder's fallback for it loses"
+    if returns_cpu_scalar(node):
+        return "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
     if depends_on_autocast(node, function):
         return "has another dtype under autocast, which Thunder's fallback for it does not see"
     return None
@@ -79,10 +87,34 @@ def depends_on_autocast(node: torch.fx.Node, function: Callable[..., Any]) -> bo
     return _dtypes(node.meta.get("example_value")) != _dtypes(found)
 
 
+def _views_lost_before_writes(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+    """Fallbacks that return views of memory that is written later, and that Thunder does not know as views by then.
+
+    It knows some of them, but none that it has differentiated.
+    """
+    trains = any(_requires_grad(leaf) for node in graph.nodes for leaf in tree_leaves(example(node)))
+    written: list[Any] = []
+    for node in reversed(graph.nodes):
+        function = fallback_of(node)
+        if function is not None and (trains or not is_known_view(function)):
+            result = example(node)
+            if shares_memory(written, result) and shares_memory(example(node.all_input_nodes), result):
+                yield node
+        written += map(example, written_by(node))
+
+
+def returns_cpu_scalar(node: torch.fx.Node) -> bool:
+    """Whether a node returns a 0-dim tensor on the CPU that has a gradient: see Note [Gradients of CPU scalars]."""
+    tensors = [leaf for leaf in tree_leaves(example(node)) if _requires_grad(leaf)]
+    return any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in tensors)
+
+
 def _writes_view(node: torch.fx.Node, result: torch.Tensor) -> bool:
     """Whether an operator in place has written to a view of another tensor of the graph."""
     written = node.args[0]
     sources = written.all_input_nodes if isinstance(written, torch.fx.Node) else []
+    while same := [source for source in sources if example(source) is result]:  # what an operator in place returns
+        sources = same[0].all_input_nodes
     return has_storage(result) and shares_storage(example(sources), result)
 
 

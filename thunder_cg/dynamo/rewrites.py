@@ -14,14 +14,10 @@ from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
 from thunder_cg.compat.dynamo import can_trace, can_trace_all, example, inside_transforms, on_examples, operator_name
-from thunder_cg.compat.torch import any_autocast_enabled, shares_storage
+from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage
 from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.fallbacks import depends_on_autocast
-
-_IN_PLACE = {
-    getattr(operator, f"i{name}"): getattr(operator, name)
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-}
+from thunder_cg.dynamo.fallbacks import depends_on_autocast, returns_cpu_scalar
+from thunder_cg.dynamo.writes import IN_PLACE, written_by
 
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 
@@ -108,12 +104,13 @@ def _write_slice_as_item(node: Node) -> None:
     later = _later(node)
     if not shares_storage(result, base) or _has_other_names(base, later, (whole, written, node)):
         return
-    if function is None and item is None:
+    fresh = on_examples(function, example(node.args), example(node.kwargs)) if function is not None else None
+    if (fresh is None and item is None) or shares_storage(fresh, base):  # `unsqueeze_` writes nothing
         return
     with node.graph.inserting_before(node):
         if function is not None:
             item = node.graph.call_function(function, node.args, node.kwargs)
-            item.meta["example_value"] = on_examples(function, example(node.args), example(node.kwargs))
+            item.meta["example_value"] = fresh
         node.graph.call_function(operator.setitem, (whole, index, item))
         again = node.graph.call_function(operator.getitem, (whole, index))
         again.meta.update(written.meta)
@@ -125,8 +122,8 @@ def _write_slice_as_item(node: Node) -> None:
 
 def _out_of_place(node: Node) -> Callable[..., Any] | None:
     """The operator that computes what an operator in place writes to its first argument."""
-    if node.op == "call_function" and node.target in _IN_PLACE:
-        return _IN_PLACE[node.target]
+    if node.op == "call_function" and node.target in IN_PLACE:
+        return IN_PLACE[node.target]
     if callable(node.target) and node.kwargs.get("inplace") is True:
         return node.target
     if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
@@ -228,7 +225,7 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
         return
     bodies = [module.get_submodule(str(arg.target)) for arg in call.args[:2] if isinstance(arg, Node)]
     graphs = [body for body in bodies if isinstance(body, GraphModule)]
-    writes = any(_writes(node) for graph in graphs for node in graph.graph.nodes)
+    writes = any(written_by(node) for graph in graphs for node in graph.graph.nodes)
     if writes or len(graphs) < 2 or not all(can_trace_all(graph, options) for graph in graphs):
         return
     for graph in graphs:
@@ -238,10 +235,6 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
                 graph.graph.placeholder("ctx")
             graph.recompile()
     call.kwargs = {**call.kwargs, "args_tensor_mask": [True] * (len(call.args) - 2)}
-
-
-def _writes(node: Node) -> bool:
-    return _out_of_place(node) is not None or node.target is operator.setitem or "out" in node.kwargs
 
 
 def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
@@ -256,6 +249,8 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         return
     function: Any = node.target
     if function in operators.MAX_POOLS and not (node.args[5] if len(node.args) > 5 else node.kwargs.get("ceil_mode")):
+        return
+    if library_name(function) and returns_cpu_scalar(node):  # Inductor gets it, and autograd sums its gradient
         return
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):

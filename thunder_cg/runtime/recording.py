@@ -103,15 +103,17 @@ class RegionGraph:
         except Exception as error:
             self.note(error)
             raise
-        if self._copied_after or not self.outputs.is_plain:
+        if self._copied_after:
             with torch.no_grad():  # as in a trace, whatever the caller's grad mode is
                 for each in self._copied_after:
                     target = args[each.arg]
                     (target if each.arg in self.touched else target.data).copy_(each.buffer)
-                self.outputs.derive(results, args)
-        if self.touched:
+        if self.touched:  # before results are views of what was written: autograd refuses a view from before a write
             counted = {each.arg for each in self._copied_after}
             torch.autograd.graph.increment_version([args[i] for i in self.touched if i not in counted])
+        if not self.outputs.is_plain:
+            with torch.no_grad():
+                self.outputs.derive(results, args)
         return results
 
     def note(self, error: Exception) -> None:
