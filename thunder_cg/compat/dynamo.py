@@ -18,7 +18,9 @@ from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
 from torch._dynamo import config, convert_frame, pgo
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+from torch._dynamo.variables import ConstantVariable, misc
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
+_LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
 
 
 class CompiledFunction(ThunderFXCompiledObject):
@@ -55,7 +58,7 @@ class CompiledFunction(ThunderFXCompiledObject):
     def __init__(self, backend: ThunderCompiler, function: Callable[..., Any]) -> None:
         super().__init__(backend, function)
         self._count = _Count()
-        _keep_history_apart(function)
+        _scope_dynamo(function)
         module = getattr(function, "_orig_mod", None)
         self.__signature__ = inspect.signature(function if module is None else module.forward)
 
@@ -94,13 +97,17 @@ def dynamo_callback(fn: Any) -> Any | None:
     return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
 
 
-def _keep_history_apart(function: Any) -> None:
-    """Has Dynamo choose what is dynamic in a compiled function by the calls of that function alone.
+def _scope_dynamo(function: Any) -> None:
+    """Has Dynamo trace a compiled function in two ways of its own.
 
     Dynamo makes a size or a Python float dynamic if it was another one when the same code was compiled last. That may
     have been for another model: those of Transformers share code, and the epsilon of a norm would be read on the host.
-    Other functions are not affected, since Dynamo compiles under one lock. If ``torch.compiler.config.job_id`` names a
-    profile, which keeps such a history for later processes, all functions share it.
+    Here it goes by the calls of this function alone. If ``torch.compiler.config.job_id`` names a profile, which keeps
+    such a history for later processes, all functions share it.
+
+    Dynamo ends a graph at each call of a logger. Here :func:`_log_after_graph` has it made after the graph.
+
+    Other functions are not affected, since Dynamo compiles under one lock.
     """
     callback = dynamo_callback(function)
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
@@ -109,20 +116,49 @@ def _keep_history_apart(function: Any) -> None:
     shared: Any = None
     own: Any = None
 
-    def convert_apart(*args: Any, skip: int = 0, **kwargs: Any) -> Any:
+    def convert_scoped(*args: Any, skip: int = 0, **kwargs: Any) -> Any:
         nonlocal shared, own
-        if pgo.get_cache_key() is not None:
-            return convert(*args, skip=skip + 1, **kwargs)
         if (now := pgo.get_code_state()) is not shared:  # at first, and after `torch._dynamo.reset`
             shared, own = now, defaultdict(pgo.CodeState)
-        with patch.object(pgo, "_CODE_STATE", own):
+        state = shared if pgo.get_cache_key() is not None else own
+        with (
+            patch.object(pgo, "_CODE_STATE", state),
+            patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph),
+        ):
             return convert(*args, skip=skip + 1, **kwargs)
 
     # Dynamo looks for the caller of a frame behind the frames of its own file.
-    convert_apart.__code__ = convert_apart.__code__.replace(co_filename=convert_frame.__file__)
+    convert_scoped.__code__ = convert_scoped.__code__.replace(co_filename=convert_frame.__file__)
     for name in ("_torchdynamo_orig_backend", "_clone_with_backend"):  # what others read of it
-        setattr(convert_apart, name, getattr(convert, name))
-    callback._torchdynamo_orig_backend = convert_apart
+        setattr(convert_scoped, name, getattr(convert, name))
+    callback._torchdynamo_orig_backend = convert_scoped
+
+
+_call_method_of_logger = misc.LoggingLoggerVariable.call_method
+
+
+def _log_after_graph(logger: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Has a call of a logger made after the graph that it would end, in each call, if its arguments cannot change."""
+    functions = config.ignore_logging_functions
+    method = getattr(logger.value, name, None)
+    ignored = method in functions or getattr(method, "__func__", None) in functions
+    is_later = _LOG_METHODS.fullmatch(name) and not kwargs and all(map(_is_immutable, args))
+    if tx.export or ignored or not is_later or logger.source is None:
+        return _call_method_of_logger(logger, tx, name, args, kwargs)
+    call = misc.DebuggingVariable(method, source=AttrSource(logger.source, name))
+    tx.output.root_tx.debug_locals.append((call, [*args]))  # those of an inlined function would be lost
+    return ConstantVariable.create(None)
+
+
+def _is_immutable(argument: Any) -> bool:
+    """Whether what a variable of Dynamo's stands for is a constant that is the same after the graph."""
+    if not argument.is_python_constant():
+        return False
+    try:
+        hash(argument.as_python_constant())
+    except TypeError:
+        return False
+    return True
 
 
 class CodeAtLimit(NamedTuple):
