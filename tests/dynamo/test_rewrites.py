@@ -164,6 +164,58 @@ def test_what_is_read_under_another_name_is_written_in_place(backend, device):
     trains_alike(model, lambda: torch.randn(2, 8, device=device), backend)
 
 
+class Writes(nn.Module):
+    """Writes to its parameter, which Thunder's gradients do not survive, before its use and after it."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.write = nn.Parameter(torch.rand(8)), write
+
+    def forward(self, x):
+        self.write(self.weight)
+        x = torch.sin(x) * self.weight
+        self.write(self.weight)
+        return x
+
+
+@torch.no_grad
+def decay(weight):
+    weight.mul_(0.9)
+
+
+@torch.no_grad
+def decay_part(weight):
+    weight[1:].mul_(0.9)
+
+
+@torch.no_grad
+def clear_part(weight):
+    weight[1:3] = 0.5
+
+
+@pytest.mark.parametrize("write", [decay, decay_part, clear_part, lambda weight: weight.data.clamp_(0.2, 0.6)])
+def test_parameters_written_without_a_gradient(backend, device, write):
+    graphed = trains_alike(Writes(write).to(device), lambda: torch.randn(2, 8, device=device), backend)
+    assert any("without a gradient, to a tensor that has one" in part.reason for part in explain(graphed).outside)
+
+
+def test_an_optimizer_stays_in_thunder(backend, device):
+    """Nothing in its graph has a gradient that could be lost."""
+
+    @torch.no_grad
+    def step(weight, gradient):
+        weight.mul_(0.9).add_(gradient, alpha=-0.1)
+
+    graphed = thunderfx(step, backend=backend)
+    found, expected = (torch.ones(4, device=device, requires_grad=True) for _ in range(2))
+    for _ in range(4):
+        gradient = torch.randn(4, device=device)
+        graphed(found, gradient)
+        step(expected, gradient)
+        torch.testing.assert_close(found, expected)
+    assert not explain(graphed).outside
+
+
 class Attention(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()

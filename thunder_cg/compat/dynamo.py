@@ -42,6 +42,7 @@ __all__ = [
     "inside_transforms",
     "keeping_fallbacks",
     "on_examples",
+    "without_gradient",
 ]
 
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
@@ -262,13 +263,20 @@ def fallback_of(node: Node) -> Callable[..., Any] | None:
 def keeping_fallbacks(objection: Callable[[Node], str | None]) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
 
-    The splitter asks a function and a set of its module, which are replaced. Dynamo compiles under one lock, so no
+    The splitter asks functions and a set of its module, which are replaced. Dynamo compiles under one lock, so no
     other compilation is affected.
 
     Args:
         objection: says of any node of the graph why Inductor gets it nevertheless.
     """
     is_supported = utils.is_node_supported_by_thunder
+    split = splitter.split_module
+
+    def split_balanced(*args: Any, **kwargs: Any) -> GraphModule:
+        whole = split(*args, **kwargs)
+        for part in whole.children():
+            _restore_grad_mode(part)
+        return whole
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
         if (problem := objection(node)) is None:
@@ -280,8 +288,35 @@ def keeping_fallbacks(objection: Callable[[Node], str | None]) -> Iterator[None]
         patch.object(utils, "auto_register_ops", frozenset()),
         patch.object(utils, "is_node_supported_by_thunder", is_kept),
         patch.object(splitter, "is_node_supported_by_thunder", is_kept),
+        patch.object(splitter, "split_module", split_balanced),
     ):
         yield
+
+
+def _restore_grad_mode(part: GraphModule) -> None:
+    """Has a part of a graph that ends under ``torch.no_grad`` leave the grad mode as it is outside of the graph.
+
+    PyTorch begins each part with the mode of its nodes. Thunder would leave the mode that it ends with to the caller,
+    in the call that it is traced in.
+    """
+    modes = part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    if modes and modes[-1].args[0] != torch.is_grad_enabled():
+        *_, last = (node for node in part.graph.nodes if node.op != "output")
+        with part.graph.inserting_after(last):
+            part.graph.call_function(torch._C._set_grad_enabled, (torch.is_grad_enabled(),))
+        part.recompile()
+
+
+def without_gradient(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that run under ``torch.no_grad``, as Dynamo saw it: also all, if it compiles there."""
+    found = set()
+    enabled = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = node.args[0]
+        elif not enabled:
+            found.add(node.name)
+    return frozenset(found)
 
 
 def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:

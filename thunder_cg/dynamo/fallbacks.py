@@ -8,31 +8,48 @@ Note [Fallbacks that Thunder traces wrongly]
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Graph, Node
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
-from thunder_cg.compat.dynamo import example, fallback_of, inside_transforms, on_examples, operator_name
+from thunder_cg.compat.dynamo import (
+    example,
+    fallback_of,
+    inside_transforms,
+    on_examples,
+    operator_name,
+    without_gradient,
+)
 from thunder_cg.compat.thunder import no_autocast, symbols_of_functions
 from thunder_cg.compat.torch import has_storage, shares_storage, tree_leaves
 
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
+IN_PLACE = {
+    getattr(operator, f"i{name}"): getattr(operator, name)
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
+}
 
 
-def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
+def objections(graph: Graph) -> Callable[[Node], str | None]:
     """Says of a node of the graph why it is left to Inductor, to be read after its name; None if Thunder traces it."""
     transformed = inside_transforms(graph)
+    lost, untracked = untracked_writes(graph), without_gradient(graph)
 
-    def objection(node: torch.fx.Node) -> str | None:
+    def objection(node: Node) -> str | None:
         if node.name in transformed:
             return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
         if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
             return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
-        if _requires_grad(result := example(node)) and node.op.startswith("call"):
+        if node.name in lost:
+            return "writes in place, without a gradient, to a tensor that has one, which Thunder loses"
+        is_tracked = _requires_grad(result := example(node)) and node.name not in untracked
+        if is_tracked and node.op.startswith("call"):
             name = operator_name(node)
             if name.rstrip("_") == "index_put":
                 return "gets other gradients from Thunder than from PyTorch"
@@ -44,7 +61,29 @@ def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
     return objection
 
 
-def objection_to_fallback(node: torch.fx.Node, function: Callable[..., Any]) -> str | None:
+def untracked_writes(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that write, with no gradient, to inputs that require one, and of the views they write to.
+
+    Such as ``w.mul_(0.9)`` under ``torch.no_grad``, or ``w.data.clamp_(0, 1)``. Where nothing in the graph has a
+    gradient, as in an optimizer's step, there is none.
+    """
+    untracked = without_gradient(graph)
+    nodes = [node for node in graph.nodes if _requires_grad(_result(node))]
+    if not any(node.op.startswith("call") and node.name not in untracked for node in nodes):
+        return frozenset()
+    inputs = [_result(node) for node in nodes if node.op == "placeholder"]
+    found: dict[str, Any] = {}
+    for node in graph.nodes:
+        written = _written(node)
+        is_tracked = node.name not in untracked and (_requires_grad(written) or _requires_grad(_result(node)))
+        if not is_tracked and _shows(written, inputs):
+            found[node.name] = written
+    memory = [*found.values()]
+    views = [node.name for node in graph.nodes if node.name in untracked and memory and _shows(_result(node), memory)]
+    return frozenset([*found, *views])
+
+
+def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | None:
     """Why a call of a fallback is left to Inductor; None if Thunder traces it right."""
     args = example(node.args)
     leaves = tree_leaves((args, example(node.kwargs)))
@@ -73,16 +112,39 @@ def objection_to_operator(function: Callable[..., Any], *, with_gradient: bool) 
     return None
 
 
-def depends_on_autocast(node: torch.fx.Node, function: Callable[..., Any]) -> bool:
+def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
     """Whether the function that a node calls has results of other dtypes without the autocast that Dynamo saw."""
     found = on_examples(no_autocast(function), example(node.args), example(node.kwargs))
     return _dtypes(node.meta.get("example_value")) != _dtypes(found)
 
 
-def _writes_view(node: torch.fx.Node, result: torch.Tensor) -> bool:
+def _result(node: Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def _shows(result: Any, tensors: list[torch.Tensor]) -> bool:
+    return isinstance(result, torch.Tensor) and has_storage(result) and shares_storage(tensors, result)
+
+
+def _written(node: Node) -> torch.Tensor | None:
+    """The tensor that an operator in place writes."""
+    name = operator_name(node)
+    in_place = name.endswith("_") and not name.endswith("__")
+    if (
+        not (
+            in_place or node.target is operator.setitem or node.target in IN_PLACE or node.kwargs.get("inplace") is True
+        )
+        or not node.args
+    ):
+        return None
+    written = example(node.args[0])
+    return written if isinstance(written, torch.Tensor) else None
+
+
+def _writes_view(node: Node, result: torch.Tensor) -> bool:
     """Whether an operator in place has written to a view of another tensor of the graph."""
     written = node.args[0]
-    sources = written.all_input_nodes if isinstance(written, torch.fx.Node) else []
+    sources = written.all_input_nodes if isinstance(written, Node) else []
     return has_storage(result) and shares_storage(example(sources), result)
 
 

@@ -16,12 +16,7 @@ from torch.nn import functional as F
 from thunder_cg.compat.dynamo import can_trace, can_trace_all, example, inside_transforms, on_examples, operator_name
 from thunder_cg.compat.torch import any_autocast_enabled, shares_storage
 from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.fallbacks import depends_on_autocast
-
-_IN_PLACE = {
-    getattr(operator, f"i{name}"): getattr(operator, name)
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")
-}
+from thunder_cg.dynamo.fallbacks import IN_PLACE, depends_on_autocast, untracked_writes
 
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 
@@ -36,8 +31,11 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
         _name_inplace(node)
-        _compute_out_of_place(node)
-        _write_slice_as_item(node)
+    untracked = untracked_writes(module.graph)
+    for node in nodes:
+        if node.name not in untracked:
+            _compute_out_of_place(node)
+            _write_slice_as_item(node)
         _pass_sizes_by_position(node)
     for node in nodes:
         if node.op == "call_function" and node.target is torch.cat:
@@ -125,8 +123,8 @@ def _write_slice_as_item(node: Node) -> None:
 
 def _out_of_place(node: Node) -> Callable[..., Any] | None:
     """The operator that computes what an operator in place writes to its first argument."""
-    if node.op == "call_function" and node.target in _IN_PLACE:
-        return _IN_PLACE[node.target]
+    if node.op == "call_function" and node.target in IN_PLACE:
+        return IN_PLACE[node.target]
     if callable(node.target) and node.kwargs.get("inplace") is True:
         return node.target
     if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
