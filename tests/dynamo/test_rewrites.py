@@ -361,6 +361,29 @@ def test_pooling_with_ceil_mode(backend, device, fn):
     )
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.avg_pool2d(x[None], 3, stride=1, padding=1, count_include_pad=False) * 2,
+        lambda x: x.repeat_interleave(2, dim=0, output_size=4) * 2,
+        lambda x: torch.repeat_interleave(x, 3, -1) * 2,
+        lambda x: torch._weight_norm(x, x[:, :1], 0) * 2,
+    ],
+    ids=["avg_pool2d", "repeat_interleave", "repeat_interleave of the last", "weight_norm"],
+)
+def test_arguments_that_thunder_refuses(backend, device, fn):
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
+
+
+def test_repeats_that_a_tensor_holds_are_left_alone():
+    repeats = torch.tensor([1, 2])
+    graphed = thunderfx(lambda x: (x + 1).repeat_interleave(repeats, dim=0, output_size=3), backend="tape")
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        same(graphed(x), (x + 1).repeat_interleave(repeats, dim=0))
+    assert [part.operator for part in explain(graphed).outside] == ["repeat_interleave"]
+
+
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_cross_entropy_of_a_sum(backend, device, reduction):
     """The loss of Transformers' models in their `Trainer`. Thunder's own gradient of it raises."""

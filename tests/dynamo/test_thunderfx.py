@@ -59,6 +59,21 @@ def test_the_signature_is_that_of_what_was_compiled(backend):
     assert inspect.signature(thunderfx(model.forward, backend=backend)) == inspect.signature(model.forward)
 
 
+def test_a_deep_copy_is_compiled_itself(backend, device):
+    """Also one of a model whose forward is compiled: it has its own parameters."""
+    model = Fallbacks().to(device)
+    plain = copy.deepcopy(model)
+    model.forward = thunderfx(model.forward, backend=backend)
+    x = torch.randn(3, 4, device=device)
+    with torch.no_grad():
+        model(x)
+        twin = copy.deepcopy(model)
+        model.weight.zero_()
+        for _ in range(3):
+            torch.testing.assert_close(twin(x), plain(x))
+    assert replays(twin.forward) == 2 and replays(model.forward) == 0
+
+
 def test_fallbacks_stay_in_one_region_each_way(pair, device):
     model, plain, twin, graphed = pair(Fallbacks())
     for _ in range(4):
@@ -145,6 +160,21 @@ def test_dynamic_shapes(pair, device):
         for rows in (2, 3, 4, 2, 3, 4, 2, 3, 4):
             x = torch.randn(rows, 4, device=device)
             torch.testing.assert_close(graphed(x), plain(x))
+
+
+def test_a_float_is_constant_until_it_changes(backend, device):
+    """Also with dynamic shapes, where Dynamo would have each epsilon read on the host."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU()).to(device)
+    graphed = thunderfx(model, backend=backend, dynamic=True)
+    for rows in (2, 2, 3):
+        x = torch.randn(rows, 4, device=device)
+        torch.testing.assert_close(graphed(x), model(x))
+    model[1].eps = 0.5
+    for _ in range(3):
+        x = torch.randn(3, 4, device=device)
+        torch.testing.assert_close(graphed(x), model(x))
+    items = [any(op.name == "Tensor.item" for op in trace.ops) for trace in explain(graphed).traces]
+    assert not items[0] and any(items), "as it changed"
 
 
 def test_graph_breaks(pair, device):

@@ -20,7 +20,7 @@ from torch._dynamo import config, convert_frame, pgo
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
-from torch._dynamo.variables import ConstantVariable, misc
+from torch._dynamo.variables import ConstantVariable, builder, misc
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -40,6 +40,7 @@ __all__ = [
     "for_splitter",
     "get_torch_compile_kwargs",
     "inside_transforms",
+    "is_supported",
     "keeping_fallbacks",
     "on_examples",
     "without_gradient",
@@ -53,11 +54,15 @@ class CompiledFunction(ThunderFXCompiledObject):
     """What Thunder's ``thunderfx`` returns; a ``torch.compile`` around it calls it, and does not compile the original.
 
     ``generate`` of Transformers has one around the whole model. The signature is that of what was compiled: the
-    ``Trainer`` of Transformers drops what a model's forward does not name.
+    ``Trainer`` of Transformers drops what a model's forward does not name. A deep copy, as of a model whose forward is
+    compiled, is of what was compiled, and is compiled itself.
     """
 
-    def __init__(self, backend: ThunderCompiler, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, backend: ThunderCompiler, function: Callable[..., Any], copied: Callable[[Any], CompiledFunction]
+    ) -> None:
         super().__init__(backend, function)
+        self._copied = copied
         self._count = _Count()
         _scope_dynamo(function)
         module = getattr(function, "_orig_mod", None)
@@ -69,6 +74,9 @@ class CompiledFunction(ThunderFXCompiledObject):
         result = self._func(*args, **kwargs)
         self._count.calls += 1
         return result
+
+    def __deepcopy__(self, memo: Any) -> CompiledFunction:
+        return self._copied(memo)
 
     @torch.compiler.disable(reason="thunder_cg.thunderfx has compiled it")
     def _breaking_the_graph(self, *args: Any, **kwargs: Any) -> Any:
@@ -99,12 +107,15 @@ def dynamo_callback(fn: Any) -> Any | None:
 
 
 def _scope_dynamo(function: Any) -> None:
-    """Has Dynamo trace a compiled function in two ways of its own.
+    """Has Dynamo trace a compiled function in three ways of its own.
 
     Dynamo makes a size or a Python float dynamic if it was another one when the same code was compiled last. That may
     have been for another model: those of Transformers share code, and the epsilon of a norm would be read on the host.
     Here it goes by the calls of this function alone. If ``torch.compiler.config.job_id`` names a profile, which keeps
     such a history for later processes, all functions share it.
+
+    With ``dynamic=True``, Dynamo makes all Python floats dynamic, so each epsilon would be read on the host, too. Here
+    a float is a constant until it changes.
 
     Dynamo ends a graph at each call of a logger. Here :func:`_log_after_graph` has it made after the graph.
 
@@ -125,6 +136,7 @@ def _scope_dynamo(function: Any) -> None:
         with (
             patch.object(pgo, "_CODE_STATE", state),
             patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph),
+            patch.object(builder.VariableBuilder, "wrap_symfloat", _wrap_float),
         ):
             return convert(*args, skip=skip + 1, **kwargs)
 
@@ -149,6 +161,14 @@ def _log_after_graph(logger: Any, tx: Any, name: str, args: list[Any], kwargs: d
     call = misc.DebuggingVariable(method, source=AttrSource(logger.source, name))
     tx.output.root_tx.debug_locals.append((call, [*args]))  # those of an inlined function would be lost
     return ConstantVariable.create(None)
+
+
+_wrap_symfloat = builder.VariableBuilder.wrap_symfloat
+
+
+def _wrap_float(self: Any, value: float) -> Any:
+    with config.patch(assume_static_by_default=True):
+        return _wrap_symfloat(self, value)
 
 
 def _is_immutable(argument: Any) -> bool:
@@ -246,6 +266,12 @@ def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any])
     """Whether Thunder can trace the function, and differentiate it if need be, with the arguments of the node."""
     can, _ = utils.try_execute_thunder_symbol(function, node, options)
     return can
+
+
+def is_supported(node: Node, options: dict[str, Any]) -> bool:
+    """Whether Thunder's symbol for what the node calls takes the node's arguments."""
+    supported, _ = utils.is_node_supported_by_thunder(node, options)
+    return bool(supported)
 
 
 def operator_name(node: Node) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -79,7 +80,12 @@ def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
 
 def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """Compiles with the options of Thunder's own ``thunderfx``, and with fewer cuts. Graphs are up to a transform."""
+    transforms = [*options.get("transforms", ())]  # Thunder adds to the list that it gets
+
+    def copied(memo: Any) -> CompiledFunction:
+        return compile_with(copy.deepcopy(fn, memo), **{**options, "transforms": transforms})
+
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     backend.function = name_of(fn)
-    return CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo))
+    return CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)

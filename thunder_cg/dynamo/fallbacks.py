@@ -129,13 +129,9 @@ def _shows(result: Any, tensors: list[torch.Tensor]) -> bool:
 def _written(node: Node) -> torch.Tensor | None:
     """The tensor that an operator in place writes."""
     name = operator_name(node)
-    in_place = name.endswith("_") and not name.endswith("__")
-    if (
-        not (
-            in_place or node.target is operator.setitem or node.target in IN_PLACE or node.kwargs.get("inplace") is True
-        )
-        or not node.args
-    ):
+    is_method = name.endswith("_") and not name.endswith("__")
+    is_operator = node.target is operator.setitem or node.target in IN_PLACE
+    if not node.args or not (is_method or is_operator or node.kwargs.get("inplace") is True):
         return None
     written = example(node.args[0])
     return written if isinstance(written, torch.Tensor) else None

@@ -13,7 +13,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from thunder_cg.compat.dynamo import can_trace, can_trace_all, example, inside_transforms, on_examples, operator_name
+from thunder_cg.compat.dynamo import (
+    can_trace,
+    can_trace_all,
+    example,
+    inside_transforms,
+    is_supported,
+    on_examples,
+    operator_name,
+)
 from thunder_cg.compat.torch import any_autocast_enabled, shares_storage
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import IN_PLACE, depends_on_autocast, untracked_writes
@@ -50,7 +58,7 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _draw_out_of_place(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply:
             _write_as_before(node, module, options)
-        elif node.op == "call_function":
+        elif node.op == "call_function" or node.target == "repeat_interleave":
             _use_own_operator(node, options)
 
 
@@ -253,11 +261,16 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
     if node.target is F.cross_entropy and node.kwargs.get("reduction", "mean") != "sum":
         return
     function: Any = node.target
-    if function in operators.MAX_POOLS and not (node.args[5] if len(node.args) > 5 else node.kwargs.get("ceil_mode")):
+    if operator_name(node) == "repeat_interleave":
+        repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
+        if not isinstance(repeats, int):  # read on the host if it is a tensor
+            return
+        function = torch.repeat_interleave
+    if function in operators.PARTIAL and is_supported(node, options):
         return
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
-        node.target = own
+        node.op, node.target = "call_function", own
 
 
 def _trace_attention(node: Node) -> None:
