@@ -31,8 +31,8 @@ def thunderfx(fn: Callable[..., Any], /, **options: Any) -> Any:
 
     Args:
         fn: a function or module.
-        options: those of :func:`cudagraph_transform`, of ``torch.compile`` (``dynamic``, ``fullgraph``, ``disable``) and
-            of ``thunder.jit`` (``executors``, ``transforms``, ...). ``mode`` and ``options`` are for Inductor: Dynamo
+        options: those of :func:`cudagraph_transform`, of ``torch.compile`` (``dynamic``, ``fullgraph``, ``disable``)
+            and of ``thunder.jit`` (``executors``, ``transforms``, ...). ``mode`` and ``options`` are for Inductor: Dynamo
             hands them to its backend, and Thunder's raises, here as there.
 
     Returns:
