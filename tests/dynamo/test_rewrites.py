@@ -199,6 +199,15 @@ def test_parameters_written_without_a_gradient(backend, device, write):
     assert any("without a gradient, to a tensor that has one" in part.reason for part in explain(graphed).outside)
 
 
+def test_what_the_graph_makes_is_written_without_a_gradient(backend, device):
+    def fn(x):
+        y = torch.sin(x)
+        decay(y)
+        return y * x
+
+    trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend)
+
+
 def test_an_optimizer_stays_in_thunder(backend, device):
     """Nothing in its graph has a gradient that could be lost."""
 

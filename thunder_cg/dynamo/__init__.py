@@ -32,8 +32,8 @@ def thunderfx(fn: Callable[..., Any], /, **options: Any) -> Any:
     Args:
         fn: a function or module.
         options: those of :func:`cudagraph_transform`, of ``torch.compile`` (``dynamic``, ``fullgraph``, ``disable``)
-            and of ``thunder.jit`` (``executors``, ``transforms``, ...). ``mode`` and ``options`` are for Inductor: Dynamo
-            hands them to its backend, and Thunder's raises, here as there.
+            and of ``thunder.jit`` (``executors``, ``transforms``, ...). ``mode`` and ``options`` raise, as with
+            Thunder's: they are Inductor's.
 
     Returns:
         What ``thunder.dynamo.thunderfx`` returns: a callable.

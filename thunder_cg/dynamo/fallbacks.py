@@ -62,21 +62,25 @@ def objections(graph: Graph) -> Callable[[Node], str | None]:
 
 
 def untracked_writes(graph: Graph) -> frozenset[str]:
-    """Names of the nodes that write, with no gradient, to inputs that require one, and of the views they write to.
+    """Names of the nodes that write, with no gradient, to tensors that require one, and of the views they write to.
 
     Such as ``w.mul_(0.9)`` under ``torch.no_grad``, or ``w.data.clamp_(0, 1)``. Where nothing in the graph has a
-    gradient, as in an optimizer's step, there is none.
+    gradient, as in an optimizer's step, there is none. Writes to what the graph makes and views are not among them:
+    Inductor may not write to views that Thunder returns.
     """
     untracked = without_gradient(graph)
     nodes = [node for node in graph.nodes if _requires_grad(_result(node))]
     if not any(node.op.startswith("call") and node.name not in untracked for node in nodes):
         return frozenset()
-    inputs = [_result(node) for node in nodes if node.op == "placeholder"]
+    tracked = [_result(node) for node in nodes]
     found: dict[str, Any] = {}
     for node in graph.nodes:
         written = _written(node)
         is_tracked = node.name not in untracked and (_requires_grad(written) or _requires_grad(_result(node)))
-        if not is_tracked and _shows(written, inputs):
+        if written is None or is_tracked or not _shows(written, tracked):
+            continue
+        names = [other for other in graph.nodes if _written(other) is None and _shows(_result(other), [written])]
+        if len(names) == 1 or any(other.op == "placeholder" for other in names):
             found[node.name] = written
     memory = [*found.values()]
     views = [node.name for node in graph.nodes if node.name in untracked and memory and _shows(_result(node), memory)]
