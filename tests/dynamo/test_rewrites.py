@@ -164,6 +164,67 @@ def test_what_is_read_under_another_name_is_written_in_place(backend, device):
     trains_alike(model, lambda: torch.randn(2, 8, device=device), backend)
 
 
+class Writes(nn.Module):
+    """Writes to its parameter, which Thunder's gradients do not survive, before its use and after it."""
+
+    def __init__(self, write: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight, self.write = nn.Parameter(torch.rand(8)), write
+
+    def forward(self, x):
+        self.write(self.weight)
+        x = torch.sin(x) * self.weight
+        self.write(self.weight)
+        return x
+
+
+@torch.no_grad
+def decay(weight):
+    weight.mul_(0.9)
+
+
+@torch.no_grad
+def decay_part(weight):
+    weight[1:].mul_(0.9)
+
+
+@torch.no_grad
+def clear_part(weight):
+    weight[1:3] = 0.5
+
+
+@pytest.mark.parametrize("write", [decay, decay_part, clear_part, lambda weight: weight.data.clamp_(0.2, 0.6)])
+def test_parameters_written_without_a_gradient(backend, device, write):
+    graphed = trains_alike(Writes(write).to(device), lambda: torch.randn(2, 8, device=device), backend)
+    assert any("without a gradient, to a tensor that has one" in part.reason for part in explain(graphed).outside)
+
+
+def test_what_the_graph_makes_is_written_without_a_gradient(backend, device):
+    def fn(x):
+        y = torch.sin(x)
+        decay(y)
+        return y * x
+
+    trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend)
+
+
+def test_an_optimizer_stays_in_thunder(backend, device):
+    """Nothing in its graph has a gradient that could be lost."""
+
+    @torch.no_grad
+    def step(weight, gradient):
+        weight.mul_(0.9).add_(gradient, alpha=-0.1)
+
+    graphed = thunderfx(step, backend=backend)
+    found, expected = (torch.ones(4, device=device, requires_grad=True) for _ in range(2))
+    for _ in range(4):
+        gradient = torch.randn(4, device=device)
+        graphed(found, gradient)
+        step(expected, gradient)
+        torch.testing.assert_close(found, expected)
+    assert not explain(graphed).outside
+
+
 class Attention(nn.Module):
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -307,6 +368,29 @@ def test_pooling_with_ceil_mode(backend, device, fn):
     assert one_region_each_way(
         trains_alike(Around(pools).to(device), lambda: torch.randn(2, 8, device=device), backend)
     )
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.avg_pool2d(x[None], 3, stride=1, padding=1, count_include_pad=False) * 2,
+        lambda x: x.repeat_interleave(2, dim=0, output_size=4) * 2,
+        lambda x: torch.repeat_interleave(x, 3, -1) * 2,
+        lambda x: torch._weight_norm(x, x[:, :1], 0) * 2,
+    ],
+    ids=["avg_pool2d", "repeat_interleave", "repeat_interleave of the last", "weight_norm"],
+)
+def test_arguments_that_thunder_refuses(backend, device, fn):
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
+
+
+def test_repeats_that_a_tensor_holds_are_left_alone():
+    repeats = torch.tensor([1, 2])
+    graphed = thunderfx(lambda x: (x + 1).repeat_interleave(repeats, dim=0, output_size=3), backend="tape")
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        same(graphed(x), (x + 1).repeat_interleave(repeats, dim=0))
+    assert [part.operator for part in explain(graphed).outside] == ["repeat_interleave"]
 
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])

@@ -59,6 +59,21 @@ def test_the_signature_is_that_of_what_was_compiled(backend):
     assert inspect.signature(thunderfx(model.forward, backend=backend)) == inspect.signature(model.forward)
 
 
+def test_a_deep_copy_is_compiled_itself(backend, device):
+    """Also one of a model whose forward is compiled: it has its own parameters."""
+    model = Fallbacks().to(device)
+    plain = copy.deepcopy(model)
+    model.forward = thunderfx(model.forward, backend=backend)
+    x = torch.randn(3, 4, device=device)
+    with torch.no_grad():
+        model(x)
+        twin = copy.deepcopy(model)
+        model.weight.zero_()
+        for _ in range(3):
+            torch.testing.assert_close(twin(x), plain(x))
+    assert replays(twin.forward) == 2 and replays(model.forward) == 0
+
+
 def test_fallbacks_stay_in_one_region_each_way(pair, device):
     model, plain, twin, graphed = pair(Fallbacks())
     for _ in range(4):
@@ -145,6 +160,21 @@ def test_dynamic_shapes(pair, device):
         for rows in (2, 3, 4, 2, 3, 4, 2, 3, 4):
             x = torch.randn(rows, 4, device=device)
             torch.testing.assert_close(graphed(x), plain(x))
+
+
+def test_a_float_is_constant_until_it_changes(backend, device):
+    """Also with dynamic shapes, where Dynamo would have each epsilon read on the host."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU()).to(device)
+    graphed = thunderfx(model, backend=backend, dynamic=True)
+    for rows in (2, 2, 3):
+        x = torch.randn(rows, 4, device=device)
+        torch.testing.assert_close(graphed(x), model(x))
+    model[1].eps = 0.5
+    for _ in range(3):
+        x = torch.randn(3, 4, device=device)
+        torch.testing.assert_close(graphed(x), model(x))
+    items = [any(op.name == "Tensor.item" for op in trace.ops) for trace in explain(graphed).traces]
+    assert not items[0] and any(items), "as it changed"
 
 
 def test_graph_breaks(pair, device):
@@ -296,9 +326,13 @@ def test_a_second_graph_transform_is_refused(backend):
 class Logs(nn.Module):
     """As models of Transformers warn before the loss: Dynamo cannot go on in the middle of a property."""
 
+    def __init__(self, **how) -> None:
+        super().__init__()
+        self.how = how
+
     @property
     def loss(self):
-        logger.warning("looked up")
+        logger.warning("looked up", **self.how)
         return torch.sum
 
     def forward(self, x):
@@ -309,15 +343,40 @@ class Logs(nn.Module):
 
 def test_a_graph_break_that_dynamo_cannot_go_on_from_has_its_reason(backend, device):
     """Dynamo gives it "step_unsupported". It has the reason when it tries the function around it, or one inside."""
-    model = Logs()
+    model = Logs(stacklevel=2)
     for function in (model, lambda x: model(x)):
         compiled = thunderfx(function, backend=backend)
         compiled(torch.ones(3, device=device))
         (broken,) = explain(compiled).breaks
         assert broken.reason.startswith("logging.Logger method not supported") and "ignore_logging" in broken.fix
-        assert broken.source == 'logger.warning("looked up")' and "called from" in broken.line
+        assert broken.source == 'logger.warning("looked up", **self.how)' and "called from" in broken.line
         torch._dynamo.reset()
     assert "TORCH_LOGS" in explain(compiled).breaks[0].fix, "Dynamo has forgotten"
+
+
+def test_calls_of_a_logger_are_made_after_the_graph(backend, device, caplog):
+    def function(x):
+        logger.log(logging.INFO, "%s rows", x.shape[0])
+        y = Logs()(x)
+        torch._dynamo.graph_break()
+        logger.warning("behind")
+        return torch.cos(y) * 2
+
+    caplog.set_level("INFO", logger.name)
+    x = torch.ones(3, device=device)
+    compiled = thunderfx(function, backend=backend)
+    for _ in range(4):
+        compiled(x)
+    said = [record.getMessage() for record in caplog.records if record.name == logger.name]
+    assert said == ["3 rows", "looked up", "behind"] * 4, "in each call, and in their order"
+    assert [len(program.regions) for program in programs(compiled)] == [1, 1] and len(explain(compiled).breaks) == 1
+
+    caplog.clear()
+    with torch._dynamo.config.patch(ignore_logging_functions={logging.Logger.warning}):
+        thunderfx(Logs(), backend=backend, fullgraph=True)(x)
+    assert "looked up" not in caplog.messages
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"logging\.Logger"):
+        torch.compile(Logs(), backend="eager", fullgraph=True)(x)  # as ever
 
 
 def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device):

@@ -15,10 +15,12 @@ from unittest.mock import patch
 import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
-from thunder.dynamo.utils import SplitReason, SplitReasonType, SubgraphInfo, get_torch_compile_kwargs
+from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
 from torch._dynamo import config, convert_frame, pgo
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+from torch._dynamo.variables import ConstantVariable, builder, misc
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
@@ -38,25 +40,31 @@ __all__ = [
     "for_splitter",
     "get_torch_compile_kwargs",
     "inside_transforms",
-    "keep_grad_mode",
+    "is_supported",
     "keeping_fallbacks",
     "on_examples",
+    "without_gradient",
 ]
 
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
+_LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
 
 
 class CompiledFunction(ThunderFXCompiledObject):
     """What Thunder's ``thunderfx`` returns; a ``torch.compile`` around it calls it, and does not compile the original.
 
     ``generate`` of Transformers has one around the whole model. The signature is that of what was compiled: the
-    ``Trainer`` of Transformers drops what a model's forward does not name.
+    ``Trainer`` of Transformers drops what a model's forward does not name. A deep copy, as of a model whose forward is
+    compiled, is of what was compiled, and is compiled itself.
     """
 
-    def __init__(self, backend: ThunderCompiler, function: Callable[..., Any]) -> None:
+    def __init__(
+        self, backend: ThunderCompiler, function: Callable[..., Any], copied: Callable[[Any], CompiledFunction]
+    ) -> None:
         super().__init__(backend, function)
+        self._copied = copied
         self._count = _Count()
-        _keep_history_apart(function)
+        _scope_dynamo(function)
         module = getattr(function, "_orig_mod", None)
         self.__signature__ = inspect.signature(function if module is None else module.forward)
 
@@ -66,6 +74,9 @@ class CompiledFunction(ThunderFXCompiledObject):
         result = self._func(*args, **kwargs)
         self._count.calls += 1
         return result
+
+    def __deepcopy__(self, memo: Any) -> CompiledFunction:
+        return self._copied(memo)
 
     @torch.compiler.disable(reason="thunder_cg.thunderfx has compiled it")
     def _breaking_the_graph(self, *args: Any, **kwargs: Any) -> Any:
@@ -95,13 +106,20 @@ def dynamo_callback(fn: Any) -> Any | None:
     return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
 
 
-def _keep_history_apart(function: Any) -> None:
-    """Has Dynamo choose what is dynamic in a compiled function by the calls of that function alone.
+def _scope_dynamo(function: Any) -> None:
+    """Has Dynamo trace a compiled function in three ways of its own.
 
     Dynamo makes a size or a Python float dynamic if it was another one when the same code was compiled last. That may
     have been for another model: those of Transformers share code, and the epsilon of a norm would be read on the host.
-    Other functions are not affected, since Dynamo compiles under one lock. If ``torch.compiler.config.job_id`` names a
-    profile, which keeps such a history for later processes, all functions share it.
+    Here it goes by the calls of this function alone. If ``torch.compiler.config.job_id`` names a profile, which keeps
+    such a history for later processes, all functions share it.
+
+    With ``dynamic=True``, Dynamo makes all Python floats dynamic, so each epsilon would be read on the host, too. Here
+    a float is a constant until it changes.
+
+    Dynamo ends a graph at each call of a logger. Here :func:`_log_after_graph` has it made after the graph.
+
+    Other functions are not affected, since Dynamo compiles under one lock.
     """
     callback = dynamo_callback(function)
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
@@ -110,20 +128,58 @@ def _keep_history_apart(function: Any) -> None:
     shared: Any = None
     own: Any = None
 
-    def convert_apart(*args: Any, skip: int = 0, **kwargs: Any) -> Any:
+    def convert_scoped(*args: Any, skip: int = 0, **kwargs: Any) -> Any:
         nonlocal shared, own
-        if pgo.get_cache_key() is not None:
-            return convert(*args, skip=skip + 1, **kwargs)
         if (now := pgo.get_code_state()) is not shared:  # at first, and after `torch._dynamo.reset`
             shared, own = now, defaultdict(pgo.CodeState)
-        with patch.object(pgo, "_CODE_STATE", own):
+        state = shared if pgo.get_cache_key() is not None else own
+        with (
+            patch.object(pgo, "_CODE_STATE", state),
+            patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph),
+            patch.object(builder.VariableBuilder, "wrap_symfloat", _wrap_float),
+        ):
             return convert(*args, skip=skip + 1, **kwargs)
 
     # Dynamo looks for the caller of a frame behind the frames of its own file.
-    convert_apart.__code__ = convert_apart.__code__.replace(co_filename=convert_frame.__file__)
+    convert_scoped.__code__ = convert_scoped.__code__.replace(co_filename=convert_frame.__file__)
     for name in ("_torchdynamo_orig_backend", "_clone_with_backend"):  # what others read of it
-        setattr(convert_apart, name, getattr(convert, name))
-    callback._torchdynamo_orig_backend = convert_apart
+        setattr(convert_scoped, name, getattr(convert, name))
+    callback._torchdynamo_orig_backend = convert_scoped
+
+
+_call_method_of_logger = misc.LoggingLoggerVariable.call_method
+
+
+def _log_after_graph(logger: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Has a call of a logger made after the graph that it would end, in each call, if its arguments cannot change."""
+    functions = config.ignore_logging_functions
+    method = getattr(logger.value, name, None)
+    ignored = method in functions or getattr(method, "__func__", None) in functions
+    is_later = _LOG_METHODS.fullmatch(name) and not kwargs and all(map(_is_immutable, args))
+    if tx.export or ignored or not is_later or logger.source is None:
+        return _call_method_of_logger(logger, tx, name, args, kwargs)
+    call = misc.DebuggingVariable(method, source=AttrSource(logger.source, name))
+    tx.output.root_tx.debug_locals.append((call, [*args]))  # those of an inlined function would be lost
+    return ConstantVariable.create(None)
+
+
+_wrap_symfloat = builder.VariableBuilder.wrap_symfloat
+
+
+def _wrap_float(self: Any, value: float) -> Any:
+    with config.patch(assume_static_by_default=True):
+        return _wrap_symfloat(self, value)
+
+
+def _is_immutable(argument: Any) -> bool:
+    """Whether what a variable of Dynamo's stands for is a constant that is the same after the graph."""
+    if not argument.is_python_constant():
+        return False
+    try:
+        hash(argument.as_python_constant())
+    except TypeError:
+        return False
+    return True
 
 
 class CodeAtLimit(NamedTuple):
@@ -212,6 +268,12 @@ def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any])
     return can
 
 
+def is_supported(node: Node, options: dict[str, Any]) -> bool:
+    """Whether Thunder's symbol for what the node calls takes the node's arguments."""
+    supported, _ = utils.is_node_supported_by_thunder(node, options)
+    return bool(supported)
+
+
 def operator_name(node: Node) -> str:
     """The name of the function or of the method that a node calls; "" if it has none."""
     return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
@@ -227,13 +289,20 @@ def fallback_of(node: Node) -> Callable[..., Any] | None:
 def keeping_fallbacks(objection: Callable[[Node], str | None]) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
 
-    The splitter asks a function and a set of its module, which are replaced. Dynamo compiles under one lock, so no
+    The splitter asks functions and a set of its module, which are replaced. Dynamo compiles under one lock, so no
     other compilation is affected.
 
     Args:
         objection: says of any node of the graph why Inductor gets it nevertheless.
     """
     is_supported = utils.is_node_supported_by_thunder
+    split = splitter.split_module
+
+    def split_balanced(*args: Any, **kwargs: Any) -> GraphModule:
+        whole = split(*args, **kwargs)
+        for part in whole.children():
+            _restore_grad_mode(part)
+        return whole
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
         if (problem := objection(node)) is None:
@@ -245,24 +314,35 @@ def keeping_fallbacks(objection: Callable[[Node], str | None]) -> Iterator[None]
         patch.object(utils, "auto_register_ops", frozenset()),
         patch.object(utils, "is_node_supported_by_thunder", is_kept),
         patch.object(splitter, "is_node_supported_by_thunder", is_kept),
+        patch.object(splitter, "split_module", split_balanced),
     ):
         yield
 
 
-def keep_grad_mode(split: SubgraphInfo) -> None:
-    """Has each part of a split graph leave the grad mode as its operators do.
+def _restore_grad_mode(part: GraphModule) -> None:
+    """Has a part of a graph that ends under ``torch.no_grad`` leave the grad mode as it is outside of the graph.
 
-    A part that Thunder compiled changes the mode only in its first call. One of Inductor's changes the mode if it did
-    so when Inductor compiled it. A ``torch.no_grad()`` that begins in one part and ends in another would not end.
+    PyTorch begins each part with the mode of its nodes. Thunder would leave the mode that it ends with to the caller,
+    in the call that it is traced in.
     """
-    graph = split.split_graph_module.graph
-    parts = [node for node in graph.nodes if node.op == "call_module"]
-    for node, part in zip(parts, split.submodule_to_compiled_functions, strict=True):
-        modes = [each.args[0] for each in part.graph.nodes if each.target is torch._C._set_grad_enabled]
-        with graph.inserting_after(node):
-            for mode in modes[-1:]:
-                graph.call_function(torch._C._set_grad_enabled, (mode,))
-    split.split_graph_module.recompile()
+    modes = part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    if modes and modes[-1].args[0] != torch.is_grad_enabled():
+        *_, last = (node for node in part.graph.nodes if node.op != "output")
+        with part.graph.inserting_after(last):
+            part.graph.call_function(torch._C._set_grad_enabled, (torch.is_grad_enabled(),))
+        part.recompile()
+
+
+def without_gradient(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that run under ``torch.no_grad``, as Dynamo saw it: also all, if it compiles there."""
+    found = set()
+    enabled = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = node.args[0]
+        elif not enabled:
+            found.add(node.name)
+    return frozenset(found)
 
 
 def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:

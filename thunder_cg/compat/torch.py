@@ -323,6 +323,8 @@ def global_hooks() -> list[tuple[str, Mapping[Any, Any]]]:
 is_mutable: Callable[[Any], bool] = attrgetter("_schema.is_mutable")
 
 
+weight_norm: Callable[..., torch.Tensor] = torch._weight_norm
+
 # Matrix products of groups of rows, each with its own matrix, under all names that this version has.
 grouped_mm: tuple[Callable[..., torch.Tensor], ...] = tuple(
     getattr(module, name)

@@ -27,10 +27,14 @@ def thunderfx(fn: Callable[..., Any], /, **options: Any) -> Any:
     which might fuse them. So a model is mostly one graph forward and one backward. :func:`thunder_cg.explain` names
     each operator that Inductor got, and says why.
 
+    A call of a logger, such as ``logger.warning("...")``, ends a graph of Dynamo's. Here it does not if its arguments
+    are constants and none is a keyword: the call is made after the graph, each time, and says the same.
+
     Args:
         fn: a function or module.
-        options: those of :func:`cudagraph_transform`, of ``torch.compile`` (``dynamic``, ``fullgraph``, ``mode``,
-            ``options``, ``disable``) and of ``thunder.jit`` (``executors``, ``transforms``, ...).
+        options: those of :func:`cudagraph_transform`, of ``torch.compile`` (``dynamic``, ``fullgraph``, ``disable``)
+            and of ``thunder.jit`` (``executors``, ``transforms``, ...). ``mode`` and ``options`` raise, as with
+            Thunder's: they are Inductor's.
 
     Returns:
         What ``thunder.dynamo.thunderfx`` returns: a callable.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -11,13 +12,7 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.dynamo import (
-    CompiledFunction,
-    ThunderCompiler,
-    get_torch_compile_kwargs,
-    keep_grad_mode,
-    keeping_fallbacks,
-)
+from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import order_counts
@@ -52,7 +47,6 @@ class Compiler(ThunderCompiler):
             rewrite(module, self.thunder_options)
             with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
                 compiled = self._split(module, *inputs)
-            keep_grad_mode(self.subgraph_infos[-1])
         except Exception as error:
             self.failures, self.failure = self.failures + 1, described(error)
             raise
@@ -94,7 +88,12 @@ def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
 
 def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """Compiles with the options of Thunder's own ``thunderfx``, and with fewer cuts. Graphs are up to a transform."""
+    transforms = [*options.get("transforms", ())]  # Thunder adds to the list that it gets
+
+    def copied(memo: Any) -> CompiledFunction:
+        return compile_with(copy.deepcopy(fn, memo), **{**options, "transforms": transforms})
+
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     backend.function = name_of(fn)
-    return CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo))
+    return CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)

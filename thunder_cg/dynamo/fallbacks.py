@@ -12,29 +12,41 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.fx import Graph, Node
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
-from thunder_cg.compat.dynamo import example, fallback_of, inside_transforms, on_examples, operator_name
+from thunder_cg.compat.dynamo import (
+    example,
+    fallback_of,
+    inside_transforms,
+    on_examples,
+    operator_name,
+    without_gradient,
+)
 from thunder_cg.compat.thunder import is_known_view, no_autocast, symbols_of_functions
 from thunder_cg.compat.torch import has_storage, shares_storage, tree_leaves
-from thunder_cg.dynamo.writes import shares_memory, written_by
+from thunder_cg.dynamo.writes import requires_grad, shares_memory, untracked_writes, written_by
 
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
 
-def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
+def objections(graph: Graph) -> Callable[[Node], str | None]:
     """Says of a node of the graph why it is left to Inductor, to be read after its name; None if Thunder traces it."""
     transformed = inside_transforms(graph)
     lost_views = [example(node) for node in _views_lost_before_writes(graph)]
+    lost, untracked = untracked_writes(graph), without_gradient(graph)
 
-    def objection(node: torch.fx.Node) -> str | None:
+    def objection(node: Node) -> str | None:
         if node.name in transformed:
             return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
         if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
             return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
-        if _requires_grad(result := example(node)) and node.op.startswith("call"):
+        if node.name in lost:
+            return "writes in place, without a gradient, to a tensor that has one, which Thunder loses"
+        is_tracked = requires_grad(result := example(node)) and node.name not in untracked
+        if is_tracked and node.op.startswith("call"):
             name = operator_name(node)
             if name.rstrip("_") == "index_put":
                 return "gets other gradients from Thunder than from PyTorch"
@@ -50,16 +62,16 @@ def objections(graph: torch.fx.Graph) -> Callable[[torch.fx.Node], str | None]:
     return objection
 
 
-def objection_to_fallback(node: torch.fx.Node, function: Callable[..., Any]) -> str | None:
+def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | None:
     """Why a call of a fallback is left to Inductor; None if Thunder traces it right."""
     args = example(node.args)
     leaves = tree_leaves((args, example(node.kwargs)))
     if any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
         return "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's"
-    with_gradient = any(map(_requires_grad, leaves))
+    with_gradient = any(map(requires_grad, leaves))
     if (problem := objection_to_operator(function, with_gradient=with_gradient)) is not None:
         return problem
-    if any(_requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):
+    if any(requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):
         return "takes a list of tensors, whose gradients Thunder's fallback for it loses"
     if returns_cpu_scalar(node):
         return "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
@@ -81,18 +93,18 @@ def objection_to_operator(function: Callable[..., Any], *, with_gradient: bool) 
     return None
 
 
-def depends_on_autocast(node: torch.fx.Node, function: Callable[..., Any]) -> bool:
+def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
     """Whether the function that a node calls has results of other dtypes without the autocast that Dynamo saw."""
     found = on_examples(no_autocast(function), example(node.args), example(node.kwargs))
     return _dtypes(node.meta.get("example_value")) != _dtypes(found)
 
 
-def _views_lost_before_writes(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
+def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
     """Fallbacks that return views of memory that is written later, and that Thunder does not know as views by then.
 
     It knows some of them, but none that it has differentiated.
     """
-    trains = any(_requires_grad(leaf) for node in graph.nodes for leaf in tree_leaves(example(node)))
+    trains = any(requires_grad(leaf) for node in graph.nodes for leaf in tree_leaves(example(node)))
     written: list[Any] = []
     for node in reversed(graph.nodes):
         function = fallback_of(node)
@@ -103,23 +115,19 @@ def _views_lost_before_writes(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
         written += map(example, written_by(node))
 
 
-def returns_cpu_scalar(node: torch.fx.Node) -> bool:
+def returns_cpu_scalar(node: Node) -> bool:
     """Whether a node returns a 0-dim tensor on the CPU that has a gradient: see Note [Gradients of CPU scalars]."""
-    tensors = [leaf for leaf in tree_leaves(example(node)) if _requires_grad(leaf)]
+    tensors = [leaf for leaf in tree_leaves(example(node)) if requires_grad(leaf)]
     return any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in tensors)
 
 
-def _writes_view(node: torch.fx.Node, result: torch.Tensor) -> bool:
+def _writes_view(node: Node, result: torch.Tensor) -> bool:
     """Whether an operator in place has written to a view of another tensor of the graph."""
     written = node.args[0]
-    sources = written.all_input_nodes if isinstance(written, torch.fx.Node) else []
+    sources = written.all_input_nodes if isinstance(written, Node) else []
     while same := [source for source in sources if example(source) is result]:  # what an operator in place returns
         sources = same[0].all_input_nodes
     return has_storage(result) and shares_storage(example(sources), result)
-
-
-def _requires_grad(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _dtypes(results: Any) -> list[torch.dtype]:

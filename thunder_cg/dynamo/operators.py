@@ -17,17 +17,26 @@ from torch.nn import functional as F
 
 from thunder_cg.compat.dynamo import for_splitter
 from thunder_cg.compat.thunder import OperatorExecutor, register_function
-from thunder_cg.compat.torch import grouped_mm, library_name
+from thunder_cg.compat.torch import grouped_mm, library_name, weight_norm
 
-# Thunder's symbols refuse ceil_mode.
-MAX_POOLS = {F.max_pool1d: "max_pool1d", F.max_pool2d: "max_pool2d", F.max_pool3d: "max_pool3d"}
+# Thunder's symbols refuse some arguments, such as ceil_mode.
+PARTIAL = {
+    F.max_pool1d: "max_pool1d",
+    F.max_pool2d: "max_pool2d",
+    F.max_pool3d: "max_pool3d",
+    F.avg_pool1d: "avg_pool1d",
+    F.avg_pool2d: "avg_pool2d",
+    F.avg_pool3d: "avg_pool3d",
+    torch.repeat_interleave: "repeat_interleave",
+}
 
 _executor = OperatorExecutor("torch_ops")
 _NAMES: dict[Any, str] = {
     F.cross_entropy: "cross_entropy",  # Thunder's gradient of a sum raises: its total weight is float64 always
     F.interpolate: "interpolate",
     F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
-    **MAX_POOLS,
+    weight_norm: "weight_norm",
+    **PARTIAL,
     **dict.fromkeys(grouped_mm, "grouped_mm"),
 }
 

@@ -13,11 +13,19 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from thunder_cg.compat.dynamo import can_trace, can_trace_all, example, inside_transforms, on_examples, operator_name
+from thunder_cg.compat.dynamo import (
+    can_trace,
+    can_trace_all,
+    example,
+    inside_transforms,
+    is_supported,
+    on_examples,
+    operator_name,
+)
 from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, returns_cpu_scalar
-from thunder_cg.dynamo.writes import IN_PLACE, written_by
+from thunder_cg.dynamo.writes import IN_PLACE, untracked_writes, written_by
 
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 
@@ -32,8 +40,11 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
         _name_inplace(node)
-        _compute_out_of_place(node)
-        _write_slice_as_item(node)
+    untracked = untracked_writes(module.graph)
+    for node in nodes:
+        if node.name not in untracked:
+            _compute_out_of_place(node)
+            _write_slice_as_item(node)
         _pass_sizes_by_position(node)
     for node in nodes:
         if node.op == "call_function" and node.target is torch.cat:
@@ -48,7 +59,7 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _draw_out_of_place(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply:
             _write_as_before(node, module, options)
-        elif node.op == "call_function":
+        elif node.op == "call_function" or node.target == "repeat_interleave":
             _use_own_operator(node, options)
 
 
@@ -248,13 +259,18 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
     if node.target is F.cross_entropy and node.kwargs.get("reduction", "mean") != "sum":
         return
     function: Any = node.target
-    if function in operators.MAX_POOLS and not (node.args[5] if len(node.args) > 5 else node.kwargs.get("ceil_mode")):
+    if operator_name(node) == "repeat_interleave":
+        repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
+        if not isinstance(repeats, int):  # read on the host if it is a tensor
+            return
+        function = torch.repeat_interleave
+    if function in operators.PARTIAL and is_supported(node, options):
         return
     if library_name(function) and returns_cpu_scalar(node):  # Inductor gets it, and autograd sums its gradient
         return
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
-        node.target = own
+        node.op, node.target = "call_function", own
 
 
 def _trace_attention(node: Node) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 from typing import Any
 
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from thunder_cg.compat.dynamo import example, operator_name
+from thunder_cg.compat.dynamo import example, operator_name, without_gradient
 from thunder_cg.compat.torch import has_storage, shares_storage, storage_id, tensors_in
 
 # Operators of Python's that write to their first argument, and those that compute what they write.
@@ -30,6 +31,43 @@ def written_by(node: Node) -> list[Any]:
 def shares_memory(values: Any, others: Any) -> bool:
     """Whether a tensor of one of the values shares memory with one of the others."""
     return any(has_storage(tensor) and shares_storage(values, tensor) for tensor in tensors_in(others))
+
+
+def untracked_writes(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that write, with no gradient, to tensors that require one, and of the views they write to.
+
+    Such as ``w.mul_(0.9)`` under ``torch.no_grad``, or ``w.data.clamp_(0, 1)``. Where nothing in the graph has a
+    gradient, as in an optimizer's step, there is none. Writes to what the graph makes and views are not among them:
+    Inductor may not write to views that Thunder returns.
+    """
+    untracked = without_gradient(graph)
+    nodes = [node for node in graph.nodes if requires_grad(example(node))]
+    if not any(node.op.startswith("call") and node.name not in untracked for node in nodes):
+        return frozenset()
+    tracked = [example(node) for node in nodes]
+    found: dict[str, Any] = {}
+    for node in graph.nodes:
+        written = _written(node)
+        is_tracked = node.name not in untracked and (requires_grad(written) or requires_grad(example(node)))
+        if written is None or is_tracked or not shares_memory(tracked, written):
+            continue
+        names = [other for other in graph.nodes if _written(other) is None and shares_memory([written], example(other))]
+        if len(names) == 1 or any(other.op == "placeholder" for other in names):
+            found[node.name] = written
+    memory = [*found.values()]
+    views = [
+        node.name for node in graph.nodes if node.name in untracked and memory and shares_memory(memory, example(node))
+    ]
+    return frozenset([*found, *views])
+
+
+def _written(node: Node) -> Tensor | None:
+    """The tensor that a node writes in place, if it does."""
+    return next(iter(tensors_in(example(written_by(node)))), None)
+
+
+def requires_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def order_counts(graph: Graph) -> bool:

@@ -18,6 +18,10 @@ _UNKNOWN = (
     "what this line calls has a graph break that Dynamo cannot go on from",
     'TORCH_LOGS="graph_breaks" in the environment has Dynamo say which',
 )
+_LOGGER = (
+    "log without keywords, and only what does not change, such as text and numbers: thunder_cg.thunderfx does it after "
+    "the graph; or do not log at all, with torch._dynamo.config.ignore_logging_functions"
+)
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
 
@@ -87,6 +91,8 @@ def _understood(said: str) -> tuple[str, str]:
         return "Tensor.item() reads what a tensor holds into Python", _ITEM
     if any(each in first for each in ("tolist()", "Data dependent operator")):
         return first, _ITEM
+    if first.startswith("logging.Logger method"):
+        return first, _LOGGER
     if first.startswith("Dynamic shape operator"):  # traced, it would be left to Inductor
         return first, FIXED_SIZE
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]

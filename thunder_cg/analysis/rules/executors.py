@@ -49,7 +49,9 @@ RULES: tuple[Rule, ...] = (
 
     # Of thunder_cg.dynamo.operators: PyTorch's operators as they are
     *rows("torch_ops", """
-        interpolate interpolate_vjp max_pool1d max_pool1d_vjp max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp
+        avg_pool1d avg_pool1d_vjp avg_pool2d avg_pool2d_vjp avg_pool3d avg_pool3d_vjp interpolate interpolate_vjp
+        max_pool1d max_pool1d_vjp max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp weight_norm weight_norm_vjp
+        repeat_interleave repeat_interleave_vjp
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
     *rows("torch_ops", "scaled_dot_product_attention scaled_dot_product_attention_vjp", CAPTURED, Evidence.KNOWN,
           conditions=(when.DROPOUT,)),
