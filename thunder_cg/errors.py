@@ -63,15 +63,16 @@ class TransformConflictError(CudagraphError, ValueError):
 
 
 class ShardedModuleError(CudagraphError, TypeError):
-    """``fully_shard`` was applied to a compiled module, or to the module that was compiled."""
+    """``fully_shard`` was applied to a compiled module, or before or after that to a module in it or around it."""
 
-    def __init__(self, module: object, which: str) -> None:
+    def __init__(self, module: object) -> None:
         problem = "Thunder has parameters of its own, which fully_shard does not shard: each rank would train alone"
         fix = (
             "shard with thunder.distributed.fsdp(thunder.jit(model, ...)), "
             "or compile what fully_shard made of the model with thunder.dynamo.thunderfx"
         )
-        super().__init__(f"{type(module).__name__}: fully_shard was applied to {which}. {problem}; {fix}")
+        sharded = f"fully_shard was applied to parameters of the {type(module).__name__} that thunder.jit compiled"
+        super().__init__(f"{sharded}. {problem}; {fix}")
 
 
 class DisagreementWarning(UserWarning):

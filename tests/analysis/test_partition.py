@@ -181,6 +181,14 @@ def test_a_collective_and_its_wait_never_part(trace):
     assert all("not in one region" in plan.verdicts[i].detail for i in (2, 6))
 
 
+def test_a_collective_is_eager_with_its_wait_for_the_reason_of_the_wait(trace):
+    denied = "torch_wait_prim_impl"
+    plan = a_gather(trace).plan(deny=[denied])
+    collective, wait = plan.verdicts[2], plan.verdicts[5]
+    assert not collective.capture and (collective.reason, collective.fix) == (wait.reason, wait.fix)
+    assert wait.detail in collective.detail and wait.reason is Reason.USER_DENY
+
+
 def test_collectives_that_are_not_captured_are_eager_and_in_order(trace):
     plan = a_gather(trace).plan(collectives=False)
     assert [s.op for s in plan.steps if isinstance(s, Eager)] == [2, 5, 8]

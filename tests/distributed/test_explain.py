@@ -46,3 +46,26 @@ def test_fsdp_with_eager_collectives(ranks: Ranks) -> None:
         # Both are of the whole parameter; each rank keeps half of it.
         assert sum(each["nbytes"] for each in forward) == sum(each["nbytes"] for each in backward) == 2 * sum(sizes)
         assert text.count("of 2 ranks, eager; ") == 2
+
+
+def refusals(builder: str) -> list[str]:
+    """What `plan` and `bisect` say of a module that is sharded."""
+    import parallel
+
+    from thunder_cg import bisect, plan
+    from thunder_cg.errors import NotCompiledError
+
+    compiled = parallel.BUILDERS[builder](parallel.transform())
+    found = []
+    for function in (bisect, plan) if "fsdp" in builder else (bisect,):
+        with pytest.raises(NotCompiledError) as caught:
+            function(compiled, parallel.tokens(0))
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize("builder", ["fsdp zero2", "tensor parallel"])
+def test_what_would_shard_again_is_refused(ranks: Ranks, builder: str) -> None:
+    """`bisect` would compare graphs with those of other parameters."""
+    for messages in ranks.run(refusals, builder):
+        assert messages and all("would shard them again" in message for message in messages)

@@ -52,4 +52,27 @@ def test_a_group_that_is_destroyed(ranks: Ranks, builder: str) -> None:
             assert graphed == plainly
         before, after = found["replays"]
         assert before[-1] == after[-1]  # the backward; a forward of ddp does not communicate
-        assert any("has been destroyed" in reason for reason in found["fallbacks"])
+        assert any("has been destroyed or aborted" in reason for reason in found["fallbacks"])
+
+
+def abort_and_go_on() -> list[dict[str, Any]]:
+    """Trains, aborts the group that ddp has made, and trains on, which gloo allows."""
+    import parallel
+    import torch.distributed.distributed_c10d as c10d
+
+    before = set(c10d._world.pg_map)
+    compiled = parallel.ddp(parallel.transform())
+    parallel.train(compiled, 3)
+    for group in set(c10d._world.pg_map) - before:
+        group.abort()
+    parallel.train(compiled, 3)
+    return parallel.summary(compiled)
+
+
+def test_a_group_that_is_aborted(ranks: Ranks) -> None:
+    """Nothing is captured with it again."""
+    if ranks.device == "cuda":
+        pytest.skip("NCCL does not go on")
+    for _, backward in ranks.run(abort_and_go_on):
+        assert backward["replays"] == [2] and backward["captures"] == [1]
+        assert backward["fallbacks"] == {"the process group of its collectives has been destroyed or aborted": 3}

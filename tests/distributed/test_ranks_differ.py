@@ -13,6 +13,8 @@ import torch
 from ranks import Ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thunder_cg.errors import CaptureError
+
 STEPS = 9
 LAST = 3  # every so many steps, a batch may be smaller
 
@@ -127,3 +129,20 @@ def test_uneven_batches(ranks: Ranks, builder: str) -> None:
     assert not first["failures"] and first["replays"] == 2 * (STEPS - 1)
     waited = [re.search(r"rank 0 did not answer within ([\d.]+) s", failure) for failure in second["failures"]]
     assert any(found is not None and float(found[1]) <= 0.25 for found in waited), second["failures"]  # at first, 0.5
+
+
+def strictly() -> str:
+    """What a call raises that would capture on one rank for another batch than on the other."""
+    import parallel
+
+    compiled = parallel.ddp(parallel.transform(strict=True))
+    tokens = parallel.tokens(0, batch=3 + parallel.RANK())
+    compiled(tokens).sum().backward()
+    with pytest.raises(CaptureError) as caught:
+        compiled(tokens).sum().backward()
+    return str(caught.value)
+
+
+def test_strict_says_what_ranks_have_to_do(ranks: Ranks) -> None:
+    for message in ranks.run(strictly):
+        assert "captures something else" in message and "; make the same calls on all ranks" in message

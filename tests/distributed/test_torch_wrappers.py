@@ -317,25 +317,34 @@ def refused(sharded: str, calls: int, grad: bool) -> tuple[list[str], int]:
     if sharded == "model":
         fully_shard(model)
     compiled = thunder.jit(model, transforms=[parallel.transform()])
+    around = torch.nn.Sequential(compiled, torch.nn.LayerNorm(parallel.WIDTH, device=parallel.device()))
     messages = []
     with torch.set_grad_enabled(grad):
         for step in range(calls):
             compiled(parallel.tokens(step))
-        if sharded == "compiled":
-            fully_shard(compiled)
+        if sharded != "model":
+            fully_shard({"compiled": compiled, "part": model.block, "around": around}[sharded])
         for _ in range(2):
             with pytest.raises(ShardedModuleError) as caught:
-                compiled(parallel.tokens(0))
+                (around if sharded == "around" else compiled)(parallel.tokens(0))
             messages.append(str(caught.value))
     return messages, thunder.compile_stats(compiled).calls
 
 
 @pytest.mark.parametrize(
     ("sharded", "calls", "grad"),
-    [("model", 0, True), ("compiled", 0, True), ("compiled", 5, True), ("compiled", 5, False)],
+    [
+        ("model", 0, True),
+        ("compiled", 0, True),
+        ("compiled", 5, True),
+        ("compiled", 5, False),
+        ("part", 5, True),
+        ("around", 0, True),
+        ("around", 5, False),
+    ],
 )
 def test_fully_shard_with_a_compiled_module_is_refused(ranks: Ranks, sharded: str, calls: int, grad: bool) -> None:
-    """Each rank would train alone, also after calls that took the fast path."""
+    """Each rank would train alone, also after calls that took the fast path; so do modules in it and around it."""
     for messages, counted in ranks.run(refused, sharded, calls, grad):
         assert counted == calls and messages[0] == messages[1]
         assert "each rank would train alone" in messages[0] and "thunder.distributed.fsdp" in messages[0]

@@ -73,24 +73,34 @@ def partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan
     """
     plan = _partition(ops, verdicts, aliasing)
     while parted := _parted(ops, plan):
-        verdicts = [_apart(v) if i in parted else v for i, v in enumerate(verdicts)]
+        verdicts = [_apart(v, parted[i]) if i in parted else v for i, v in enumerate(verdicts)]
         plan = _partition(ops, verdicts, aliasing)
     return plan
 
 
-def _parted(ops: Ops, plan: Plan) -> set[int]:
-    """Ops to capture that begin a collective, or wait for it, where the other one is in another step."""
+def _parted(ops: Ops, plan: Plan) -> dict[int, Verdict | None]:
+    """Ops to capture that begin a collective, or wait for it, where the other one is in another step.
+
+    With the verdict of the other one if that is eager.
+    """
     step_of = {op: at for at, step in enumerate(plan.steps) for op in step.ops}
     of_future: defaultdict[str, list[int]] = defaultdict(list)
     for op in ops.ops:
         for name in op.names:
             if ops.values[name].kind == "future":
                 of_future[name].append(op.index)
-    parted = (op for mine in of_future.values() if len(mine) < 2 or len({step_of[i] for i in mine}) > 1 for op in mine)
-    return {op for op in parted if plan.verdicts[op].capture}
+    parted: dict[int, Verdict | None] = {}
+    for mine in of_future.values():
+        if len(mine) < 2 or len({step_of[i] for i in mine}) > 1:
+            eager = next((plan.verdicts[op] for op in mine if not plan.verdicts[op].capture), None)
+            parted |= {op: eager for op in mine if plan.verdicts[op].capture}
+    return parted
 
 
-def _apart(verdict: Verdict) -> Verdict:
+def _apart(verdict: Verdict, other: Verdict | None) -> Verdict:
+    if other is not None:
+        detail = f"a collective and its wait are captured together, and the other one is eager: {other.detail}"
+        return replace(verdict, capture=False, reason=other.reason, detail=detail, fix=other.fix)
     detail = "the collective and its wait are not in one region, and a graph cannot wait for work from outside"
     fix = "allow or remove the eager operators between them"
     return replace(verdict, capture=False, reason=Reason.COLLECTIVE, detail=detail, fix=fix)

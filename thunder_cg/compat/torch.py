@@ -31,6 +31,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
+from torch.distributed._composable_state import _module_state_mapping
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -168,10 +169,20 @@ def attribute_writes_are_reported() -> bool:
     return not unchanged()
 
 
-def is_fully_sharded(module: torch.nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to the module. Its package takes long to import, so it is not imported."""
+# What ``fully_shard`` and the like were applied to: an application of any of them is a write to this dictionary.
+composable_states: dict[Any, Any] = vars(_module_state_mapping)["data"]
+
+
+def fully_sharded_modules() -> Iterator[torch.nn.Module]:
+    """The modules whose own parameters ``fully_shard`` shards. Its package takes long to import, so it is not imported.
+
+    In a forward, such parameters are plain ones, so only ``fully_shard`` knows them.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+    for module in [*_module_state_mapping]:
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            group = module._get_fsdp_state()._fsdp_param_group
+            yield from (each._module_info.module for each in (group.fsdp_params if group is not None else ()))
 
 
 # State of the thread and of the process

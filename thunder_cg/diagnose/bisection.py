@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat.torch import tensors_in, tree_map_only
-from thunder_cg.diagnose.compiling import compiled_as, original, transform_of
+from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import DisagreementWarning, NotCompiledError
 from thunder_cg.report.programs import locate
 from thunder_cg.runtime.region import RuntimeRegion
@@ -73,7 +73,8 @@ def bisect(jfn: Any, /, *inputs: Any, kwargs: Mapping[str, Any] | None = None) -
 
     What ``jfn`` was made of is compiled anew, once for each op that is found and once more, and called on copies of the
     inputs, with a backward if a result requires grad. Buffers, gradients and generators are as before afterwards; what
-    an operator keeps by itself is not. Regions that communicate are not compared.
+    an operator keeps by itself is not. Regions that communicate are not compared. Call it on all ranks: Thunder's ddp
+    broadcasts parameters when it compiles, and the calls communicate.
 
     Args:
         jfn: what ``thunder.jit`` made with :func:`cudagraph_transform`.
@@ -85,7 +86,7 @@ def bisect(jfn: Any, /, *inputs: Any, kwargs: Mapping[str, Any] | None = None) -
         runs agree among themselves.
 
     Raises:
-        NotCompiledError: ``jfn`` is something else.
+        NotCompiledError: ``jfn`` is something else, or ranks have shards of its parameters (fsdp, tensor parallelism).
     """
     transform = transform_of(jfn)
     if transform is None:
@@ -110,6 +111,7 @@ class _Trials:
     def __init__(self, jfn: Any, transform: CudagraphTransform, inputs: tuple[Any, dict[str, Any]]) -> None:
         self._jfn, self._options, self._inputs = jfn, transform.options, inputs
         self._source = original(jfn)
+        refuse_sharded(jfn, self._source, "bisect")
         module = self._source if isinstance(self._source, torch.nn.Module) else None
         self._parameters = [*module.parameters()] if module is not None else []
         self._buffers = [*module.buffers()] if module is not None else []

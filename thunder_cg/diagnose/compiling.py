@@ -8,6 +8,8 @@ from typing import Any
 import thunder
 
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.distributed import is_distributed
+from thunder_cg.errors import NotCompiledError
 from thunder_cg.transform import CudagraphTransform
 
 
@@ -22,6 +24,16 @@ def original(fn: Any) -> Any:
     """What ``thunder.jit`` was given, if it made ``fn``; else ``fn``."""
     data = thunder.compile_data(fn)
     return fn if data is None else data.fn
+
+
+def refuse_sharded(fn: Any, source: Any, function: str) -> None:
+    """Raises `NotCompiledError` if ranks have shards of the parameters of ``source``: compiled anew, it has others."""
+    if not (is_distributed() and isinstance(fn, compat.ThunderModule)):
+        return
+    whole = dict(source.named_parameters())
+    if any(name in whole and whole[name].shape != p.shape for name, p in compat.module_parameters(fn).items()):
+        problem = f"its parameters have been sharded, and {function} would shard them again: call it before that"
+        raise NotCompiledError(fn, problem, function)
 
 
 def compiled_as(

@@ -15,7 +15,7 @@ import torch
 from thunder_cg.analysis.sources import described
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import tensors_in, tree_map_only
-from thunder_cg.diagnose.compiling import compiled_as, original, transform_of
+from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage
@@ -47,7 +47,8 @@ def plan(
 
     Thunder traces the Python code and the transform plans the traces, as in a first call. No operator runs, so no
     buffer, gradient or random state changes, and no memory is allocated for activations. Effects of the Python code,
-    such as printing, happen as they do whenever Thunder traces.
+    such as printing, happen as they do whenever Thunder traces. Thunder's ddp broadcasts parameters when it compiles:
+    call this on all ranks then.
 
     Without a CUDA tensor among the inputs and parameters, the plan is for CUDA all the same: CPU tensors stand for CUDA
     ones, or meta tensors if there is one among the inputs, as then are all parameters and inputs. The note of the
@@ -66,7 +67,8 @@ def plan(
         If Thunder cannot compile the function, it says why, where and what to try.
 
     Raises:
-        NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs.
+        NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs; or Thunder's
+            fsdp did, and its whole parameters are gone.
         OptionError: a value that an option cannot have, or an argument of the function among the options.
         BackendError: there are CUDA tensors, and the backend does not work on this machine.
     """
@@ -79,6 +81,8 @@ def plan(
     source = original(fn_or_module)
     _refuse_arguments(options, source)
     stand_in = _stand_in({each.device.type for each in (*tensors_in(inputs), *_state(source))}, settings.backend)
+    if any(tensor.is_meta for tensor in _state(source)):  # as fsdp leaves them
+        refuse_sharded(fn_or_module, source, "plan")
     if stand_in == "meta":
         inputs = tree_map_only(torch.Tensor, _on_meta, inputs)
         source = copy.deepcopy(source, {id(tensor): _on_meta(tensor) for tensor in _state(source)})

@@ -20,11 +20,18 @@ from thunder_cg.compat.thunder import (
     ThunderModule,
     dtypes,
     module_buffers,
+    module_cache,
     module_parameters,
     original_module,
     skips_grad_sync,
 )
-from thunder_cg.compat.torch import any_autocast_enabled, default_device_is_set, dictionary_guard, is_fully_sharded
+from thunder_cg.compat.torch import (
+    any_autocast_enabled,
+    composable_states,
+    default_device_is_set,
+    dictionary_guard,
+    fully_sharded_modules,
+)
 from thunder_cg.errors import ShardedModuleError
 
 _MAX_CHANGES = 64  # of what is watched; past it, it is checked at every call
@@ -99,10 +106,9 @@ def _autocast() -> tuple[Any, ...] | None:
 
 def refuse_fully_sharded(module: ThunderModule) -> None:
     """Raises `ShardedModuleError` where Thunder's parameters are not those that ``fully_shard`` synchronizes."""
-    if is_fully_sharded(module):
-        raise ShardedModuleError(module, "the compiled module")
-    if is_fully_sharded(original_module(module)):
-        raise ShardedModuleError(original_module(module), "the module that thunder.jit was given")
+    parts = {id(part) for part in (module, *module_cache(module).values())}
+    if any(id(each) in parts for each in fully_sharded_modules()):
+        raise ShardedModuleError(original_module(module))
 
 
 def _changed() -> bool:
@@ -158,10 +164,10 @@ class ParameterCache(dict[int, list[torch.Tensor]]):
         """Itself, with nothing kept from before."""
         module = self._module()
         assert module is not None
-        refuse_fully_sharded(module)  # which changes the module's class, and so comes here
+        refuse_fully_sharded(module)  # fully_shard writes to `composable_states`, and so comes here
         self._changes += 1
         self.clear()
-        watched = [self._module, module_parameters(module), module_buffers(module)]
+        watched = [self._module, module_parameters(module), module_buffers(module), composable_states]
         self.unchanged = dictionary_guard(watched) if self._changes <= _MAX_CHANGES else _changed
         return self
 

@@ -25,7 +25,7 @@ from thunder_cg.compat import distributed
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.errors import RanksDiffer
 
-DESTROYED = "the process group of its collectives has been destroyed"
+DESTROYED = "the process group of its collectives has been destroyed or aborted"
 _TIMEOUT = 5.0  # seconds to wait for the vote of another rank, at first
 _MAX_TIMEOUTS = 6  # in a row, in one group; after that nothing more is captured that communicates in it
 _NO, _NEVER = "no: ", "never: "
@@ -44,6 +44,7 @@ class _GroupState:
     def __init__(self) -> None:
         self.calls = 0  # that communicate in it
         self.timeouts = 0
+        self.is_closed = False  # whether it has been shut down or aborted
         self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
 
 
@@ -52,7 +53,10 @@ _states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyD
 
 def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
     state = _states.get(group)
-    for holder in [*state.holders] if state is not None else ():
+    if state is None:
+        return
+    state.is_closed = True
+    for holder in [*state.holders]:
         holder.close_recordings(may_wait=may_wait)
 
 
@@ -163,7 +167,7 @@ class Collectives:
             _states[group].holders.add(holder)
 
     def are_alive(self) -> bool:
-        return all(map(distributed.is_alive, self._groups))
+        return all(distributed.is_alive(group) and not _states[group].is_closed for group in self._groups)
 
     def next_round(self) -> Round:
         """To be called once for each call that communicates, before its first collective."""

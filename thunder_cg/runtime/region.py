@@ -31,6 +31,7 @@ from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_pla
 from thunder_cg.runtime.verifier import Disagreement, deny_name
 
 _MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can pass, such as too little memory
+_DENY = "deny the operator with deny=[...]"
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class RuntimeRegion:
         self.stats = Stats()
         self.failure: str | None = None  # why its last capture failed
         self._fix = ""  # what changes that; "" if the next call may do better
+        self._strict_fix = _DENY  # what changes that, as an error of strict=True says it
         self.is_deselected = False  # whether it does not pay, which `failure` says then
         self.failed_attempts = 0  # warm-ups and captures that failed
         self.stays_eager = False  # whether no later call warms it up or captures it
@@ -158,9 +160,7 @@ class RuntimeRegion:
         if call.program.options.strict and self.disagreement is not None:
             raise CaptureError(f"{call.program.label}, {self.name}", self.disagreement.problem, self.disagreement.fix)
         if call.program.options.strict and not self.is_deselected:
-            raise CaptureError(
-                f"{call.program.label}, {self.name}", str(self.failure), "deny the operator with deny=[...]"
-            )
+            raise CaptureError(f"{call.program.label}, {self.name}", str(self.failure), self._strict_fix)
 
     def leave_eager(self, as_graph: float, eagerly: float) -> None:
         """Has later calls run the ops, because that takes less time. Both times are in microseconds."""
@@ -376,12 +376,10 @@ class RuntimeRegion:
         left = f" (the next call tries again; {_MAX_ATTEMPTS - self.failed_attempts} of {_MAX_ATTEMPTS} tries left)"
         self.failure = text + ("" if self.stays_eager else left)
         denied = f"[{deny_name(op)!r}]" if op is not None else "[...]"
-        fix = f"deny={denied} leaves the operator eager and the rest captured"
-        if not self.stays_eager:
-            fix = ""
-        elif isinstance(error, RanksDiffer):
-            fix = "make the same calls on all ranks"
-        self._fix = fix
+        fix, self._strict_fix = f"deny={denied} leaves the operator eager and the rest captured", _DENY
+        if isinstance(error, RanksDiffer):
+            fix = self._strict_fix = "make the same calls on all ranks"
+        self._fix = fix if self.stays_eager else ""
 
     def _name_failing_op(self, call: Call, error: Exception) -> None:
         """Notes on an error that goes to the user which op of the region raised it."""

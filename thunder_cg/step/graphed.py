@@ -129,7 +129,7 @@ class GraphedStep:
     def _skip_reason(self) -> str | None:
         """Why no step on this thread can be one graph now."""
         if is_distributed():
-            return "several processes train together, and their collectives are in the graphs of the compiled modules"
+            return "several processes train together, and a step's graph holds no collectives: those of its modules do"
         return skip_reason(self._backend, saves=True)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
