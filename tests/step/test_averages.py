@@ -38,8 +38,8 @@ class Training:
 def trained(backend, device):
     """Trains twice, compares, and returns the training with the graph."""
 
-    def run(between=lambda i, training: None, **options):
-        plain, other = Training(backend, device, **options), Training(backend, device, **options)
+    def run(between=lambda i, training: None, kind=Training, **options):
+        plain, other = kind(backend, device, **options), kind(backend, device, **options)
         for i in range(8):
             x = torch.randn(6, 4, generator=torch.Generator().manual_seed(i)).to(device)
             assert torch.equal(plain.step(x), other.graphed(x))
@@ -83,6 +83,17 @@ def test_a_counter_that_begins_anew(trained):
     found = trained(between, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     assert found.averages.n_averaged == 3
     assert found.graphed.captures == 1 and found.graphed.replays >= 4, explain(found.graphed)
+
+
+def test_a_counter_that_the_step_reads(trained):
+    """The step does something else until there is an average."""
+
+    class Reads(Training):
+        def step(self, x):
+            return self.model(x).square().mean() * (2 if self.averages.n_averaged == 0 else 3)
+
+    with pytest.warns(UserWarning, match="the host reads a value there"):
+        trained(lambda i, training: i == 3 and training.averages.update_parameters(training.model), Reads)
 
 
 def test_an_average_of_all_steps(trained, device):

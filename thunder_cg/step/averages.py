@@ -53,10 +53,10 @@ class _Positive(Tensor):
         return positive
 
     def __eq__(self, other: object) -> Any:
-        return False if other == 0 else self.plain == other
+        return False if type(other) is int and other == 0 else self.plain == other
 
     def __gt__(self, other: Any) -> Any:
-        return True if other == 0 else self.plain > other
+        return True if type(other) is int and other == 0 else self.plain > other
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """A plain tensor: what the user's function of an average does with it is the user's."""

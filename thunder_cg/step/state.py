@@ -218,8 +218,7 @@ class _Collector:
             for name, tensor in (*parameters.items(), *buffers.items()):
                 self.add(f"{where}.{name}", tensor)
             if isinstance(module, AveragedModel):
-                self.averages.append(module)
-                self._add_counter(f"{where}.n_averaged", module.n_averaged)
+                self._add_averages(where, module)
             self._add_attributes(where, module, (parameters, buffers, modules))
 
     def _add_attributes(self, where: str, value: Any, besides: Sequence[Any]) -> None:
@@ -228,11 +227,12 @@ class _Collector:
                 continue  # other facts, or none that a step depends on
             self.add(f"{where}.{name}", attribute, 1)
 
-    def _add_counter(self, label: str, counter: Tensor) -> None:
-        """How far it has counted does not matter: see averages.py."""
-        self.facts.pop(f"{label} (version)", None)
-        self.facts[f"{label} > 0"] = bool(counter > 0)
+    def _add_averages(self, label: str, averages: AveragedModel) -> None:
+        counter = averages.n_averaged
+        is_positive = self.facts[f"{label}.n_averaged > 0"] = bool(counter > 0)
         self.versions.append((counter, version(counter)))
+        if is_positive:
+            self.averages.append(averages)
 
     def _note_hooks(self, where: str, value: Any) -> None:
         for hook in hooks_of(value):
@@ -256,7 +256,7 @@ class StepState:
         facts: of everything.
         tensors: all that were found on the graphs' device.
         parameters: those of them that get gradients.
-        averages: moving averages of models.
+        averages: moving averages of models that have been updated once.
         objections: why no graph would be right, in words, such as a hook, which runs Python in the middle of a step.
     """
 
