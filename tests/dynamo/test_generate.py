@@ -52,6 +52,24 @@ def test_transformers(backend, device, name, sampled):
     assert len(decodes) >= 2 and all(trace.regions[0].replays >= trace.calls - 1 for trace in decodes)
 
 
+@pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
+def test_transformers_with_a_sliding_window(backend, device, name):
+    """The cache counts its tokens in Python, too: one function until it is full, and one after that."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {**SIZES["Llama"], "sliding_window": 8}
+    config = getattr(transformers, f"{name}{'TextConfig' if name == 'Gemma3' else 'Config'}")(**sizes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).to(device).eval()
+    plain = copy.deepcopy(model)
+    model.forward = thunderfx(model.forward, backend=backend)
+    settings = {"cache_implementation": "static", "max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
+    (prompt,) = prompts(device, (1, 5))
+    for _ in range(2):
+        assert torch.equal(*(each.generate(prompt, **settings) for each in (model, plain)))
+    report = explain(model.forward)
+    assert not report.outside and all(op.verdict != "eager" for trace in report.traces for op in trace.ops), report
+    assert sum(trace.regions[0].replays for trace in report.traces) >= 20, report
+
+
 @pytest.mark.parametrize("name", ["pythia-14m", "Llama-3.2-1B", "Qwen3-0.6B"])
 def test_litgpt(transform, device, name):
     litgpt = pytest.importorskip("litgpt")

@@ -681,6 +681,21 @@ def test_what_an_operator_in_place_returns_is_no_view(backend, device):
         torch.testing.assert_close(w.grad, v.grad)
 
 
+@pytest.mark.parametrize("number", [-1, 0.5, -0.0, True, [2], [[0.1, 0.1]]])
+def test_tensors_of_one_number(backend, device, number):
+    """As a cache of Transformers has them: a copy from the host would be eager."""
+
+    def fn(x):
+        return x * torch.tensor(number, device=x.device)
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(3, 2, device=device)
+        same(graphed(x), fn(x))
+    report = explain(graphed)
+    assert not report.outside and all(op.verdict != "eager" for op in report.traces[0].ops), report
+
+
 def test_a_slice_is_copied_without_waiting(backend, device):
     """The second argument by position is no value: the write is not an item then, and PyTorch refuses what is left."""
 

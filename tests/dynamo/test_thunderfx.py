@@ -471,3 +471,27 @@ def test_what_is_disabled_and_not_what_it_calls(backend, device):
 
     thunderfx(outer, backend=backend)(torch.ones(3, device=device))
     assert called == [False]
+
+
+def test_numbers_that_are_only_counted(backend, device):
+    """Thunder compiles anew for each number that it gets, and needs none of these."""
+
+    class Cache:
+        def __init__(self):
+            self.length, self.calls = 0, 0
+            self.sums = torch.zeros(3, device=device)
+
+    def fn(x, cache):
+        is_full, cache.length, cache.calls = cache.length >= 20, cache.length + x.shape[0], cache.calls + 1
+        cache.sums.add_(x.sum(0))
+        return cache.sums.sin() if is_full else cache.sums.cos()
+
+    plain, cache = Cache(), Cache()
+    graphed = thunderfx(fn, backend=backend)
+    for i in range(1, 16):
+        x = torch.randn(2, 3, device=device)
+        same(graphed(x, cache), fn(x, plain))
+        assert (cache.length, cache.calls) == (2 * i, i)
+    traces = explain(graphed).traces
+    assert len(traces) == 3, "a first one, one for other numbers, and one for a cache that is full"
+    assert sum(trace.regions[0].replays for trace in traces) == 15 - 3, "each has one warm-up"

@@ -8,6 +8,7 @@ out: the same, with as few cuts as possible. A compiled function owns all that i
 - ``compiler``: what Dynamo gets as a backend.
 - ``fallbacks``: which fallbacks are left to Inductor nevertheless, and why.
 - ``rewrites``: what is written differently in a graph of Dynamo's, so that Thunder can trace it.
+- ``numbers``: Python numbers that a graph returns, and that need no Thunder.
 - ``writes``: what a graph writes in place, and where the order of writes and reads counts.
 - ``operators``: operators of PyTorch that Thunder has no symbol for, or one that takes fewer arguments.
 

@@ -14,6 +14,7 @@ import torch
 from thunder_cg.analysis.sources import described
 from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objections
+from thunder_cg.dynamo.numbers import take_out_numbers
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import order_counts
 from thunder_cg.errors import CaptureError, TransformConflictError
@@ -45,6 +46,7 @@ class Compiler(ThunderCompiler):
         """
         try:
             rewrite(module, self.thunder_options)
+            put_back = take_out_numbers(module)
             with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
                 compiled = self._split(module, *inputs)
         except Exception as error:
@@ -57,7 +59,7 @@ class Compiler(ThunderCompiler):
                 where = f"{outside.operator} at {outside.line or 'a line unknown to Dynamo'}"
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 raise CaptureError(where, problem, "use an operator that Thunder traces", option='strict="ops"')
-        return compiled
+        return put_back(compiled)
 
     def _split(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         """Thunder's own ``__call__``, with fusions of consecutive operators where `order_counts`."""

@@ -22,7 +22,7 @@ from thunder_cg.compat.dynamo import (
     on_examples,
     operator_name,
 )
-from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage
+from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage, tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, returns_cpu_scalar
 from thunder_cg.dynamo.writes import IN_PLACE, untracked_writes, written_by
@@ -55,6 +55,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             module.graph.erase_node(node)
         elif node.op == "call_function" and node.target is torch.Size:
             _write_out(node)
+        elif node.target is torch.tensor:
+            _fill_with_number(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
             _draw_out_of_place(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply:
@@ -213,6 +215,19 @@ def _write_out(size: Node) -> None:
         for user in [*size.users]:
             user.args = map_aggregate(user.args, lambda arg: (*sizes,) if arg is size else arg)
         size.graph.erase_node(size)
+
+
+def _fill_with_number(node: Node) -> None:
+    """``torch.tensor([-1])`` is ``torch.full((1,), -1)``, which copies nothing from the host."""
+    result = _value(node)
+    numbers = [(type(leaf), repr(leaf), leaf) for leaf in tree_leaves(node.args)]
+    fits = {int: (torch.int32, torch.int64), float: (torch.float32, torch.float64), bool: (torch.bool,)}
+    if not isinstance(result, torch.Tensor) or len({each[:2] for each in numbers}) != 1:
+        return
+    kind, _, number = numbers[0]
+    if result.dtype in fits.get(kind, ()) and not node.kwargs.keys() - {"dtype", "device"}:
+        node.target, node.args = torch.full, (tuple(result.shape), number)
+        node.kwargs = {"dtype": result.dtype, "device": result.device}
 
 
 def _draw_out_of_place(node: Node) -> None:

@@ -1,0 +1,54 @@
+"""Python numbers among the results of a graph of Dynamo's, such as how many tokens a cache has had.
+
+Thunder compiles anew for each value of a number that it gets. A number that is computed from numbers alone needs no
+Thunder, so it is computed beside the graph, and what is left of the graph often takes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+Compiled = Callable[..., Any]
+
+
+def take_out_numbers(module: GraphModule) -> Callable[[Compiled], Compiled]:
+    """Takes such results out of a graph. Returns what puts them back into the results of the compiled graph."""
+    *_, output = module.graph.nodes
+    results = output.args[0]
+    beside, copies = Graph(), dict[Node, Node]()
+    for node in module.graph.nodes:
+        is_computed = (
+            node.op == "call_function" and _is_number(node) and all(map(copies.__contains__, node.all_input_nodes))
+        )
+        if node.op == "placeholder" or is_computed:
+            copies[node] = beside.node_copy(node, copies.__getitem__)
+    places = {i for i, node in enumerate(results) if node in copies and _is_number(node)}
+    if not places or len(places) == len(results):
+        return lambda compiled: compiled
+    beside.output(tuple(copies[results[i]] for i in sorted(places)))
+    numbers = GraphModule(module, beside)
+    output.args = (tuple(node for i, node in enumerate(results) if i not in places),)
+    for node in reversed([*copies]):
+        if node.op == "call_function" and not node.users:
+            module.graph.erase_node(node)
+    module.recompile()
+
+    def put_back(compiled: Compiled) -> Compiled:
+        def whole(*inputs: Any) -> tuple[Any, ...]:
+            rest, counted = iter(compiled(*inputs)), iter(numbers(*inputs))
+            return tuple(next(counted) if i in places else next(rest) for i in range(len(results)))
+
+        return whole
+
+    return put_back
+
+
+def _is_number(node: Node) -> bool:
+    return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+__all__ = ["take_out_numbers"]
