@@ -724,6 +724,35 @@ def test_index_put_is_left_to_inductor(backend, device, accumulate):
     assert [part.operator for part in explain(graphed).outside] == ["index_put"]
 
 
+def _item_before(y, x):
+    v = y[0]
+    y.mul_(2)
+    return v
+
+
+def _view_before(y, x):
+    v = y.view(-1)
+    y[0] = x[1] ** 2
+    return v
+
+
+def _view_of_view_before(y, x):
+    v = y[:2].t()
+    y += x
+    return v
+
+
+@pytest.mark.parametrize("write", [_item_before, _view_before, _view_of_view_before])
+def test_a_view_that_is_read_after_a_write_to_its_memory(backend, device, write):
+    """Thunder gives the view the gradient that it had before the write. So both are left to Inductor."""
+
+    def fn(x):
+        y = x * 2
+        return torch.cat([write(y, x).sin().flatten(), y.cos().flatten()])
+
+    trains_alike(Around(fn).to(device), lambda: torch.randn(3, 8, device=device), backend)
+
+
 def test_other_views_written_in_place_are_never_silent(backend, device):
     """Inductor gets the write, and PyTorch refuses it there."""
 

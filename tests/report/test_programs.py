@@ -84,7 +84,11 @@ def test_without_thunders_cache_the_last_call_is_read() -> None:
     jitted = thunder.jit(function, transforms=[cudagraph_transform(backend="tape")], cache="no caching")
     jitted(torch.randn(2))
     jitted(torch.randn(3))
-    assert len(explain(jitted).traces) == 1
+    report = explain(jitted)
+    assert len(report.traces) == 1
+    assert str(report).startswith("CUDA graphs: none, in 2 calls;")
+    assert 'with cache="no caching", Thunder compiles each call anew' in str(report)
+    assert "will capture" not in str(report)
 
 
 def test_graphs_of_dynamo_are_named() -> None:

@@ -26,7 +26,7 @@ from thunder_cg.compat.dynamo import (
 )
 from thunder_cg.compat.thunder import is_known_view, no_autocast, symbols_of_functions
 from thunder_cg.compat.torch import has_storage, shares_storage, tree_leaves
-from thunder_cg.dynamo.writes import requires_grad, shares_memory, untracked_writes, written_by
+from thunder_cg.dynamo.writes import requires_grad, shares_memory, untracked_writes, views_and_writes, written_by
 
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
@@ -37,6 +37,7 @@ def objections(graph: Graph) -> Callable[[Node], str | None]:
     transformed = inside_transforms(graph)
     lost_views = [example(node) for node in _views_lost_before_writes(graph)]
     lost, untracked = untracked_writes(graph), without_gradient(graph)
+    viewed = views_and_writes(graph)
 
     def objection(node: Node) -> str | None:
         if node.name in transformed:
@@ -45,6 +46,8 @@ def objections(graph: Graph) -> Callable[[Node], str | None]:
             return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
         if node.name in lost:
             return "writes in place, without a gradient, to a tensor that has one, which Thunder loses"
+        if node.name in viewed:
+            return "writes to memory of which a view is read later, or makes that view, whose gradient Thunder loses"
         is_tracked = requires_grad(result := example(node)) and node.name not in untracked
         if is_tracked and node.op.startswith("call"):
             name = operator_name(node)

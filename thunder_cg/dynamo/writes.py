@@ -61,6 +61,32 @@ def untracked_writes(graph: Graph) -> frozenset[str]:
     return frozenset([*found, *views])
 
 
+def views_and_writes(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that write, with a gradient, to memory of which another view is read later, and of such views.
+
+    Such as ``v = y[0]`` and ``y.mul_(2)``. Thunder gives ``v`` the gradient that it had before the write.
+    """
+    untracked = without_gradient(graph)
+    nodes = [*graph.nodes]
+    found: set[str] = set()
+    for i, node in enumerate(nodes):
+        written = _written(node)
+        if written is None or not has_storage(written) or not written.requires_grad or node.name in untracked:
+            continue
+        others = [each for each in nodes[:i] if _is_other_view(each, written)]
+        later = {*nodes[i + 1 :]}
+        if any(not later.isdisjoint(each.users) for each in others):
+            found.update(each.name for each in [*others, node])
+    return frozenset(found)
+
+
+def _is_other_view(node: Node, written: Tensor) -> bool:
+    """Whether a node makes another view of the memory of what is written."""
+    value = example(node)
+    is_call = node.op.startswith("call") and value is not written
+    return is_call and shares_memory([written], value) and shares_memory(example(node.all_input_nodes), value)
+
+
 def _written(node: Node) -> Tensor | None:
     """The tensor that a node writes in place, if it does."""
     return next(iter(tensors_in(example(written_by(node)))), None)

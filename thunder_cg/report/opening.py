@@ -109,6 +109,11 @@ def in_python(report: Report) -> Iterator[str]:
 def ran(report: Report) -> Iterator[str]:
     """How many calls replayed, and why the others did not; how often it was called if there is nothing to replay."""
     having = [trace for trace in report.traces if trace.regions]
+    if report.uncached:
+        yield f"none, in {count(report.calls, 'call')}"
+        yield 'Not replayed: with cache="no caching", Thunder compiles each call anew, and no graph is kept'
+        yield "To change that: compile without cache=; the rest of this report is about the last call"
+        return
     if having and all(trace.is_in_steps for trace in having):
         yield "none of its own, as all calls ran inside of graphed steps, whose graphs hold them (see explain(step))"
         return

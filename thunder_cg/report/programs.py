@@ -65,6 +65,7 @@ class Found:
         failures: in how many of the calls Thunder raised while it compiled.
         failure: what it raised last and where, of a module.
         python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
+        uncached: Thunder compiles each call anew, and the programs are those of the last call.
     """
 
     programs: tuple[Located, ...]
@@ -75,6 +76,7 @@ class Found:
     breaks: tuple[GraphBreak, ...] = ()
     limits: tuple[RecompileLimit, ...] = ()
     python_calls: int = 0
+    uncached: bool = False
 
 
 def locate(fn: Any, function: str = "explain") -> Found:
@@ -89,7 +91,8 @@ def locate(fn: Any, function: str = "explain") -> Found:
         programs = tuple(_in_caches(_name(fn), fn))
         if not programs and not _has_transform(thunder.list_transforms(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
-        return Found(programs, thunder.compile_stats(fn).calls, _failures(fn), compile_failure(fn))
+        calls, failure = thunder.compile_stats(fn).calls, compile_failure(fn)
+        return Found(programs, calls, _failures(fn), failure, uncached=not _keeps_all(fn))
     if (backend := _dynamo_backend(fn)) is None:
         raise NotCompiledError(fn, "Thunder did not compile this", function)
     if not _has_transform(backend.thunder_options.get("transforms") or ()):
@@ -140,8 +143,12 @@ def part_name(graph: str, part: int, parts: int) -> str:
 def _failures(jitted: Any) -> int:
     """In how many calls Thunder raised while it compiled: of what it compiled, it keeps all."""
     stats = thunder.compile_stats(jitted)
-    keeps_all = thunder.compile_data(jitted).cache_option is not CACHE_OPTIONS.NO_CACHING
-    return stats.cache_misses - len(stats.interpreter_cache) if keeps_all else 0
+    return stats.cache_misses - len(stats.interpreter_cache) if _keeps_all(jitted) else 0
+
+
+def _keeps_all(jitted: Any) -> bool:
+    """Whether Thunder keeps what it compiles."""
+    return thunder.compile_data(jitted).cache_option is not CACHE_OPTIONS.NO_CACHING
 
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:

@@ -178,6 +178,7 @@ class Report(_OfFunction):
     memory: MemoryReport = field(default_factory=MemoryReport)  # the ledger
     limits: tuple[RecompileLimit, ...] = ()  # functions that Dynamo compiles no more (thunderfx only)
     python_calls: int = 0  # in which no graph of Dynamo's ran, so that Thunder did nothing, at least (thunderfx only)
+    uncached: bool = False  # whether Thunder compiles each call anew, and the traces are those of the last one
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -272,6 +273,7 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
         breaks=found.breaks,
         limits=found.limits,
         python_calls=found.python_calls,
+        uncached=found.uncached,
         compile_failures=found.failures,
         compile_failure=found.failure,
         calls=found.calls,
