@@ -77,6 +77,7 @@ def graphed(steps: int) -> tuple[int, dict[str, int], int]:
     return parallel.differing(ours, theirs), dict(step.in_python), replays
 
 
+@pytest.mark.nightly
 def test_a_graphed_step_leaves_collectives_to_its_modules(ranks: Ranks) -> None:
     for differing, in_python, replays in ranks.run(graphed, 4):
         assert not differing and replays == 3

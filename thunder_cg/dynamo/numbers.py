@@ -6,7 +6,7 @@ Thunder, so it is computed beside the graph, and what is left of the graph often
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ Compiled = Callable[..., Any]
 def take_out_numbers(module: GraphModule) -> Callable[[Compiled], Compiled]:
     """Takes such results out of a graph. Returns what puts them back into the results of the compiled graph."""
     *_, output = module.graph.nodes
-    results = output.args[0]
+    results = output.args[0] if isinstance(output.args[0], Sequence) else ()
     beside, copies = Graph(), dict[Node, Node]()
     for node in module.graph.nodes:
         is_computed = (
@@ -27,7 +27,7 @@ def take_out_numbers(module: GraphModule) -> Callable[[Compiled], Compiled]:
         if node.op == "placeholder" or is_computed:
             copies[node] = beside.node_copy(node, copies.__getitem__)
     places = {i for i, node in enumerate(results) if node in copies and _is_number(node)}
-    if not places or len(places) == len(results):
+    if not places or len(places) == len(results):  # a graph without results is left as it is
         return lambda compiled: compiled
     beside.output(tuple(copies[results[i]] for i in sorted(places)))
     numbers = GraphModule(module, beside)
