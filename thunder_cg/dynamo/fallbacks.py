@@ -26,7 +26,14 @@ from thunder_cg.compat.dynamo import (
 )
 from thunder_cg.compat.thunder import is_known_view, no_autocast, symbols_of_functions
 from thunder_cg.compat.torch import has_storage, shares_storage, tree_leaves
-from thunder_cg.dynamo.writes import requires_grad, shares_memory, untracked_writes, views_and_writes, written_by
+from thunder_cg.dynamo.writes import (
+    is_named_in_place,
+    requires_grad,
+    shares_memory,
+    untracked_writes,
+    views_and_writes,
+    written_by,
+)
 
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
@@ -50,10 +57,9 @@ def objections(graph: Graph) -> Callable[[Node], str | None]:
             return "writes to memory of which a view is read later, or makes that view, whose gradient Thunder loses"
         is_tracked = requires_grad(result := example(node)) and node.name not in untracked
         if is_tracked and node.op.startswith("call"):
-            name = operator_name(node)
-            if name.rstrip("_") == "index_put":
+            if operator_name(node).rstrip("_") == "index_put":
                 return "gets other gradients from Thunder than from PyTorch"
-            if name.endswith("_") and not name.endswith("__") and _writes_view(node, result):
+            if is_named_in_place(node) and _writes_view(node, result):
                 return "writes in place through a view, whose gradient Thunder loses"
         function = fallback_of(node)
         if function is not None and shares_memory(lost_views, result):
@@ -119,7 +125,8 @@ def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
 
 
 def returns_cpu_scalar(node: Node) -> bool:
-    """Whether a node returns a 0-dim tensor on the CPU that has a gradient: see Note [Gradients of CPU scalars]."""
+    """Whether a node returns a 0-dim tensor on the CPU that has a gradient: see Note [Gradients of CPU scalars] in
+    analysis/gradients.py."""
     tensors = [leaf for leaf in tree_leaves(example(node)) if requires_grad(leaf)]
     return any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in tensors)
 

@@ -25,7 +25,7 @@ from thunder_cg.compat.dynamo import (
 from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage, tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, returns_cpu_scalar
-from thunder_cg.dynamo.writes import IN_PLACE, untracked_writes, written_by
+from thunder_cg.dynamo.writes import IN_PLACE, is_named_in_place, untracked_writes, written_by
 
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 
@@ -139,7 +139,7 @@ def _out_of_place(node: Node) -> Callable[..., Any] | None:
         return IN_PLACE[node.target]
     if callable(node.target) and node.kwargs.get("inplace") is True:
         return node.target
-    if node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"):
+    if node.op == "call_method" and is_named_in_place(node):
         function = getattr(torch.Tensor, str(node.target)[:-1], None)
         return function if callable(function) else None
     return None

@@ -18,13 +18,16 @@ IN_PLACE = {
 }
 
 
+def is_named_in_place(node: Node) -> bool:
+    """Whether the name of an operator says that it writes to its first argument, as that of ``add_`` does."""
+    name = operator_name(node)
+    return name.endswith("_") and not name.endswith("__")
+
+
 def written_by(node: Node) -> list[Any]:
     """What an operator writes in place, as arguments of its node."""
-    name = operator_name(node)
-    is_named = name.endswith("_") and not name.endswith("__")
-    writes = (
-        is_named or node.target in IN_PLACE or node.target is operator.setitem or node.kwargs.get("inplace") is True
-    )
+    is_operator = node.target in IN_PLACE or node.target is operator.setitem
+    writes = is_named_in_place(node) or is_operator or node.kwargs.get("inplace") is True
     return [*(node.args[:1] if writes else ()), *([node.kwargs["out"]] if "out" in node.kwargs else ())]
 
 

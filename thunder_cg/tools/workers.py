@@ -113,9 +113,11 @@ class _Worker(Generic[T]):
 
     def signal(self, number: int) -> None:
         """Sends a signal to the process and to all that it started."""
-        for send in os.killpg, os.kill:  # a process that has just begun has no group yet
-            with suppress(ProcessLookupError):
-                send(self.process.pid, number)
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            if self.process.is_alive():  # it has just begun, and has no group yet
+                os.kill(self.process.pid, number)
 
     def end(self) -> None:
         self.signal(signal.SIGKILL)
