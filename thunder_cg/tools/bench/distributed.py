@@ -8,9 +8,10 @@ from __future__ import annotations
 import copy
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -122,11 +123,14 @@ class RankContender:
         yield
         self.samples.reserved = (torch.cuda.max_memory_reserved(self._device) - before) / 1e6
 
-    def turn(self, steps: int, control: dist.ProcessGroup) -> None:
-        """Measures steps back to back, then as many synchronized ones."""
+    def warm_up(self) -> None:
+        """Steps before a turn: after those of other variants, the first ones are slower."""
         for _ in range(2):
             self.step.call()
         self._sync()
+
+    def turn(self, steps: int, control: dist.ProcessGroup) -> None:
+        """Measures steps back to back, then as many synchronized ones."""
         dist.barrier(group=control)
         with quiet_collector():
             start = time.perf_counter()
@@ -175,19 +179,16 @@ def _measure(
     rows = {name: RankRow(case.name, name) for name in names}
     expected: list[list[Tensor]] = []
 
+    def prepare_one(name: str) -> None:
+        contenders[name] = contender = RankContender(name, template)
+        contender.samples.bits = _bits(contender, expected)
+
     def prepare_all(some: Sequence[str]) -> None:
         for name in some:
             supervisor.report(f"{case.name}: preparing {name}")
-            contender, failure = None, ""
-            try:
-                contender = RankContender(name, template)
-                contender.samples.bits = _bits(contender, expected)
-            except Exception as error:
-                failure = failure_text(error)
-            failures = _everyone(failure, control)
-            rows[name].failure = next((f"rank {i}: {each}" for i, each in enumerate(failures) if each), "")
-            if contender is not None and not rows[name].failure:
-                contenders[name] = contender
+            rows[name].failure = _failure(partial(prepare_one, name), control)
+            if rows[name].failure:
+                contenders.pop(name, None)
 
     # Inductor frees all cuBLAS workspaces when it records a graph, but graphs of other variants write to theirs.
     prepare_all([name for name in names if name == REDUCE_OVERHEAD])
@@ -196,13 +197,27 @@ def _measure(
         expected.clear()
         with frozen_objects():
             for turn in range(ROUNDS):
-                for name, contender in contenders.items():
+                for name, contender in [*contenders.items()]:
                     supervisor.report(f"{case.name}: turn {turn + 1} of {ROUNDS}, {name}")
+                    rows[name].failure = _failure(contender.warm_up, control)
+                    if rows[name].failure:
+                        del contenders[name]
+                        continue
                     slowest = max(_everyone(contender.seconds, control))  # all ranks make as many steps
                     contender.turn(min(steps, max(FEWEST_STEPS, int(TURN_SECONDS / slowest))), control)
         for name, contender in contenders.items():
             _fill(rows[name], contender, control)
     return [*rows.values()]
+
+
+def _failure(work: Callable[[], None], control: dist.ProcessGroup) -> str:
+    """Does something on each rank. Returns which rank failed, and why; "" if none did."""
+    failure = ""
+    try:
+        work()
+    except Exception as error:
+        failure = failure_text(error)
+    return next((f"rank {i}: {each}" for i, each in enumerate(_everyone(failure, control)) if each), "")
 
 
 def _template(case: RankCase) -> RankSubject:
