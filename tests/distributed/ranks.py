@@ -37,7 +37,7 @@ class Ranks:
         return self._answers(timeout, f"{task.__name__}{args}")
 
     def _start(self) -> None:
-        # A fork server imports once what takes seconds. But Thunder's imports begin to use CUDA, which no fork survives.
+        # A fork server imports once what takes seconds. But what it imports begins to use CUDA, which no fork survives.
         context = get_context("spawn" if self.device == "cuda" else "forkserver")
         context.set_forkserver_preload(["thunder", "thunder_cg"])
         folder = tempfile.mkdtemp()

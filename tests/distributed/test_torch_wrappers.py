@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -94,7 +95,7 @@ def train_under_ddp(case: str, micro: int) -> tuple[int, int, list[Any], Any]:
     ours = DDP[case]([parallel.transform()])
     found = parallel.train(ours, STEPS, micro=micro)
     hooked = getattr(ours, "hooked", None)
-    assert hooked == getattr(theirs, "hooked", None)
+    assert Counter(hooked or ()) == Counter(getattr(theirs, "hooked", ()))  # on GPUs, a thread calls them as they come
     last = [p.detach().cpu().tolist() for p in ours.parameters()]
     return parallel.differing(found, expected), parallel.summary(ours.module), last, hooked
 

@@ -105,11 +105,13 @@ def test_the_name_of_its_node_in_the_autograd_graph(twins, device):
         b.sum().backward()
 
 
-def test_the_name_of_its_node_with_thunderfx(transform, device):
+def test_its_node_with_thunderfx(transform, device):
+    """Its name, and its device: Note [The thread of a node] in fastpath/training.py."""
     graphed = thunderfx(Simple().to(device), transforms=[transform()])
     for _ in range(5):
         result = graphed(torch.randn(4, 8, device=device))
         assert result.grad_fn.name() == "ThunderFunctionBackward"
+        assert [each.device for each in result.grad_fn._input_metadata] == [result.device]
         result.sum().backward()
 
 

@@ -108,7 +108,8 @@ class TrainingFastPath:
             for position, i in self._updated:
                 arguments[position] = results[i]
         node = NodeState(self._backward, call, self._saved, self._keeper.keep(arguments))
-        _, *outputs = self._apply(node, passed, [results[i] for i in self._outputs], self._constant, *arguments)
+        given = [results[i] for i in self._outputs]
+        outputs = self._apply(node, passed, given, self._constant, *arguments)[-len(given) :]
         for i, output in zip(self._outputs, outputs):
             results[i] = output
         return self._result.of(values, results)
@@ -249,6 +250,13 @@ class ThunderOutputFunction(torch.autograd.Function):
     called ``backward``, one after the other. So gradients of one parameter are summed in the same order, whichever of
     the calls in flight took the fast path.
 
+    Note [The thread of a node]
+        Autograd runs a node on the thread of its device, and one of no device on the thread that called ``backward``.
+        A node there hands its gradients one by one to the device's thread, which goes on with each at once. FSDP2 has
+        a node that comes after a module's, and reduces the gradients of the parameters: it could run before they have
+        any, and reduce nothing. With thunderfx, Thunder's node runs on the device's thread, which is done with a node
+        before it goes on, and accumulates gradients before all else. So ours runs there, too.
+
     Note [Second derivatives]
         Thunder's backward cannot be differentiated. With one node for a call (thunderfx), Thunder marks it as
         ``once_differentiable``: a second backward raises. With two nodes (thunder.jit), Thunder hides the gradients of
@@ -270,17 +278,22 @@ class ThunderOutputFunction(torch.autograd.Function):
 
 
 class ThunderFunction(ThunderOutputFunction):
-    """The same for ``thunderfx_disable_split_autograd``: see Note [Second derivatives]."""
+    """The same for ``thunderfx_disable_split_autograd``: see both notes above."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        _, *outputs = ThunderOutputFunction.forward(ctx, *args)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             return _run_backward_once(ctx, *gradients)
-        return _run_backward(ctx, gradients[1:], in_bulk=True)
+        return _run_backward(ctx, gradients, in_bulk=True)
 
 
 @once_differentiable
-def _run_backward_once(ctx: Any, _: Any, *gradients: Any) -> Any:
+def _run_backward_once(ctx: Any, *gradients: Any) -> Any:
     return _run_backward(ctx, gradients, in_bulk=False)
 
 
