@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection, get_context
 from typing import IO, Any, Generic, TypeVar
@@ -210,7 +210,8 @@ class Workers(Generic[T]):
         pipe, its_pipe = context.Pipe()
         output = tempfile.NamedTemporaryFile()  # noqa: SIM115
         process = context.Process(target=_serve, args=(its_pipe, output.name, self._work), daemon=True)
-        with patch.dict(os.environ, self._environment):
+        # The variables of this process are shared by its threads, which may start processes at once.
+        with patch.dict(os.environ, self._environment) if self._environment else nullcontext():
             process.start()
         its_pipe.close()
         self._workers.append(_Worker(process, pipe, output))

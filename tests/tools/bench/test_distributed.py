@@ -80,25 +80,28 @@ def test_command_measures_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert row["back_to_back_ms"] > 0 and row["skew_p99_ms"] > 0 and not row["failure"]
 
 
-def test_failed_ranks_cost_one_case(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first processes measure a case and die in the next; others go on after that."""
-    settings = RankSettings(torch.device("cuda"), 2, names=("ResNet",))
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_failed_ranks_cost_one_case(
+    jobs: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    settings = RankSettings(torch.device("cuda"), 2, names=("ResNet",), jobs=jobs, json=tmp_path / "results.json")
     cases = [case.name for case in settings.chosen]
-    begun: list[tuple[str, ...]] = []
 
     def run(work: Any, arguments: Any, size: int, kind: str, timeout: float, on_progress: Any, on_result: Any) -> None:
-        begun.append(arguments[0].names)
-        on_result([RankRow(arguments[0].names[0], OURS, 1.0)])
-        if len(begun) == 1:
+        (name,) = arguments[0].names
+        if name == cases[1]:
             raise RankFailed("rank 1: out of luck")
+        on_result([RankRow(name, OURS, 1.0)])
+        on_result(None)  # what the work returns
 
     monkeypatch.setattr(rank_run, "run_on_ranks", run)
     monkeypatch.setattr(rank_run, "environment", lambda device: {})
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 27))
     assert rank_run.run_ranks(settings) == 1
-    assert begun == [tuple(cases), (cases[2],)]
     printed = capsys.readouterr().out
     assert [f"**{case}**" in printed for case in cases] == [True] * 3 and "rank 1: out of luck" in printed
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {row["case"]: bool(row["failure"]) for row in rows} == dict(zip(cases, (False, True, False)))
 
 
 def test_table_has_the_ratios_that_count() -> None:

@@ -54,6 +54,7 @@ def _on_ranks(arguments: argparse.Namespace, parser: Parser) -> int:
         arguments.layers,
         tuple(arguments.tokens),
         arguments.calls or (10 if arguments.quick else 30),
+        arguments.jobs,
         arguments.json,
     )
     if arguments.list:
@@ -90,7 +91,7 @@ def _parser() -> Parser:
     add("--variants", nargs="+", default=[], metavar="TEXT", help="the variants that have one of these in their names")
     add("--list", action="store_true", help="print the names of all cases and scaling series, and stop")
     add("--calls", type=positive, metavar="N", help="calls per turn (default: 100, with --quick 10)")
-    add("--jobs", type=positive, default=1, metavar="N", help="cases to prepare at once, each in its own process")
+    add("--jobs", type=positive, default=1, metavar="N", help="cases to prepare at once, in processes of their own")
     add("--json", type=Path, metavar="FILE", help="write the numbers there; those of other cases stay")
     add("--plots", type=Path, metavar="DIR", help="draw all that FILE holds, as SVG (needs matplotlib)")
     several = parser.add_argument_group("on several GPUs").add_argument

@@ -9,8 +9,9 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from statistics import median
 from typing import Any
@@ -34,6 +35,7 @@ from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankStep,
 from thunder_cg.tools.bench.rank_cases import RankCase
 from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER
 from thunder_cg.tools.demo import same_bits
+from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor, failure_text
 
 FEWEST_STEPS = 5  # of a turn
@@ -152,13 +154,20 @@ class RankContender:
         return [tensor.detach().clone() for tensor in found]
 
 
-def measure_case(case: RankCase, names: Sequence[str], steps: int, supervisor: Supervisor) -> list[RankRow]:
-    """The rows of a case. To be called on each rank; each has a group, and reports to its supervisor."""
-    control = dist.new_group(backend="gloo")  # what ranks say to each other stays out of NCCL's streams
+def measure_case(
+    case: RankCase, names: Sequence[str], steps: int, supervisor: Supervisor, turns: Turns
+) -> list[RankRow]:
+    """The rows of a case. To be called on each rank; each has a group, and reports to its supervisor.
+
+    Args:
+        turns: between those who measure other cases on this machine at the same time.
+    """
+    # What ranks say to each other stays out of NCCL's streams. They wait long where others have their turns.
+    control = dist.new_group(backend="gloo", timeout=timedelta(days=1))
     assert control is not None
     try:
         with dynamo_recompile_limit(64):
-            return _measure(case, names, steps, supervisor, control)
+            return _measure(case, names, steps, supervisor, turns, control)
     finally:
         torch.compiler.reset()
         gc.collect()
@@ -172,7 +181,7 @@ def ticks(names: Sequence[str]) -> int:
 
 
 def _measure(
-    case: RankCase, names: Sequence[str], steps: int, supervisor: Supervisor, control: dist.ProcessGroup
+    case: RankCase, names: Sequence[str], steps: int, supervisor: Supervisor, turns: Turns, control: dist.ProcessGroup
 ) -> list[RankRow]:
     template = _template(case)
     contenders: dict[str, RankContender] = {}
@@ -186,7 +195,8 @@ def _measure(
     def prepare_all(some: Sequence[str]) -> None:
         for name in some:
             supervisor.report(f"{case.name}: preparing {name}")
-            rows[name].failure = _failure(partial(prepare_one, name), control)
+            with _on_all_ranks(turns.at_work(), control):
+                rows[name].failure = _failure(partial(prepare_one, name), control)
             if rows[name].failure:
                 contenders.pop(name, None)
 
@@ -195,7 +205,7 @@ def _measure(
     with keep_cublas_workspaces():
         prepare_all([name for name in names if name != REDUCE_OVERHEAD])
         expected.clear()
-        with frozen_objects():
+        with _on_all_ranks(turns.alone(), control), frozen_objects():
             for turn in range(ROUNDS):
                 for name, contender in [*contenders.items()]:
                     supervisor.report(f"{case.name}: turn {turn + 1} of {ROUNDS}, {name}")
@@ -208,6 +218,15 @@ def _measure(
         for name, contender in contenders.items():
             _fill(rows[name], contender, control)
     return [*rows.values()]
+
+
+@contextmanager
+def _on_all_ranks(turn: AbstractContextManager[None], control: dist.ProcessGroup) -> Iterator[None]:
+    """A turn that the first rank takes for all."""
+    with turn if dist.get_rank() == 0 else nullcontext():
+        dist.barrier(group=control)
+        yield
+        dist.barrier(group=control)
 
 
 def _failure(work: Callable[[], None], control: dist.ProcessGroup) -> str:

@@ -1,9 +1,12 @@
-"""Runs the benchmark on several ranks: one process for each, which measures all cases that were chosen."""
+"""Runs the benchmark on several ranks: for each case that was chosen, one process for each rank."""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from thunder_cg.tools.bench.report import line
 from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, THUNDER, is_meant
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import MeasuredResults, environment
+from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor
 
 TIMEOUT = 900.0  # seconds for a case
@@ -34,6 +38,7 @@ class RankSettings:
         variants: see `_is_meant`; none for all.
         tokens: batch and length of each GPT case; none for the defaults.
         calls: steps of a turn, at most.
+        jobs: how many cases are prepared at once. They are timed one by one, but their first calls take longer.
         json: a file for the numbers. Those that it has of other cases, from this machine, stay in it.
     """
 
@@ -45,6 +50,7 @@ class RankSettings:
     layers: int | None = None
     tokens: tuple[tuple[int, int], ...] = ()
     calls: int = 30
+    jobs: int = 1
     json: Path | None = None
 
     @property
@@ -82,43 +88,54 @@ def run_ranks(settings: RankSettings) -> int:
     Raises:
         ValueError: nothing is chosen, or `json` has numbers from elsewhere.
     """
-    left = settings.chosen
-    if not left or not any(map(settings.chosen_variants, left)):
+    chosen = settings.chosen
+    if not chosen or not any(map(settings.chosen_variants, chosen)):
         raise ValueError("no case or variant has such a name; --list shows the cases")
     here = environment(settings.device) | {"ranks": str(settings.ranks)}
     if settings.device.type == "cuda":
         here["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     results = RankResults.read_or_new(settings.json, here)
-    progress = Progress(sum(ticks(settings.chosen_variants(case)) for case in left))
-
-    def keep(rows: Sequence[RankRow] | None) -> None:
-        if rows is None:  # all cases are done
-            return
-        left.pop(0)
-        results.add(rows)
-        if settings.json is not None:
-            results.write(settings.json)
-        progress.clear()
-        print(rank_table(rows), flush=True)
-
-    failed = False
-    while left:
-        these = replace(settings, names=tuple(case.name for case in left))
-        timeout = TIMEOUT * len(left)
-        try:
-            run_on_ranks(_measure_all, (these,), settings.ranks, settings.device.type, timeout, progress.tick, keep)
-        except RankFailed as failure:  # it costs one case; new processes go on with the next
-            failed = True
-            if left:
-                keep([RankRow(left[0].name, EVERY_VARIANT, failure=str(failure))])
+    progress = Progress(sum(ticks(settings.chosen_variants(case)) for case in chosen))
+    with tempfile.TemporaryDirectory() as folder, ThreadPool(settings.jobs) as threads:
+        measure = partial(_measure_on_ranks, settings, Path(folder), progress)
+        failed = False
+        for rows, failure in threads.imap_unordered(measure, [case.name for case in chosen]):
+            failed = failed or failure
+            results.add(rows)
+            if settings.json is not None:
+                results.write(settings.json)
+            progress.clear()
+            print(rank_table(rows), flush=True)
     return int(failed)
 
 
-def _measure_all(here: Rank, supervisor: Supervisor, settings: RankSettings) -> None:
-    """What each rank does: sends the rows of each case."""
+def _measure_on_ranks(
+    settings: RankSettings, turns: Path, progress: Progress, name: str
+) -> tuple[Sequence[RankRow], bool]:
+    """The rows of one case, which is measured in processes of its own, and whether they failed."""
+    rows: list[RankRow] = []
+    arguments, timeout = (replace(settings, names=(name,)), turns), TIMEOUT * settings.jobs
+    try:
+        run_on_ranks(
+            _measure,
+            arguments,
+            settings.ranks,
+            settings.device.type,
+            timeout,
+            progress.tick,
+            lambda found: rows.extend(found or ()),
+        )
+    except RankFailed as failure:
+        return rows or [RankRow(name, EVERY_VARIANT, failure=str(failure))], True
+    return rows, False
+
+
+def _measure(here: Rank, supervisor: Supervisor, settings: RankSettings, turns: Path) -> None:
+    """What each rank does: sends the rows of the one case."""
     settings = replace(settings, device=here.device)
-    for case in settings.chosen:
-        supervisor.send_result(measure_case(case, settings.chosen_variants(case), settings.calls, supervisor))
+    (case,) = settings.chosen
+    rows = measure_case(case, settings.chosen_variants(case), settings.calls, supervisor, Turns(turns))
+    supervisor.send_result(rows)
 
 
 _HEADER = ("variant", "back to back ms", "host ms", "skew p99 ms", "reserved MB", "first calls s", "bits")
