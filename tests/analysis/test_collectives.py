@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_cg.analysis import collectives
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.collectives import schedule
+from thunder_cg.analysis.collectives import compute_ahead, schedule
 from thunder_cg.analysis.partition import dependencies
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
@@ -66,6 +66,24 @@ class Bound:
     @property
     def flat_args(self):
         return list(self.args)
+
+
+def test_a_fuser_finds_compute_together(trace):
+    """Divisions of gradients come before their reductions, but nothing before a wait or a collective that it needs."""
+
+    def ahead(t):
+        ops = t.done()
+        outputs = [ops.ops[i].outputs for i in compute_ahead(ops, Aliasing.of(ops))]
+        return " ".join(names[0] if names else "end" for names in outputs)
+
+    assert ahead(ddp(trace())) == "x1 g0 x2 g1 x3 g2 h0 h1 h2 f0 f1 f2 r0 r1 r2 end"
+    t = call(trace().op("mul", "x0 y", "a"), "all_reduce", "a", "f")
+    t.op("mul", "x0 x0", "b")
+    call(t, "wait", "f", "r").op("mul", "r b", "c").op("mul", "b b", "d")
+    assert ahead(t.returns("c d")) == "a b f r c d end"
+    t = call(trace().op("mul", "x0 y", "a"), "all_reduce", "a", "f")
+    t.op("mul", "x0 x0", "b").op("copy_", "b a", "w").op("mul", "a a", "e")  # it writes what is reduced
+    assert ahead(call(t, "wait", "f", "r").returns("r e")) == "a b f w e r end"
 
 
 @pytest.mark.parametrize(

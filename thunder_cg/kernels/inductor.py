@@ -11,6 +11,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
+from thunder_cg.analysis.collectives import move_compute_ahead
 from thunder_cg.analysis.ops import read
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
@@ -23,11 +24,12 @@ _ONCE = compat.OpTags.MATMUL_OP  # what has this tag, Thunder does not compute o
 
 
 class InductorExecutor(compat.TorchCompileExecutor):
-    """Has Inductor compile whole stretches of a trace, as Thunder's executor ``torchcompile`` does, with four changes.
+    """Has Inductor compile whole stretches of a trace, as Thunder's executor ``torchcompile`` does, with five changes.
 
     - An operator keeps the derivative that Thunder has for PyTorch's kernel of it. Thunder's executor hides it.
     - What a graph cannot hold is not fused: one such operator would keep the whole fusion eager.
     - So is a derivative that Thunder takes with PyTorch's autograd, which Dynamo cannot trace.
+    - What comes between collectives and needs none of them joins the stretch before them.
     - A stretch that Inductor cannot compile runs operator by operator, and `explain` says so.
     """
 
@@ -46,6 +48,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
         return id(bsym) not in self._compiling.eager and super().can_fuse(bsym)
 
     def fusion_pass(self, trace: compat.TraceCtx) -> compat.TraceCtx:
+        trace = move_compute_ahead(trace)
         leaves, _ = compat.tree_flatten(trace.bound_symbols[-1].args)
         self._compiling.returned = frozenset(leaf.name for leaf in leaves if isinstance(leaf, compat.Proxy))
         self._compiling.eager = _eager_symbols(trace)
