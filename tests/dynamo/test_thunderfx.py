@@ -409,6 +409,23 @@ def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device
     assert report.traces and not report.limits and report.python_calls == 1
 
 
+def test_blocks_that_are_compiled_one_by_one(backend, device):
+    """They share code, of which Dynamo compiles a few versions: of each block here, whatever others have."""
+
+    class Block(nn.Module):
+        def forward(self, x):
+            return torch.tanh(x) + x
+
+    with torch._dynamo.config.patch(recompile_limit=2):
+        blocks = [thunderfx(Block(), backend=backend) for _ in range(4)]
+        for rows in (2, 2, 2, 3):
+            x = torch.randn(rows, 4, device=device)
+            for block in blocks:
+                torch.testing.assert_close(block(x), torch.tanh(x) + x)
+        assert [replays(block) for block in blocks] == [2] * 4
+        assert not any(explain(block).limits or explain(block).python_calls for block in blocks)
+
+
 def test_the_report_says_that_dynamo_had_no_graph_for_calls(backend, device):
     def function(x):
         return x

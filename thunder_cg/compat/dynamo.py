@@ -16,7 +16,7 @@ import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import SplitReason, SplitReasonType, get_torch_compile_kwargs
-from torch._dynamo import config, convert_frame, pgo
+from torch._dynamo import cache_size, config, convert_frame, pgo
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
@@ -107,7 +107,7 @@ def dynamo_callback(fn: Any) -> Any | None:
 
 
 def _scope_dynamo(function: Any) -> None:
-    """Has Dynamo trace a compiled function in three ways of its own.
+    """Has Dynamo trace a compiled function in four ways of its own.
 
     Dynamo makes a size or a Python float dynamic if it was another one when the same code was compiled last. That may
     have been for another model: those of Transformers share code, and the epsilon of a norm would be read on the host.
@@ -119,12 +119,23 @@ def _scope_dynamo(function: Any) -> None:
 
     Dynamo ends a graph at each call of a logger. Here :func:`_log_after_graph` has it made after the graph.
 
+    Dynamo compiles the same code a few times only, for whatever function: eight blocks of a model, compiled one by one.
+    Here the versions of this function count.
+
     Other functions are not affected, since Dynamo compiles under one lock.
     """
     callback = dynamo_callback(function)
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
     if callback is None or convert is None:
         return
+    backend: Any = callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    counts = cache_size._has_same_id_matched_objs
+
+    def counts_own(frame: Any, entry: Any) -> bool:
+        return entry.backend is backend and counts(frame, entry)
+
     shared: Any = None
     own: Any = None
 
@@ -137,6 +148,7 @@ def _scope_dynamo(function: Any) -> None:
             patch.object(pgo, "_CODE_STATE", state),
             patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph),
             patch.object(builder.VariableBuilder, "wrap_symfloat", _wrap_float),
+            patch.object(cache_size, "_has_same_id_matched_objs", counts_own),
         ):
             return convert(*args, skip=skip + 1, **kwargs)
 
@@ -185,6 +197,8 @@ def _is_immutable(argument: Any) -> bool:
 class CodeAtLimit(NamedTuple):
     """Python code that Dynamo has compiled as often as ``torch._dynamo.config.recompile_limit`` allows.
 
+    It has done so for one function, and compiles the code no more, for any function.
+
     Attributes:
         function: "f (train.py:3)".
         versions: how often it is compiled, for all functions and instances that have this code.
@@ -206,9 +220,11 @@ def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
     refused = {str(each.compile_id): str(each.recompile_reason) for each in attempts}
     for code in filter(None, [reference() for reference in convert_frame.input_codes.seen]):
         entries = _debug_get_cache_entry_list(code)
-        if len(entries) < config.recompile_limit:
+        mine = [each for each in entries if getattr(each.backend, "compiler_fn", each.backend) is backend]
+        if len(entries) < config.recompile_limit or not (code is own or mine):
             continue
-        if code is own or any(getattr(each.backend, "compiler_fn", each.backend) is backend for each in entries):
+        frame = str(entries[0].compile_id.frame_id)
+        if len(mine) >= config.recompile_limit or any(each.partition("/")[0] == frame for each in refused):
             last = max(entries, key=lambda entry: entry.compile_id.frame_compile_id or 0).compile_id
             missed = refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", "")
             reason = missed.partition("\n")[0].partition("  #")[0].partition(": ")[2].strip()
