@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
@@ -84,8 +87,19 @@ def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     if graphs := [type(each).__name__ for each in given if getattr(each, "owns_regions", False)]:
         fix = "thunder_cg.thunderfx has one itself; pass its options, as in thunderfx(fn, allow=[...])"
         raise TransformConflictError([type(each).__name__ for each in given], [*graphs, "its own"], fix)
+    for name in options:
+        if (nearest := _nearest_option(name)) not in (name, None):
+            said = f"thunderfx({name}=...) goes to Thunder, which ignores options that it does not know"
+            warnings.warn(f"{said}; did you mean {nearest}=?", stacklevel=3)
     transforms = [*given, cudagraph_transform(**ours)]
     return compile_with(fn, transforms=transforms, **options)
+
+
+def _nearest_option(name: str) -> str | None:
+    """The option that has the name, or may be meant by it. Thunder's executors have more than are known here."""
+    known = [field.name for field in fields(Options)]
+    known += [each for of in (thunder.jit, torch.compile) for each in inspect.signature(of).parameters]
+    return next(iter(difflib.get_close_matches(name, known, 1, 0.7)), None)
 
 
 def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
