@@ -7,7 +7,7 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg import cudagraph_transform, explain, thunderfx
+from thunder_cg import cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.report import Report, opening
 from thunder_cg.transform import CudagraphTransform
 
@@ -82,17 +82,34 @@ def test_a_function_that_thunder_cannot_compile(backend, device) -> None:
     for said in (str(explain(model)), explain(model)._repr_html_()):
         assert "Thunder raised while it compiled, in 2 of 3 calls: NotImplementedError at test_opening.py:" in said
         assert "0 of 1 call replayed" in said
-    function = thunder.jit(Branches().forward, transforms=[cudagraph_transform(backend=backend)])
+
+
+def test_a_plain_function_that_thunder_cannot_compile(backend, device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thunder keeps no error of a function. If it is still at hand, the report has it; else it says how to get it."""
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    jitted, other = (thunder.jit(branches, transforms=[cudagraph_transform(backend=backend)]) for _ in range(2))
+    x = torch.ones(3, device=device)
+    where = f"NotImplementedError at test_opening.py:{branches.__code__.co_firstlineno + 1}: casting a TensorProxy"
     with pytest.raises(NotImplementedError):
-        function(torch.ones(3, device=device))
-    said = str(explain(function))
-    assert (
-        "in 1 of 1 call. Thunder hands on no error of a function; the traceback of the next call ends at its line. "
-        "To try, by what that says: for a branch"
-        in said
-        and "; for an operator of torch.library" in said
-        and "; for anything else, call the function without Thunder" in said
-    )
+        other(x)
+    monkeypatch.setattr("sys.last_value", None, raising=False)
+    try:
+        try:
+            jitted(x)
+        except NotImplementedError as error:
+            raise RuntimeError("the step failed") from error
+    except RuntimeError as error:
+        said, of_other = str(explain(jitted)), str(explain(other))
+        kept = error
+    assert f"in 1 of 1 call: {where}" in said and "To try: for a branch on what a tensor holds" in said
+    for said in (of_other, str(explain(jitted))):
+        assert "in 1 of 1 call. Thunder keeps no error of a function: call thunder_cg.plan(fn, ...)" in said
+    assert where in str(plan(jitted, x))
+    monkeypatch.setattr("sys.last_value", kept)  # as Python, a notebook and a debugger leave it
+    assert f"in 1 of 1 call: {where}" in str(explain(jitted)) and where not in str(explain(other))
 
 
 def test_a_function_with_nothing_to_capture(backend) -> None:

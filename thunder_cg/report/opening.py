@@ -38,6 +38,10 @@ _TO_COMPARE = (
     "call the function without Thunder: if that raises too, mend the function; if not, keep the operator out of what "
     "is compiled, with thunder_cg.thunderfx and torch.compiler.disable"
 )
+_TO_PLAN = (
+    "Thunder keeps no error of a function: call thunder_cg.plan(fn, ...) with the arguments of such a call, and print "
+    "what it returns, which says what Thunder raises, where, and what to try"
+)
 _TO_GRADIENT = "for an operator of torch.library, give it a gradient with torch.library.register_autograd"
 # What to try, by what an error of Thunder's then has in it.
 _TO_TRY = (
@@ -79,9 +83,7 @@ def failures(report: Report) -> Iterator[str]:
         said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
         problem = report.compile_failure
         if problem is None:
-            yield f"{said}. Thunder hands on no error of a function; the traceback of the next call ends at its line."
-            hints = "; ".join(hint for hint, _ in _TO_TRY)
-            yield f"To try, by what that says: {hints}; for anything else, {_TO_COMPARE}."
+            yield f"{said}. {_TO_PLAN}."
             return
         yield f"{said}: {problem}."
         tried = [hint for hint, signs in _TO_TRY if any(sign in problem for sign in signs)]

@@ -16,8 +16,8 @@ from typing import Any
 
 import thunder
 
-from thunder_cg.analysis.sources import called_from, user_frames
-from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
+from thunder_cg.analysis.sources import called_from, described, user_frames
+from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure, is_of_compilation
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits
 from thunder_cg.report.units import count
@@ -63,7 +63,7 @@ class Found:
     Attributes:
         calls: how often the function was called, as Thunder counts; of Dynamo's graphs, all calls together.
         failures: in how many of the calls Thunder raised while it compiled.
-        failure: what it raised last and where, of a module.
+        failure: what it raised last and where; of a function, only if that error is still at hand.
         python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
         uncached: Thunder compiles each call anew, and the programs are those of the last call.
     """
@@ -91,7 +91,7 @@ def locate(fn: Any, function: str = "explain") -> Found:
         programs = tuple(_in_caches(_name(fn), fn))
         if not programs and not _has_transform(thunder.list_transforms(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
-        calls, failure = thunder.compile_stats(fn).calls, compile_failure(fn)
+        calls, failure = thunder.compile_stats(fn).calls, compile_failure(fn) or _error_at_hand(fn)
         return Found(programs, calls, _failures(fn), failure, uncached=not _keeps_all(fn))
     if (backend := _dynamo_backend(fn)) is None:
         raise NotCompiledError(fn, "Thunder did not compile this", function)
@@ -144,6 +144,20 @@ def _failures(jitted: Any) -> int:
     """In how many calls Thunder raised while it compiled: of what it compiled, it keeps all."""
     stats = thunder.compile_stats(jitted)
     return stats.cache_misses - len(stats.interpreter_cache) if _keeps_all(jitted) else 0
+
+
+def _error_at_hand(jitted: Any) -> str | None:
+    """What Thunder raised while it compiled a function, and where, if the error can still be found.
+
+    Thunder calls no transform then, and keeps no error. But one that is being handled here is known, and the last one
+    that nobody handled: in a notebook, that of the cell before.
+    """
+    for error in (sys.exc_info()[1], getattr(sys, "last_value", None)):
+        while error is not None:
+            if is_of_compilation(error, thunder.compile_stats(jitted)):
+                return described(error)
+            error = error.__cause__ or error.__context__
+    return None
 
 
 def _keeps_all(jitted: Any) -> bool:
