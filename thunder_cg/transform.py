@@ -236,7 +236,7 @@ class CudagraphTransform(compat.Transform):
             is_cause = verdict.reason not in fine and not numbers.intersection(op.inputs)
             if verdict.capture or not is_cause or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
                 continue
-            said = f"{op.name} at {program.ops.line(op) or 'an unknown line'} is eager: {verdict.detail}; {verdict.fix}"
+            said = f"{op.name} {program.ops.place(op)} is eager: {verdict.detail}; {verdict.fix}"
             if said not in self._shared.warned:
                 self._shared.warned.add(said)
                 _logger.warning("%s: %s", program.label, said)

@@ -112,6 +112,20 @@ def test_a_plain_function_that_thunder_cannot_compile(backend, device, monkeypat
     assert f"in 1 of 1 call: {where}" in str(explain(jitted)) and where not in str(explain(other))
 
 
+def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
+    """Thunder raises in one of its transforms, which has no frame of the user's, but the operator."""
+
+    def transformed(x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x)
+        return torch.fft.fft(y).real
+
+    x = torch.ones(3, device=device, requires_grad=True)
+    said = str(plan(transformed, x, backend=backend))
+    line = transformed.__code__.co_firstlineno + 2
+    assert f"RuntimeError at test_opening.py:{line}: Failed to find a gradient transform for" in said
+    assert "To try: for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it" in said
+
+
 def test_a_function_with_nothing_to_capture(backend) -> None:
     compiled = thunder.jit(lambda x: x.item() + 1, transforms=[cudagraph_transform(backend=backend)])
     for _ in range(3):

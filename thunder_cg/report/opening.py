@@ -43,10 +43,12 @@ _TO_PLAN = (
     "what it returns, which says what Thunder raises, where, and what to try"
 )
 _TO_GRADIENT = "for an operator of torch.library, give it a gradient with torch.library.register_autograd"
+_TO_INDUCTOR = "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor"
 # What to try, by what an error of Thunder's then has in it.
 _TO_TRY = (
     (_TO_PYTHON, ("data dependen", "tolist")),
     (_TO_FIXED_SIZE, ("boolean advanced indexing", "DynamicOutputShape")),
+    (_TO_INDUCTOR, ("gradient transform", "VJP for")),
     (_TO_GRADIENT, ("no autograd formula",)),
     (_TO_EXECUTOR, ("_ops", "not registered", "not yet supported")),
 )
@@ -180,7 +182,7 @@ def headline(traces: Sequence[TraceReport]) -> str:
     counts = sum((trace.counts for trace in traces), Counter[str]())
     regions = sum(len(trace.regions) for trace in traces)
     work = counts["capture"] + counts["eager"]
-    held = f"{count(regions, 'region')} with {counts['capture']} of {count(work, 'op')}"
+    held = f"{count(regions, 'region')} with {counts['capture']:,} of {count(work, 'op')}"
     return f"{held}; {count(counts['eager'], 'op')} eager"
 
 

@@ -169,6 +169,7 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
     nodes = graph.original_graph_module.graph.nodes
     frames = {node.name: user_frames(node.stack_trace) for node in nodes}
+    attributes = {node.name: f"Tensor.{node.args[1]}" for node in nodes if node.target is getattr}
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
     cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
@@ -176,6 +177,7 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     alike: Counter[tuple[str, str | None, str | None, str]] = Counter()
     for said in reasons:
         name, operator, reason = understood(said)
+        operator = attributes.get(name, operator)
         mine = frames.get(name, [])
         alike[operator, called_from(mine), mine[-1].text if mine else None, reason] += 1
     for (operator, line, source, reason), times in alike.items():
