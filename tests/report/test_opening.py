@@ -126,6 +126,23 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
     assert "To try: for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it" in said
 
 
+@pytest.mark.parametrize(
+    ("fn", "advice"),
+    [
+        (lambda x: x * float(x.max()), "for a branch on what a tensor holds, or for int(), float() or"),
+        (lambda x: x if torch.equal(x, x) else x + 1, "for a branch on what a tensor holds"),
+        (lambda x: x / x.int().sum().item(), "for a number that is read with .item(), of which Thunder knows no value"),
+        (lambda x: x + x.nonzero().sum(), "for a result whose size depends on what a tensor holds"),
+        (lambda x: x + torch.linspace(0, 1, 3), "for a function that Thunder does not know, use thunder_cg.thunderfx"),
+        (lambda x: x + x.numpy().sum(), "call the function without Thunder: if that raises too, mend the function"),
+    ],
+    ids=["float", "equal", "item", "nonzero", "linspace", "numpy"],
+)
+def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
+    said = str(plan(fn, torch.ones(3)))
+    assert f"To try: {advice}" in said and " at test_opening.py:" in said and said.count("use thunder_cg.thunderfx") < 2
+
+
 def test_a_function_with_nothing_to_capture(backend) -> None:
     compiled = thunder.jit(lambda x: x.item() + 1, transforms=[cudagraph_transform(backend=backend)])
     for _ in range(3):

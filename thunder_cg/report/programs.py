@@ -19,7 +19,7 @@ import thunder
 from thunder_cg.analysis.sources import called_from, described, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure, is_of_compilation
 from thunder_cg.errors import NotCompiledError
-from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits
+from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits, whole_function_left
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import name_of
 from thunder_cg.runtime.program import Program, program_of
@@ -122,6 +122,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
+    breaks += whole_function_left(_name(fn), fn)
     made = fn.calls if isinstance(fn, CompiledFunction) else 0
     without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
