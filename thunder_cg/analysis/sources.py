@@ -92,6 +92,7 @@ def described(error: BaseException, stacks: Stacks = _NO_STACKS) -> str:
     where = f" at {lines[-1]}" if lines else ""
     cause = error.__cause__ if lines and error.__cause__ is not None else error
     said = str(cause).strip().partition("\n")[0].partition(". ")[0].rstrip(".!")
+    said = re.sub(r"<built-in (?:method|function) (\w+)[^>]*>", r"\1", said)
     return f"{type(cause).__name__}{where}: {said or 'no message'}"
 
 

@@ -25,7 +25,7 @@ KEEP_ON_DEVICE = (
 # What changes a result whose size depends on what a tensor holds.
 FIXED_SIZE = (
     "use a form with a fixed size: torch.where(mask, x, 0.0) in the place of x[mask] and masked_select, "
-    "nonzero_static in the place of nonzero"
+    "nonzero_static in the place of nonzero, torch.zeros(n).index_add(0, x, ones) in the place of bincount"
 )
 
 
