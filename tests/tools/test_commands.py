@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,20 @@ def test_an_interrupted_command_ends_in_one_line(
     monkeypatch.setattr("thunder_cg.__main__._COMMANDS", {"rules": interrupted})
     assert main(["rules"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_command_whose_reader_has_gone_ends_in_silence() -> None:
+    code = (
+        "import sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', 'thunder_cg']\n"
+        "from thunder_cg import __main__\n"
+        "__main__._COMMANDS = {'rules': lambda argv: print('a report') or 0}\n"
+        "sys.exit(__main__.main(['rules']))\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 @pytest.mark.parametrize(
