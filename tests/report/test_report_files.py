@@ -86,11 +86,15 @@ def test_a_terminal_gets_its_columns_and_colours(full: Report, monkeypatch, caps
 
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("TERM", raising=False)
     said = shown()
     assert said.startswith("\033[1mCUDA graphs: 2 of 5 calls") and "\033[32mCUDAGraph1\033[0m" in said
     assert "\033[31mruns eagerly\033[0m" in said
     without = re.sub(r"\033\[\d+m", "", said)
     assert max(map(len, without.splitlines())) <= 60 and without == f"{full}\n"
+    monkeypatch.setenv("TERM", "dumb")
+    assert shown() == without
+    monkeypatch.delenv("TERM")
     monkeypatch.setenv("NO_COLOR", "1")
     assert shown() == without
 

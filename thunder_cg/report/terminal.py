@@ -22,7 +22,7 @@ _COLOURS = (
 
 def show(text: str) -> None:
     """Prints the text, in colour if this is a terminal. NO_COLOR in the environment means no colour (no-color.org)."""
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print(colour(fit(text)) if coloured else fit(text))
 
 

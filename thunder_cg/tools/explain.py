@@ -83,7 +83,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{file}: {problem}; {fix}", file=sys.stderr)
         return 1
     for label, report in reports.items():
-        print(f"{label}:\n{report}\n")
+        print(f"{label}:")
+        report.show()
+        print()
     if arguments.html is not None:
         replace(arguments.html, _page(file.name, reports))
     if arguments.json is not None:
