@@ -13,7 +13,7 @@ import torch
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 
-from thunder_cg import cudagraph_transform, explain, plan, thunderfx
+from thunder_cg import CaptureError, cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.report import CauseReport
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -152,6 +152,11 @@ def test_advice_for_a_graph_break_in_a_loop_of_which_dynamo_compiles_nothing():
     assert f"\n  test_advice.py:{line}: means.append(x[i].sum() / lengths[i].item())\n" in said
     assert "into Python, in a loop, so Dynamo compiles nothing of the function\n" in said
     assert "to change it: keep the value on the device as a 0-dim tensor" in said
+    torch._dynamo.reset()
+    strict = thunderfx(looped, backend="tape", strict=True)
+    for call in (1, 2):
+        with pytest.raises(CaptureError, match=rf"looped, call {call}: it ran without Thunder, in plain Python or in"):
+            strict(*inputs)
     report = explain(better)
     assert len(report.traces[0].regions) == 1 and not (report.breaks or report.outside or report.causes)
 

@@ -64,6 +64,7 @@ class CompiledFunction(ThunderFXCompiledObject):
     ) -> None:
         super().__init__(backend, function)
         self._copied = copied
+        self.after_call: Callable[[], None] | None = None
         self._count = _Count()
         _scope_dynamo(function)
         module = getattr(function, "_orig_mod", None)
@@ -72,17 +73,20 @@ class CompiledFunction(ThunderFXCompiledObject):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._breaking_the_graph(*args, **kwargs)
-        result = self._func(*args, **kwargs)
-        self._count.calls += 1
-        return result
+        return self._called(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> CompiledFunction:
         return self._copied(memo)
 
     @torch.compiler.disable(reason="thunder_cg.thunderfx has compiled it")
     def _breaking_the_graph(self, *args: Any, **kwargs: Any) -> Any:
+        return self._called(*args, **kwargs)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         result = self._func(*args, **kwargs)
         self._count.calls += 1
+        if self.after_call is not None:
+            self.after_call()
         return result
 
     @property

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +22,7 @@ from thunder_cg.dynamo.writes import order_counts
 from thunder_cg.errors import CaptureError, TransformConflictError
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage
-from thunder_cg.report.programs import graph_name, outside_of, part_name
+from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name
 from thunder_cg.runtime.compilation import NAME, name_of
 from thunder_cg.transform import cudagraph_transform
 
@@ -98,4 +100,17 @@ def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     backend.function = name_of(fn)
-    return CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)
+    compiled = CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)
+    if any(getattr(getattr(each, "options", None), "strict", False) for each in transforms):
+        compiled.after_call = partial(_refuse_plain_python, backend, Counter())
+    return compiled
+
+
+def _refuse_plain_python(backend: Compiler, counts: Counter[str]) -> None:
+    """For ``strict``. Raises `CaptureError` after a call in which nothing ran that Thunder had compiled."""
+    before, counts["calls"] = counts["ran"], counts["calls"] + 1
+    counts["ran"] = sum(thunder.compile_stats(jitted).calls for jitted in jitted_parts(backend))
+    if counts["ran"] == before:
+        problem = "it ran without Thunder, in plain Python or in Inductor"
+        fix = "print(thunder_cg.explain(fn)) says why, at which line, and what to change"
+        raise CaptureError(f"{backend.function}, call {counts['calls']}", problem, fix)
