@@ -62,7 +62,9 @@ _TO_TRY = (
 
 def opening(report: Report) -> str:
     """The lines that every form of the report opens with: what ran, what is eager, and why."""
-    return "\n".join(_summary(report)) if report.traces or report.outside else nothing(report)
+    said = "\n".join(_summary(report)) if report.traces or report.outside else nothing(report)
+    first, *rest = said.splitlines()
+    return "\n".join([first, *filter(None, [report.note]), *rest])
 
 
 def _summary(report: Report) -> Iterator[str]:

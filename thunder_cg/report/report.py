@@ -181,6 +181,7 @@ class Report(_OfFunction):
     limits: tuple[RecompileLimit, ...] = ()  # functions that Dynamo compiles no more (thunderfx only)
     python_calls: int = 0  # in which no graph of Dynamo's ran, so that Thunder did nothing, at least (thunderfx only)
     uncached: bool = False  # whether Thunder compiles each call anew, and the traces are those of the last one
+    note: str = ""  # of a plan: that nothing was run, and which devices stand for which
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
