@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -102,15 +100,25 @@ def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     backend.function = name_of(fn)
     compiled = CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)
     if any(getattr(getattr(each, "options", None), "strict", False) for each in transforms):
-        compiled.after_call = partial(_refuse_plain_python, backend, Counter())
+        compiled.after_call = _RefusesPlainPython(backend)
     return compiled
 
 
-def _refuse_plain_python(backend: Compiler, counts: Counter[str]) -> None:
-    """For ``strict``. Raises `CaptureError` after a call in which nothing ran that Thunder had compiled."""
-    before, counts["calls"] = counts["ran"], counts["calls"] + 1
-    counts["ran"] = sum(thunder.compile_stats(jitted).calls for jitted in jitted_parts(backend))
-    if counts["ran"] == before:
-        problem = "it ran without Thunder, in plain Python or in Inductor"
-        fix = "print(thunder_cg.explain(fn)) says why, at which line, and what to change"
-        raise CaptureError(f"{backend.function}, call {counts['calls']}", problem, fix)
+class _RefusesPlainPython:
+    """For ``strict``. Raises `CaptureError` after a call in which nothing ran that Thunder had compiled.
+
+    What has an ``__dict__`` would be part of the state of a graphed step, and these numbers change.
+    """
+
+    __slots__ = ("_backend", "_calls", "_ran")
+
+    def __init__(self, backend: Compiler) -> None:
+        self._backend, self._calls, self._ran = backend, 0, 0
+
+    def __call__(self) -> None:
+        before, self._calls = self._ran, self._calls + 1
+        self._ran = sum(thunder.compile_stats(jitted).calls for jitted in jitted_parts(self._backend))
+        if self._ran == before:
+            problem = "it ran without Thunder, in plain Python or in Inductor"
+            fix = "print(thunder_cg.explain(fn)) says why, at which line, and what to change"
+            raise CaptureError(f"{self._backend.function}, call {self._calls}", problem, fix)

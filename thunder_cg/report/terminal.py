@@ -1,4 +1,8 @@
-"""The text report on a terminal: in the columns that there are, and in colour."""
+"""The text report on a terminal: in the columns that there are, and in colour.
+
+A library such as rich would need the same patterns, and a second way for where it is not installed; its wrapping knows
+no indents that are deeper than the line's.
+"""
 
 from __future__ import annotations
 
