@@ -103,7 +103,7 @@ def test_what_no_operator_has_is_in_the_report():
     def other(x: torch.Tensor) -> torch.Tensor:
         return x
 
-    compiled = jitted(allow=["soft_clp", other], deny=[torch.sin])
+    compiled = jitted(allow=["soft_clp", other], deny=[torch.sin, "Tensor.linear"])
     with pytest.warns(UserWarning, match="did you mean 'soft_clip'"):
         compiled(torch.ones(2, 2))
     report = explain(compiled)
@@ -111,6 +111,7 @@ def test_what_no_operator_has_is_in_the_report():
     assert sorted(report.unmatched) == [
         ("allow", "'soft_clp'", "did you mean 'soft_clip'?"),
         ("allow", name, None),
+        ("deny", "'Tensor.linear'", "did you mean 'torch.linear'?"),
         ("deny", "'torch.sin'", None),
     ]
     said = "allow= names 'soft_clp', and no operator of these traces has that name; did you mean 'soft_clip'?"

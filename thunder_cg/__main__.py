@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command that ``argv`` (else this process) names.
 
     Returns:
-        The exit status: that of the command, 2 for wrong arguments, 130 if the user interrupted it.
+        The exit status: that of the command, 2 for wrong arguments, 130 if the user interrupted it, 1 if nobody reads
+        what it prints.
     """
     from thunder_cg.compat.versions import check_versions
     from thunder_cg.errors import VersionError
@@ -38,12 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if command != "doctor":  # which says what to install
                 check_versions()
-            return _COMMANDS[command](words[1:])
+            code = _COMMANDS[command](words[1:])
+            sys.stdout.flush()
+            return code
         except VersionError as error:
             parser.error(str(error))
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130
+        except BrokenPipeError:  # who reads the output, such as `head`, has gone; Python would flush it at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
 
 
 @contextmanager

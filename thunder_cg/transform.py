@@ -236,7 +236,7 @@ class CudagraphTransform(compat.Transform):
             is_cause = verdict.reason not in fine and not numbers.intersection(op.inputs)
             if verdict.capture or not is_cause or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
                 continue
-            said = f"{op.name} at {program.ops.line(op) or 'an unknown line'} is eager: {verdict.detail}; {verdict.fix}"
+            said = f"{op.name} {program.ops.place(op)} is eager: {verdict.detail}; {verdict.fix}"
             if said not in self._shared.warned:
                 self._shared.warned.add(said)
                 _logger.warning("%s: %s", program.label, said)
@@ -356,7 +356,8 @@ def cudagraph_transform(
             its capture, of which each layout of inputs has one. A call that brings something new, such as another shape
             or Python number, raises once six before it did and none replayed in between. ``"ops"`` raises also for an
             operator that stays eager, when Thunder compiles. Calls inside another capture or a graphed step, whose
-            graph holds them, do not raise.
+            graph holds them, do not raise. A call of :func:`thunder_cg.thunderfx` that ran without Thunder, in plain
+            Python or in Inductor, raises after it ran.
         verify: ``"first"`` replays each new recording beside an eager run of its ops on the same inputs, and compares
             results, written inputs and the device's generator bit for bit; a number N does so for one call in N as
             well, for as long as the process runs. A region that disagrees is eager from then on, the call's result is

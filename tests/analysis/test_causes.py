@@ -58,6 +58,16 @@ def test_a_number_of_the_forward_is_the_cause_in_the_backward(traces_of, on_cpu)
     assert found[0].reason == "a number known only at run time"  # as the backward has not the operator itself
 
 
+def test_what_the_forward_captures_is_no_cause_in_the_backward(traces_of, on_cpu):
+    def moved(x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.tanh(x).cos().cpu()) * 2
+
+    forward, backward = traces_of(moved, torch.ones(3, requires_grad=True))
+    backward = Ops(backward.ops, backward.values, backward.args, forward.near, {**forward.made_by, **backward.made_by})
+    found = root_causes(backward, on_cpu(backward), Aliasing.of(backward))
+    assert [(each.name, each.reason) for each in found] == [("cpu_vjp", "moves between devices")]
+
+
 def test_strict_ops_names_the_root_cause(trace):
     t = trace().add("a b", "x").add("x b", "y").item("y", "n0").op("mul", "y n0", "z").add("z b", "u").returns("u")
     said = r"Tensor.item at model.py:7: runs eagerly, which makes 3 of 3 eager ops so: .*; .*or drop strict=.ops."

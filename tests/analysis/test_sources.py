@@ -102,4 +102,5 @@ def test_an_error_is_described_by_the_users_line():
         fails_while_tracing()
     assert described(caused.value) == f"ValueError at {line}: too big"  # what it comes from
     assert described(KeyError()) == "KeyError: no message"
+    assert described(TypeError(f"no gradient of {torch.detach}")) == "TypeError: no gradient of detach"
     assert not SourceLine(sources.__file__, 1).is_users and SourceLine(demo.__file__, 1).is_users

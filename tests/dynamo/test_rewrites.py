@@ -767,3 +767,24 @@ def test_other_views_written_in_place_are_never_silent(backend, device):
             graphed(torch.randn(3, 4, device=device, requires_grad=True))
     finally:
         torch.set_grad_enabled(True)  # an error between two pieces of a graph leaves it off
+
+
+def test_tensors_made_of_numbers(backend, device):
+    """Thunder has no symbol for these, and would raise."""
+
+    def fn(x):
+        grid = torch.linspace(0, 1, 8, device=x.device) * torch.hann_window(8, dtype=torch.float32, device=x.device)
+        rows, columns = torch.triu_indices(8, 8, 1, device=x.device)
+        return x * grid + torch.eye(8, device=x.device)[rows, columns].sum()
+
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(8, 8, device=device), backend))
+
+
+def test_a_function_that_thunder_does_not_know_is_left_to_inductor(backend, device):
+    def fn(x):
+        return torch.tanh(x)[torch.randperm(8, device=x.device)].sort(0).values * 2
+
+    graphed = thunderfx(fn, backend=backend)
+    x = torch.randn(8, device=device)
+    torch.testing.assert_close(graphed(x), torch.tanh(x).sort().values * 2)
+    assert [part.operator for part in explain(graphed).outside] == ["randperm"]

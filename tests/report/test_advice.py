@@ -13,7 +13,7 @@ import torch
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 
-from thunder_cg import cudagraph_transform, explain, plan, thunderfx
+from thunder_cg import CaptureError, cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.report import CauseReport
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -131,6 +131,34 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
     report = explain(mended)
     assert [len(trace.regions) for trace in report.traces] == [1, 1]
     assert not (report.breaks or report.outside or report.causes)
+
+
+def test_advice_for_a_graph_break_in_a_loop_of_which_dynamo_compiles_nothing():
+    def mended(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x[i].sum() / lengths[i] for i in range(2)]) * 2
+
+    def looped(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        means = []
+        for i in range(2):
+            means.append(x[i].sum() / lengths[i].item())
+        return torch.stack(means) * 2
+
+    inputs = torch.ones(2, 3), torch.tensor([1, 3])
+    broken, better = (thunderfx(fn, backend="tape") for fn in (looped, mended))
+    torch.testing.assert_close(broken(*inputs), better(*inputs))
+    said = str(explain(broken))
+    line = looped.__code__.co_firstlineno + 3
+    assert said.startswith("Nothing is compiled. 1 call ran in plain Python, without Thunder.\nWhat is not in a graph")
+    assert f"\n  test_advice.py:{line}: means.append(x[i].sum() / lengths[i].item())\n" in said
+    assert "into Python, in a loop, so Dynamo compiles nothing of the function\n" in said
+    assert "to change it: keep the value on the device as a 0-dim tensor" in said
+    torch._dynamo.reset()
+    strict = thunderfx(looped, backend="tape", strict=True)
+    for call in (1, 2):
+        with pytest.raises(CaptureError, match=rf"looped, call {call}: it ran without Thunder, in plain Python or in"):
+            strict(*inputs)
+    report = explain(better)
+    assert len(report.traces[0].regions) == 1 and not (report.breaks or report.outside or report.causes)
 
 
 def test_advice_of_a_module_that_does_not_compile_as_the_size_of_a_result_is_unknown():

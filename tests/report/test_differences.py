@@ -40,9 +40,9 @@ def test_what_a_change_did(report: Report) -> None:
     assert "argwhere in Inductor: its shape depends -> none" in back.lines
     assert "  failure of a region: none -> operation not permitted & <gone>" in back.lines
     better = {change.what: change.better for change in back.changes}
-    assert better["torch.tanh"] and better["argwhere in Inductor"] and better["captured ops"]
+    assert better["torch.tanh"] and better["argwhere in Inductor"]
     assert better["eager ops"] is better["failure of a region"] is better["copied out per replay"] is False
-    assert better["regions"] is None, "more of them, and they hold more"
+    assert better["regions"] is better["captured ops"] is None, "there may be fewer ops, as with fusions"
 
 
 def test_lines_that_moved_and_calls_are_no_difference(report: Report) -> None:

@@ -7,7 +7,7 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg import cudagraph_transform, explain, thunderfx
+from thunder_cg import cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.report import Report, opening
 from thunder_cg.transform import CudagraphTransform
 
@@ -82,17 +82,65 @@ def test_a_function_that_thunder_cannot_compile(backend, device) -> None:
     for said in (str(explain(model)), explain(model)._repr_html_()):
         assert "Thunder raised while it compiled, in 2 of 3 calls: NotImplementedError at test_opening.py:" in said
         assert "0 of 1 call replayed" in said
-    function = thunder.jit(Branches().forward, transforms=[cudagraph_transform(backend=backend)])
+
+
+def test_a_plain_function_that_thunder_cannot_compile(backend, device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thunder keeps no error of a function. If it is still at hand, the report has it; else it says how to get it."""
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+    jitted, other = (thunder.jit(branches, transforms=[cudagraph_transform(backend=backend)]) for _ in range(2))
+    x = torch.ones(3, device=device)
+    where = f"NotImplementedError at test_opening.py:{branches.__code__.co_firstlineno + 1}: casting a TensorProxy"
     with pytest.raises(NotImplementedError):
-        function(torch.ones(3, device=device))
-    said = str(explain(function))
-    assert (
-        "in 1 of 1 call. Thunder hands on no error of a function; the traceback of the next call ends at its line. "
-        "To try, by what that says: for a branch"
-        in said
-        and "; for an operator of torch.library" in said
-        and "; for anything else, call the function without Thunder" in said
-    )
+        other(x)
+    monkeypatch.setattr("sys.last_value", None, raising=False)
+    try:
+        try:
+            jitted(x)
+        except NotImplementedError as error:
+            raise RuntimeError("the step failed") from error
+    except RuntimeError as error:
+        said, of_other = str(explain(jitted)), str(explain(other))
+        kept = error
+    assert f"in 1 of 1 call: {where}" in said and "To try: for a branch on what a tensor holds" in said
+    for said in (of_other, str(explain(jitted))):
+        assert "in 1 of 1 call. Thunder keeps no error of a function: call thunder_cg.plan(fn, ...)" in said
+    assert where in str(plan(jitted, x))
+    monkeypatch.setattr("sys.last_value", kept)  # as Python, a notebook and a debugger leave it
+    assert f"in 1 of 1 call: {where}" in str(explain(jitted)) and where not in str(explain(other))
+
+
+def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
+    """Thunder raises in one of its transforms, which has no frame of the user's, but the operator."""
+
+    def transformed(x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x)
+        return torch.fft.fft(y).real
+
+    x = torch.ones(3, device=device, requires_grad=True)
+    said = str(plan(transformed, x, backend=backend))
+    line = transformed.__code__.co_firstlineno + 2
+    assert f"RuntimeError at test_opening.py:{line}: Failed to find a gradient transform for" in said
+    assert "To try: for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it" in said
+
+
+@pytest.mark.parametrize(
+    ("fn", "advice"),
+    [
+        (lambda x: x * float(x.max()), "for a branch on what a tensor holds, or for int(), float() or"),
+        (lambda x: x if torch.equal(x, x) else x + 1, "for a branch on what a tensor holds"),
+        (lambda x: x / x.int().sum().item(), "for a number that is read with .item(), of which Thunder knows no value"),
+        (lambda x: x + x.nonzero().sum(), "for a result whose size depends on what a tensor holds"),
+        (lambda x: x + torch.linspace(0, 1, 3), "for a function that Thunder does not know, use thunder_cg.thunderfx"),
+        (lambda x: x + x.numpy().sum(), "call the function without Thunder: if that raises too, mend the function"),
+    ],
+    ids=["float", "equal", "item", "nonzero", "linspace", "numpy"],
+)
+def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
+    said = str(plan(fn, torch.ones(3)))
+    assert f"To try: {advice}" in said and " at test_opening.py:" in said and said.count("use thunder_cg.thunderfx") < 2
 
 
 def test_a_function_with_nothing_to_capture(backend) -> None:

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import thunder
@@ -14,7 +15,7 @@ from support import programs
 
 from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import NotCompiledError
-from thunder_cg.report.programs import understood
+from thunder_cg.report.programs import outside_of, understood
 
 
 class Net(torch.nn.Module):
@@ -200,3 +201,18 @@ def test_compiled_without_the_transform_is_refused(
         compiled(torch.randn(4))
     with pytest.raises(NotCompiledError, match=r"without cudagraph_transform\(\)"):
         explain(compiled)
+
+
+def test_an_attribute_of_a_tensor_has_its_name() -> None:
+    """Dynamo's node for it calls `getattr`."""
+    module = torch.fx.symbolic_trace(lambda x: x.real + 1)
+    node = next(node for node in module.graph.nodes if node.target is getattr)
+    split = SimpleNamespace(
+        info=f"node with name: {node.name} and target: {node.target} has no gradient", exception=None
+    )
+    graph = SimpleNamespace(
+        original_graph_module=module, submodule_to_compiled_functions={}, thunder_compiled_fns=[], split_reasons=[split]
+    )
+    assert [(each.operator, each.reason) for each in outside_of("Net", graph)] == [
+        ("Tensor.real", "it has no gradient")
+    ]

@@ -86,11 +86,15 @@ def test_a_terminal_gets_its_columns_and_colours(full: Report, monkeypatch, caps
 
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.delenv("TERM", raising=False)
     said = shown()
     assert said.startswith("\033[1mCUDA graphs: 2 of 5 calls") and "\033[32mCUDAGraph1\033[0m" in said
     assert "\033[31mruns eagerly\033[0m" in said
     without = re.sub(r"\033\[\d+m", "", said)
     assert max(map(len, without.splitlines())) <= 60 and without == f"{full}\n"
+    monkeypatch.setenv("TERM", "dumb")
+    assert shown() == without
+    monkeypatch.delenv("TERM")
     monkeypatch.setenv("NO_COLOR", "1")
     assert shown() == without
 
@@ -101,7 +105,9 @@ def test_markdown_tables_keep_their_cells(full: Report) -> None:
     said = files.markdown.render(replace(full, traces=(replace(trace, ops=tuple(ops)),)))
     rows = [line for line in said.splitlines() if line.startswith("| ")]
     columns = [len(re.findall(r"(?<!\\)\|", row)) - 1 for row in rows]
-    assert columns == [9] * 4 + [4] * 4
+    assert columns == [5] * 4 + [4] * 4
+    for line in (*text.region_counts(trace.regions[0]).split("; "), text.calls(trace), text.entry(trace)):
+        assert files.markdown._escape(line) in said, "the words of the other forms"
     item = rows[-1]
     assert r"a\|b \*c\* \_d\_ &lt;e&gt;<br>f" in item and r"<code>x \| \`y\`</code><br>model.py:14" in item
     assert "**CUDA graphs: 2 of 5 calls replayed; 2 regions with 2 of 4 ops; 2 ops eager**" in said

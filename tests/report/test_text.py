@@ -84,4 +84,6 @@ def test_entries_that_differ_in_sizes_are_a_line_each(backend, device) -> None:
     assert said.count("on cpu, " if device == "cpu" else "on cuda:0, ") == 1
     assert "\n\nSequential, forward, compiled version 1: as compiled version 0; for input float32 (3, 4)" in said
     assert "; 3 calls: 1 replayed, 1 warm-up, 1 capture" in said
+    assert said.count(": as compiled version 0; ") == 3
+    assert "\n\nSequential, forward: 8 more compiled versions as version 0: see explain(fn).traces\n" in said
     assert said.endswith("\n  2 more: see explain(fn).memory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,28 @@ def test_explain_calls_what_a_function_makes(tmp_path: Path, capsys: pytest.Capt
     assert "Tensor.item at models.py:8" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("raises", "code"), [("jcalled(x[None])", 1), ("raise KeyboardInterrupt", 130)])
+def test_explain_says_what_ran_before_a_script_raised(
+    raises: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, page = tmp_path / "raises.py", tmp_path / "report.json"
+    monkeypatch.setattr("sys.last_value", None, raising=False)
+    path.write_text(
+        "import thunder, torch\nfrom thunder_cg import cudagraph_transform\ndef called(x):\n"
+        "  return torch.sin(x) * 2 if x.dim() == 1 or x.any() else x\n"
+        "jcalled, x = thunder.jit(called, transforms=[cudagraph_transform(backend='tape')]), torch.ones(3)\n"
+        f"for _ in range(3): jcalled(x)\n{raises}\n"
+    )
+    assert main(["explain", "--json", str(page), str(path)]) == code
+    printed = capsys.readouterr()
+    assert printed.out.startswith("jcalled:\nCUDA graphs: 1 of 3 calls replayed") and page.exists()
+    if code == 1:
+        assert "NotImplementedError at raises.py:4: casting a TensorProxy to a Python boolean" in printed.out
+        assert printed.err.startswith("Traceback (most recent call last):")
+    else:
+        assert printed.err == "interrupted\n"
+
+
 def test_explain_counts_what_ran_inside_of_a_step_as_the_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,7 +170,7 @@ def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: py
     path = tmp_path / "models.py"
     path.write_text(MODELS)
     for words, said in (
-        ([f"{path}:makes_nothing"], "makes_nothing() returned a int; return a model and its inputs"),
+        ([f"{path}:makes_nothing"], "makes_nothing() returned a value of type int; return a model and its inputs"),
         ([f"{path}:other"], "the file has no function 'other'; it has make_model, reads, makes_nothing, needs"),
         ([f"{path}:model"], "model is called without arguments, and needs its inputs; give a function that returns"),
         ([f"{path}:needs"], "needs is called without arguments, and needs x, y; give a function that returns"),
@@ -187,6 +210,20 @@ def test_an_interrupted_command_ends_in_one_line(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_a_command_whose_reader_has_gone_ends_in_silence() -> None:
+    code = (
+        "import sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', 'thunder_cg']\n"
+        "from thunder_cg import __main__\n"
+        "__main__._COMMANDS = {'rules': lambda argv: print('a report') or 0}\n"
+        "sys.exit(__main__.main(['rules']))\n"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", code], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -196,7 +233,7 @@ def test_an_interrupted_command_ends_in_one_line(
         (["bench", "--tokens", "8"], "argument --tokens: '8' is no batch and length; give two numbers, such as 2x128"),
         ([], "the following arguments are required: command"),
         (["zoo"], "invalid choice: 'zoo'"),
-        (["explain"], "the following arguments are required: FILE[:NAME]"),
+        (["explain"], "the following arguments are required: FILE[:NAME] ("),
         (["explain", "nowhere.py"], "nowhere.py: there is no such file"),
         (["rules"], "the following arguments are required: NAME"),
     ],

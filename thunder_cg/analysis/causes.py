@@ -81,11 +81,15 @@ def _causes(ops: Ops, plan: Plan, op: Op) -> Iterator[Op]:
     if not _is_here(ops, op):
         return
     reason = plan.verdicts[op.index].reason
+    devices = {verdict.device for verdict in plan.verdicts if verdict.capture}
     for name in op.inputs:
         maker, value = ops.made_by.get(name), ops.values[name]
         if maker is None or maker is op:
             continue
-        is_eager = not _is_here(ops, maker) or not plan.verdicts[maker.index].capture
+        if _is_here(ops, maker):
+            is_eager = not plan.verdicts[maker.index].capture
+        else:
+            is_eager = value.symbolic or value.device not in devices
         from_elsewhere = reason in _ELSEWHERE or (reason is Reason.SYMBOLIC_SHAPE and value.symbolic)
         if (from_elsewhere and is_eager) or (reason is Reason.RUNTIME_NUMBER and value.kind == "number"):
             yield maker

@@ -147,13 +147,15 @@ def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
 
     An operator and its derivative are in two traces.
     """
-    if not isinstance(name, str) or is_known(name):
+    if not isinstance(name, str) or is_in_library(name):
         return None
     mine, is_derivative = _last_part(name), name.endswith(rules.VJP)
     alike: dict[str, list[str]] = {}
     for other in sorted(other for other in names if isinstance(other, str)):
         if other.endswith(rules.VJP) == is_derivative:
             alike.setdefault(_last_part(other), []).append(other)
+    if is_known(name) and mine not in alike:
+        return None
     if close := difflib.get_close_matches(mine, alike, 1, _SIMILAR):
         found = alike[close[0]]
         as_in_advice = (each for each in found if "::" in each)

@@ -6,13 +6,15 @@ import linecache
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from traceback import walk_tb
 from types import MappingProxyType
 
 import thunder
 import torch
+
+from thunder_cg.compat.thunder import BoundSymbol
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
 # For an argument of generated code, by its name and 0: that of its first use.
@@ -85,16 +87,27 @@ def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
 
 def described(error: BaseException, stacks: Stacks = _NO_STACKS) -> str:
     """The type of an error, where in the user's code it was raised, and the first sentence of its message."""
-    lines = [line for each in (error, error.__cause__) if each is not None for line in _lines_of(each, stacks)]
+    errors = [each for each in (error, error.__cause__) if each is not None]
+    lines = [line for each in errors for line in _lines_of(each, stacks)] or [*_traced_lines(error, stacks)]
     where = f" at {lines[-1]}" if lines else ""
     cause = error.__cause__ if lines and error.__cause__ is not None else error
     said = str(cause).strip().partition("\n")[0].partition(". ")[0].rstrip(".!")
+    said = re.sub(r"<built-in (?:method|function) (\w+)[^>]*>", r"\1", said)
     return f"{type(cause).__name__}{where}: {said or 'no message'}"
 
 
 def _lines_of(error: BaseException, stacks: Stacks) -> list[SourceLine]:
     frames = ((frame.f_code.co_filename, number) for frame, number in walk_tb(error.__traceback__))
     return users(line for file, number in frames if (line := line_behind(file, number, stacks)) is not None)
+
+
+def _traced_lines(error: BaseException, stacks: Stacks) -> Iterator[SourceLine]:
+    """The lines of the operators that Thunder's transforms were busy with, the innermost last."""
+    for frame, _ in walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            if isinstance(value, BoundSymbol) and value.source_filename and value.source_positions is not None:
+                line = line_behind(value.source_filename, value.source_positions.lineno, stacks)
+                yield from users([line] if line is not None else [])
 
 
 def called_from(frames: Sequence[SourceLine]) -> str | None:

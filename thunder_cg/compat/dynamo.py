@@ -38,6 +38,7 @@ __all__ = [
     "dynamo_callback",
     "example",
     "for_splitter",
+    "gave_up",
     "get_torch_compile_kwargs",
     "inside_transforms",
     "is_supported",
@@ -63,6 +64,7 @@ class CompiledFunction(ThunderFXCompiledObject):
     ) -> None:
         super().__init__(backend, function)
         self._copied = copied
+        self.after_call: Callable[[], None] | None = None
         self._count = _Count()
         _scope_dynamo(function)
         module = getattr(function, "_orig_mod", None)
@@ -71,17 +73,20 @@ class CompiledFunction(ThunderFXCompiledObject):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._breaking_the_graph(*args, **kwargs)
-        result = self._func(*args, **kwargs)
-        self._count.calls += 1
-        return result
+        return self._called(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> CompiledFunction:
         return self._copied(memo)
 
     @torch.compiler.disable(reason="thunder_cg.thunderfx has compiled it")
     def _breaking_the_graph(self, *args: Any, **kwargs: Any) -> Any:
+        return self._called(*args, **kwargs)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         result = self._func(*args, **kwargs)
         self._count.calls += 1
+        if self.after_call is not None:
+            self.after_call()
         return result
 
     @property
@@ -252,6 +257,22 @@ def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:
             return other.reason, other.user_stack
         if later and re.search(rf"\b{re.escape(other.user_stack[0].name)}\b", line.line or ""):
             return other.reason, [*ended.user_stack, *other.user_stack]
+    return None
+
+
+def gave_up(compiled: Any) -> tuple[str, list[FrameSummary]] | None:
+    """Why Dynamo compiles nothing of a function and where, such as a graph break in a loop; None if it does."""
+    function = getattr(compiled, "_func", compiled)
+    module = getattr(function, "_orig_mod", None)
+    original = getattr(function, "_torchdynamo_orig_callable", None) if module is None else module.forward
+    if (code := getattr(original, "__code__", None)) is None:
+        return None
+    for each in reversed(get_compilation_metrics()):
+        if (each.co_filename, each.co_firstlineno) == (code.co_filename, code.co_firstlineno):
+            if each.fail_user_frame_lineno is None or "recompile limit" in str(each.fail_reason):
+                return None
+            where = FrameSummary(str(each.fail_user_frame_filename), each.fail_user_frame_lineno, code.co_name)
+            return str(each.fail_reason), [where]
     return None
 
 

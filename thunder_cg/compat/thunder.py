@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -162,6 +163,13 @@ def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
 def compile_failure(function: Any) -> str | None:
     """What Thunder raised last while it compiled a module that has a `Dispatch`, and where; None if it did not."""
     return getattr(getattr(function, "_forward_fn", None), "compile_failure", None)
+
+
+def is_of_compilation(error: BaseException, statistics: Any) -> bool:
+    """Whether Thunder raised an error while it compiled the function that has these statistics."""
+    steps = {"acquire_initial_trace", "apply_transforms_and_build_cache_entry"}
+    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in steps)
+    return any(frame.f_locals.get("cs") is statistics for frame in frames)
 
 
 def computation_and_inputs(function: Any, args: Any, kwargs: Any) -> tuple[CacheEntry, Sequence[Any]]:

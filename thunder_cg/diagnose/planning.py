@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, fields, replace
-from html import escape
 from inspect import signature
 from typing import Any
 
@@ -27,17 +26,7 @@ from thunder_cg.transform import CudagraphTransform
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PlanReport(Report):
-    """A `Report` of what would be captured. Nothing was run, so all counts are zero."""
-
-    note: str = ""  # what was planned, and which devices stand for which
-
-    def __str__(self) -> str:
-        return f"{self.note}\n{Report.__str__(self)}"
-
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return f"<p>{escape(self.note)}</p>{Report._repr_html_(self)}"
+    """A `Report` of what would be captured. Nothing was run, so all counts are zero, and its `note` says so."""
 
 
 def plan(
@@ -98,7 +87,7 @@ def plan(
     report = explain(jitted)
     note = "Planned, not run" if stand_in is None else f"Planned, not run: {stand_in} tensors stand for CUDA ones"
     parts = {part.name: getattr(report, part.name) for part in fields(Report)} | counts
-    return PlanReport(**parts, note=f"{note}.")
+    return PlanReport(**{**parts, "note": f"{note}."})
 
 
 def _refuse_arguments(options: Mapping[str, Any], source: Any) -> None:

@@ -23,7 +23,7 @@ from thunder_cg.dynamo.writes import order_counts
 from thunder_cg.errors import CaptureError, TransformConflictError
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage
-from thunder_cg.report.programs import graph_name, outside_of, part_name
+from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name
 from thunder_cg.runtime.compilation import NAME, name_of
 from thunder_cg.transform import cudagraph_transform
 
@@ -112,4 +112,27 @@ def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
     backend.function = name_of(fn)
-    return CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)
+    compiled = CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)
+    if any(getattr(getattr(each, "options", None), "strict", False) for each in transforms):
+        compiled.after_call = _RefusesPlainPython(backend)
+    return compiled
+
+
+class _RefusesPlainPython:
+    """For ``strict``. Raises `CaptureError` after a call in which nothing ran that Thunder had compiled.
+
+    What has an ``__dict__`` would be part of the state of a graphed step, and these numbers change.
+    """
+
+    __slots__ = ("_backend", "_calls", "_ran")
+
+    def __init__(self, backend: Compiler) -> None:
+        self._backend, self._calls, self._ran = backend, 0, 0
+
+    def __call__(self) -> None:
+        before, self._calls = self._ran, self._calls + 1
+        self._ran = sum(thunder.compile_stats(jitted).calls for jitted in jitted_parts(self._backend))
+        if self._ran == before:
+            problem = "it ran without Thunder, in plain Python or in Inductor"
+            fix = "print(thunder_cg.explain(fn)) says why, at which line, and what to change"
+            raise CaptureError(f"{self._backend.function}, call {self._calls}", problem, fix)

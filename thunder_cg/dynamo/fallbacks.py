@@ -8,6 +8,7 @@ Note [Fallbacks that Thunder traces wrongly]
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -51,6 +52,8 @@ def objections(graph: Graph) -> Callable[[Node], str | None]:
             return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
         if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
             return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
+        if is_unknown(node.target):
+            return "didn't have any mapping in thunder"
         if node.name in lost:
             return "writes in place, without a gradient, to a tensor that has one, which Thunder loses"
         if node.name in viewed:
@@ -69,6 +72,14 @@ def objections(graph: Graph) -> Callable[[Node], str | None]:
         return objection_to_fallback(node, function) if function is not None else None
 
     return objection
+
+
+def is_unknown(function: Any) -> bool:
+    """Whether it is a function of PyTorch's without a symbol, which Thunder's splitter takes for one of Python's.
+
+    The splitter calls it, which works for one that takes no tensors.
+    """
+    return inspect.isbuiltin(function) and function.__module__ == "torch" and function not in symbols_of_functions()
 
 
 def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Hashable
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from thunder_cg.compat.dynamo import for_splitter
-from thunder_cg.compat.thunder import OperatorExecutor, register_function
+from thunder_cg.compat.thunder import OperatorExecutor, register_function, to_torch_device, to_torch_dtype
 from thunder_cg.compat.torch import grouped_mm, library_name, weight_norm
 
 # Thunder's symbols refuse some arguments, such as ceil_mode.
@@ -30,6 +30,20 @@ PARTIAL = {
     torch.repeat_interleave: "repeat_interleave",
 }
 
+# They make tensors of numbers alone. Thunder's splitter takes them for functions of Python's, and Thunder then raises.
+_FACTORIES = {
+    torch.bartlett_window: "bartlett_window",
+    torch.blackman_window: "blackman_window",
+    torch.eye: "eye",
+    torch.hamming_window: "hamming_window",
+    torch.hann_window: "hann_window",
+    torch.kaiser_window: "kaiser_window",
+    torch.linspace: "linspace",
+    torch.logspace: "logspace",
+    torch.tril_indices: "tril_indices",
+    torch.triu_indices: "triu_indices",
+}
+
 _executor = OperatorExecutor("torch_ops")
 _NAMES: dict[Any, str] = {
     F.cross_entropy: "cross_entropy",  # Thunder's gradient of a sum raises: its total weight is float64 always
@@ -37,6 +51,7 @@ _NAMES: dict[Any, str] = {
     F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
     weight_norm: "weight_norm",
     **PARTIAL,
+    **_FACTORIES,
     **dict.fromkeys(grouped_mm, "grouped_mm"),
 }
 
@@ -49,7 +64,24 @@ def instead_of(function: Any) -> Callable[..., Any] | None:
 
 @cache
 def _by_autograd(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    return for_splitter(register_function(_executor, name, function), name)
+    if function in _FACTORIES:
+        made = register_function(_executor, name, _with_torchs_types(function), differentiable=False)
+    else:
+        made = register_function(_executor, name, function)
+    return for_splitter(made, name)
+
+
+def _with_torchs_types(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function, for the dtypes and devices of Thunder that a trace has."""
+    converts = {"device": to_torch_device, "dtype": to_torch_dtype}
+
+    @wraps(factory)
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        return factory(
+            *args, **{key: converts[key](value) if key in converts else value for key, value in kwargs.items()}
+        )
+
+    return call
 
 
 def _bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:

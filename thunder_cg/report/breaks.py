@@ -82,6 +82,19 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     yield GraphBreak(label, called_from(frames), frames[-1].text if frames else None, reason, fix)
 
 
+def whole_function_left(label: str, compiled: Any) -> Iterator[GraphBreak]:
+    """The graph break because of which Dynamo compiles nothing of a function, if there is one."""
+    from thunder_cg.compat.dynamo import gave_up  # Dynamo is imported by now
+
+    if (found := gave_up(compiled)) is not None:
+        said, stack = found
+        frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
+        reason, fix = _understood(said)
+        where = "in a loop" if "graph break in loop" in said else "where Dynamo cannot go on"
+        reason = f"{reason}, {where}, so Dynamo compiles nothing of the function"
+        yield GraphBreak(f"the start of {label}", called_from(frames), frames[-1].text if frames else None, reason, fix)
+
+
 def _understood(said: str) -> tuple[str, str]:
     """The reason and the fix in Dynamo's message, which has hints on lines of their own."""
     first, *rest = [line.strip() for line in said.strip().splitlines()] or [""]

@@ -131,8 +131,8 @@ def _numbers(where: str, before: TraceReport, after: TraceReport) -> Iterator[Ch
     for name in old:
         if old[name] != new[name]:
             shown = units.size if name.startswith("bytes") else str
-            # More regions may hold more ops, or be what is left of a larger one.
-            better = None if name == "regions" else (old[name] < new[name]) == (name == "captured ops")
+            # More regions may hold more ops, or be what is left of a larger one; fewer ops may be fusions.
+            better = None if name in ("regions", "captured ops") else new[name] < old[name]
             yield Change(where, name.removeprefix("bytes "), shown(old[name]), shown(new[name]), better)
 
 

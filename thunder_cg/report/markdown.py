@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from thunder_cg.report import opening, text, units
+from thunder_cg.report import opening, text
 
 if TYPE_CHECKING:
     from thunder_cg.report.report import OpReport, Report, TraceReport
@@ -29,19 +29,16 @@ def lines(said: Iterable[str], *parts: str) -> str:
 
 def _trace(trace: TraceReport) -> Iterator[str]:
     yield f"### {_escape(text.title(trace))}"
-    yield _escape(f"{opening.headline([trace])}. {text.calls(trace)}.")
+    made_for = [text.entry(trace)] if trace.kind == "forward" else []
+    yield "\n".join(f"- {_escape(line)}" for line in (opening.headline([trace]), *made_for, text.calls(trace)))
     if found := [*text.collectives(trace)]:
         yield "\n".join(f"- {_escape(line)}" for line in found)
     if trace.regions:
-        head = ("region", "device", "ops", "captures", "replays", "eager runs", "in", "out", "notes")
         rows = [
-            (
-                *(f"`{r.name}`", r.device, f"{r.ops:,}", f"{r.captures:,}", f"{r.replays:,}", f"{r.eager_runs:,}"),
-                *(units.size(r.bytes_in), units.size(r.bytes_out), _escape("; ".join(text.notes(r)))),
-            )
+            (f"`{r.name}`", r.device, f"{r.ops:,}", *map(_escape, (text.region_counts(r), "; ".join(text.notes(r)))))
             for r in trace.regions
         ]
-        yield _table(head, rows)
+        yield _table(("region", "device", "ops", "what it did", "notes"), rows)
     if eager := [op for op in trace.ops if op.verdict == "eager"]:
         yield _table(("eager op", "source", "why", "what would change it"), [*map(_eager, eager)])
 

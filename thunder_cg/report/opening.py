@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from thunder_cg.analysis.rules import FIXED_SIZE
+from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
 _TO_PYTHON = (
-    "for a branch on what a tensor holds, or for `.tolist()`, use thunder_cg.thunderfx, which leaves it to Python"
+    "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, which "
+    "leaves it to Python"
 )
 _TO_FIXED_SIZE = f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}"
 _TO_EXECUTOR = (
@@ -36,21 +37,34 @@ _RAISE_LIMIT = (
 
 _TO_COMPARE = (
     "call the function without Thunder: if that raises too, mend the function; if not, keep the operator out of what "
-    "is compiled, with thunder_cg.thunderfx and torch.compiler.disable"
+    "is compiled, with thunder_cg.thunderfx, which leaves to Python or Inductor what Thunder does not follow, and, if "
+    "that raises, too, torch.compiler.disable"
+)
+_TO_PLAN = (
+    "Thunder keeps no error of a function: call thunder_cg.plan(fn, ...) with the arguments of such a call, and print "
+    "what it returns, which says what Thunder raises, where, and what to try"
 )
 _TO_GRADIENT = "for an operator of torch.library, give it a gradient with torch.library.register_autograd"
+_TO_INDUCTOR = "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor"
+_TO_TENSOR = f"for a number that is read with .item(), of which Thunder knows no value, {KEEP_ON_DEVICE}"
+_TO_FX = "for a function that Thunder does not know, use thunder_cg.thunderfx, which keeps it or leaves it to Inductor"
 # What to try, by what an error of Thunder's then has in it.
 _TO_TRY = (
-    (_TO_PYTHON, ("data dependen", "tolist")),
+    (_TO_PYTHON, ("data dependen", "DataDependentOutput", "tolist")),
+    (_TO_TENSOR, ("argument must be a string or a real number, not 'NoneType'",)),
     (_TO_FIXED_SIZE, ("boolean advanced indexing", "DynamicOutputShape")),
+    (_TO_INDUCTOR, ("gradient transform", "VJP for")),
     (_TO_GRADIENT, ("no autograd formula",)),
-    (_TO_EXECUTOR, ("_ops", "not registered", "not yet supported")),
+    (_TO_EXECUTOR, ("torch._ops.", "not registered")),
+    (_TO_FX, ("Trying to call function torch.",)),
 )
 
 
 def opening(report: Report) -> str:
     """The lines that every form of the report opens with: what ran, what is eager, and why."""
-    return "\n".join(_summary(report)) if report.traces or report.outside else nothing(report)
+    said = "\n".join(_summary(report)) if report.traces or report.outside else nothing(report)
+    first, *rest = said.splitlines()
+    return "\n".join([first, *filter(None, [report.note]), *rest])
 
 
 def _summary(report: Report) -> Iterator[str]:
@@ -69,7 +83,7 @@ def _summary(report: Report) -> Iterator[str]:
 def nothing(report: Report) -> str:
     """What to say of a function of which nothing is compiled."""
     if said := [*failures(report), *in_python(report)]:
-        return " ".join(["Nothing is compiled.", *said])
+        return "\n".join([" ".join(["Nothing is compiled.", *said]), *lines.by_line(report)])
     return NOTHING_COMPILED
 
 
@@ -79,13 +93,11 @@ def failures(report: Report) -> Iterator[str]:
         said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
         problem = report.compile_failure
         if problem is None:
-            yield f"{said}. Thunder hands on no error of a function; the traceback of the next call ends at its line."
-            hints = "; ".join(hint for hint, _ in _TO_TRY)
-            yield f"To try, by what that says: {hints}; for anything else, {_TO_COMPARE}."
+            yield f"{said}. {_TO_PLAN}."
             return
         yield f"{said}: {problem}."
-        tried = [hint for hint, signs in _TO_TRY if any(sign in problem for sign in signs)]
-        yield f"To try: {'; '.join(tried or [_TO_COMPARE])}."
+        tried = (hint for hint, signs in _TO_TRY if any(sign in problem for sign in signs))
+        yield f"To try: {next(tried, _TO_COMPARE)}."
 
 
 def in_python(report: Report) -> Iterator[str]:
@@ -93,7 +105,8 @@ def in_python(report: Report) -> Iterator[str]:
     if report.python_calls:
         others = "more " if report.traces else ""
         said = f"{count(report.python_calls, f'{others}call')} ran in plain Python, without Thunder"
-        yield f"{said}{'.' if report.limits else f': {_NO_GRAPH}.'}"
+        is_known = report.limits or (report.breaks and not report.traces)
+        yield f"{said}{'.' if is_known else f': {_NO_GRAPH}.'}"
     for each in report.limits:
         shared = "" if report.traces else ", of other functions or instances with the same code"
         yield (
@@ -178,7 +191,7 @@ def headline(traces: Sequence[TraceReport]) -> str:
     counts = sum((trace.counts for trace in traces), Counter[str]())
     regions = sum(len(trace.regions) for trace in traces)
     work = counts["capture"] + counts["eager"]
-    held = f"{count(regions, 'region')} with {counts['capture']} of {count(work, 'op')}"
+    held = f"{count(regions, 'region')} with {counts['capture']:,} of {count(work, 'op')}"
     return f"{held}; {count(counts['eager'], 'op')} eager"
 
 

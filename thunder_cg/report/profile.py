@@ -28,6 +28,7 @@ from thunder_cg.report.programs import jitted_parts, locate
 from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.functions import unused
 from thunder_cg.runtime.program import Counts, Program, program_of
+from thunder_cg.runtime.recording import Recording
 from thunder_cg.runtime.tensors import copy_all
 
 _WARM_UPS, _CALLS = 4, 20  # a backward for another layout of gradients takes three calls until it replays
@@ -65,14 +66,21 @@ def measure(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int,
 def _uncounted(fn: Any) -> Iterator[None]:
     """Inside, calls of ``fn`` do not count in its report: these are not the user's."""
     counts = {id(each.program): each.program.counts() for each in locate(fn).programs}
+    replays = {each: each.replays for each in _recordings(fn)}
     calls = {id(part): thunder.compile_stats(part).calls for part in jitted_parts(fn)}
     try:
         yield
     finally:
         for each in locate(fn).programs:
             each.program.set_counts(counts.get(id(each.program), Counts()))
+        for recording in _recordings(fn):
+            recording.replays = replays.get(recording, 0)
         for part in jitted_parts(fn):
             thunder.compile_stats(part).calls = calls.get(id(part), 0)
+
+
+def _recordings(fn: Any) -> set[Recording]:
+    return {recording for each in locate(fn).programs for recording, _ in each.program.recorded()}
 
 
 def _calls_of_parts(fn: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any, Any]]:

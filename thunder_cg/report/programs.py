@@ -16,10 +16,10 @@ from typing import Any
 
 import thunder
 
-from thunder_cg.analysis.sources import called_from, user_frames
-from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure
+from thunder_cg.analysis.sources import called_from, described, user_frames
+from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure, is_of_compilation
 from thunder_cg.errors import NotCompiledError
-from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits
+from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits, whole_function_left
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import name_of
 from thunder_cg.runtime.program import Program, program_of
@@ -63,7 +63,7 @@ class Found:
     Attributes:
         calls: how often the function was called, as Thunder counts; of Dynamo's graphs, all calls together.
         failures: in how many of the calls Thunder raised while it compiled.
-        failure: what it raised last and where, of a module.
+        failure: what it raised last and where; of a function, only if that error is still at hand.
         python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
         uncached: Thunder compiles each call anew, and the programs are those of the last call.
     """
@@ -91,7 +91,7 @@ def locate(fn: Any, function: str = "explain") -> Found:
         programs = tuple(_in_caches(_name(fn), fn))
         if not programs and not _has_transform(thunder.list_transforms(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
-        calls, failure = thunder.compile_stats(fn).calls, compile_failure(fn)
+        calls, failure = thunder.compile_stats(fn).calls, compile_failure(fn) or _error_at_hand(fn)
         return Found(programs, calls, _failures(fn), failure, uncached=not _keeps_all(fn))
     if (backend := _dynamo_backend(fn)) is None:
         raise NotCompiledError(fn, "Thunder did not compile this", function)
@@ -122,6 +122,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
+    breaks += whole_function_left(_name(fn), fn)
     made = fn.calls if isinstance(fn, CompiledFunction) else 0
     without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
@@ -146,6 +147,20 @@ def _failures(jitted: Any) -> int:
     return stats.cache_misses - len(stats.interpreter_cache) if _keeps_all(jitted) else 0
 
 
+def _error_at_hand(jitted: Any) -> str | None:
+    """What Thunder raised while it compiled a function, and where, if the error can still be found.
+
+    Thunder calls no transform then, and keeps no error. But one that is being handled here is known, and the last one
+    that nobody handled: in a notebook, that of the cell before.
+    """
+    for error in (sys.exc_info()[1], getattr(sys, "last_value", None)):
+        while error is not None:
+            if is_of_compilation(error, thunder.compile_stats(jitted)):
+                return described(error)
+            error = error.__cause__ or error.__context__
+    return None
+
+
 def _keeps_all(jitted: Any) -> bool:
     """Whether Thunder keeps what it compiles."""
     return thunder.compile_data(jitted).cache_option is not CACHE_OPTIONS.NO_CACHING
@@ -155,6 +170,7 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
     nodes = graph.original_graph_module.graph.nodes
     frames = {node.name: user_frames(node.stack_trace) for node in nodes}
+    attributes = {node.name: f"Tensor.{node.args[1]}" for node in nodes if node.target is getattr}
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
     cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
@@ -162,6 +178,7 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     alike: Counter[tuple[str, str | None, str | None, str]] = Counter()
     for said in reasons:
         name, operator, reason = understood(said)
+        operator = attributes.get(name, operator)
         mine = frames.get(name, [])
         alike[operator, called_from(mine), mine[-1].text if mine else None, reason] += 1
     for (operator, line, source, reason), times in alike.items():

@@ -169,7 +169,9 @@ class Report(_OfFunction):
     causes: tuple[CauseReport, ...] = ()  # of eager ops, the most expensive first
     changes: tuple[ChangeReport, ...] = ()  # because of which calls compile, warm up or capture anew
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
-    compile_failure: str | None = None  # what it raised last and where, of a module
+    # What it raised last and where. Thunder keeps no error of a function: it has one that is being handled, or that
+    # nobody handled, as in the cell before.
+    compile_failure: str | None = None
     # Names in the options allow= and deny= that no operator of the traces has: the option, the name, what to write.
     unmatched: tuple[tuple[str, str, str | None], ...] = ()
     clock: str | None = None  # the backend whose clock measured the times in it; None if none did
@@ -179,6 +181,7 @@ class Report(_OfFunction):
     limits: tuple[RecompileLimit, ...] = ()  # functions that Dynamo compiles no more (thunderfx only)
     python_calls: int = 0  # in which no graph of Dynamo's ran, so that Thunder did nothing, at least (thunderfx only)
     uncached: bool = False  # whether Thunder compiles each call anew, and the traces are those of the last one
+    note: str = ""  # of a plan: that nothing was run, and which devices stand for which
 
     def to_dict(self) -> dict[str, Any]:
         """The whole report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""

@@ -37,6 +37,10 @@ class StepReport:
         """The report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
         return dict(schema.plain(asdict(self)))
 
+    def show(self) -> None:
+        """Prints the text, as `Report.show` does."""
+        terminal.show("\n".join(self.lines()))
+
     def save(self, path: str | Path) -> None:
         """Writes the report to a file, as `Report.save` does: the path ends with .html, .md, .json or .txt."""
         files.save(self, Path(path), files.OF_STEP)

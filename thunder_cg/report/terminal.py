@@ -1,4 +1,8 @@
-"""The text report on a terminal: in the columns that there are, and in colour."""
+"""The text report on a terminal: in the columns that there are, and in colour.
+
+A library such as rich would need the same patterns, and a second way for where it is not installed; its wrapping knows
+no indents that are deeper than the line's.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ _COLOURS = (
 
 def show(text: str) -> None:
     """Prints the text, in colour if this is a terminal. NO_COLOR in the environment means no colour (no-color.org)."""
-    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    coloured = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     print(colour(fit(text)) if coloured else fit(text))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from thunder_cg.report.memory import MemoryReport
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
+_MOST_ALIKE = 3  # traces that differ from another one in the sizes of inputs only
 _MOST_LINES = 8  # of recordings, and of traces that are not captured, in the ledger
 
 
@@ -154,15 +156,22 @@ def _tuple(sizes: Sequence[int | None]) -> str:
 
 
 def _traces(traces: Sequence[TraceReport]) -> Iterator[str]:
-    """Each trace in full, but those that differ from an earlier one in the sizes of inputs only: a line for each."""
+    """Each trace in full, but those that differ from an earlier one in the sizes of inputs only: a line for some."""
     full: list[TraceReport] = []
+    alike: Counter[int] = Counter()  # by the identity of the trace that others are like
     for trace in traces:
         if (same := next((each for each in full if _are_alike(each, trace)), None)) is None:
             full.append(trace)
             yield "\n".join(_trace(trace))
-        else:
+            continue
+        alike[id(same)] += 1
+        if alike[id(same)] <= _MOST_ALIKE:
             inputs = f"; {entry(trace)}" if trace.kind == "forward" else ""
             yield f"{title(trace)}: as compiled version {same.entry}{inputs}; {calls(trace)}"
+    for each in full:
+        if (more := alike[id(each)] - _MOST_ALIKE) > 0:
+            of = f"{each.function}, {each.kind}"
+            yield f"{of}: {count(more, 'more compiled version')} as version {each.entry}: see explain(fn).traces"
 
 
 def _are_alike(a: TraceReport, b: TraceReport) -> bool:

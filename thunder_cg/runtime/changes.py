@@ -25,7 +25,10 @@ _SHOWN = 3
 
 _NEW_VERSION = "each new {} compiles anew in Thunder{{took}}, warms up and captures"
 _NEW_LAYOUT = "each new layout warms up and captures"
-_PAD = "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True"
+_PAD = (
+    "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True; if it is a "
+    "cache that grows, write it in place, into a buffer of its final size (README, Inference with a KV cache)"
+)
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
 _KINDS = {

@@ -6,7 +6,10 @@ import argparse
 import inspect
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from html import escape
 from inspect import Parameter
 from pathlib import Path
@@ -35,8 +38,10 @@ The inputs are a tuple of positional arguments, a dict of keyword arguments, or 
 with thunder.jit(model, transforms=[cudagraph_transform()]), unless it is compiled already. It is called --calls times;
 if a result requires grad, each call is followed by a backward of the sum of the results.
 
-Exits with 0 if all operators are captured, 1 if some are eager, a region or a step has no graph or nothing is compiled,
-and 2 for wrong arguments."""
+If FILE raises, or is interrupted, the reports say what happened until then.
+
+Exits with 0 if all operators are captured, 1 if some are eager, a region or a step has no graph, nothing is compiled or
+FILE raises, 2 for wrong arguments, and 130 if it is interrupted."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,7 +53,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", type=Path, metavar="JSON", help="write them there as JSON, by name")
     parser.add_argument("--calls", type=positive, default=3, metavar="N", help="calls of FILE:NAME (default: 3)")
     parser.add_argument("file", metavar="FILE[:NAME]", help="a script, or a function that makes a model")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
+    words = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
+    words.required = False
     arguments = parser.parse_args(argv)
     file, name = _split(arguments.file)
     if not file.is_file():
@@ -60,20 +66,33 @@ def main(argv: Sequence[str]) -> int:
             refuse_foreign(path)
     except ValueError as error:
         parser.error(str(error))
-    variables = _run(file, arguments.arguments, file.stem if name else "__main__")
-    reports = _reports({name: _called(variables, name, arguments.calls, parser)} if name else variables)
-    if not reports:
+    module = ModuleType(file.stem if name else "__main__")
+    module.__file__ = str(file)
+    with _shown() as raised:
+        _run(module, arguments.arguments)
+    if name and not raised:
+        call, module = _made(vars(module), name, parser), ModuleType(name)
+        setattr(module, name, call.func)
+        with _shown() as raised:
+            for _ in range(arguments.calls):
+                _train(call())
+    reports = _reports(vars(module))
+    if not reports and not raised:
         problem = "no global variable has a function or module that was compiled with cudagraph_transform()"
         fix = "assign it to one, as in: jmodel = thunder.jit(model, transforms=[cudagraph_transform()])"
         print(f"{file}: {problem}; {fix}", file=sys.stderr)
         return 1
     for label, report in reports.items():
-        print(f"{label}:\n{report}\n")
+        print(f"{label}:")
+        report.show()
+        print()
     if arguments.html is not None:
         replace(arguments.html, _page(file.name, reports))
     if arguments.json is not None:
         content = {label: report.to_dict() for label, report in reports.items()}
         replace(arguments.json, json.dumps({"generator": f"{MARK} explain", "reports": content}, indent=1) + "\n")
+    if raised:
+        return 130 if isinstance(raised[0], KeyboardInterrupt) else 1
     return int(not _are_captured(reports.values()))
 
 
@@ -83,16 +102,30 @@ def _split(text: str) -> tuple[Path, str]:
     return (Path(file), name) if colon and name.isidentifier() and not Path(text).exists() else (Path(text), "")
 
 
-def _run(file: Path, arguments: Sequence[str], name: str) -> dict[str, Any]:
-    """Runs a script as the module `name`, and returns its global variables. `SystemExit` if it ends with an error.
+@contextmanager
+def _shown() -> Iterator[list[BaseException]]:
+    """Ends the block where it raises, and prints that as Python does. Reports find what Thunder raised there."""
+    raised: list[BaseException] = []
+    try:
+        yield raised
+    except KeyboardInterrupt as error:
+        raised.append(error)
+        print("interrupted", file=sys.stderr)
+    except Exception as error:
+        raised.append(error)
+        sys.last_value = error
+        traceback.print_exception(error)
+
+
+def _run(module: ModuleType, arguments: Sequence[str]) -> None:
+    """Runs a script as a module. `SystemExit` if it ends with an error.
 
     `runpy.run_path` would lose the variables of a script that calls `sys.exit(0)`.
     """
-    module = ModuleType(name)
-    module.__file__ = str(file)
+    file = Path(str(module.__file__))
     before = sys.argv, sys.path, sys.modules["__main__"]
     sys.argv, sys.path = [str(file), *arguments], [str(file.resolve().parent), *sys.path]
-    if name == "__main__":
+    if module.__name__ == "__main__":
         sys.modules["__main__"] = module
     try:
         exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
@@ -101,16 +134,13 @@ def _run(file: Path, arguments: Sequence[str], name: str) -> dict[str, Any]:
             raise
     finally:
         sys.argv, sys.path, sys.modules["__main__"] = before
-    return vars(module)
 
 
-def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser) -> Callable[..., Any]:
-    """The compiled model that the function `name` makes, after so many calls."""
+def _made(variables: Mapping[str, Any], name: str, parser: Parser) -> partial[Any]:
+    """The compiled model that the function `name` makes, with its inputs."""
     import thunder
-    import torch
 
     from thunder_cg import NotCompiledError, cudagraph_transform, explain
-    from thunder_cg.compat.torch import tensors_in
 
     if not callable(make := variables.get(name)):
         parser.error(f"the file has no function {name!r}; it has {', '.join(_functions(variables)) or 'none'}")
@@ -119,7 +149,8 @@ def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser)
         parser.error(f"{problem}; give a function that returns a model and its inputs: def make(): return {name}, (x,)")
     made = make()
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        parser.error(f"{name}() returned a {type(made).__name__}; return a model and its inputs: (model, (x,))")
+        problem = f"{name}() returned a value of type {type(made).__name__}"
+        parser.error(f"{problem}; return a model and its inputs: (model, (x,))")
     model, inputs = made
     try:
         explain(model)
@@ -127,11 +158,17 @@ def _called(variables: Mapping[str, Any], name: str, calls: int, parser: Parser)
         model = thunder.jit(model, transforms=[cudagraph_transform()])
     keywords = inputs if isinstance(inputs, dict) else {}
     positional = inputs if isinstance(inputs, tuple) else () if keywords else (inputs,)
-    for _ in range(calls):
-        result = model(*positional, **keywords)
-        if trained := [tensor for tensor in tensors_in(result) if tensor.requires_grad]:
-            torch.autograd.backward([leaf.sum() for leaf in trained])
-    return model
+    return partial(model, *positional, **keywords)
+
+
+def _train(result: Any) -> None:
+    """The backward of a call, if its result requires grad."""
+    import torch
+
+    from thunder_cg.compat.torch import tensors_in
+
+    if trained := [tensor for tensor in tensors_in(result) if tensor.requires_grad]:
+        torch.autograd.backward([leaf.sum() for leaf in trained])
 
 
 def _needed(function: Callable[..., Any]) -> list[str]:

@@ -53,6 +53,10 @@ RULES: tuple[Rule, ...] = (
         max_pool1d max_pool1d_vjp max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp weight_norm weight_norm_vjp
         repeat_interleave repeat_interleave_vjp
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
+    *rows("torch_ops", """
+        bartlett_window blackman_window eye hamming_window hann_window kaiser_window linspace logspace tril_indices
+        triu_indices
+    """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
     *rows("torch_ops", "scaled_dot_product_attention scaled_dot_product_attention_vjp", CAPTURED, Evidence.KNOWN,
           conditions=(when.DROPOUT,)),
     *rows("torch_ops", "cross_entropy cross_entropy_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
