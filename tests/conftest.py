@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
-import dis
-import functools
 import gc
 import inspect
 import os
@@ -20,6 +17,7 @@ from thunder.core import interpreter
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from thunder_cg import cudagraph_transform
+from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.runtime.cuda import pool
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it before CUDA starts
@@ -29,24 +27,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic alg
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache_dir()}/{os.environ.get('PYTEST_XDIST_WORKER', 'tests')}"
 
 
-# Thunder disassembles a function each time that it traces a call of it: a third of the time that it takes to compile.
-_disassembled = functools.cache(lambda code, **options: (*_disassemble(code, **options),))
-_disassemble, dis.get_instructions = dis.get_instructions, lambda code, **options: iter(_disassembled(code, **options))
-
-# It also looks up each builtin, such as `len`, by interpreting two subscripts: half of the rest. A builtin is constant,
-# and no guard comes of where it was found: test_module.py compares the traces with those without this.
-_BUILTINS = {name: value for name, value in vars(builtins).items() if callable(value)}
-
-
-@functools.wraps(interpreter.globals_lookup)
-def _look_up_global(variables: Any, name: Any) -> Any:
-    plain, wanted = interpreter.unwrap(variables), interpreter.unwrap(name)
-    if wanted in _BUILTINS and wanted not in plain and plain.get("__builtins__") in (builtins, vars(builtins)):
-        return interpreter.wrap_const(_BUILTINS[wanted])
-    return _look_up_global.__wrapped__(variables, name)
-
-
-interpreter.globals_lookup = _look_up_global
+# Plain functions, and references without graphs, compile in half of the time as well.
+_faster = faster_tracing()
+_faster.__enter__()
 
 
 def _callers(context: int = 1) -> list[inspect.Traceback]:

@@ -46,6 +46,7 @@ KNOW_THUNDER = {
     "analysis/ops.py",
     "compat/dynamo.py",
     "compat/thunder.py",
+    "compat/tracing.py",
     "runtime/functions.py",
     "fastpath/accumulate.py",
     "fastpath/dispatch.py",

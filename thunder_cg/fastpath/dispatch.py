@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import WeakMethod, ref
@@ -21,6 +21,7 @@ from thunder_cg.compat.torch import (
     is_traced,
     stacks_of_generated_code,
 )
+from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.fastpath.accumulate import nodes_of
 from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
 from thunder_cg.fastpath.guard import PrologueGuard
@@ -183,7 +184,10 @@ class Dispatch:
         nodes = nodes_of(self._leaves())  # held until Thunder's own nodes hold them: see Note [Nodes without hooks]
         failures = self._failures()
         try:
-            with Stage(partial(self._under_way, failures)) if self._may_compile else nullcontext():
+            if self._may_compile:
+                with Stage(partial(self._under_way, failures)), faster_tracing():
+                    result = self._thunders(*args, **kwargs)
+            else:
                 result = self._thunders(*args, **kwargs)
         except Exception as error:
             if self._failures() > failures:
