@@ -57,6 +57,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | a kernel is chosen by whether its arguments are one tensor    | test_one_tensor_for_several_arguments  |
 | a tensor is not on the device that the trace says             | test_seed_on_the_host                  |
 | a write to an output is not noticed through another           | test_versions_of_outputs               |
+| results share memory, and one of them has no elements         | test_results_without_elements          |
 | a dispatch mode does not see what runs                        | test_dispatch_modes                    |
 | random numbers freeze, or the generator stands still          | test_random_numbers                    |
 | a capture changes what a graph draws that is still to run     | test_draws_while_another_captures      |
@@ -977,6 +978,17 @@ def test_versions_of_outputs(twins, device):
             for loss in losses:
                 with pytest.raises(RuntimeError, match=r"modified.*inplace"):
                     loss.backward()
+
+
+def test_results_without_elements(twins, device):
+    """``data_ptr()`` of a tensor without elements is 0, wherever it lies in its memory."""
+    plain, graphed = twins(lambda x: (*torch.split(work(x), [0, 3, 1]), torch.view_as_real(x)[2:2], x[3:].real))
+    for _ in range(CALLS):
+        x = torch.randn(4, 4, dtype=torch.complex64, device=device)
+        for mine, its in zip(plain(x), graphed(x)):
+            same(mine, its)
+            assert mine.stride() == its.stride()
+    assert replays(graphed) >= CALLS - 1
 
 
 def test_dispatch_modes(twins, device):

@@ -179,3 +179,18 @@ def test_an_op_in_a_module_of_pytorchs_has_the_name_of_the_module() -> None:
         near: None,
         "at self.down (": source,
     }
+
+
+def test_a_module_of_pytorchs_is_known_to_a_backward_that_does_not_get_its_parameters() -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = (torch.nn.Linear(2, 2, device="meta") for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x))
+
+    compiled = thunder.jit(Net(), transforms=[cudagraph_transform(backend="tape")])
+    compiled(torch.ones(2, 2, device="meta")).sum().backward()
+    backward = explain(compiled).traces[1]
+    assert any(op.detail.startswith("the result of torch.nn.functional.linear at self.up (") for op in backward.ops)

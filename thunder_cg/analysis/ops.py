@@ -42,7 +42,6 @@ class Value:
     symbolic: bool = False  # a dimension is a number known only at run time
     static: bool = False  # a parameter or buffer of the module: its address outlives the call
     dtype: str | None = None  # Thunder's name, such as "float32" or "bool8"; None unless tensor or future
-    parameter: str | None = None  # "layer.weight", of a parameter or buffer of the module
     proxy: Any = field(default=None, compare=False, repr=False)  # for the transform
 
     @property
@@ -75,6 +74,7 @@ class Op:
     subs: tuple[Op, ...] = ()
     line: str | None = None  # "model.py:12", where the user's code called it; None if Thunder does not know
     library_line: str | None = None  # the line in a module of PyTorch's, of an op that such a module called
+    module: str | None = None  # "self.up", that module by its parameters; None if it has none
     source: str | None = None  # the text of the one line or the other
     # Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence.
     tags: frozenset[str] = frozenset()
@@ -118,7 +118,7 @@ class Ops:
 
     def origin(self, op: Op) -> Op | None:
         """The op whose line is reported for this one: itself, or a close one where Thunder has lost the line."""
-        if self._module(op) is not None:
+        if op.module is not None:
             return op
         values = op.inputs if op.bookkeeping else op.names
         near = (self.near[name] for name in values if name in self.near)
@@ -129,8 +129,8 @@ class Ops:
 
         Of an op in a module of PyTorch's with parameters, the module and the line there: "self.up (linear.py:134)".
         """
-        if (module := self._module(op)) is not None:
-            return f"{module} ({op.library_line})"
+        if op.module is not None:
+            return f"{op.module} ({op.library_line})"
         origin = self.origin(op)
         if origin is None or origin.line is None:
             return op.library_line
@@ -140,11 +140,6 @@ class Ops:
         """The text of the line that is reported for this op; None if the line surely is another op's."""
         origin = self.origin(op)
         return origin.source if origin is not None and (origin is op or op.library_line is None) else None
-
-    def _module(self, op: Op) -> str | None:
-        """The module of PyTorch's in which an op is, by its parameters; None in the user's code, or if it has none."""
-        parameters = (self.values[name].parameter or "" for name in op.inputs if op.library_line is not None)
-        return next((f"self.{name.rpartition('.')[0]}" for name in parameters if "." in name), None)
 
     def place(self, op: Op) -> str:
         """``"at file.py:12"``, ``"near file.py:12"``, or that the line is unknown."""
@@ -264,18 +259,21 @@ class _TraceReader:
             executor, id_ = _key(bound.sym)
         line, functions = self.line(bound), compat.bound_functions(bound).values()
         in_library = [] if bound.sym.is_fusion else [names for names in map(library_names, functions) if names]
+        inputs = self.names(bound.flat_proxy_args)
+        library_line = str(line) if line is not None and not line.is_users else None
         op = Op(
             index=index,
             name=in_library[0][1] if in_library else bound.name_with_module(),
             executor=executor,
             id=id_,
-            inputs=self.names(bound.flat_proxy_args),
+            inputs=inputs,
             outputs=self.names(bound.flat_proxy_outs),
             bookkeeping=_is_bookkeeping(executor, id_),
             is_fusion=bool(bound.sym.is_fusion),
             subs=self.ops(bound.subsymbols),
             line=str(line) if line is not None and line.is_users else None,
-            library_line=str(line) if line is not None and not line.is_users else None,
+            library_line=library_line,
+            module=self.module(inputs) if library_line is not None else None,
             source=line.text if line is not None else None,
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             is_tagged_unsafe=any(map(is_cudagraph_unsafe, functions)),
@@ -291,6 +289,11 @@ class _TraceReader:
         if bound.source_filename is None or bound.source_positions is None:
             return None
         return line_behind(bound.source_filename, bound.source_positions.lineno, self.stacks)
+
+    def module(self, names: Sequence[str]) -> str | None:
+        """``"self.up"`` for the first of the values that is a parameter or buffer of a submodule."""
+        parameters = (self.parameters.get(name, "") for name in names)
+        return next((f"self.{name.rpartition('.')[0]}" for name in parameters if "." in name), None)
 
     def names(self, proxies: Iterable[compat.Proxy]) -> tuple[str, ...]:
         """Their names, each once, in order; registers their values."""
@@ -314,7 +317,6 @@ class _TraceReader:
             symbolic=symbolic,
             static=proxy.name in self.static_names or compat.ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
             dtype=_dtype(proxy),
-            parameter=self.parameters.get(proxy.name),
             proxy=proxy,
         )
 

@@ -11,7 +11,16 @@ import torch
 from thunder_cg.compat.cuda import current_device
 from thunder_cg.compat.torch import autograd_base, empty_strided, is_view, is_zero_tensor, neg_view
 from thunder_cg.runtime.early_outputs import CopiedEarly
-from thunder_cg.runtime.tensors import ALIGNMENT, address, is_sparse, is_whole, span, tracked_view, view_of_storage
+from thunder_cg.runtime.tensors import (
+    ALIGNMENT,
+    address,
+    is_sparse,
+    is_whole,
+    pointer,
+    span,
+    tracked_view,
+    view_of_storage,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +41,7 @@ class AliasedInput:
     @classmethod
     def of(cls, arg: int, tensor: torch.Tensor) -> AliasedInput:
         offset, conj = int(tensor.storage_offset()), tensor.is_conj()
-        return cls(arg, tensor, address(tensor), tensor.data_ptr(), offset, tensor.dtype, conj)
+        return cls(arg, tensor, address(tensor), pointer(tensor), offset, tensor.dtype, conj)
 
 
 MakeOutput = Callable[[Sequence[Any]], Any]  # makes a result of the call's arguments
@@ -180,14 +189,14 @@ def _view_of_input(tensor: torch.Tensor, source: AliasedInput) -> MakeOutput:
     if tensor is source.tensor:
         return lambda args: args[arg]
     shift = tensor.storage_offset() - source.offset
-    shift_bytes = tensor.data_ptr() - source.pointer
+    shift_bytes = pointer(tensor) - source.pointer
     conj, neg = tensor.is_conj(), tensor.is_neg()
 
     def simple(of: torch.Tensor) -> torch.Tensor:
         return of.as_strided(size, stride, of.storage_offset() + shift)
 
     def general(of: torch.Tensor) -> torch.Tensor:
-        at = of.data_ptr() - address(of) + shift_bytes
+        at = pointer(of) - address(of) + shift_bytes
         view = tracked_view(of, dtype, at // dtype.itemsize, size, stride)
         view = view.conj() if conj else view
         return neg_view(view) if neg else view
@@ -239,16 +248,17 @@ class _Copy:
         (i, tensor), *others = group
         if not others and is_whole(tensor):
             return cls.whole(alias(tensor), i)
-        start = min(t.data_ptr() for _, t in group)
+        spans = [(pointer(t), pointer(t) + span(t) * t.element_size()) for _, t in group if t.numel()]
+        start = min((first for first, _ in spans), default=address(tensor))
         start -= (start - address(tensor)) % ALIGNMENT
-        stop = max(t.data_ptr() + span(t) * t.element_size() for _, t in group)
+        stop = max((last for _, last in spans), default=start)
         result = {id(t): j for j, t in group}
         parts = [
             _Part(
                 j,
                 result.get(id(autograd_base(t))),
                 t.dtype,
-                (t.data_ptr() - start) // t.element_size(),
+                (pointer(t) - start) // t.element_size() if t.numel() else 0,
                 t.size(),
                 t.stride(),
                 t.is_conj(),
@@ -258,7 +268,7 @@ class _Copy:
             for j, t in group
         ]
         parts.sort(key=lambda part: part.base is not None)  # what others are views of comes first
-        whole = view_of_storage(tensor, torch.uint8, start - address(tensor), (max(stop - start, 0),), (1,))
+        whole = view_of_storage(tensor, torch.uint8, start - address(tensor), (stop - start,), (1,))
         return cls(alias(whole), tuple(parts), i, stop - start)
 
     @classmethod

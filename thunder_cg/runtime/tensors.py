@@ -17,6 +17,11 @@ def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None or is_zero_tensor(tensor) else tensor.untyped_storage().data_ptr()
 
 
+def pointer(tensor: torch.Tensor) -> int:
+    """Where the tensor's first element is, or would be: ``data_ptr()`` of a tensor without elements is 0."""
+    return address(tensor) + int(tensor.storage_offset()) * tensor.element_size()
+
+
 def address_if_any(value: Any) -> int:
     """`address` of a strided tensor; 0 for anything else."""
     return address(value) if isinstance(value, torch.Tensor) and not is_sparse(value) else 0
