@@ -12,6 +12,7 @@ import torch
 from support import regions, same
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain, thunderfx
 
@@ -106,13 +107,17 @@ def _with_sizes(x):
     return rows.view(x.size()) + rows.new_ones(x.shape[1:])
 
 
+def _checkpointed(x):
+    return checkpoint(_with_sizes, x, use_reentrant=False)
+
+
 def _cut(x):
     rows = x.reshape(-1, 8)
     doubled = torch.vmap(lambda row: row * 2)(rows)
     return doubled.view(x.shape) * rows.shape[0] + x.shape[0] * 3
 
 
-@pytest.mark.parametrize("fn", [_with_sizes, pytest.param(_cut, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("fn", [_with_sizes, _checkpointed, pytest.param(_cut, marks=pytest.mark.nightly)])
 def test_sizes_that_are_dynamic(backend, device, fn):
     """What gets another tensor's size stays in Thunder. A part gives another one no number, so it trains."""
     rows = iter((2, 3, 3, 2))

@@ -53,8 +53,10 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _clamp_slices(node)
         elif node.target is torch.cuda.get_device_capability and not node.users:  # Dynamo has used its result already
             module.graph.erase_node(node)
-        elif node.op != "placeholder" and isinstance(_value(node), torch.Size):
+        elif _is_size(node):
             _write_out(node)
+        elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            _write_out_all(module.get_submodule(node.args[0].target))
         elif node.target is torch.tensor:
             _fill_with_number(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
@@ -205,6 +207,16 @@ def _clamped(part: Any, size: int) -> Any:
     bounds = (part.start, part.stop, part.step)
     is_constant = all(bound is None or isinstance(bound, int) for bound in bounds)
     return slice(*part.indices(size)) if is_constant else part
+
+
+def _is_size(node: Node) -> bool:
+    return node.op.startswith("call") and isinstance(_value(node), torch.Size)
+
+
+def _write_out_all(checkpointed: Any) -> None:
+    for node in filter(_is_size, [*checkpointed.graph.nodes]):
+        _write_out(node)
+    checkpointed.recompile()
 
 
 def _write_out(size: Node) -> None:
