@@ -8,6 +8,7 @@ Note [Fallbacks that Thunder traces wrongly]
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -61,6 +62,8 @@ def objections(graph: Graph) -> Callable[[Node], str | None]:
                 return "gets other gradients from Thunder than from PyTorch"
             if is_named_in_place(node) and _writes_view(node, result):
                 return "writes in place through a view, whose gradient Thunder loses"
+        if _is_unknown_builtin(node):
+            return "has no symbol in Thunder"
         function = fallback_of(node)
         if function is not None and shares_memory(lost_views, result):
             return "returns a view of memory that is written in place, which Thunder's fallback for it does not know"
@@ -69,6 +72,17 @@ def objections(graph: Graph) -> Callable[[Node], str | None]:
         return objection_to_fallback(node, function) if function is not None else None
 
     return objection
+
+
+def _is_unknown_builtin(node: Node) -> bool:
+    """Whether a function of PyTorch's such as ``torch.eye``, which takes no tensors, is unknown to Thunder.
+
+    Thunder's splitter only tries whether such functions run, which they do.
+    """
+    target: Any = node.target
+    makes_tensor = inspect.isbuiltin(target) and isinstance(example(node), torch.Tensor)
+    takes_tensors = any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(example((node.args, node.kwargs))))
+    return makes_tensor and not takes_tensors and target not in symbols_of_functions()
 
 
 def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | None:
