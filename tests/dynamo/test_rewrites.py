@@ -12,6 +12,7 @@ import torch
 from support import regions, same
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain, thunderfx
 
@@ -99,6 +100,31 @@ def test_sizes_by_name(backend, device):
         return y[:1].expand(size=(3, 8)) + x.view(size=(2, 8))[:1]
 
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
+
+
+def _with_sizes(x):
+    rows = x.reshape(-1, 8)
+    return rows.view(x.size()) + rows.new_ones(x.shape[1:])
+
+
+def _checkpointed(x):
+    return checkpoint(_with_sizes, x, use_reentrant=False)
+
+
+def _cut(x):
+    rows = x.reshape(-1, 8)
+    doubled = torch.vmap(lambda row: row * 2)(rows)
+    return doubled.view(x.shape) * rows.shape[0] + x.shape[0] * 3
+
+
+@pytest.mark.parametrize("fn", [_with_sizes, _checkpointed, pytest.param(_cut, marks=pytest.mark.nightly)])
+def test_sizes_that_are_dynamic(backend, device, fn):
+    """What gets another tensor's size stays in Thunder. A part gives another one no number, so it trains."""
+    rows = iter((2, 3, 3, 2))
+    graphed = trains_alike(
+        Around(fn).to(device), lambda: torch.randn(next(rows), 2, 8, device=device), backend, dynamic=True
+    )
+    assert bool(explain(graphed).outside) == (fn is _cut)
 
 
 def test_a_cache_that_begins_empty(backend, device):
@@ -287,6 +313,24 @@ class TwiceInPlace(Twice):
     def backward(ctx, grad, other):
         x, y = ctx.saved_tensors
         return (grad * y).mul_(3) + other, grad * x * ctx.factor + other * 2, None
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x
+
+
+def test_an_autograd_function_with_one_result(backend, device):
+    fn = Once.apply
+    graphed = trains_alike(Around(lambda x: fn(x) + 1).to(device), lambda: torch.randn(2, 8, device=device), backend)
+    assert one_region_each_way(graphed)
 
 
 @pytest.mark.parametrize("function", [Twice, TwiceInPlace])

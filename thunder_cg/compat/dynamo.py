@@ -22,8 +22,11 @@ from torch._dynamo.source import AttrSource
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._dynamo.variables import ConstantVariable, builder, misc
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from thunder_cg.compat.torch import tree_leaves
 
@@ -35,6 +38,7 @@ __all__ = [
     "break_behind",
     "can_trace",
     "can_trace_all",
+    "compute_again",
     "dynamo_callback",
     "example",
     "for_splitter",
@@ -323,7 +327,7 @@ def fallback_of(node: Node) -> Callable[..., Any] | None:
 
 
 @contextmanager
-def keeping_fallbacks(objection: Callable[[Node], str | None]) -> Iterator[None]:
+def keeping_fallbacks(objection: Callable[[Node], str | None], mend: Callable[[GraphModule], None]) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
 
     The splitter asks functions and a set of its module, which are replaced. Dynamo compiles under one lock, so no
@@ -331,6 +335,7 @@ def keeping_fallbacks(objection: Callable[[Node], str | None]) -> Iterator[None]
 
     Args:
         objection: says of any node of the graph why Inductor gets it nevertheless.
+        mend: gets each graph that was split, before its parts are compiled.
     """
     is_supported = utils.is_node_supported_by_thunder
     split = splitter.split_module
@@ -339,6 +344,7 @@ def keeping_fallbacks(objection: Callable[[Node], str | None]) -> Iterator[None]
         whole = split(*args, **kwargs)
         for part in whole.children():
             _restore_grad_mode(part)
+        mend(whole)
         return whole
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
@@ -368,6 +374,24 @@ def _restore_grad_mode(part: GraphModule) -> None:
         with part.graph.inserting_after(last):
             part.graph.call_function(torch._C._set_grad_enabled, (torch.is_grad_enabled(),))
         part.recompile()
+
+
+def compute_again(number: Node, graph: Graph) -> Node | None:
+    """Computes a number of a part of a graph from the symbols that the whole graph takes; None if they do not suffice.
+
+    Args:
+        graph: the whole one, which gets nodes where it inserts now.
+    """
+    values = {node: node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")}
+    numbers = {node: value for node, value in values.items() if isinstance(value, torch.SymInt)}
+    tracer = GraphAppendingTracer(graph)
+    symbols = {value.node.expr: Proxy(node, tracer) for node, value in numbers.items() if value.node.expr.is_Symbol}
+    value = number.meta["example_value"]
+    if not symbols.keys() >= value.node.expr.free_symbols:
+        return None
+    found = sympy_interp(PythonReferenceAnalysis, symbols, value.node.expr).node
+    found.meta.setdefault("example_value", value)
+    return found
 
 
 def without_gradient(graph: Graph) -> frozenset[str]:

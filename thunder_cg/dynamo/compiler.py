@@ -17,7 +17,7 @@ import torch
 from thunder_cg.analysis.sources import described
 from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objections
-from thunder_cg.dynamo.numbers import take_out_numbers
+from thunder_cg.dynamo.numbers import take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import order_counts
 from thunder_cg.errors import CaptureError, TransformConflictError
@@ -50,7 +50,10 @@ class Compiler(ThunderCompiler):
         try:
             rewrite(module, self.thunder_options)
             put_back = take_out_numbers(module)
-            with keeping_fallbacks(objections(module.graph)), Stage(lambda: "splitting a graph of Dynamo's"):
+            with (
+                keeping_fallbacks(objections(module.graph), take_out_numbers_of_parts),
+                Stage(lambda: "splitting a graph of Dynamo's"),
+            ):
                 compiled = self._split(module, *inputs)
         except Exception as error:
             self.failures, self.failure = self.failures + 1, described(error)

@@ -1,7 +1,10 @@
-"""Python numbers among the results of a graph of Dynamo's, such as how many tokens a cache has had.
+"""Python numbers among the results of a graph of Dynamo's, or of its parts, such as how many tokens a cache has had.
 
 Thunder compiles anew for each value of a number that it gets. A number that is computed from numbers alone needs no
 Thunder, so it is computed beside the graph, and what is left of the graph often takes none.
+
+What Thunder differentiates returns tensors alone: it raises if there is a number among them. So one part of a graph
+gives another no number, which is computed beside the parts.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+
+from thunder_cg.compat.dynamo import compute_again
 
 Compiled = Callable[..., Any]
 
@@ -47,8 +52,40 @@ def take_out_numbers(module: GraphModule) -> Callable[[Compiled], Compiled]:
     return put_back
 
 
+def take_out_numbers_of_parts(whole: GraphModule) -> None:
+    """Takes numbers out of what the parts of a split graph return, in place, and computes them beside the parts."""
+    for call in whole.graph.find_nodes(op="call_module"):
+        part: Any = whole.get_submodule(call.target)
+        *_, output = part.graph.nodes
+        results = output.args[0]
+        if isinstance(results, Node):  # returned alone, without a tuple
+            _compute_before(call, results, call)
+            continue
+        kept = [result for result in results if not _is_number(result)]
+        for item in [*call.users]:
+            result = results[item.args[1]]
+            if _is_number(result) and _compute_before(call, result, item):
+                whole.graph.erase_node(item)
+            elif _is_number(result):
+                kept.append(result)
+        for item in [*call.users]:
+            item.update_arg(1, kept.index(results[item.args[1]]))
+        output.args = (tuple(kept),)
+        part.recompile()
+    whole.recompile()
+
+
+def _compute_before(call: Node, result: Node, item: Node) -> bool:
+    """Has a number that a part returns computed before it is called. Returns whether that is possible."""
+    with call.graph.inserting_before(call):
+        number = compute_again(result, call.graph) if _is_number(result) else None
+    if number is not None:
+        item.replace_all_uses_with(number)
+    return number is not None
+
+
 def _is_number(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-__all__ = ["take_out_numbers"]
+__all__ = ["take_out_numbers", "take_out_numbers_of_parts"]

@@ -53,8 +53,10 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _clamp_slices(node)
         elif node.target is torch.cuda.get_device_capability and not node.users:  # Dynamo has used its result already
             module.graph.erase_node(node)
-        elif node.op == "call_function" and node.target is torch.Size:
+        elif _is_size(node):
             _write_out(node)
+        elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
+            _write_out_all(module.get_submodule(node.args[0].target))
         elif node.target is torch.tensor:
             _fill_with_number(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
@@ -207,14 +209,42 @@ def _clamped(part: Any, size: int) -> Any:
     return slice(*part.indices(size)) if is_constant else part
 
 
+def _is_size(node: Node) -> bool:
+    return node.op.startswith("call") and isinstance(_value(node), torch.Size)
+
+
+def _write_out_all(checkpointed: Any) -> None:
+    for node in filter(_is_size, [*checkpointed.graph.nodes]):
+        _write_out(node)
+    checkpointed.recompile()
+
+
 def _write_out(size: Node) -> None:
-    """``x.view(torch.Size((batch, 4)))`` is ``x.view((batch, 4))``, where a size is known only at run time."""
-    takes_tuple = all(user.op == "call_method" and user.target in ("view", "reshape", "expand") for user in size.users)
-    sizes = size.args[0] if len(size.args) == 1 else None
-    if takes_tuple and isinstance(sizes, (list, tuple)):
-        for user in [*size.users]:
-            user.args = map_aggregate(user.args, lambda arg: (*sizes,) if arg is size else arg)
-        size.graph.erase_node(size)
+    """``x.view(y.size())`` is ``x.view((y.size(0), 4))``: of a size, Thunder's splitter takes only numbers."""
+    numbers: Any = size.args[0] if size.target is torch.Size and len(size.args) == 1 else None
+    if size.target == "size" and len(size.args) == 1:
+        with size.graph.inserting_after(size):
+            numbers = [_size_at(size.args[0], i, number) for i, number in enumerate(_value(size))]
+    if not isinstance(numbers, (list, tuple)) or any(user.op == "output" for user in size.users):
+        return
+    for user in [*size.users]:
+        if user.target is operator.getitem and isinstance(user.args[1], (int, slice)):
+            _replace(user, numbers[user.args[1]])
+    _replace(size, (*numbers,))
+
+
+def _size_at(tensor: Any, i: int, number: int | torch.SymInt) -> Any:
+    if isinstance(number, int):
+        return number
+    node = tensor.graph.call_method("size", (tensor, i))
+    node.meta["example_value"] = number
+    return node
+
+
+def _replace(node: Node, value: Any) -> None:
+    for user in [*node.users]:
+        user.args, user.kwargs = map_aggregate((user.args, user.kwargs), lambda arg: value if arg is node else arg)
+    node.graph.erase_node(node)
 
 
 def _fill_with_number(node: Node) -> None:
@@ -261,6 +291,8 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
                 graph.graph.placeholder("ctx")
             graph.recompile()
     call.kwargs = {**call.kwargs, "args_tensor_mask": [True] * (len(call.args) - 2)}
+    if len(_value(call)) == 1:  # Thunder returns a single result without a tuple, so its item 0 would be its first row
+        _return_first_alone(call)
 
 
 def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
@@ -295,7 +327,12 @@ def _trace_attention(node: Node) -> None:
         node.target = operators.attention()
         return
     node.target = operators.attention(output_only=True)
-    node.meta["example_value"] = values[0]
+    _return_first_alone(node)
+
+
+def _return_first_alone(node: Node) -> None:
+    """What is called returns the first of its results, and no tuple; the others are not used."""
+    node.meta["example_value"] = _value(node)[0]
     for item in [*node.users]:
         if item.args[1] == 0:
             item.replace_all_uses_with(node)
