@@ -263,7 +263,7 @@ def test_options_reach_whom_they_are_for(backend, device):
         (lambda x: torch.norm(x, dim=0), "gets other gradients"),
         (lambda x: x / torch.dot(x[0], x[1]), "gradient Thunder does not sum"),  # as spectral_norm divides a weight
     ],
-    ids=["list", "draws", "norm", "0-dim", "eye"],
+    ids=["list", "draws", "norm", "0-dim"],
 )
 def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
     graphed = thunderfx(lambda x: fn(torch.sin(x)), backend="tape")
