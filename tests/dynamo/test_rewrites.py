@@ -293,6 +293,21 @@ def test_grouped_query_attention(backend, device, deterministic):
     assert one_region_each_way(graphed)
 
 
+@pytest.mark.parametrize("kind", [bool, float])
+def test_attention_to_nothing_on_the_cpu(kind):
+    """As of padding on the left: PyTorch has zeros there. On GPUs, Thunder takes PyTorch's kernels."""
+    mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
+    mask[..., :2, :] = False
+    mask = mask if kind is bool else torch.zeros(1, 1, 5, 5).masked_fill(~mask, -torch.inf)
+
+    def attend(x):
+        q = x.view(2, 5, 2, 4).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+
+    graphed = trains_alike(Around(attend), lambda: torch.randn(2, 5, 8), "tape")
+    assert one_region_each_way(graphed)
+
+
 class Twice(torch.autograd.Function):
     """Its gradients are not those of what it computes."""
 

@@ -300,9 +300,11 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         _trace_attention(node)
         return
     if node.target is F.scaled_dot_product_attention:
-        draws = (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
-        if draws or not node.kwargs.get("enable_gqa"):  # its backward would draw again; Thunder's own symbol is better
+        if not _is_better_as_torchs_attention(node):
             return
+        if len(node.args) == 3 and "attn_mask" in node.kwargs:  # Thunder takes no keyword that may have a gradient
+            others = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
+            node.args, node.kwargs = (*node.args, node.kwargs["attn_mask"]), others
     if node.target is F.cross_entropy and node.kwargs.get("reduction", "mean") != "sum":
         return
     function: Any = node.target
@@ -318,6 +320,18 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
         node.op, node.target = "call_function", own
+
+
+def _is_better_as_torchs_attention(node: Node) -> bool:
+    """Whether PyTorch's operator takes the place of Thunder's symbol, whose kernels are better in training.
+
+    The symbol takes no ``enable_gqa``. On the CPU, it is written out, and NaN for what a mask keeps from attending to
+    anything, as the padding on the left. With dropout, the operator's backward would draw again.
+    """
+    draws = (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
+    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
+    is_masked_on_cpu = mask is not None and _value(node).device.type == "cpu"
+    return not draws and (bool(node.kwargs.get("enable_gqa")) or is_masked_on_cpu)
 
 
 def _trace_attention(node: Node) -> None:
