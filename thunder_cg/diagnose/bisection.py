@@ -25,6 +25,7 @@ from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import DisagreementWarning, NotCompiledError
 from thunder_cg.report.programs import locate
+from thunder_cg.report.state import StateBefore
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.verifier import deny_name
 from thunder_cg.transform import CudagraphTransform
@@ -162,29 +163,18 @@ class _Trials:
     def state_kept(self) -> Iterator[None]:
         """Inside, calls may change buffers, gradients and generators; at the end, these are as they were."""
         gradients = [parameter.grad for parameter in self._parameters]
-        devices = {t.device for t in (*tensors_in(self._inputs), *self._parameters, *self._buffers)}
-        self._saved = [buffer.detach().clone() for buffer in self._buffers]
-        with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
-            self._generators = [
-                (device, torch.cuda.get_rng_state(device)) for device in devices if device.type == "cuda"
-            ]
-            self._generator = torch.get_rng_state()
-            try:
-                yield
-            finally:
-                self._restore()
-                for parameter, gradient in zip(self._parameters, gradients):
-                    parameter.grad = gradient
+        self._saved = StateBefore(self._buffers, [*tensors_in(self._inputs), *self._parameters])
+        try:
+            yield
+        finally:
+            self._restore()
+            for parameter, gradient in zip(self._parameters, gradients):
+                parameter.grad = gradient
 
     def _restore(self) -> None:
-        with torch.no_grad():
-            for buffer, saved in zip(self._buffers, self._saved):
-                buffer.copy_(saved)
+        self._saved.restore()
         for parameter in self._parameters:
             parameter.grad = None
-        torch.set_rng_state(self._generator)
-        for device, state in self._generators:
-            torch.cuda.set_rng_state(state, device)
 
     def _call(self, fn: Any) -> list[torch.Tensor]:
         """The tensors that a call returns, and the gradients of its inputs and parameters, from the state kept."""

@@ -25,6 +25,7 @@ from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
 from thunder_cg.report.programs import jitted_parts, locate
+from thunder_cg.report.state import state_kept
 from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.functions import unused
 from thunder_cg.runtime.program import Counts, Program, program_of
@@ -52,7 +53,7 @@ def measure(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int,
     """The times of a call of a compiled function, by the identity of its programs. See `Report.profile`."""
     locate(fn, "profile")  # raises, before anything is called
     times: dict[int, Times] = {}
-    with _uncounted(fn):
+    with _uncounted(fn), state_kept(fn, (args, kwargs)):
         for jitted, part_args, part_kwargs in _calls_of_parts(fn, args, kwargs):
             entry, inputs = compat.computation_and_inputs(jitted, part_args, part_kwargs)
             forward = program_of(entry.computation_traces)

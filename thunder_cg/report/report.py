@@ -293,8 +293,9 @@ def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
     device's current stream, medians of up to 20 calls; on the tape they are the host's.
 
     The function is called about 50 times, forward and, if an input or a parameter requires grad, backward, with ones
-    for gradients. Nothing is accumulated in ``.grad``, but what the calls write and draw is written and drawn so often.
-    With collectives, all ranks have to call it. The report does not count these calls.
+    for gradients. Nothing is accumulated in ``.grad``. Inputs, buffers of the module and generators are as before
+    afterwards; other tensors that the function writes, and what an operator keeps by itself, are not. With collectives,
+    all ranks have to call it. The report does not count these calls.
 
     Args:
         fn: what `thunder.jit`, `thunder.compile` or `thunderfx` returned, compiled with `cudagraph_transform()`.
