@@ -134,7 +134,7 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
         (lambda x: x / x.int().sum().item(), "for a number that is read with .item(), of which Thunder knows no value"),
         (lambda x: x + x.nonzero().sum(), "for a result whose size depends on what a tensor holds"),
         (lambda x: x + torch.linspace(0, 1, 3), "for a function that Thunder does not know, use thunder_cg.thunderfx"),
-        (lambda x: x + x.numpy().sum(), "call the function without Thunder: if that raises too, mend the function"),
+        (lambda x: x + x.numpy().sum(), "call the function without Thunder: if that raises too, fix the function"),
     ],
     ids=["float", "equal", "item", "nonzero", "linspace", "numpy"],
 )
@@ -203,4 +203,4 @@ def test_a_graph_of_dynamos_that_thunder_cannot_compile(monkeypatch: pytest.Monk
             compiled(torch.ones(3))
     said = str(explain(compiled))
     assert "in 2 of 4 calls: " in said and "halves, graph 1: RuntimeError at test_opening.py:" in said
-    assert "\nTo try: call the function without Thunder: if that raises too, mend the function; if not, keep" in said
+    assert "\nTo try: call the function without Thunder: if that raises too, fix the function; if not, keep" in said

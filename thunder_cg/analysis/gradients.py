@@ -35,7 +35,7 @@ class WrongGradient:
         return f"{self.operator} at {self.line or 'an unknown line'} {self.problem}"
 
 
-_INSTEAD = "write out of place, or compile with thunder_cg.thunderfx, which mends or refuses it"
+_INSTEAD = "write out of place, or compile with thunder_cg.thunderfx, which corrects or refuses it"
 _OVERWRITTEN = f"overwrites in place what the backward needs; {_INSTEAD}"
 _LOST = f"writes in place to memory that another tensor shares, whose gradient does not see it; {_INSTEAD}"
 _INDEX_PUT = (

@@ -327,7 +327,9 @@ def fallback_of(node: Node) -> Callable[..., Any] | None:
 
 
 @contextmanager
-def keeping_fallbacks(objection: Callable[[Node], str | None], mend: Callable[[GraphModule], None]) -> Iterator[None]:
+def keeping_fallbacks(
+    objection: Callable[[Node], str | None], rewrite: Callable[[GraphModule], None]
+) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
 
     The splitter asks functions and a set of its module, which are replaced. Dynamo compiles under one lock, so no
@@ -335,7 +337,7 @@ def keeping_fallbacks(objection: Callable[[Node], str | None], mend: Callable[[G
 
     Args:
         objection: says of any node of the graph why Inductor gets it nevertheless.
-        mend: gets each graph that was split, before its parts are compiled.
+        rewrite: gets each graph that was split, before its parts are compiled.
     """
     is_supported = utils.is_node_supported_by_thunder
     split = splitter.split_module
@@ -344,7 +346,7 @@ def keeping_fallbacks(objection: Callable[[Node], str | None], mend: Callable[[G
         whole = split(*args, **kwargs)
         for part in whole.children():
             _restore_grad_mode(part)
-        mend(whole)
+        rewrite(whole)
         return whole
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:

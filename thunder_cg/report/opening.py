@@ -36,7 +36,7 @@ _RAISE_LIMIT = (
 )
 
 _TO_COMPARE = (
-    "call the function without Thunder: if that raises too, mend the function; if not, keep the operator out of what "
+    "call the function without Thunder: if that raises too, fix the function; if not, keep the operator out of what "
     "is compiled, with thunder_cg.thunderfx, which leaves to Python or Inductor what Thunder does not follow, and, if "
     "that raises, too, torch.compiler.disable"
 )

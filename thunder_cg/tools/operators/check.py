@@ -53,7 +53,7 @@ def _wrong_rows(file: OperatorResults) -> Iterable[str]:
         if rule is not None and rule.captures:
             for end in _failures(counts):
                 note = file.notes.get(f"{symbol} {end.split()[1]}", "")
-                yield f"{symbol}: allowed, and {end} on {where} ({note}); deny it, or mend what is wrong"
+                yield f"{symbol}: allowed, and {end} on {where} ({note}); deny it, or fix what is wrong"
         elif rule is None and key[1] != "fusion":
             yield f"{symbol}: no rule knows it; it was met on {where}; give it a record"
 
