@@ -218,3 +218,23 @@ def test_a_random_draw_is_not_made_again():
     (draw, add), a = _symbols(lambda a: a + torch.rand(4))
     with pytest.raises(RuntimeError, match="lost a random draw"):
         inductor._complete([add], [a], {draw.output.name: draw})
+
+
+def test_what_is_written_in_place_is_computed_once():
+    """Between fusions, Thunder computes anew what is cheap; not so what it writes, or reads before it is written."""
+
+    def fn(a, b):
+        x = a * 2
+        y = x + b
+        b.add_(1.0)
+        z = b * a.sum().item() + x
+        a.mul_(2.0)
+        return y + a, z + y, x * 1.0
+
+    inputs = [torch.arange(8.0), torch.ones(8)]
+    expected = [each.clone() for each in inputs]
+    results = fn(*expected)
+    for found, right in zip(
+        (*thunder.jit(fn, executors=thunder_cg.executors())(*inputs), *inputs), (*results, *expected)
+    ):
+        assert torch.equal(found, right)

@@ -12,7 +12,7 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
 from thunder_cg.analysis.collectives import move_compute_ahead
-from thunder_cg.analysis.ops import read
+from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import CompileError, free_layouts
@@ -51,7 +51,11 @@ class InductorExecutor(compat.TorchCompileExecutor):
         trace = move_compute_ahead(trace)
         leaves, _ = compat.tree_flatten(trace.bound_symbols[-1].args)
         self._compiling.returned = frozenset(leaf.name for leaf in leaves if isinstance(leaf, compat.Proxy))
-        self._compiling.eager = _eager_symbols(trace)
+        ops = read(trace)
+        aliasing = Aliasing.of(ops)
+        self._compiling.eager = _eager_symbols(ops, aliasing)
+        written = frozenset().union(*aliasing.writes)
+        self._compiling.written = frozenset(name for name, of in aliasing.sets.items() if of in written)
         self._compiling.makers = {
             proxy.name: symbol for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs
         }
@@ -64,6 +68,9 @@ class InductorExecutor(compat.TorchCompileExecutor):
         inputs, outputs = ([compat.unvariableify(each) for each in found] for found in (region.inputs, region.outputs))
         symbols = _complete(region.bound_symbols, inputs, self._compiling.makers)
         _keep_what_costs(symbols)
+        for inner in symbols:  # computed once more, it would write once more, or read what was written since
+            if any(proxy.name in self._compiling.written for proxy in (*inner.flat_proxy_args, *inner.flat_proxy_outs)):
+                inner.tags.add(_ONCE)
         convolves = any("conv" in inner.sym.name for inner in _walk(symbols))
         returned = [i for i, proxy in enumerate(outputs) if proxy.name in self._compiling.returned]
         name = f"Inductor{fusion_counter}"
@@ -75,13 +82,12 @@ class InductorExecutor(compat.TorchCompileExecutor):
 
 class _FusionPass(threading.local):
     eager: frozenset[int] = frozenset()  # addresses of the symbols of the trace that no graph can hold
+    written: frozenset[str] = frozenset()  # values in memory that the trace writes in place
     returned: frozenset[str] = frozenset()  # results of the trace, gradients included
     makers: Mapping[str, compat.BoundSymbol] = {}  # of the trace: the symbol that makes each value
 
 
-def _eager_symbols(trace: compat.TraceCtx) -> frozenset[int]:
-    ops = read(trace)
-    aliasing = Aliasing.of(ops)
+def _eager_symbols(ops: Ops, aliasing: Aliasing) -> frozenset[int]:
     devices = {value.device.split(":")[0] for value in ops.values.values() if value.device is not None}
     captured = {
         op.index
