@@ -11,7 +11,7 @@ from thunder_cg.analysis.ops import Op, Ops, Value, process_groups, read
 from thunder_cg.analysis.partition import dependencies
 from thunder_cg.compat import thunder as compat
 
-__all__ = ["coalesced", "compute_ahead", "move_compute_ahead", "schedule", "schedule_collectives"]
+__all__ = ["coalesced", "compute_ahead", "in_order", "schedule", "schedule_collectives"]
 
 # Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
 # 50 GB/s takes more than a millisecond for so much, which hides the launch and latency of the next collective. More
@@ -53,25 +53,13 @@ def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:
     if not any(isinstance(proxy, compat.FutureTensorProxy) for proxy in outputs):
         return trace
     ops = read(trace)
-    scheduled = compat.del_last_used(_in_order(trace, ops, schedule(ops, Aliasing.of(ops))))
+    scheduled = compat.del_last_used(in_order(trace, ops, schedule(ops, Aliasing.of(ops))))
     scheduled.set_provenance(compat.TraceProvenance("Schedule of collectives"))
     return scheduled
 
 
-def move_compute_ahead(trace: compat.TraceCtx) -> compat.TraceCtx:
-    """The trace in the order of `compute_ahead`, for a fuser, which fuses what is next to each other.
-
-    Args:
-        trace: before it is fused, so nothing is deleted in it yet.
-    """
-    ops = read(trace)
-    aliasing = Aliasing.of(ops)
-    if not aliasing.collectives:
-        return trace
-    return _in_order(trace, ops, compute_ahead(ops, aliasing))
-
-
-def _in_order(trace: compat.TraceCtx, ops: Ops, order: list[int]) -> compat.TraceCtx:
+def in_order(trace: compat.TraceCtx, ops: Ops, order: list[int]) -> compat.TraceCtx:
+    """The trace with its symbols in the order of these indices of ops, which were read from it."""
     moved = compat.from_trace(trace)
     moved.bound_symbols = [ops.ops[index].symbol for index in order]
     return moved
@@ -80,21 +68,22 @@ def _in_order(trace: compat.TraceCtx, ops: Ops, order: list[int]) -> compat.Trac
 def compute_ahead(ops: Ops, aliasing: Aliasing) -> list[int]:
     """The indices of all ops, those that need no collective in flight before it.
 
-    Thunder divides each gradient right before its reduction. A fuser would make of each division a fusion of its own.
+    For a fuser, which fuses what is next to each other: Thunder divides each gradient right before its reduction, so
+    each division would be a fusion of its own.
     """
     before = dependencies(ops, aliasing)
     last = len(before) - 1
     order: list[int] = []
-    in_flight: list[int] = []  # collectives that nothing has waited for, and what needs them
+    in_flight: set[int] = set()  # collectives that nothing has waited for, and what needs them
     for index in range(last):
         if index in aliasing.waits:
-            order += [*in_flight, index]
-            in_flight = []
-        elif index in aliasing.collectives or not set(in_flight).isdisjoint(before[index]):
-            in_flight.append(index)
+            order += [*sorted(in_flight), index]
+            in_flight = set()
+        elif index in aliasing.collectives or not in_flight.isdisjoint(before[index]):
+            in_flight.add(index)
         else:
             order.append(index)
-    return [*order, *in_flight, last]
+    return [*order, *sorted(in_flight), last]
 
 
 def schedule(ops: Ops, aliasing: Aliasing) -> list[int]:

@@ -265,11 +265,7 @@ class ThunderOutputFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int], *_: Any) -> Any:
-        # As Thunder does it: a saved view of an output would keep itself alive.
-        ctx.save_for_backward(*[t.detach() if t is not None and autograd_base(t) is not None else t for t in passed])
-        ctx.node = node
-        if constant:
-            ctx.mark_non_differentiable(*[outputs[i] for i in constant])
+        _keep(ctx, node, passed, outputs, constant)
         return (torch.empty(0, device="meta"), *outputs)
 
     @staticmethod
@@ -281,8 +277,8 @@ class ThunderFunction(ThunderOutputFunction):
     """The same for ``thunderfx_disable_split_autograd``: see both notes above."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        _, *outputs = ThunderOutputFunction.forward(ctx, *args)
+    def forward(ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int], *_: Any) -> Any:
+        _keep(ctx, node, passed, outputs, constant)
         return tuple(outputs)
 
     @staticmethod
@@ -290,6 +286,15 @@ class ThunderFunction(ThunderOutputFunction):
         if torch.is_grad_enabled():
             return _run_backward_once(ctx, *gradients)
         return _run_backward(ctx, gradients, in_bulk=True)
+
+
+def _keep(ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], constant: list[int]) -> None:
+    """What the backward needs, in the node, and which outputs have no gradient."""
+    # As Thunder does it: a saved view of an output would keep itself alive.
+    ctx.save_for_backward(*[t.detach() if t is not None and autograd_base(t) is not None else t for t in passed])
+    ctx.node = node
+    if constant:
+        ctx.mark_non_differentiable(*[outputs[i] for i in constant])
 
 
 @once_differentiable
