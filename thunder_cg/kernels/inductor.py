@@ -11,7 +11,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
-from thunder_cg.analysis.collectives import compute_ahead, in_order
+from thunder_cg.analysis.collectives import compute_in_pieces, in_order
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
@@ -52,8 +52,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
         self._compiling.returned = frozenset(leaf.name for leaf in leaves if isinstance(leaf, compat.Proxy))
         ops = read(trace)
         aliasing = Aliasing.of(ops)
-        if aliasing.collectives:
-            trace = in_order(trace, ops, compute_ahead(ops, aliasing))
+        trace = in_order(trace, ops, compute_in_pieces(ops, aliasing))
         self._compiling.eager = _eager_symbols(ops, aliasing)
         written = frozenset().union(*aliasing.writes)
         self._compiling.written = frozenset(name for name, of in aliasing.sets.items() if of in written)
