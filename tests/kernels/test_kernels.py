@@ -209,15 +209,16 @@ def _symbols(function):
 def test_a_fusion_has_all_that_it_reads():
     """Thunder's rematerialization forgets symbols without arguments."""
     (zeros, add), a = _symbols(lambda a: a + torch.zeros(4))
-    makers = {zeros.output.name: zeros}
-    assert inductor._complete([add], [a], makers) == (zeros, add)
-    assert inductor._complete([zeros, add], [a], makers) == (zeros, add)
+    makers, order = {zeros.output.name: zeros}, {id(zeros): 0, id(add): 1}
+    assert inductor._complete([add], [a], [], makers, order) == (zeros, add)
+    assert inductor._complete([add, zeros], [a], [], makers, order) == (zeros, add)
+    assert inductor._complete([], [a], [zeros.output], makers, order) == (zeros,)
 
 
 def test_a_random_draw_is_not_made_again():
     (draw, add), a = _symbols(lambda a: a + torch.rand(4))
     with pytest.raises(RuntimeError, match="lost a random draw"):
-        inductor._complete([add], [a], {draw.output.name: draw})
+        inductor._complete([add], [a], [], {draw.output.name: draw}, {})
 
 
 def test_what_is_written_in_place_is_computed_once():

@@ -48,26 +48,32 @@ class InductorExecutor(compat.TorchCompileExecutor):
         return id(bsym) not in self._compiling.eager and super().can_fuse(bsym)
 
     def fusion_pass(self, trace: compat.TraceCtx) -> compat.TraceCtx:
-        leaves, _ = compat.tree_flatten(trace.bound_symbols[-1].args)
-        self._compiling.returned = frozenset(leaf.name for leaf in leaves if isinstance(leaf, compat.Proxy))
         ops = read(trace)
         aliasing = Aliasing.of(ops)
-        if aliasing.collectives:
-            trace = in_order(trace, ops, compute_ahead(ops, aliasing))
+        trace = in_order(trace, ops, compute_ahead(ops, aliasing) if aliasing.collectives else range(len(ops.ops)))
         self._compiling.eager = _eager_symbols(ops, aliasing)
         written = frozenset().union(*aliasing.writes)
         self._compiling.written = frozenset(name for name, of in aliasing.sets.items() if of in written)
+        self._compiling.order = {id(symbol): position for position, symbol in enumerate(trace.bound_symbols)}
         self._compiling.makers = {
             proxy.name: symbol for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs
         }
+        self._compiling.returned = frozenset(ops.ops[-1].inputs)
+        returns = trace.bound_symbols[-1]
+        unread = set(self._compiling.makers).difference(*(op.inputs for op in ops.ops))
+        results = [p for op in ops.ops if aliasing.writes[op.index] for p in op.symbol.flat_proxy_outs if p.name in unread]
+        # Thunder drops what makes nothing that is read, and computes anew what leads to it. Not so a write.
+        trace.bound_symbols[-1] = returns.from_bsym(args=(*returns.args, *results))
         try:
-            return super().fusion_pass(trace)
+            fused = super().fusion_pass(trace)
         finally:
-            self._compiling.eager, self._compiling.makers = frozenset(), {}
+            self._compiling.eager, self._compiling.makers, self._compiling.order = frozenset(), {}, {}
+        fused.bound_symbols[-1] = returns
+        return fused
 
     def fuse(self, region: Any, fusion_counter: int) -> compat.BoundSymbol:
         inputs, outputs = ([compat.unvariableify(each) for each in found] for found in (region.inputs, region.outputs))
-        symbols = _complete(region.bound_symbols, inputs, self._compiling.makers)
+        symbols = _complete(region.bound_symbols, inputs, outputs, self._compiling.makers, self._compiling.order)
         _keep_what_costs(symbols)
         for inner in symbols:  # computed once more, it would write once more, or read what was written since
             if any(proxy.name in self._compiling.written for proxy in (*inner.flat_proxy_args, *inner.flat_proxy_outs)):
@@ -86,6 +92,7 @@ class _FusionPass(threading.local):
     written: frozenset[str] = frozenset()  # values in memory that the trace writes in place
     returned: frozenset[str] = frozenset()  # results of the trace, gradients included
     makers: Mapping[str, compat.BoundSymbol] = {}  # of the trace: the symbol that makes each value
+    order: Mapping[int, int] = {}  # of the trace: the position of each symbol, by its address
 
 
 def _eager_symbols(ops: Ops, aliasing: Aliasing) -> frozenset[int]:
@@ -100,28 +107,29 @@ def _eager_symbols(ops: Ops, aliasing: Aliasing) -> frozenset[int]:
 
 
 def _complete(
-    symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], makers: Mapping[str, compat.BoundSymbol]
+    symbols: Iterable[compat.BoundSymbol],
+    inputs: Iterable[compat.Proxy],
+    outputs: Iterable[compat.Proxy],
+    makers: Mapping[str, compat.BoundSymbol],
+    order: Mapping[int, int],
 ) -> tuple[compat.BoundSymbol, ...]:
-    """The symbols of a fusion, and before each what it reads and nothing in the fusion makes.
+    """The symbols of a fusion, and those that make what it reads or returns and nothing in it makes, in trace order.
 
-    Where Thunder (0.2.6) recomputes a value of the forward in the backward's fusion, it forgets what a symbol without
-    arguments makes, such as zeros.
+    Where Thunder (0.2.6) recomputes a value in a later fusion, it forgets what a symbol without arguments makes, such
+    as zeros, and orders symbols by what they read and make alone: a read may then follow a write in place.
     """
-    found: list[compat.BoundSymbol] = []
-    known = {proxy.name for proxy in inputs}
-
-    def add(symbol: compat.BoundSymbol) -> None:
-        for proxy in symbol.flat_proxy_args:
-            if proxy.name not in known:
-                add(makers[proxy.name])
-        found.append(symbol)
-        known.update(proxy.name for proxy in symbol.flat_proxy_outs)
-
-    for symbol in (symbols := tuple(symbols)):
-        add(symbol)
-    if any(compat.OpTags.RANDOM_OP in (inner.sym.tags or ()) for inner in _walk(set(found) - set(symbols))):
-        raise RuntimeError("Thunder's rematerialization lost a random draw; executors=['torchcompile'] has that, too")
-    return tuple(found)
+    found = {id(symbol): symbol for symbol in symbols}
+    known = {proxy.name for proxy in inputs}.union(p.name for each in found.values() for p in each.flat_proxy_outs)
+    waiting = [*outputs, *(proxy for symbol in found.values() for proxy in symbol.flat_proxy_args)]
+    while waiting:
+        if (name := waiting.pop().name) not in known:
+            lost = makers[name]
+            if any(compat.OpTags.RANDOM_OP in (inner.sym.tags or ()) for inner in _walk([lost])):
+                raise RuntimeError("Thunder's rematerialization lost a random draw; torchcompile has that, too")
+            found[id(lost)] = lost
+            known.update(proxy.name for proxy in lost.flat_proxy_outs)
+            waiting += lost.flat_proxy_args
+    return tuple(sorted(found.values(), key=lambda symbol: order[id(symbol)]))
 
 
 def _keep_what_costs(symbols: Sequence[compat.BoundSymbol]) -> None:
