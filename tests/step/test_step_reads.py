@@ -325,3 +325,10 @@ def test_a_capture_that_fails_ends_its_watch(step_twins, monkeypatch):
     for _ in range(3):
         step(*step_twins.batch())
     assert step.captures == 1, explain(step)
+
+
+def test_what_dynamo_compiles_in_a_capture(step_twins):
+    """It restores all generators afterwards, as a step that sets one cannot."""
+    compiled = torch.compile(lambda y: torch.sin(y) * 2, backend="eager")
+    step = step_twins.train(make_step(compiled), between=lambda *_: torch.compiler.reset())
+    assert step.captures == 1 and step.replays >= 3, explain(step)

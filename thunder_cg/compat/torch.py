@@ -499,6 +499,17 @@ def code_before_dynamo(code: types.CodeType) -> types.CodeType:
     return code if module is None else module.orig_code_map.get(code) or code
 
 
+def is_restored_by_dynamo(frame: types.FrameType | None) -> bool:
+    """Whether the function of PyTorch's that sets a generator in this frame gives it back what it had before Dynamo."""
+    while frame is not None and _module(frame).startswith(("torch.random", "torch.cuda")):
+        frame = frame.f_back
+    return frame is not None and _module(frame).startswith("torch._dynamo")
+
+
+def _module(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
 # How many hold a tensor from C++, its object of Python included; 1 where PyTorch does not tell (before 2.11).
 tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
 

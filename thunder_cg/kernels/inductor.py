@@ -63,7 +63,9 @@ class InductorExecutor(compat.TorchCompileExecutor):
         self._compiling.returned = frozenset(ops.ops[-1].inputs)
         returns = trace.bound_symbols[-1]
         unread = set(self._compiling.makers).difference(*(op.inputs for op in ops.ops))
-        results = [p for op in ops.ops if aliasing.writes[op.index] for p in op.symbol.flat_proxy_outs if p.name in unread]
+        results = [
+            p for op in ops.ops if aliasing.writes[op.index] for p in op.symbol.flat_proxy_outs if p.name in unread
+        ]
         # Thunder drops what makes nothing that is read, and computes anew what leads to it. Not so a write.
         trace.bound_symbols[-1] = returns.from_bsym(args=(*returns.args, *results))
         try:

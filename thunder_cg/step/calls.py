@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import code_before_dynamo
+from thunder_cg.compat.torch import code_before_dynamo, is_restored_by_dynamo
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.reads import Called, is_installed
 
@@ -67,7 +67,7 @@ class Calls:
             if code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
         elif event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
-            if called.__name__ not in _SEEDS:
+            if called.__name__ not in _SEEDS or is_restored_by_dynamo(frame):
                 return
             problem = f"the step sets the state of a generator of random numbers{_line(frame)}"
             self.objection = f"{problem}, which no replay would do; do it outside of the step"
