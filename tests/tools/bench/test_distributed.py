@@ -27,7 +27,7 @@ from thunder_cg.tools.bench.parallel import (
     step_by_hand,
 )
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
-from thunder_cg.tools.bench.rank_run import RankSettings, rank_table
+from thunder_cg.tools.bench.rank_run import RankResults, RankSettings, overview, rank_table
 from thunder_cg.tools.bench.variants import EAGER, OURS, THUNDER
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.workers import Supervisor
@@ -115,6 +115,12 @@ def test_table_has_the_ratios_that_count() -> None:
     assert "| thunder_cg | 6.00 | 0.10 | 0.010 | 950 | 12.0 | same |" in table
     assert "thunder_cg, back to back: 0.20 x thunder, 1.20 x hand-made graph" in table
     assert "| eager | a / b |" in table
+
+
+def test_readme_has_the_times_of_two_gpus() -> None:
+    root = Path(__file__).parents[3]
+    results = RankResults.read(root / "thunder_cg" / "tools" / "results" / "ranks-h200.json")
+    assert overview(results.rows) in (root / "README.md").read_text(encoding="utf-8")
 
 
 def test_names_choose_cases_and_variants() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.pool import ThreadPool
@@ -18,7 +18,17 @@ from thunder_cg.tools.bench.measure import EVERY_VARIANT
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
 from thunder_cg.tools.bench.report import line
-from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, THUNDER, is_meant
+from thunder_cg.tools.bench.variants import (
+    COMPILE,
+    EAGER,
+    FLOOR,
+    FLOOR_OF_THUNDER,
+    OURS,
+    OURS_FUSED,
+    REDUCE_OVERHEAD,
+    THUNDER,
+    is_meant,
+)
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import MeasuredResults, environment
 from thunder_cg.tools.turns import Turns
@@ -106,6 +116,7 @@ def run_ranks(settings: RankSettings) -> int:
                 results.write(settings.json)
             progress.clear()
             print(rank_table(rows), flush=True)
+    print(f"\n{overview(results.rows)}")
     return int(failed)
 
 
@@ -171,3 +182,31 @@ def _notes(rows: Sequence[RankRow]) -> Iterator[str]:
     if ours is not None and others:
         ratios = ", ".join(f"{ours.back_to_back_ms / other.back_to_back_ms:.2f} x {other.variant}" for other in others)
         yield f"\n{OURS}, back to back: {ratios}"
+
+
+_COLUMNS = (EAGER, COMPILE, REDUCE_OVERHEAD, THUNDER, OURS, OURS_FUSED, FLOOR_OF_THUNDER, FLOOR)
+_SECOND_COLUMNS = (THUNDER, OURS, OURS_FUSED, FLOOR)
+
+
+def overview(rows: Sequence[RankRow]) -> str:
+    """All cases as two Markdown tables: times, and how far ranks are apart with the memory that is reserved."""
+    return "\n\n".join(
+        [
+            _overview(rows, "ms, back to back", _COLUMNS, lambda row: f"{row.back_to_back_ms:.2f}"),
+            _overview(
+                rows,
+                "p99 of ms between the ranks; MB reserved",
+                _SECOND_COLUMNS,
+                lambda row: f"{row.skew_p99_ms:.2f}; {row.reserved_mb:,.0f}",
+            ),
+        ]
+    )
+
+
+def _overview(rows: Sequence[RankRow], title: str, variants: Sequence[str], cell: Callable[[RankRow], str]) -> str:
+    """A row for each case; a dash for what was not measured."""
+    found = {(row.case, row.variant): "fails" if row.failure else cell(row) for row in rows}
+    lines = [line((title, *variants)), line(("---",) * (len(variants) + 1))]
+    for case in dict.fromkeys(row.case for row in rows):
+        lines.append(line((case, *(found.get((case, variant), "-") for variant in variants))))
+    return "\n".join(lines)
