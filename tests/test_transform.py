@@ -218,3 +218,21 @@ def test_a_misspelt_name_is_a_warning_once(options, said):
             compiled(torch.ones(size))
     found = [str(warning.message) for warning in caught if "= names" in str(warning.message)]
     assert len(found) == (said is not None) and (said is None or re.search(said, found[0]))
+
+
+def test_a_copy_on_another_device_divides_no_region(transform, device):
+    """Thunder takes it for a view, so where it is written, Thunder gives both tensors new names at once."""
+
+    def fn(x, counter):
+        moved = counter.to("meta")
+        y = torch.sin(x)
+        moved.add_(1)
+        return y * counter, moved
+
+    jfn = thunder.jit(fn, transforms=[transform()])
+    x, counter = torch.randn(4, device=device), torch.ones(4, device=device)
+    for _ in range(4):
+        found, moved = jfn(x, counter)
+        assert torch.equal(found, torch.sin(x)) and moved.is_meta
+    (region,) = regions(jfn)
+    assert region["replays"] >= 2

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_cg.analysis import collectives
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.collectives import compute_ahead, schedule
+from thunder_cg.analysis.collectives import compute_in_pieces, schedule
 from thunder_cg.analysis.partition import dependencies
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
@@ -68,22 +68,33 @@ class Bound:
         return list(self.args)
 
 
+def in_pieces(t):
+    ops = t.done()
+    outputs = [ops.ops[i].outputs for i in compute_in_pieces(ops, Aliasing.of(ops))]
+    return " ".join(names[0] if names else "end" for names in outputs)
+
+
 def test_a_fuser_finds_compute_together(trace):
     """Divisions of gradients come before their reductions, but nothing before a wait or a collective that it needs."""
-
-    def ahead(t):
-        ops = t.done()
-        outputs = [ops.ops[i].outputs for i in compute_ahead(ops, Aliasing.of(ops))]
-        return " ".join(names[0] if names else "end" for names in outputs)
-
-    assert ahead(ddp(trace())) == "x1 g0 x2 g1 x3 g2 h0 h1 h2 f0 f1 f2 r0 r1 r2 end"
+    assert in_pieces(ddp(trace())) == "x1 g0 h0 x2 g1 h1 x3 g2 h2 f0 f1 f2 r0 r1 r2 end"
+    assert in_pieces(fsdp(trace())) == "fd wd fb wb fc wc fa wa vd y vb z vc k va l end"
     t = call(trace().op("mul", "x0 y", "a"), "all_reduce", "a", "f")
     t.op("mul", "x0 x0", "b")
     call(t, "wait", "f", "r").op("mul", "r b", "c").op("mul", "b b", "d")
-    assert ahead(t.returns("c d")) == "a b f r c d end"
+    assert in_pieces(t.returns("c d")) == "a b f r c d end"
     t = call(trace().op("mul", "x0 y", "a"), "all_reduce", "a", "f")
     t.op("mul", "x0 x0", "b").op("copy_", "b a", "w").op("mul", "a a", "e")  # it writes what is reduced
-    assert ahead(call(t, "wait", "f", "r").returns("r e")) == "a b f w e r end"
+    assert in_pieces(call(t, "wait", "f", "r").returns("r e")) == "a b f w e r end"
+
+
+def test_a_fuser_leaves_room_for_what_overlaps(trace, monkeypatch):
+    """Of four collectives of 4 bytes, two are a piece: what is made is reduced beside the other half of the compute."""
+    monkeypatch.setattr(collectives, "_PIECE", 8)
+    assert in_pieces(ddp(trace(), 4)) == "x1 g0 h0 x2 g1 h1 f0 f1 x3 g2 h2 x4 g3 h3 f2 f3 r0 r1 r2 r3 end"
+    assert in_pieces(fsdp(trace())) == "fd wd fb wb vd y vb z fc wc fa wa vc k va l end"
+    monkeypatch.setattr(collectives, "_PIECE", 1)
+    monkeypatch.setattr(collectives, "_PIECES", 2)
+    assert in_pieces(ddp(trace(), 4)) == "x1 g0 h0 x2 g1 h1 f0 f1 x3 g2 h2 x4 g3 h3 f2 f3 r0 r1 r2 r3 end"
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,17 @@ def test_transformers(backend, device, name, sampled):
         assert torch.equal(*found)
     report = explain(model.forward)
     assert not report.outside, report.outside
-    assert all(len(trace.regions) == 1 and not trace.regions[0].failure for trace in report.traces)
     decodes = [trace for trace in report.traces if trace.calls >= TOKENS - 1]
     assert len(decodes) >= 2 and all(trace.regions[0].replays >= trace.calls - 1 for trace in decodes)
+    assert all(len(trace.regions) == 1 and not trace.regions[0].failure for trace in report.traces), report
+    assert all(eager_ops(trace) <= _NEW_CACHE for trace in report.traces), report
+
+
+_NEW_CACHE = {"Tensor.to", "update_aliases"}  # a cache that is new counts on the CPU at first
+
+
+def eager_ops(trace):
+    return {op.name for op in trace.ops if op.verdict == "eager"}
 
 
 @pytest.mark.parametrize("name", ["Mistral", "Gemma3"])
@@ -68,7 +76,7 @@ def test_transformers_with_a_sliding_window(backend, device, name):
         found = model.generate(prompt, **settings)
         assert torch.equal(found, plain.generate(prompt, **settings, disable_compile=True))
     report = explain(model.forward)
-    assert not report.outside and all(op.verdict != "eager" for trace in report.traces for op in trace.ops), report
+    assert not report.outside and all(eager_ops(trace) <= _NEW_CACHE for trace in report.traces), report
     assert sum(trace.regions[0].replays for trace in report.traces) >= 20, report
 
 

@@ -55,7 +55,7 @@ class Manual(Automatic):
 
     def configure_optimizers(self):
         lr = torch.tensor(0.01, device=self.device)
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr, fused=True)
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr, fused=True, capturable=lr.is_cuda)
 
         def update(x, labels):
             loss = self.net(x, labels)
@@ -88,7 +88,7 @@ class ManualScaled(Manual):
 
     def configure_optimizers(self):
         lr = torch.tensor(0.01, device=self.device)
-        optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr, fused=True)
+        optimizer = torch.optim.AdamW(self.net.parameters(), lr=lr, fused=True, capturable=lr.is_cuda)
         scaler = self.trainer.precision_plugin.scaler
 
         def update(x, labels):

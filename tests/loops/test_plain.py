@@ -16,7 +16,9 @@ from thunder_cg import cudagraph_transform, graphed_step
 
 def loop(model, data, device, graphed=lambda step: step, epochs=4):
     """Trains, and returns the losses of all steps and all evaluations."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.01, device=device), fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=torch.tensor(0.01, device=device), fused=True, capturable=device == "cuda"
+    )
     schedule = StepLR(optimizer, 1, gamma=0.5)
 
     def step(x, labels):

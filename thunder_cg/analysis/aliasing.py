@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from thunder_cg.analysis import rules
-from thunder_cg.analysis.ops import Op, Ops
+from thunder_cg.analysis.ops import Op, Ops, Value
 from thunder_cg.analysis.rules import AliasedInputs, Reason
 
 __all__ = ["Aliasing", "chosen"]
@@ -42,7 +42,7 @@ class Aliasing:
     def of(cls, ops: Ops) -> Aliasing:
         union = _UnionFind(name for name, value in ops.values.items() if value.kind in _HOLDS_MEMORY)
         for op in ops.ops:
-            _unite_aliases(op, union)
+            _unite_aliases(op, union, ops.values)
         sets = {name: union.find(name) for name in union.parent}
         reads = [frozenset(sets[name] for name in op.names if name in sets) for op in ops.ops]
         writes = [frozenset(_writes(op, sets)) for op in ops.ops]
@@ -116,9 +116,9 @@ class _UnionFind:
             self.parent[member] = members[0]
 
 
-def _unite_aliases(op: Op, sets: _UnionFind) -> None:
+def _unite_aliases(op: Op, sets: _UnionFind, values: Mapping[str, Value]) -> None:
     for sub in op.subs:
-        _unite_aliases(sub, sets)
+        _unite_aliases(sub, sets, values)
     which = op.rule.aliased(op.conditions) if op.rule is not None else _assumed(op)
     inputs = [name for name in op.inputs if name in sets.parent]
     outputs = [name for name in op.outputs if name in sets.parent]
@@ -128,7 +128,15 @@ def _unite_aliases(op: Op, sets: _UnionFind) -> None:
         for pair in zip(inputs, outputs):
             sets.unite(pair)
     elif aliased := chosen(which, inputs):
-        sets.unite((*aliased, *outputs))
+        for names in _by_device((*aliased, *outputs), values):
+            sets.unite(names)
+
+
+def _by_device(names: Iterable[str], values: Mapping[str, Value]) -> list[list[str]]:
+    """The tensors on each kind of device, with those of which no device is known: others share no memory."""
+    kinds = {name: (values[name].device or "").split(":")[0] for name in names}
+    known = {kind: None for kind in kinds.values() if kind} or {"": None}
+    return [[name for name in kinds if kinds[name] in ("", kind)] for kind in known]
 
 
 def _writes(op: Op, sets: Mapping[str, str]) -> Iterator[str]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops, Value, process_groups, read
 from thunder_cg.analysis.partition import dependencies
 from thunder_cg.compat import thunder as compat
 
-__all__ = ["coalesced", "compute_ahead", "in_order", "schedule", "schedule_collectives"]
+__all__ = ["coalesced", "compute_in_pieces", "in_order", "schedule", "schedule_collectives"]
 
 # Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
 # 50 GB/s takes more than a millisecond for so much, which hides the launch and latency of the next collective. More
@@ -20,6 +20,9 @@ _IN_FLIGHT = 64 << 20
 # Bytes of collectives that are coalesced: one launch makes them all. Each launch has a latency of some 20 us, in which
 # a link of 400 GB/s moves as much. Larger launches would begin later, so less of them would run beside compute.
 _COALESCED = 8 << 20
+# What a fuser gets at once: bytes of collectives, and how many stretches of a trace at most. The last reductions have
+# nothing to run beside, which are a sixteenth of all then.
+_PIECE, _PIECES = 32 << 20, 16
 _GATHERS = frozenset({"torch_all_gather_prim_impl"})
 _REDUCTIONS = frozenset({"torch_all_reduce_prim_impl", "torch_reduce_scatter_prim_impl"})
 
@@ -65,25 +68,13 @@ def in_order(trace: compat.TraceCtx, ops: Ops, order: list[int]) -> compat.Trace
     return moved
 
 
-def compute_ahead(ops: Ops, aliasing: Aliasing) -> list[int]:
-    """The indices of all ops, those that need no collective in flight before it.
+def compute_in_pieces(ops: Ops, aliasing: Aliasing) -> list[int]:
+    """The indices of all ops, compute in as few stretches as still overlap with the collectives.
 
-    For a fuser, which fuses what is next to each other: Thunder divides each gradient right before its reduction, so
-    each division would be a fusion of its own.
+    For a fuser, which fuses what is next to each other. A stretch makes `_PIECE` bytes of what is reduced, or uses as
+    much of what was gathered, and more where that would be more than `_PIECES` stretches: each is compiled by itself.
     """
-    before = dependencies(ops, aliasing)
-    last = len(before) - 1
-    order: list[int] = []
-    in_flight: set[int] = set()  # collectives that nothing has waited for, and what needs them
-    for index in range(last):
-        if index in aliasing.waits:
-            order += [*sorted(in_flight), index]
-            in_flight = set()
-        elif index in aliasing.collectives or not in_flight.isdisjoint(before[index]):
-            in_flight.add(index)
-        else:
-            order.append(index)
-    return [*order, *sorted(in_flight), last]
+    return _Pieces(ops, aliasing).run()
 
 
 def schedule(ops: Ops, aliasing: Aliasing) -> list[int]:
@@ -133,22 +124,22 @@ def _nbytes(op: Op, values: Mapping[str, Value]) -> int:
 class _Scheduler:
     def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
         self._ops, self._aliasing = ops, aliasing
-        self._before = dependencies(ops, aliasing, collectives_in_order=False)
-        self._after: list[list[int]] = [[] for _ in self._before]
-        for index, earlier in enumerate(self._before):
+        self.before = dependencies(ops, aliasing, collectives_in_order=False)
+        self._after: list[list[int]] = [[] for _ in self.before]
+        for index, earlier in enumerate(self.before):
             for other in earlier:
                 self._after[other].append(index)
         issued = [index for index in sorted(aliasing.collectives) if self._futures(ops.ops[index].outputs)]
         self._issuer = {name: index for index in issued for name in self._futures(ops.ops[index].outputs)}
-        self._waits: defaultdict[int, list[int]] = defaultdict(list)  # of each asynchronous collective
+        self.waits: dict[int, list[int]] = {index: [] for index in issued}  # of each asynchronous collective
         for index in sorted(aliasing.waits):
             for name in ops.ops[index].inputs:
                 if name in self._issuer:
-                    self._waits[self._issuer[name]].append(index)
-        self._early = self._leading_to(issued)
+                    self.waits[self._issuer[name]].append(index)
+        self.early = self._leading_to(issued)
         self._late = self._following_waits()
         self._first_use = self._first_uses()
-        self._ahead = self._to_issue_ahead(issued)
+        self.ahead = self._to_issue_ahead(issued)
         self._missing: dict[int, int] = {}  # for each collective, how many ops it still waits for
         self._unlocks: defaultdict[int, list[int]] = defaultdict(list)
         for index in issued:
@@ -169,13 +160,13 @@ class _Scheduler:
                 self._make_ready(index)
 
     def run(self) -> list[int]:
-        last = len(self._before) - 1
+        last = len(self.before) - 1
         for index in range(last):
             if self._ops.ops[index].bookkeeping:
                 self._run(index)
-            elif index not in self._early and index not in self._late:
+            elif index not in self.early and index not in self._late:
                 self._issue()
-                for other in self._before[index]:
+                for other in self.before[index]:
                     self._run(other)
                 self._issue()  # the waits above made room, and what is issued now runs beside this op
                 self._run(index)
@@ -198,22 +189,22 @@ class _Scheduler:
                 self._run_together(self._batches.pop(kind))
                 return
         self._done.add(index)
-        for other in self._before[index]:
+        for other in self.before[index]:
             self._run(other)
         self._order.append(index)
         for collective in self._unlocks[index]:
             self._missing[collective] -= 1
             if not self._missing[collective]:
                 self._make_ready(collective)
-        if self._waits.get(index):
-            self._in_flight[index in self._ahead][index] = self._nbytes(index)
+        if self.waits.get(index):
+            self._in_flight[index in self.ahead][index] = self.nbytes(index)
         if index in self._aliasing.waits:
             for name in self._ops.ops[index].inputs:
                 for flying in self._in_flight.values():
                     flying.pop(self._issuer.get(name, -1), None)
 
     def _make_ready(self, collective: int) -> None:
-        heapq.heappush(self._ready[collective in self._ahead], (self._first_use[collective], collective))
+        heapq.heappush(self._ready[collective in self.ahead], (self._first_use[collective], collective))
 
     def _issue(self) -> None:
         """Issues what is ready, as far as the limits allow."""
@@ -232,7 +223,7 @@ class _Scheduler:
         if kind is None:
             self._run(collective)
             return
-        if self._total(self._batches.get(kind, [])) + self._nbytes(collective) > _COALESCED:
+        if self._total(self._batches.get(kind, [])) + self.nbytes(collective) > _COALESCED:
             self._run_together(self._batches.pop(kind, []))
         self._batches.setdefault(kind, []).append(collective)
 
@@ -254,7 +245,7 @@ class _Scheduler:
     def _run_together(self, collectives: Sequence[int]) -> None:
         """Appends the collectives one after the other, after all that they need."""
         for collective in collectives:
-            for other in self._before[collective]:
+            for other in self.before[collective]:
                 self._run(other)
         for collective in collectives:
             self._run(collective)
@@ -263,7 +254,7 @@ class _Scheduler:
         return _coalesced_kind(self._ops.ops[collective], self._ops.values)
 
     def _total(self, collectives: Sequence[int]) -> int:
-        return sum(map(self._nbytes, collectives))
+        return sum(map(self.nbytes, collectives))
 
     def _is_behind(self) -> bool:
         """Whether reductions hold too much. The one that was issued last stays in flight, however large."""
@@ -272,13 +263,17 @@ class _Scheduler:
 
     def _oldest_wait(self) -> int | None:
         """The wait for the reduction that has been in flight longest, of those that can be waited for now."""
-        waits = (self._waits[collective][0] for collective in self._in_flight[False])
-        return next((wait for wait in waits if self._done.issuperset(self._before[wait])), None)
+        waits = (self.waits[collective][0] for collective in self._in_flight[False])
+        return next((wait for wait in waits if self._done.issuperset(self.before[wait])), None)
 
     def _futures(self, names: tuple[str, ...]) -> list[str]:
         return [name for name in names if self._ops.values[name].kind == "future"]
 
-    def _nbytes(self, index: int) -> int:
+    def has_use(self, index: int) -> bool:
+        """Whether something in the trace computes with what a wait gives."""
+        return self._first_use[index] < len(self.before) - 1
+
+    def nbytes(self, index: int) -> int:
         return _nbytes(self._ops.ops[index], self._ops.values)
 
     def _is_pure(self, index: int) -> bool:
@@ -297,7 +292,7 @@ class _Scheduler:
                 if name not in arguments or not op.bookkeeping:
                     users[name].append(op.index)
         found = set(issued)
-        for index in reversed(range(len(self._before))):
+        for index in reversed(range(len(self.before))):
             tensors = [name for name in self._ops.ops[index].inputs if name in self._aliasing.sets]
             if len(tensors) != 1 or not self._after[index] or not self._is_pure(index):
                 continue
@@ -308,26 +303,26 @@ class _Scheduler:
     def _following_waits(self) -> set[int]:
         """Waits, and views of nothing but their results."""
         found = set(self._aliasing.waits)
-        for index, before in enumerate(self._before):
+        for index, before in enumerate(self.before):
             rule = self._ops.ops[index].rule
             is_view = rule is not None and not rule.launches_kernels and self._is_pure(index)
             if is_view and before and found.issuperset(before):
                 found.add(index)
-        return found - self._early
+        return found - self.early
 
     def _first_uses(self) -> list[int]:
         """For each op that moves, the first op after it that stays; for each that stays, itself."""
-        found = list(range(len(self._before)))
+        found = list(range(len(self.before)))
         for index in reversed(found):
-            if index in self._early or index in self._late:
+            if index in self.early or index in self._late:
                 found[index] = min((found[other] for other in self._after[index]), default=len(found))
         return found
 
     def _to_issue_ahead(self, issued: list[int]) -> set[int]:
         """Collectives that need nothing but arguments, and that something in the trace uses."""
         given: list[bool] = []
-        for index, before in enumerate(self._before):
-            moves_or_unpacks = index in self._early or self._ops.ops[index].bookkeeping
+        for index, before in enumerate(self.before):
+            moves_or_unpacks = index in self.early or self._ops.ops[index].bookkeeping
             given.append(moves_or_unpacks and all(given[other] for other in before))
         return {index for index in issued if given[index] and self._first_use[index] < len(given) - 1}
 
@@ -336,9 +331,75 @@ class _Scheduler:
         found: dict[int, None] = {}
         waiting = [collective]
         while waiting:
-            for other in self._before[waiting.pop()]:
-                if other in self._early and other not in self._missing:
+            for other in self.before[waiting.pop()]:
+                if other in self.early and other not in self._missing:
                     waiting.append(other)
                 else:
                     found[other] = None
         return list(found)
+
+
+class _Pieces:
+    """Defers collectives and waits of the schedule until there are enough of them."""
+
+    def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
+        self._aliasing = aliasing
+        self._scheduler = scheduler = _Scheduler(ops, aliasing)
+        self._schedule = scheduler.run()
+        self._sizes = {index: scheduler.nbytes(index) for index in (*scheduler.waits, *aliasing.waits)}
+        total = sum(self._sizes[index] for index in scheduler.waits)
+        self._piece = max(_PIECE, total // _PIECES)
+        self._done: set[int] = set()
+        self._order: list[int] = []
+
+    def run(self) -> list[int]:
+        made: list[int] = []  # reductions whose inputs are there
+        for index in self._schedule:
+            if index not in self._sizes:
+                if any(other in self._aliasing.waits for other in self._missing(index)):
+                    self._run(self._next_waits())
+                self._run([index])
+            elif index in self._scheduler.waits and index not in self._scheduler.ahead:
+                made.append(index)
+                if self._size(made) >= self._piece:
+                    self._run(each for each in made if self._is_ready(each))
+                    made = []
+        return self._order
+
+    def _run(self, indices: Iterable[int]) -> None:
+        """Appends ops, each after those that it needs."""
+        for index in indices:
+            for each in (*self._missing(index), index):
+                if each not in self._done:
+                    self._done.add(each)
+                    self._order.append(each)
+
+    def _missing(self, index: int) -> list[int]:
+        """What the op needs and has not run, in the order of the trace."""
+        found: set[int] = set()
+        waiting = [index]
+        while waiting:
+            new = self._scheduler.before[waiting.pop()]
+            waiting += (fresh := [other for other in new if other not in self._done and other not in found])
+            found.update(fresh)
+        return sorted(found)
+
+    def _is_ready(self, index: int) -> bool:
+        """Whether it waits for no compute, but perhaps for collectives and what leads to them."""
+        return all(
+            other in self._done or ((other in self._sizes or other in self._scheduler.early) and self._is_ready(other))
+            for other in self._scheduler.before[index]
+        )
+
+    def _next_waits(self) -> Iterator[int]:
+        """As many as are a piece, those whose results compute needs first."""
+        size = 0
+        for index in self._schedule:
+            if index in self._aliasing.waits and index not in self._done and self._scheduler.has_use(index):
+                if size >= self._piece or not self._is_ready(index):
+                    return
+                size += self._sizes[index]
+                yield index
+
+    def _size(self, indices: Iterable[int]) -> int:
+        return sum(self._sizes[index] for index in indices)

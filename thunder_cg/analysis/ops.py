@@ -249,7 +249,7 @@ class _TraceReader:
         self._same: set[tuple[str, ...]] = set()  # inputs and results that are one tensor, of collectives in place
 
     def ops(self, bound_symbols: Iterable[compat.BoundSymbol]) -> tuple[Op, ...]:
-        kept = (b for b in bound_symbols if _key(b.sym)[1] not in _DROPPED)
+        kept = (each for b in bound_symbols if _key(b.sym)[1] not in _DROPPED for each in compat.by_device(b))
         return tuple(self.op(index, bound) for index, bound in enumerate(kept))
 
     def op(self, index: int, bound: compat.BoundSymbol) -> Op:

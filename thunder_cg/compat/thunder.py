@@ -120,6 +120,23 @@ def without_copy(symbol: BoundSymbol) -> BoundSymbol:
     )
 
 
+def by_device(symbol: BoundSymbol) -> Sequence[BoundSymbol]:
+    """An ``update_aliases``, which only gives tensors new names, as one for each device; any other symbol as it is.
+
+    Thunder (0.2.6) takes a copy of a tensor on another device for a view of it.
+    """
+    names: dict[Any, list[tuple[Proxy, Proxy]]] = {}
+    if symbol.sym.name == "update_aliases":
+        for old, new in zip(symbol.flat_proxy_args, symbol.flat_proxy_outs, strict=True):
+            names.setdefault(getattr(old, "device", None), []).append((old, new))
+    if len(names) < 2:
+        return [symbol]
+    return [
+        symbol.from_bsym(args=(tuple(old for old, _ in pairs),), output=tuple(new for _, new in pairs), subsymbols=())
+        for pairs in names.values()
+    ]
+
+
 def compilation_began() -> float:
     """When Thunder began the compilation that runs on this thread, in seconds of ``time.perf_counter``; now if none."""
     _, stats = _compile_data.get()

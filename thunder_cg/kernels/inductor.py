@@ -11,7 +11,7 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
-from thunder_cg.analysis.collectives import compute_ahead, in_order
+from thunder_cg.analysis.collectives import compute_in_pieces, in_order
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
@@ -48,26 +48,35 @@ class InductorExecutor(compat.TorchCompileExecutor):
         return id(bsym) not in self._compiling.eager and super().can_fuse(bsym)
 
     def fusion_pass(self, trace: compat.TraceCtx) -> compat.TraceCtx:
-        leaves, _ = compat.tree_flatten(trace.bound_symbols[-1].args)
-        self._compiling.returned = frozenset(leaf.name for leaf in leaves if isinstance(leaf, compat.Proxy))
         ops = read(trace)
         aliasing = Aliasing.of(ops)
-        if aliasing.collectives:
-            trace = in_order(trace, ops, compute_ahead(ops, aliasing))
+        trace = in_order(trace, ops, compute_in_pieces(ops, aliasing))
         self._compiling.eager = _eager_symbols(ops, aliasing)
         written = frozenset().union(*aliasing.writes)
         self._compiling.written = frozenset(name for name, of in aliasing.sets.items() if of in written)
+        self._compiling.sets = aliasing.sets
+        self._compiling.writes = {id(op.symbol): aliasing.writes[op.index] for op in ops.ops}
+        self._compiling.order = {id(symbol): position for position, symbol in enumerate(trace.bound_symbols)}
         self._compiling.makers = {
             proxy.name: symbol for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs
         }
+        self._compiling.returned = frozenset(ops.ops[-1].inputs)
+        returns = trace.bound_symbols[-1]
+        unread = set(self._compiling.makers).difference(*(op.inputs for op in ops.ops))
+        results = [p for op in ops.ops if aliasing.writes[op.index] for p in op.symbol.flat_proxy_outs if p.name in unread]
+        # Thunder drops what makes nothing that is read, and computes anew what leads to it. Not so a write.
+        trace.bound_symbols[-1] = returns.from_bsym(args=(*returns.args, *results))
         try:
-            return super().fusion_pass(trace)
+            fused = super().fusion_pass(trace)
         finally:
             self._compiling.eager, self._compiling.makers = frozenset(), {}
+            self._compiling.order, self._compiling.writes = {}, {}
+        fused.bound_symbols[-1] = returns
+        return fused
 
     def fuse(self, region: Any, fusion_counter: int) -> compat.BoundSymbol:
         inputs, outputs = ([compat.unvariableify(each) for each in found] for found in (region.inputs, region.outputs))
-        symbols = _complete(region.bound_symbols, inputs, self._compiling.makers)
+        symbols = _complete(region.bound_symbols, inputs, outputs, self._compiling.makers, self._compiling.order)
         _keep_what_costs(symbols)
         for inner in symbols:  # computed once more, it would write once more, or read what was written since
             if any(proxy.name in self._compiling.written for proxy in (*inner.flat_proxy_args, *inner.flat_proxy_outs)):
@@ -76,7 +85,9 @@ class InductorExecutor(compat.TorchCompileExecutor):
         returned = [i for i, proxy in enumerate(outputs) if proxy.name in self._compiling.returned]
         name = f"Inductor{fusion_counter}"
         in_torch = compat.in_torch(symbols, inputs, outputs)
-        context = {name: Fusion(name, in_torch, returned if convolves else None)}
+        writes = frozenset().union(*(self._compiling.writes[id(symbol)] for symbol in symbols))
+        written = [i for i, proxy in enumerate(inputs) if self._compiling.sets.get(proxy.name) in writes]
+        context = {name: Fusion(name, in_torch, returned if convolves else None, written)}
         symbol = compat.Symbol(name, meta=None, is_fusion=True, executor=self)
         return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols, _call_ctx=context)
 
@@ -84,8 +95,11 @@ class InductorExecutor(compat.TorchCompileExecutor):
 class _FusionPass(threading.local):
     eager: frozenset[int] = frozenset()  # addresses of the symbols of the trace that no graph can hold
     written: frozenset[str] = frozenset()  # values in memory that the trace writes in place
+    sets: Mapping[str, str] = {}  # of the trace: the alias set of each tensor
+    writes: Mapping[int, frozenset[str]] = {}  # of the trace: the alias sets that each symbol writes, by its address
     returned: frozenset[str] = frozenset()  # results of the trace, gradients included
     makers: Mapping[str, compat.BoundSymbol] = {}  # of the trace: the symbol that makes each value
+    order: Mapping[int, int] = {}  # of the trace: the position of each symbol, by its address
 
 
 def _eager_symbols(ops: Ops, aliasing: Aliasing) -> frozenset[int]:
@@ -100,28 +114,29 @@ def _eager_symbols(ops: Ops, aliasing: Aliasing) -> frozenset[int]:
 
 
 def _complete(
-    symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], makers: Mapping[str, compat.BoundSymbol]
+    symbols: Iterable[compat.BoundSymbol],
+    inputs: Iterable[compat.Proxy],
+    outputs: Iterable[compat.Proxy],
+    makers: Mapping[str, compat.BoundSymbol],
+    order: Mapping[int, int],
 ) -> tuple[compat.BoundSymbol, ...]:
-    """The symbols of a fusion, and before each what it reads and nothing in the fusion makes.
+    """The symbols of a fusion, and those that make what it reads or returns and nothing in it makes, in trace order.
 
-    Where Thunder (0.2.6) recomputes a value of the forward in the backward's fusion, it forgets what a symbol without
-    arguments makes, such as zeros.
+    Where Thunder (0.2.6) recomputes a value in a later fusion, it forgets what a symbol without arguments makes, such
+    as zeros, and orders symbols by what they read and make alone: a read may then follow a write in place.
     """
-    found: list[compat.BoundSymbol] = []
-    known = {proxy.name for proxy in inputs}
-
-    def add(symbol: compat.BoundSymbol) -> None:
-        for proxy in symbol.flat_proxy_args:
-            if proxy.name not in known:
-                add(makers[proxy.name])
-        found.append(symbol)
-        known.update(proxy.name for proxy in symbol.flat_proxy_outs)
-
-    for symbol in (symbols := tuple(symbols)):
-        add(symbol)
-    if any(compat.OpTags.RANDOM_OP in (inner.sym.tags or ()) for inner in _walk(set(found) - set(symbols))):
-        raise RuntimeError("Thunder's rematerialization lost a random draw; executors=['torchcompile'] has that, too")
-    return tuple(found)
+    found = {id(symbol): symbol for symbol in symbols}
+    known = {proxy.name for proxy in inputs}.union(p.name for each in found.values() for p in each.flat_proxy_outs)
+    waiting = [*outputs, *(proxy for symbol in found.values() for proxy in symbol.flat_proxy_args)]
+    while waiting:
+        if (name := waiting.pop().name) not in known:
+            lost = makers[name]
+            if any(compat.OpTags.RANDOM_OP in (inner.sym.tags or ()) for inner in _walk([lost])):
+                raise RuntimeError("Thunder's rematerialization lost a random draw; torchcompile has that, too")
+            found[id(lost)] = lost
+            known.update(proxy.name for proxy in lost.flat_proxy_outs)
+            waiting += lost.flat_proxy_args
+    return tuple(sorted(found.values(), key=lambda symbol: order[id(symbol)]))
 
 
 def _keep_what_costs(symbols: Sequence[compat.BoundSymbol]) -> None:
@@ -163,18 +178,25 @@ class Fusion:
     Args:
         in_torch: the stretch with PyTorch's operators.
         returned: of a stretch with convolutions, the positions of the results that the caller gets.
+        written: the positions of the arguments whose memory it writes.
 
     Attributes:
         failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
     """
 
-    def __init__(self, name: str, in_torch: Callable[..., Any], returned: Sequence[int] | None) -> None:
+    def __init__(
+        self, name: str, in_torch: Callable[..., Any], returned: Sequence[int] | None, written: Sequence[int]
+    ) -> None:
+        self._written = written
         self.__name__ = name
         self._in_torch, self._returned = compat.outside_of_autograd(in_torch), returned
         self._run = compat.outside_of_autograd(torch.compile(in_torch, fullgraph=True, dynamic=False))
         self.failure: str | None = None
 
     def __call__(self, *args: Any) -> Any:
+        if self._written and _overlap(args, self._written):
+            self.failure = "it writes an argument that shares memory with another one"
+            return self._in_torch(*args)
         try:
             if self._returned is None:
                 return self._run(*args)
@@ -188,6 +210,23 @@ class Fusion:
             warnings.warn(f"Inductor cannot compile {self.__name__}, which runs op by op: {self.failure}", stacklevel=2)
         self._run, self._returned = self._in_torch, None
         return self._run(*args)
+
+
+def _overlap(args: Sequence[Any], written: Iterable[int]) -> bool:
+    """Whether a written argument may share elements with another one.
+
+    PyTorch (2.11) compiles such arguments as views of one tensor, which it takes for another one when it is called.
+    """
+    spans = [_span(arg) if isinstance(arg, torch.Tensor) and arg.numel() else (0, 0) for arg in args]
+    return any(
+        spans[i][0] < end and start < spans[i][1] for i in written for j, (start, end) in enumerate(spans) if i != j
+    )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first element and of the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+    return (start := tensor.data_ptr()), start + (last + 1) * tensor.element_size()
 
 
 def _laid_out_for_caller(result: Any, args: Sequence[Any]) -> Any:

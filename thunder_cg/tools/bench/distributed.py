@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces, optimize_ddp
+from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.report.report import explain
 from thunder_cg.tools.bench.measure import (
     FIRST_CALLS,
@@ -51,7 +52,8 @@ class RankRow:
         skew_p99_ms: between the first and the last rank's end of a step, each after a synchronization; p99.
         reserved_mb: the peak of the caching allocator in the first calls above what the model takes, 1e6 bytes. Memory
             of earlier variants in the process counts.
-        first_calls_s: preparation and the first calls: compilation, warm-up, capture.
+        first_calls_s: preparation and the first calls: compilation, warm-up, capture. All variants of Thunder trace
+            with `faster_tracing`.
         steps: synchronized steps measured.
         bits: for thunder_cg, whether loss and gradients equal those of plain Thunder: "same", "different", or "thunder
             varies" if two steps of plain Thunder differ.
@@ -95,7 +97,7 @@ class RankContender:
         torch.manual_seed(dist.get_rank())
         forget_dynamic_sizes()
         # Parts of a DDP module, which Dynamo compiles apart by default, do not go together with reduce-overhead.
-        with self._memory(), optimize_ddp(name != REDUCE_OVERHEAD):
+        with self._memory(), optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing():
             start = time.perf_counter()
             self.step: RankStep = prepare(name, own)
             times = [self._timed() for _ in range(FIRST_CALLS)]
