@@ -436,6 +436,17 @@ def test_written_leaves(twins, device):
                 f(x, y)
 
 
+def test_leaves_written_by_a_fusion(twins, device):
+    def fn(x):
+        x.mul_(2)
+        return work(x)
+
+    for f in twins(fn, {"executors": ["torchcompile"]}):
+        for _ in range(CALLS):
+            with pytest.raises(RuntimeError):  # Dynamo's, for PyTorch's
+                f(torch.randn(4, 4, device=device, requires_grad=True))
+
+
 def test_aliased_arguments(twins, device):
     def fn(x, y):
         x.add_(1)

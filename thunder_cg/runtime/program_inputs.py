@@ -136,5 +136,5 @@ class Moves:
 
 def _writes_with_grad(op: Op) -> bool:
     """Whether it writes in place while gradients are recorded, which a leaf that requires grad does not admit."""
-    copies = op.id == "copy_" and bool(op.symbol.kwargs.get("grad_enabled"))
+    copies = op.id in ("COPY_", "copy_") and bool(op.symbol.kwargs.get("grad_enabled"))  # the first is in a fusion
     return copies or any(map(_writes_with_grad, op.subs))
