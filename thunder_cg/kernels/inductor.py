@@ -50,7 +50,8 @@ class InductorExecutor(compat.TorchCompileExecutor):
     def fusion_pass(self, trace: compat.TraceCtx) -> compat.TraceCtx:
         ops = read(trace)
         aliasing = Aliasing.of(ops)
-        trace = in_order(trace, ops, compute_ahead(ops, aliasing) if aliasing.collectives else range(len(ops.ops)))
+        order = compute_ahead(ops, aliasing) if aliasing.collectives else [*range(len(ops.ops))]
+        trace = in_order(trace, ops, order)
         self._compiling.eager = _eager_symbols(ops, aliasing)
         written = frozenset().union(*aliasing.writes)
         self._compiling.written = frozenset(name for name, of in aliasing.sets.items() if of in written)
