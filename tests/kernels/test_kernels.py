@@ -262,6 +262,7 @@ def _views(a, b):
     return (a + 1,)
 
 
+@pytest.mark.filterwarnings("ignore:Inductor cannot compile .* it writes an argument that shares memory")
 @pytest.mark.parametrize("fn", [_computed_anew, _read_before, _written_again, _nothing_read, _views])
 def test_writes_in_place_between_fusions(fn, transform, device):
     """Thunder computes anew what is cheap, in an order of its own: not so what is written, or read before it is."""
@@ -274,3 +275,43 @@ def test_writes_in_place_between_fusions(fn, transform, device):
             calls.append([*each(*inputs), *inputs])
         for expected, *found in zip(*calls):
             assert all(torch.equal(expected, other) for other in found)
+
+
+@pytest.mark.filterwarnings("ignore:Inductor cannot compile .*recompile_limit")
+def test_more_layouts_than_dynamo_compiles_run_op_by_op(transform, device):
+    def fn(a):
+        return torch.sin(a) * 2 + a
+
+    plain, captured = (thunder.jit(fn, executors=thunder_cg.executors(), transforms=t) for t in ([], [transform()]))
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for step in (4, 5, 6, 4, 5, 4, 4, 5):
+            a = torch.rand(24, device=device).as_strided((4, 4), (step, 1))
+            found = plain(a)
+            assert torch.equal(found, captured(a))
+            torch.testing.assert_close(found, fn(a))
+    (op,) = [op for op in thunder_cg.explain(captured).traces[0].ops if op.fused]
+    assert "too many layouts" in op.detail
+
+
+def test_a_written_argument_that_requires_grad(transform, device):
+    """Inductor refuses it for a view of what is written; a graph, which has it detached, would run other kernels."""
+
+    def fn(a, b):
+        v = a.view(-1)
+        v.add_(1.0)
+        a.mul_(2.0)
+        return torch.sin(v) * b, v, a
+
+    with torch.no_grad():
+        calls = []
+        for transforms in ([], [transform()]):
+            compiled = thunder.jit(fn, executors=thunder_cg.executors(), transforms=transforms)
+            calls.append([])
+            for seed in range(4):
+                torch.manual_seed(seed)
+                a = torch.rand(4, 4, device=device, requires_grad=True)
+                result, _, same_a = compiled(a, torch.rand(16, device=device))
+                assert same_a is a
+                calls[-1] += [result, a.detach()]
+    assert not any(op.detail and "op by op" in op.detail for t in thunder_cg.explain(compiled).traces for op in t.ops)
+    assert all(map(torch.equal, *calls))

@@ -25,7 +25,7 @@ from weakref import ref
 import torch
 from torch._C._dynamo import guards as _guards
 from torch._C._dynamo.guards import TensorGuards
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.guards import GuardManagerType
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor
@@ -41,6 +41,8 @@ from torch.utils.hooks import RemovableHandle
 
 # What `torch.compile` raises where it cannot compile a function, before any of it runs.
 CompileError = TorchDynamoException
+# What it raises, likewise, where it has compiled the function for as many layouts of arguments as it may.
+TooManyLayouts = FailOnRecompileLimitHit
 
 
 def free_layouts() -> AbstractContextManager[None]:

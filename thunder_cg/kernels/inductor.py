@@ -15,7 +15,7 @@ from thunder_cg.analysis.collectives import compute_in_pieces, in_order
 from thunder_cg.analysis.ops import Ops, read
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.torch import CompileError, free_layouts
+from thunder_cg.compat.torch import CompileError, TooManyLayouts, free_layouts
 from thunder_cg.kernels import activation, derivatives, loss, normalization  # noqa: F401  (they register operators)
 from thunder_cg.kernels.convolution import has_channels_last
 
@@ -62,10 +62,9 @@ class InductorExecutor(compat.TorchCompileExecutor):
         }
         self._compiling.returned = frozenset(ops.ops[-1].inputs)
         returns = trace.bound_symbols[-1]
-        unread = set(self._compiling.makers).difference(*(op.inputs for op in ops.ops))
-        results = [
-            p for op in ops.ops if aliasing.writes[op.index] for p in op.symbol.flat_proxy_outs if p.name in unread
-        ]
+        read_names = {name for op in ops.ops for name in op.inputs}
+        writes = (op.symbol for op in ops.ops if aliasing.writes[op.index])
+        results = [proxy for each in writes for proxy in each.flat_proxy_outs if proxy.name not in read_names]
         # Thunder drops what makes nothing that is read, and computes anew what leads to it. Not so a write.
         trace.bound_symbols[-1] = returns.from_bsym(args=(*returns.args, *results))
         try:
@@ -89,7 +88,8 @@ class InductorExecutor(compat.TorchCompileExecutor):
         in_torch = compat.in_torch(symbols, inputs, outputs)
         writes = frozenset().union(*(self._compiling.writes[id(symbol)] for symbol in symbols))
         written = [i for i, proxy in enumerate(inputs) if self._compiling.sets.get(proxy.name) in writes]
-        context = {name: Fusion(name, in_torch, returned if convolves else None, written)}
+        refuses = any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols))
+        context = {name: Fusion(name, in_torch, returned if convolves else None, written, refuses)}
         symbol = compat.Symbol(name, meta=None, is_fusion=True, executor=self)
         return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols, _call_ctx=context)
 
@@ -181,24 +181,45 @@ class Fusion:
         in_torch: the stretch with PyTorch's operators.
         returned: of a stretch with convolutions, the positions of the results that the caller gets.
         written: the positions of the arguments whose memory it writes.
+        refuses_leaves: whether PyTorch refuses that where autograd accumulates a gradient for one of them.
 
     Attributes:
         failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
     """
 
     def __init__(
-        self, name: str, in_torch: Callable[..., Any], returned: Sequence[int] | None, written: Sequence[int]
+        self,
+        name: str,
+        in_torch: Callable[..., Any],
+        returned: Sequence[int] | None,
+        written: Sequence[int],
+        refuses_leaves: bool,
     ) -> None:
-        self._written = written
+        self._written, self._refuses_leaves = frozenset(written), refuses_leaves
         self.__name__ = name
         self._in_torch, self._returned = compat.outside_of_autograd(in_torch), returned
         self._run = compat.outside_of_autograd(torch.compile(in_torch, fullgraph=True, dynamic=False))
         self.failure: str | None = None
 
     def __call__(self, *args: Any) -> Any:
-        if self._written and _overlap(args, self._written):
-            self.failure = "it writes an argument that shares memory with another one"
-            return self._in_torch(*args)
+        if self._written:
+            if _overlap(args, self._written):
+                return self._run_in_torch(args, "it writes an argument that shares memory with another one")
+            if self._refuses_leaves and any(args[i].is_leaf and args[i].requires_grad for i in self._written):
+                return self._in_torch(*args)  # which raises
+            # As in a graph. Inductor refuses to compile some writes to what requires grad.
+            detached = [arg.detach() if i in self._written and arg.requires_grad else arg for i, arg in enumerate(args)]
+            given = dict(zip(map(id, detached), args))
+            return [given.get(id(result), result) for result in self._run_compiled(detached)]
+        return self._run_compiled(args)
+
+    def _run_in_torch(self, args: Sequence[Any], why: str) -> Any:
+        if self.failure is None:
+            warnings.warn(f"Inductor cannot compile {self.__name__}, which runs op by op: {why}", stacklevel=3)
+        self.failure = why
+        return self._in_torch(*args)
+
+    def _run_compiled(self, args: Sequence[Any]) -> Any:
         try:
             if self._returned is None:
                 return self._run(*args)
@@ -207,11 +228,12 @@ class Fusion:
             for i in self._returned:
                 results[i] = _laid_out_for_caller(results[i], args)
             return results
+        except TooManyLayouts:  # the others stay compiled
+            return self._run_in_torch(args, "too many layouts of arguments, see torch._dynamo.config.recompile_limit")
         except CompileError as error:  # raised before anything ran
-            self.failure = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            warnings.warn(f"Inductor cannot compile {self.__name__}, which runs op by op: {self.failure}", stacklevel=2)
-        self._run, self._returned = self._in_torch, None
-        return self._run(*args)
+            self._run, self._returned = self._in_torch, None
+            cause = str(error).strip().replace("raised:\n", "raised: ").splitlines()[0]
+            return self._run_in_torch(args, f"{type(error).__name__}: {cause}")
 
 
 def _overlap(args: Sequence[Any], written: Iterable[int]) -> bool:
