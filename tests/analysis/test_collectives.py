@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from thunder_cg.analysis import collectives
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.collectives import compute_in_pieces, schedule
+from thunder_cg.analysis.collectives import compute_in_pieces, schedule, waits_before_writes
 from thunder_cg.analysis.partition import dependencies
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
@@ -68,10 +68,18 @@ class Bound:
         return list(self.args)
 
 
-def in_pieces(t):
+def in_pieces(t, order=compute_in_pieces):
     ops = t.done()
-    outputs = [ops.ops[i].outputs for i in compute_in_pieces(ops, Aliasing.of(ops))]
+    outputs = [ops.ops[i].outputs for i in order(ops, Aliasing.of(ops))]
     return " ".join(names[0] if names else "end" for names in outputs)
+
+
+def test_a_wait_comes_before_what_the_collective_uses_is_written(trace):
+    """Thunder moves waits down to the first use of what they give."""
+    t = call(call(trace(), "all_gather", "x", "f"), "all_gather", "y", "g")
+    t.op("mul", "x x", "a").op("copy_", "a x", "w").op("mul", "a a", "b")
+    t = call(call(t, "wait", "g", "s"), "wait", "f", "r")
+    assert in_pieces(t.returns("r s b w"), waits_before_writes) == "f g a r w b s end"
 
 
 def test_a_fuser_finds_compute_together(trace):

@@ -11,7 +11,7 @@ from thunder_cg.analysis.ops import Op, Ops, Value, process_groups, read
 from thunder_cg.analysis.partition import dependencies
 from thunder_cg.compat import thunder as compat
 
-__all__ = ["coalesced", "compute_in_pieces", "in_order", "schedule", "schedule_collectives"]
+__all__ = ["coalesced", "compute_in_pieces", "in_order", "schedule", "schedule_collectives", "waits_before_writes"]
 
 # Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
 # 50 GB/s takes more than a millisecond for so much, which hides the launch and latency of the next collective. More
@@ -56,6 +56,7 @@ def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:
     if not any(isinstance(proxy, compat.FutureTensorProxy) for proxy in outputs):
         return trace
     ops = read(trace)
+    ops = read(trace := in_order(trace, ops, waits_before_writes(ops, Aliasing.of(ops))))
     scheduled = compat.del_last_used(in_order(trace, ops, schedule(ops, Aliasing.of(ops))))
     scheduled.set_provenance(compat.TraceProvenance("Schedule of collectives"))
     return scheduled
@@ -66,6 +67,24 @@ def in_order(trace: compat.TraceCtx, ops: Ops, order: list[int]) -> compat.Trace
     moved = compat.from_trace(trace)
     moved.bound_symbols = [ops.ops[index].symbol for index in order]
     return moved
+
+
+def waits_before_writes(ops: Ops, aliasing: Aliasing) -> list[int]:
+    """The indices of all ops, each wait before the first write of what its collective still uses.
+
+    Thunder (0.2.6) moves waits down, also past such a write; the ranks would then race.
+    """
+    order: dict[int, None] = {}
+    waits = {name: index for index in aliasing.waits for name in ops.ops[index].inputs}
+    in_flight: dict[int, frozenset[str]] = {}  # waits, and the memory that their collectives use
+    for op in ops.ops:
+        order |= dict.fromkeys(w for w, used in in_flight.items() if not used.isdisjoint(aliasing.writes[op.index]))
+        order[op.index] = None
+        if op.index in aliasing.collectives:
+            used = aliasing.reads[op.index] | aliasing.writes[op.index]
+            in_flight.update((waits[name], used) for name in op.outputs if name in waits)
+        in_flight = {wait: used for wait, used in in_flight.items() if wait not in order}
+    return [*order]
 
 
 def compute_in_pieces(ops: Ops, aliasing: Aliasing) -> list[int]:

@@ -24,12 +24,13 @@ _ONCE = compat.OpTags.MATMUL_OP  # what has this tag, Thunder does not compute o
 
 
 class InductorExecutor(compat.TorchCompileExecutor):
-    """Has Inductor compile whole stretches of a trace, as Thunder's executor ``torchcompile`` does, with five changes.
+    """Has Inductor compile whole stretches of a trace, as Thunder's executor ``torchcompile`` does, with these changes.
 
     - An operator keeps the derivative that Thunder has for PyTorch's kernel of it. Thunder's executor hides it.
     - What a graph cannot hold is not fused: one such operator would keep the whole fusion eager.
     - So is a derivative that Thunder takes with PyTorch's autograd, which Dynamo cannot trace.
-    - What comes between collectives and needs none of them joins the stretch before them.
+    - Stretches end where collectives can overlap with the next one, not at each collective.
+    - What writes in place is computed once, and a fusion keeps the order of the trace around it.
     - A stretch that Inductor cannot compile runs operator by operator, and `explain` says so.
     """
 
