@@ -1492,6 +1492,7 @@ def test_results_reshaped_in_place(twins, device):
     assert replays(graphed) >= CALLS - 1
 
 
+@pytest.mark.filterwarnings("ignore:.*puts that off to the backward")
 def test_gradients_despite_no_grad(twins, device):
     class Writes(nn.Module):
         def __init__(self):

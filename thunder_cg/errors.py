@@ -42,7 +42,7 @@ class CaptureError(CudagraphError, RuntimeError):
 
 
 class WrongGradientWarning(UserWarning):
-    """Thunder computes another gradient than PyTorch does, or its backward raises, with and without graphs."""
+    """Thunder computes another gradient than PyTorch, writes too late, or raises, with and without graphs."""
 
 
 class ForeignFileError(CudagraphError, FileExistsError, ValueError):

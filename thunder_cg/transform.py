@@ -20,7 +20,7 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
-from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten
+from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
@@ -158,10 +158,14 @@ class CudagraphTransform(compat.Transform):
         communicates = any(op.communicates for op in ops.ops)
         updates = self._backend.supports_scalar_updates and not communicates
         if compat.TraceTag.BACKWARD in trace.tags:
-            _warn_of_wrong_gradients(self._compiling.wrong_gradients)
+            known = {each.line for each in self._compiling.wrong_gradients}
+            late = [each for each in put_off(ops, aliasing, self._compiling.seen) if each.line not in known]
+            _warn_of_wrong_gradients((*self._compiling.wrong_gradients, *late))
         elif compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
             saved = names_in(trace.bound_symbols[-1].args[1:])
             self._compiling.wrong_gradients += overwritten(ops, aliasing, saved)
+            seen = aliasing.sets_of([*ops.args, *names_in(trace.bound_symbols[-1].args[:1])])
+            self._compiling.seen = frozenset(name for name, of in aliasing.sets.items() if of in seen)
         verdicts = classify(
             ops,
             aliasing,
@@ -297,11 +301,12 @@ class _Compiling(threading.local):
     forward: tuple[set[str], weakref.ref[Program]] | None = None
     before: Ops | None = None  # the trace before Thunder transforms it, if options name operators
     wrong_gradients: tuple[WrongGradient, ...] = ()
+    seen: frozenset[str] = frozenset()  # names of the forward in memory that its caller sees
 
 
 def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
     for each in found:
-        said = f"Thunder's gradient is wrong, or its backward raises, with and without graphs: {each}"
+        said = f"Thunder computes another gradient, writes too late or raises, with and without graphs: {each}"
         warnings.warn(said, WrongGradientWarning, stacklevel=2)
 
 

@@ -131,6 +131,21 @@ def test_a_right_gradient_is_not(name):
     assert is_right(fn, thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")]))
 
 
+def test_a_write_that_thunder_puts_off_to_the_backward_is_warned_of():
+    """It has no part in the gradient, and the graph of the forward has handed its result out by then."""
+
+    def fn(x, z):
+        y = z * 2
+        y[:2].mul_(3.0)
+        return torch.sin(x), y
+
+    graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
+    x, z = torch.randn(3, 4, requires_grad=True), torch.ones(3, 4)
+    with pytest.warns(WrongGradientWarning, match=r"gradients.py:\d+ writes in place to what the caller sees"):
+        _, y = graphed(x, z)
+    assert not torch.equal(y, fn(x, z)[1]), "Thunder writes in time: the warning can go"
+
+
 def test_nothing_is_said_where_no_gradient_is_wanted():
     fn, _ = WRONG["slice, add"]
     graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])

@@ -38,6 +38,7 @@ class WrongGradient:
 _INSTEAD = "write out of place, or compile with thunder_cg.thunderfx, which corrects or refuses it"
 _OVERWRITTEN = f"overwrites in place what the backward needs; {_INSTEAD}"
 _LOST = f"writes in place to memory that another tensor shares, whose gradient does not see it; {_INSTEAD}"
+_PUT_OFF = f"writes in place to what the caller sees, and Thunder puts that off to the backward; {_INSTEAD}"
 _INDEX_PUT = (
     "has another gradient in Thunder than in PyTorch; compile with thunder_cg.thunderfx, which leaves it to Inductor"
 )
@@ -119,6 +120,18 @@ def overwritten(ops: Ops, aliasing: Aliasing, saved: Collection[str]) -> tuple[W
             found.append(_named(op, ops, _OVERWRITTEN))
         alive += [views.of(name) for name in op.outputs if name in saved and name in aliasing.sets]
     return tuple(dict.fromkeys(found))
+
+
+def put_off(ops: Ops, aliasing: Aliasing, seen: Collection[str]) -> tuple[WrongGradient, ...]:
+    """Writes of the user's forward that Thunder has moved to its backward.
+
+    Args:
+        ops: of a backward trace.
+        seen: names of the forward in memory that its caller sees.
+    """
+    given = aliasing.sets_of(name for op in ops.ops if op.bookkeeping for name in op.outputs if name in seen)
+    found = [op for op in _without_fusions(ops.ops) if not given.isdisjoint(aliasing.sets_of(_written(op)))]
+    return tuple(dict.fromkeys(_named(op, ops, _PUT_OFF) for op in found))
 
 
 def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
