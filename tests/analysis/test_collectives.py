@@ -161,6 +161,23 @@ def test_one_reduction_is_in_flight_however_large(trace, monkeypatch):
     assert order(ddp(trace(), 2)) == "x1 g0 h0 f0 x2 g1 h1 f1 r0 r1 end"
 
 
+def test_what_one_fusion_makes_or_uses_is_in_flight_while_another_runs(trace, monkeypatch):
+    monkeypatch.setattr(collectives, "_IN_FLIGHT", 4)
+    t = trace()
+    for piece in "ab":
+        t.op("matmul", "x y", f"{piece}0 {piece}1")
+        for i in range(2):
+            call(t, "all_reduce", f"{piece}{i}", f"f{piece}{i}")
+    for name in ("a0", "a1", "b0", "b1"):
+        call(t, "wait", f"f{name}", f"r{name}")
+    assert order(t.returns("ra0 ra1 rb0 rb1")) == "a0 fa0 fa1 b0 fb0 fb1 ra0 ra1 rb0 rb1 end"
+    t = trace()
+    for name in ("a0", "a1", "b0", "b1"):
+        call(call(t, "all_gather", f"p{name}", f"f{name}"), "wait", f"f{name}", f"w{name}")
+    t.op("matmul", "x wa0 wa1", "y").op("matmul", "y wb0 wb1", "z").returns("z")
+    assert order(t) == "fa0 fa1 wa0 wa1 fb0 fb1 y wb0 wb1 z end"
+
+
 def test_a_reduction_whose_result_is_used_is_waited_for_there(trace):
     """As tensor parallelism has it: between the two runs what does not need the result."""
     t = trace().op("matmul", "x y", "g")

@@ -15,7 +15,8 @@ __all__ = ["coalesced", "compute_in_pieces", "in_order", "schedule", "schedule_c
 
 # Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
 # 50 GB/s takes more than a millisecond for so much, which hides the launch and latency of the next collective. More
-# would only hold more memory: gathered parameters before their use, and the inputs of reductions up to their wait.
+# would only hold more memory: gathered parameters before their use, and the inputs of reductions up to their wait. But
+# what one fusion makes or uses is in flight together, while another one runs.
 _IN_FLIGHT = 64 << 20
 # Bytes of collectives that are coalesced: one launch makes them all. Each launch has a latency of some 20 us, in which
 # a link of 400 GB/s moves as much. Larger launches would begin later, so less of them would run beside compute.
@@ -161,11 +162,15 @@ class _Scheduler:
         self.ahead = self._to_issue_ahead(issued)
         self._missing: dict[int, int] = {}  # for each collective, how many ops it still waits for
         self._unlocks: defaultdict[int, list[int]] = defaultdict(list)
+        at_once: defaultdict[tuple[bool, int], int] = defaultdict(int)  # bytes that one op makes ready, or waits for
         for index in issued:
             needed = self._needed(index)
             self._missing[index] = len(needed)
             for other in needed:
                 self._unlocks[other].append(index)
+            is_ahead = index in self.ahead
+            at_once[is_ahead, self._first_use[index] if is_ahead else max(needed, default=0)] += self.nbytes(index)
+        self._limit = max([_IN_FLIGHT, *at_once.values()])  # a fusion may make more
         # Collectives to issue, as (first use, index): True for those that are issued ahead, False for the others.
         self._ready: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         # Bytes of what is in flight, oldest first, likewise.
@@ -232,7 +237,7 @@ class _Scheduler:
                 self._add_to_batch(heapq.heappop(self._ready[False])[1])
             elif self._is_behind() and (wait := self._oldest_wait()) is not None:
                 self._run(wait)
-            elif self._ready[True] and sum(self._in_flight[True].values()) < _IN_FLIGHT:
+            elif self._ready[True] and sum(self._in_flight[True].values()) < self._limit:
                 self._run_together(self._next_ahead())
             else:
                 return
@@ -278,7 +283,7 @@ class _Scheduler:
     def _is_behind(self) -> bool:
         """Whether reductions hold too much. The one that was issued last stays in flight, however large."""
         behind = self._in_flight[False].values()
-        return len(behind) > 1 and sum(behind) > _IN_FLIGHT
+        return len(behind) > 1 and sum(behind) > self._limit
 
     def _oldest_wait(self) -> int | None:
         """The wait for the reduction that has been in flight longest, of those that can be waited for now."""
