@@ -45,6 +45,7 @@ DEVELOPER_TOOLS = ("generation", "operators", "results", "suite")
 KNOW_THUNDER = {
     "analysis/ops.py",
     "compat/dynamo.py",
+    "compat/splitter.py",
     "compat/thunder.py",
     "compat/tracing.py",
     "runtime/functions.py",

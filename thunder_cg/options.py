@@ -1,4 +1,4 @@
-"""All settings in one frozen record, checked once, when the transform is made."""
+"""All settings of a transform, and of a graphed step, in one frozen record each, which checks them once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from torch import nn
+from torch.optim import Optimizer
+
 from thunder_cg.compat.thunder import name_of_operator
 from thunder_cg.errors import OptionError
 
 BACKENDS = ("auto", "cuda", "tape")
 CAPTURE_COLLECTIVES = ("auto", "always", "never")
 SELECT = ("all", "measured")
+_TRANSFORM = "cudagraph_transform"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,7 @@ class Options:
     select: Literal["all", "measured"] = "all"
 
     def __post_init__(self) -> None:
-        if self.backend not in BACKENDS:
-            raise OptionError(
-                "backend", self.backend, f"one of {', '.join(map(repr, BACKENDS))}", "choose one of these"
-            )
+        _check_choice("backend", self.backend, BACKENDS, "choose one of these")
         if not isinstance(self.strict, bool) and self.strict != "ops":
             raise OptionError("strict", self.strict, 'True, False or "ops"', 'pass a bool or "ops"')
         if not isinstance(self.debug, bool):
@@ -47,17 +48,11 @@ class Options:
         if not (verify is None or verify == "first" or (type(verify) is int and verify >= 1)):
             fix = 'pass "first" to compare each new recording once, or 100 to compare one call in 100 as well'
             raise OptionError("verify", verify, '"first", a whole number of at least 1, or None', fix)
-        if self.capture_collectives not in CAPTURE_COLLECTIVES:
-            allowed = ", ".join(map(repr, CAPTURE_COLLECTIVES))
-            raise OptionError("capture_collectives", self.capture_collectives, f"one of {allowed}", 'pass "auto"')
-        if self.select not in SELECT:
-            fix = 'pass "measured" to leave regions eager whose graphs do not pay'
-            raise OptionError("select", self.select, f"one of {', '.join(map(repr, SELECT))}", fix)
-        for name in ("max_recordings", "max_arenas"):
-            bound = getattr(self, name)
-            if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
-                raise OptionError(name, bound, "a whole number of at least 1", "raise it")
-        check_memory_budget(self.memory_budget, "cudagraph_transform")
+        _check_choice("capture_collectives", self.capture_collectives, CAPTURE_COLLECTIVES, 'pass "auto"')
+        _check_choice("select", self.select, SELECT, 'pass "measured" to leave regions eager whose graphs do not pay')
+        _check_bound("max_recordings", self.max_recordings)
+        _check_bound("max_arenas", self.max_arenas)
+        _check_memory_budget(self.memory_budget)
         for name in ("allow", "deny"):
             value = getattr(self, name)
             if isinstance(value, str) or not isinstance(value, Collection) or not all(map(_is_operator, value)):
@@ -70,8 +65,41 @@ class Options:
             )
 
 
-def check_memory_budget(budget: object, function: str) -> None:
-    """Raises `OptionError` if ``memory_budget=`` of ``function`` cannot be meant."""
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """Settings of one graphed step: :func:`thunder_cg.graphed_step` says what each means.
+
+    Raises:
+        OptionError: for the first value that cannot be meant.
+    """
+
+    modules: tuple[nn.Module, ...]
+    optimizers: tuple[Optimizer, ...]
+    backend: str
+    max_recordings: int
+    memory_budget: int | float | None
+
+    def __post_init__(self) -> None:
+        for name, kind in (("modules", nn.Module), ("optimizers", Optimizer)):
+            for value in getattr(self, name):
+                if not isinstance(value, kind):
+                    raise OptionError(name, value, f"a {kind.__name__}", "pass it, or a list of them", "graphed_step")
+        _check_bound("max_recordings", self.max_recordings, "graphed_step")
+        _check_memory_budget(self.memory_budget, "graphed_step")
+        _check_choice("backend", self.backend, BACKENDS, "choose one of these", "graphed_step")
+
+
+def _check_choice(name: str, value: object, choices: Collection[str], fix: str, function: str = _TRANSFORM) -> None:
+    if value not in choices:
+        raise OptionError(name, value, f"one of {', '.join(map(repr, choices))}", fix, function)
+
+
+def _check_bound(name: str, bound: object, function: str = _TRANSFORM) -> None:
+    if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
+        raise OptionError(name, bound, "a whole number of at least 1", "raise it", function)
+
+
+def _check_memory_budget(budget: object, function: str = _TRANSFORM) -> None:
     is_share = type(budget) is float and 0 < budget <= 1
     if not (budget is None or is_share or (type(budget) is int and budget >= 1)):
         expected = "bytes as a whole number of at least 1, a share of the device as a float in (0, 1], or None"

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from thunder_cg.analysis import collectives, pieces
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.collectives import schedule, waits_before_writes
-from thunder_cg.analysis.partition import dependencies
+from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.pieces import compute_in_pieces
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")

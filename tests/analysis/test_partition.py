@@ -11,7 +11,8 @@ import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
-from thunder_cg.analysis.partition import Eager, Region, dependencies, partition
+from thunder_cg.analysis.dependencies import dependencies
+from thunder_cg.analysis.partition import Eager, Region, partition
 from thunder_cg.analysis.rules import Reason
 
 

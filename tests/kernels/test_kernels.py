@@ -197,28 +197,28 @@ def test_through_thunderfx(device, backend):
     ]
 
 
-def _symbols(function):
-    """What Thunder traces of a function of one tensor, and the argument."""
+def _traced(function):
+    """What Thunder traces of a function of one tensor: what the fuser knows of it, its operators and its argument."""
     compiled = thunder.jit(function)
     compiled(torch.ones(4))
     trace = thunder.last_traces(compiled)[0]
     (a,) = trace.args
-    return [symbol for symbol in trace.bound_symbols if symbol.sym.name not in ("unpack_trivial", "python_return")], a
+    symbols = [each for each in trace.bound_symbols if each.sym.name not in ("unpack_trivial", "python_return")]
+    return inductor._TraceFacts(trace), symbols, a
 
 
 def test_a_fusion_has_all_that_it_reads():
     """Thunder's rematerialization forgets symbols without arguments."""
-    (zeros, add), a = _symbols(lambda a: a + torch.zeros(4))
-    makers, order = {zeros.output.name: zeros}, {id(zeros): 0, id(add): 1}
-    assert inductor._complete([add], [a], [], makers, order) == (zeros, add)
-    assert inductor._complete([add, zeros], [a], [], makers, order) == (zeros, add)
-    assert inductor._complete([], [a], [zeros.output], makers, order) == (zeros,)
+    facts, (zeros, add), a = _traced(lambda a: a + torch.zeros(4))
+    assert facts.completed([add], [a], []) == (zeros, add)
+    assert facts.completed([add, zeros], [a], []) == (zeros, add)
+    assert facts.completed([], [a], [zeros.output]) == (zeros,)
 
 
 def test_a_random_draw_is_not_made_again():
-    (draw, add), a = _symbols(lambda a: a + torch.rand(4))
+    facts, (_, add), a = _traced(lambda a: a + torch.rand(4))
     with pytest.raises(RuntimeError, match="lost a random draw"):
-        inductor._complete([add], [a], [], {draw.output.name: draw}, {})
+        facts.completed([add], [a], [])
 
 
 def _computed_anew(a, b):

@@ -24,7 +24,7 @@ class Aliasing:
     """The aliasing of one trace. It is computed once and passed on."""
 
     # The alias set of each tensor (and future): the earliest name of those that may share its memory. Tensors from
-    # outside of the trace are told apart by name; see Note [Overlapping arguments] in partition.py.
+    # outside of the trace are told apart by name; see Note [Overlapping arguments] in dependencies.py.
     sets: Mapping[str, str]
     # For each op, the alias sets that it touches: those of its inputs, and of its outputs, which may be views.
     reads: tuple[frozenset[str], ...]

@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.ops import Op, Ops, Value, process_groups, read
-from thunder_cg.analysis.partition import dependencies
 from thunder_cg.compat import thunder as compat
 
 __all__ = ["Scheduler", "coalesced", "in_order", "schedule", "schedule_collectives", "waits_before_writes"]

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import Verdict
+from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.rules import Reason
 
-__all__ = ["Eager", "Plan", "PlannedTrace", "Region", "dependencies", "partition"]
+__all__ = ["Eager", "Plan", "PlannedTrace", "Region", "partition"]
 
 # Regrouping may raise the estimated peak memory by this factor over trace order, no further. An increase of at most as
 # many bytes as the slack never matters: torch's allocator asks the device for no smaller segment.
@@ -116,82 +117,6 @@ def _partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Pla
         return _plan(ops, verdicts, graph, runs, "")
     note = f"kept in trace order: regrouping would raise the estimated peak memory from {before:,} to {after:,} bytes"
     return _plan(ops, verdicts, graph, in_order, note if len(in_order) > len(runs) else "")
-
-
-# Note [Overlapping arguments]
-# Thunder compares only the first addresses of arguments, and no addresses of parameters and buffers, so two of them may
-# overlap unnoticed. Where the trace writes one of them, all count as one memory for the order of reads and writes.
-
-
-def dependencies(ops: Ops, aliasing: Aliasing, *, collectives_in_order: bool = True) -> list[list[int]]:
-    """For each op, the ops before it that must stay before it.
-
-    A use stays after the definition. Reads and writes of memory that may be shared keep their order, except reads among
-    themselves. Random draws, opaque operators and side effects keep one common order. An opaque operator may see
-    arguments, parameters and buffers from outside, so it also keeps its order with writes to them. It may communicate,
-    so it keeps its order with collectives; they keep an order of their own. Bookkeeping keeps its order, and the last
-    op, the return, comes last. An opaque operator without operands and results, such as the begin of a profiler's
-    range, is about the ops around it: these stay on their side of it.
-
-    Args:
-        collectives_in_order: False for the one that gives collectives their order, see collectives.py.
-    """
-    reads, writes, outside = _memory_accesses(ops, aliasing)
-    written = {name for names in writes for name in names}
-    producer: dict[str, int] = {}
-    writer: dict[str, int] = {}
-    readers: defaultdict[str, list[int]] = defaultdict(list)
-    effect = bookkeeping = opaque = barrier = -1
-    outside_writers: list[int] = []
-    communicated: list[int] = []  # collectives that later ones, or the next opaque operator, stay behind
-    found = []
-    for index, op in enumerate(ops.ops):
-        before = {barrier, *(producer[name] for name in op.inputs if name in producer)}
-        touched, mine = reads[index], writes[index]
-        before.update(writer[name] for name in touched if name in writer)
-        for name in mine:
-            before.update(readers.pop(name, ()))
-            writer[name] = index
-        for name in (touched & written) - mine:
-            readers[name].append(index)
-        if op.bookkeeping:
-            before.add(bookkeeping)
-            bookkeeping = index
-        elif index in aliasing.opaque:
-            before.update((effect, *outside_writers, *communicated))
-            if not op.inputs and not op.outputs:
-                before.update(range(barrier + 1, index))
-                barrier = index
-            effect = opaque = index
-            outside_writers, communicated = [], []
-        else:
-            if index in aliasing.collectives:
-                before.update((opaque, *(communicated if collectives_in_order else ())))
-                communicated = [index] if collectives_in_order else [*communicated, index]
-            elif index in aliasing.effects and index not in aliasing.waits:
-                before.add(effect)
-                effect = index
-            if mine & outside:
-                before.add(opaque)
-                outside_writers.append(index)
-        producer.update(dict.fromkeys(op.outputs, index))
-        found.append(sorted(before - {-1, index}))
-    return found
-
-
-def _memory_accesses(
-    ops: Ops, aliasing: Aliasing
-) -> tuple[Sequence[frozenset[str]], Sequence[frozenset[str]], set[str]]:
-    """The alias sets that each op reads, those that it writes, and those of values from outside."""
-    outside = aliasing.sets_of(ops.args)
-    if all(outside.isdisjoint(names) for names in aliasing.writes):
-        return aliasing.reads, aliasing.writes, outside
-    one = min(outside)  # Note [Overlapping arguments]
-
-    def merged(accesses: Sequence[frozenset[str]]) -> list[frozenset[str]]:
-        return [frozenset(one if name in outside else name for name in names) for names in accesses]
-
-    return merged(aliasing.reads), merged(aliasing.writes), {one}
 
 
 # Note [Time]

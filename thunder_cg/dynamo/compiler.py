@@ -15,7 +15,8 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, keeping_fallbacks
+from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs
+from thunder_cg.compat.splitter import keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.numbers import take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.rewrites import rewrite

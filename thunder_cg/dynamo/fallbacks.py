@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
-from thunder_cg.compat.dynamo import (
+from thunder_cg.compat.splitter import (
     example,
     fallback_of,
     inside_transforms,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from thunder_cg.compat.dynamo import compute_again
+from thunder_cg.compat.splitter import compute_again
 
 Compiled = Callable[..., Any]
 

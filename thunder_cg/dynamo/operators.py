@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from thunder_cg.compat.dynamo import for_splitter
+from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.thunder import OperatorExecutor, register_function, to_torch_device, to_torch_dtype
 from thunder_cg.compat.torch import grouped_mm, library_name, weight_norm
 

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
-from thunder_cg.compat.dynamo import (
+from thunder_cg.compat.splitter import (
     can_trace,
     can_trace_all,
     example,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from thunder_cg.compat.dynamo import example, operator_name, without_gradient
+from thunder_cg.compat.splitter import example, operator_name, without_gradient
 from thunder_cg.compat.torch import has_storage, shares_storage, storage_id, tensors_in
 
 # Operators of Python's that write to their first argument, and those that compute what they write.

@@ -31,7 +31,7 @@ from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsup
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.progress import Stage
 from thunder_cg.runtime.compilation import name_of
-from thunder_cg.runtime.program import program_of
+from thunder_cg.runtime.program import Program, program_of
 from thunder_cg.runtime.recording import Recording
 
 _OVERTAKEN = "Thunder asks another compiled version first, which may be for the same calls"
@@ -177,6 +177,16 @@ class Dispatch:
             if result is not MISS:
                 return result
         call = None  # its recording may be discarded from here on
+        result = self._dispatched(args, kwargs)
+        self._build_fast_paths(args, kwargs)
+        known = self._known
+        paths = [calls for entry in self._certain() if (calls := entry.calls())]
+        self._calls = [call for calls in paths for call in calls]
+        self._may_compile = self._known > known or self._known == len(paths)
+        return result
+
+    def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call that takes Thunder's dispatch, which may compile."""
         if (module := self._module()) is not None:
             refuse_fully_sharded(module)
         for entry in self._entries:
@@ -195,11 +205,6 @@ class Dispatch:
                 self.compile_failure = described(error, stacks_of_generated_code(original))
             raise
         del nodes
-        self._build_fast_paths(args, kwargs)
-        known = self._known
-        paths = [calls for entry in self._certain() if (calls := entry.calls())]
-        self._calls = [call for calls in paths for call in calls]
-        self._may_compile = self._known > known or self._known == len(paths)
         return result
 
     def drop_discarded(self) -> None:
@@ -261,8 +266,7 @@ class Dispatch:
         return others[id(older)]
 
     def _build_fast_paths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        module = self._module()
-        assert module is not None
+        """Gives the cache entry that Thunder's dispatch has just used fast paths, if it can have any."""
         statistics = self._statistics
         cache = reversed(statistics.interpreter_cache)
         used = next((entry for entry in cache if entry.prologue_fn is statistics.last_prologue), None)
@@ -277,16 +281,7 @@ class Dispatch:
             if entry is None:
                 if forward is None or not forward.regions:
                     return
-                if compat.compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
-                    raise Unsupported('it is not compiled with cache="constant values"')
-                backward = program_of(used.backward_traces) if used.backward_fn else None
-                if used.backward_fn and backward is None:
-                    raise Unsupported("the backward has no regions")
-                compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
-                guard = PrologueGuard(module, self._checks_of(used), forward.inputs.names, self._parameters_cache)
-                entry = EntryFastPaths(compiled, guard, statistics)
-                forward.pair.fast_paths_dropper = WeakMethod(self.drop_discarded)
-                self._entries.append(entry)
+                entry = self._added(used, forward)
             entry.build_fast_paths(args, kwargs)
         except GuardMismatch:
             pass
@@ -294,6 +289,22 @@ class Dispatch:
             self._unsupported.append(used)
             if forward is not None:
                 forward.no_fast_path = str(error) if isinstance(error, Unsupported) else repr(error)
+
+    def _added(self, used: CacheEntry, forward: Program) -> EntryFastPaths:
+        """A new entry of ours for one of Thunder's; `Unsupported` if it can have no fast paths."""
+        module = self._module()
+        assert module is not None
+        if compat.compile_data(module).cache_option is not compat.CACHE_OPTIONS.CONSTANT_VALUES:
+            raise Unsupported('it is not compiled with cache="constant values"')
+        backward = program_of(used.backward_traces) if used.backward_fn else None
+        if used.backward_fn and backward is None:
+            raise Unsupported("the backward has no regions")
+        compiled = Compiled(used, forward, backward, compat.compile_data(module).compile_options)
+        guard = PrologueGuard(module, self._checks_of(used), forward.inputs.names, self._parameters_cache)
+        entry = EntryFastPaths(compiled, guard, self._statistics)
+        forward.pair.fast_paths_dropper = WeakMethod(self.drop_discarded)
+        self._entries.append(entry)
+        return entry
 
 
 @torch.compiler.disable

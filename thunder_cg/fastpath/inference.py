@@ -49,37 +49,35 @@ def inference_fast_path(
         GuardMismatch: the recording is not for the call that ``values`` are of.
     """
     program, entry, device = compiled.forward, compiled.entry, compiled.forward.regions[0].device
+    backend, skip_reason, may_be_early = program.backend, skip_reasons.skip_reason, program.is_invisible
     region = OnlyRegion(program, recording.forward)
-    pick_tensors = guard.picker(region.inputs)
+    graph, stats, arena, collectives = region.graph, region.stats, recording.arena, program.collectives
+    # The values of a call: its arguments, and parameters where they were.
+    look_up, cache, parameters_key = guard.look_up, guard.parameters_cache, guard.parameters_key
+    positional, keywords, sharing_is_expected = guard.positional, guard.keywords, guard.sharing_is_expected
+    is_alone = keywords is not None and positional + len(keywords) == 1  # one argument shares no memory
+    takes_all_values, pick_tensors = guard.makes_exactly(region.inputs), guard.picker(region.inputs)
+    # The checks of the values.
     region.adapt_guard(list(pick_tensors(values)))
     tensors_hold, is_simple, aligned = region.guard.holds, region.guard.is_simple, region.guard.aligned
     addresses, static, metadata_holds = region.guard.addresses, region.guard.static, region.guard.metadata.check
     pick_inputs = getter([i for i, _ in aligned])  # the tensors that are not static
-    inputs = pick_inputs(list(pick_tensors(values)))
-    inputs_hold = tensor_guards(inputs).check if aligned and is_simple else None
+    inputs_hold = tensor_guards(pick_inputs(list(pick_tensors(values)))).check if aligned and is_simple else None
     others = MetadataGuard(guard, [name for name in guard.metadata if name not in region.inputs], values)
     others_hold = None if others.is_empty else others.holds
-    takes_all_values = guard.makes_exactly(region.inputs)
-    result = CallResult(compiled, guard, entry.computation_traces[-1].bound_symbols[-1].args[0])
-    result_of, prologue_fn = result.of, entry.prologue_fn
-    backend, skip_reason, may_be_early = program.backend, skip_reasons.skip_reason, program.is_invisible
-    positional, keywords, sharing_is_expected = guard.positional, guard.keywords, guard.sharing_is_expected
-    is_alone = keywords is not None and positional + len(keywords) == 1  # one argument shares no memory
-    look_up, cache, parameters_key = guard.look_up, guard.parameters_cache, guard.parameters_key
-    global_state_holds, settings_hold, attributes = (
-        guard.global_state.holds,
-        region.guard.settings_hold,
-        guard.attributes,
-    )
-    graph, stats, arena, collectives = region.graph, region.stats, recording.arena, program.collectives
-    # A replay that only copies is launched from here; the usual call returns one of the copies.
+    # The checks of the state.
+    global_state_holds, settings_hold = guard.global_state.holds, region.guard.settings_hold
+    attributes = guard.attributes
+    # The replay. One that only copies is launched from here.
+    try_hold, enter, release = arena.try_hold, arena.pool(device).enter, arena.release
     only_copies = is_simple and graph.is_simple and graph.copied_args == [i for i, _ in aligned]
     replay, launch, layouts, empty = graph.replay, graph.graph.replay, graph.outputs.layouts, empty_strided(device.type)
+    index = device.index if device.type == "cuda" else None
+    # The result. The usual call returns one of the copies.
+    result = CallResult(compiled, guard, entry.computation_traces[-1].bound_symbols[-1].args[0])
+    result_of, prologue_fn, fixed = result.of, entry.prologue_fn, graph.fixed
     places = _places_of_copies(graph)
     only_copy = places.index(result.only) if result.only in places else None
-    fixed = graph.fixed
-    index = device.index if device.type == "cuda" else None
-    try_hold, enter, release = arena.try_hold, arena.pool(device).enter, arena.release  # of what the graph uses
 
     def state_holds(tensors: list[Any]) -> bool:
         """What may be checked after the launch."""

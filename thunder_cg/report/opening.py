@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.report import lines
@@ -15,15 +15,6 @@ if TYPE_CHECKING:
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
-_TO_PYTHON = (
-    "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, which "
-    "leaves it to Python"
-)
-_TO_FIXED_SIZE = f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}"
-_TO_EXECUTOR = (
-    "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor of "
-    "Thunder's (README, Your own operator)"
-)
 _NO_GRAPH = (
     "Dynamo had no graph for them. It has none of a call that computes nothing with tensors, under "
     "torch.compiler.set_stance, or after torch._dynamo.config.recompile_limit was reached by the same code; "
@@ -34,7 +25,6 @@ _RAISE_LIMIT = (
     "set torch._dynamo.config.recompile_limit higher before the calls; where it is reached already, call "
     "torch._dynamo.reset(), after which Dynamo compiles everything anew"
 )
-
 _TO_COMPARE = (
     "call the function without Thunder: if that raises too, fix the function; if not, keep the operator out of what "
     "is compiled, with thunder_cg.thunderfx, which leaves to Python or Inductor what Thunder does not follow, and, if "
@@ -44,19 +34,46 @@ _TO_PLAN = (
     "Thunder keeps no error of a function: call thunder_cg.plan(fn, ...) with the arguments of such a call, and print "
     "what it returns, which says what Thunder raises, where, and what to try"
 )
-_TO_GRADIENT = "for an operator of torch.library, give it a gradient with torch.library.register_autograd"
-_TO_INDUCTOR = "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor"
-_TO_TENSOR = f"for a number that is read with .item(), of which Thunder knows no value, {KEEP_ON_DEVICE}"
-_TO_FX = "for a function that Thunder does not know, use thunder_cg.thunderfx, which keeps it or leaves it to Inductor"
-# What to try, by what an error of Thunder's then has in it.
-_TO_TRY = (
-    (_TO_PYTHON, ("data dependen", "DataDependentOutput", "tolist")),
-    (_TO_TENSOR, ("argument must be a string or a real number, not 'NoneType'",)),
-    (_TO_FIXED_SIZE, ("boolean advanced indexing", "DynamicOutputShape")),
-    (_TO_INDUCTOR, ("gradient transform", "VJP for")),
-    (_TO_GRADIENT, ("no autograd formula",)),
-    (_TO_EXECUTOR, ("torch._ops.", "not registered")),
-    (_TO_FX, ("Trying to call function torch.",)),
+
+
+class _Hint(NamedTuple):
+    """What to try if an error of Thunder's has one of these signs in it."""
+
+    signs: tuple[str, ...]
+    to_try: str
+
+
+_HINTS = (
+    _Hint(
+        ("data dependen", "DataDependentOutput", "tolist"),
+        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, "
+        "which leaves it to Python",
+    ),
+    _Hint(
+        ("argument must be a string or a real number, not 'NoneType'",),
+        f"for a number that is read with .item(), of which Thunder knows no value, {KEEP_ON_DEVICE}",
+    ),
+    _Hint(
+        ("boolean advanced indexing", "DynamicOutputShape"),
+        f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
+    ),
+    _Hint(
+        ("gradient transform", "VJP for"),
+        "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor",
+    ),
+    _Hint(
+        ("no autograd formula",),
+        "for an operator of torch.library, give it a gradient with torch.library.register_autograd",
+    ),
+    _Hint(
+        ("torch._ops.", "not registered"),
+        "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor "
+        "of Thunder's (README, Your own operator)",
+    ),
+    _Hint(
+        ("Trying to call function torch.",),
+        "for a function that Thunder does not know, use thunder_cg.thunderfx, which keeps it or leaves it to Inductor",
+    ),
 )
 
 
@@ -96,8 +113,8 @@ def failures(report: Report) -> Iterator[str]:
             yield f"{said}. {_TO_PLAN}."
             return
         yield f"{said}: {problem}."
-        tried = (hint for hint, signs in _TO_TRY if any(sign in problem for sign in signs))
-        yield f"To try: {next(tried, _TO_COMPARE)}."
+        hints = (hint.to_try for hint in _HINTS if any(sign in problem for sign in hint.signs))
+        yield f"To try: {next(hints, _TO_COMPARE)}."
 
 
 def in_python(report: Report) -> Iterator[str]:

@@ -240,7 +240,7 @@ def _dynamo_backend(fn: Any) -> Any | None:
         return None
     backend = getattr(fn, "_backend", fn)
     if not isinstance(backend, compiler.ThunderCompiler):
-        from thunder_cg.compat.dynamo import dynamo_callback
+        from thunder_cg.compat.dynamo_scope import dynamo_callback
 
         backend = dynamo_callback(fn)
         # Dynamo's chain of wrappers and torch.compile's own wrapper lead to the backend that the user named.

@@ -15,7 +15,7 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import bound_functions
 from thunder_cg.errors import CudagraphError
-from thunder_cg.kernels.inductor import Fusion
+from thunder_cg.kernels.fusion import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
 from thunder_cg.report.breaks import GraphBreak, RecompileLimit
 from thunder_cg.report.causes import CauseReport, causes

@@ -206,6 +206,11 @@ class Program:
                 if pair.selection is not None:
                     pair.selection.begin_replay(call)
                 return call
+        return self._begin_without_recording(inputs)
+
+    def _begin_without_recording(self, inputs: list[torch.Tensor]) -> Call:
+        """A call that no recording is for: warms up or captures, or runs eagerly where it cannot."""
+        pair = self.pair
         if skip_reasons.is_held_back():
             return Call(self).run_eagerly(skip_reasons.IN_STEP)
         if (reason := self.inputs.unsupported(inputs)) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from inspect import currentframe
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from thunder_cg.compat.distributed import is_distributed
 from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
 from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, ReplayRefused
-from thunder_cg.options import BACKENDS, check_memory_budget
+from thunder_cg.options import StepOptions
 from thunder_cg.progress import Stage
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
@@ -78,20 +78,15 @@ class GraphedStep:
         in_python: why calls ran in Python, and how many.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        roots: Mapping[str, Any],
-        backend: str,
-        max_recordings: int,
-        memory_budget: int | float | None,
-    ) -> None:
+    def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:
         update_wrapper(self, fn)
-        self._fn, self._roots = fn, roots
-        self._backend = resolve(backend)
-        self._max_recordings = max_recordings
+        self._fn = fn
+        self._roots: dict[str, Any] = {f"modules[{i}]": module for i, module in enumerate(options.modules)}
+        self._roots |= {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(options.optimizers)}
+        self._backend = resolve(options.backend)
+        self._max_recordings = options.max_recordings
         self._lock = threading.RLock()
-        self._arenas = Arenas(self._backend, 1, poison=False, budget=memory_budget)
+        self._arenas = Arenas(self._backend, 1, poison=False, budget=options.memory_budget)
         self._arenas.join(self)
         self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
@@ -396,18 +391,11 @@ def graphed_step(
     """
     if not callable(fn):
         raise OptionError("fn", fn, "a function", "pass the function of one training step", "graphed_step")
-    modules = [modules] if isinstance(modules, nn.Module) else [*modules]
-    optimizers = [optimizers] if isinstance(optimizers, Optimizer) else [*optimizers]
-    for name, values, kind in (("modules", modules, nn.Module), ("optimizers", optimizers, Optimizer)):
-        for value in values:
-            if not isinstance(value, kind):
-                raise OptionError(name, value, f"a {kind.__name__}", "pass it, or a list of them", "graphed_step")
-    if isinstance(max_recordings, bool) or not isinstance(max_recordings, int) or max_recordings < 1:
-        raise OptionError("max_recordings", max_recordings, "a whole number of at least 1", "raise it", "graphed_step")
-    check_memory_budget(memory_budget, "graphed_step")
-    if backend not in BACKENDS:
-        expected = f"one of {', '.join(map(repr, BACKENDS))}"
-        raise OptionError("backend", backend, expected, "choose one of these", "graphed_step")
-    roots: dict[str, Any] = {f"modules[{i}]": module for i, module in enumerate(modules)}
-    roots |= {f"optimizers[{i}]": optimizer for i, optimizer in enumerate(optimizers)}
-    return GraphedStep(fn, roots, backend, max_recordings, memory_budget)
+    options = StepOptions(
+        (modules,) if isinstance(modules, nn.Module) else tuple(modules),
+        (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers),
+        backend,
+        max_recordings,
+        memory_budget,
+    )
+    return GraphedStep(fn, options)

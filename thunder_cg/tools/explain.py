@@ -46,6 +46,28 @@ FILE raises, 2 for wrong arguments, and 130 if it is interrupted."""
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0 if all that was compiled is captured, else 1."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    file, name = _split(arguments.file)
+    _check(arguments, file, name, parser)
+    variables, raised = _run_file(file, arguments.arguments, file.stem if name else "__main__")
+    if name and not raised:
+        call = _made(variables, name, parser)
+        variables, raised = {name: call.func}, _make_calls(call, arguments.calls)
+    reports = _reports(variables)
+    if not reports and not raised:
+        problem = "no global variable has a function or module that was compiled with cudagraph_transform()"
+        fix = "assign it to one, as in: jmodel = thunder.jit(model, transforms=[cudagraph_transform()])"
+        print(f"{file}: {problem}; {fix}", file=sys.stderr)
+        return 1
+    _print(reports)
+    _write(reports, file.name, arguments.html, arguments.json)
+    if raised:
+        return 130 if isinstance(raised[0], KeyboardInterrupt) else 1
+    return int(not _are_captured(reports.values()))
+
+
+def _parser() -> Parser:
     parser = Parser(
         "python -m thunder_cg explain", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,8 +77,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("file", metavar="FILE[:NAME]", help="a script, or a function that makes a model")
     words = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
     words.required = False
-    arguments = parser.parse_args(argv)
-    file, name = _split(arguments.file)
+    return parser
+
+
+def _check(arguments: argparse.Namespace, file: Path, name: str, parser: Parser) -> None:
+    """Ends the process if the arguments cannot be meant, before the file runs."""
     if not file.is_file():
         parser.error(f"{file}: there is no such file")
     if name and arguments.arguments:
@@ -66,34 +91,6 @@ def main(argv: Sequence[str]) -> int:
             refuse_foreign(path)
     except ValueError as error:
         parser.error(str(error))
-    module = ModuleType(file.stem if name else "__main__")
-    module.__file__ = str(file)
-    with _shown() as raised:
-        _run(module, arguments.arguments)
-    if name and not raised:
-        call, module = _made(vars(module), name, parser), ModuleType(name)
-        setattr(module, name, call.func)
-        with _shown() as raised:
-            for _ in range(arguments.calls):
-                _train(call())
-    reports = _reports(vars(module))
-    if not reports and not raised:
-        problem = "no global variable has a function or module that was compiled with cudagraph_transform()"
-        fix = "assign it to one, as in: jmodel = thunder.jit(model, transforms=[cudagraph_transform()])"
-        print(f"{file}: {problem}; {fix}", file=sys.stderr)
-        return 1
-    for label, report in reports.items():
-        print(f"{label}:")
-        report.show()
-        print()
-    if arguments.html is not None:
-        replace(arguments.html, _page(file.name, reports))
-    if arguments.json is not None:
-        content = {label: report.to_dict() for label, report in reports.items()}
-        replace(arguments.json, json.dumps({"generator": f"{MARK} explain", "reports": content}, indent=1) + "\n")
-    if raised:
-        return 130 if isinstance(raised[0], KeyboardInterrupt) else 1
-    return int(not _are_captured(reports.values()))
 
 
 def _split(text: str) -> tuple[Path, str]:
@@ -103,7 +100,7 @@ def _split(text: str) -> tuple[Path, str]:
 
 
 @contextmanager
-def _shown() -> Iterator[list[BaseException]]:
+def _printing_errors() -> Iterator[list[BaseException]]:
     """Ends the block where it raises, and prints that as Python does. Reports find what Thunder raised there."""
     raised: list[BaseException] = []
     try:
@@ -115,6 +112,23 @@ def _shown() -> Iterator[list[BaseException]]:
         raised.append(error)
         sys.last_value = error
         traceback.print_exception(error)
+
+
+def _run_file(file: Path, arguments: Sequence[str], name: str) -> tuple[dict[str, Any], list[BaseException]]:
+    """The global variables of a file after it ran as a module of that name, and what it raised."""
+    module = ModuleType(name)
+    module.__file__ = str(file)
+    with _printing_errors() as raised:
+        _run(module, arguments)
+    return vars(module), raised
+
+
+def _make_calls(call: partial[Any], times: int) -> list[BaseException]:
+    """Makes the calls, each with its backward. Returns what they raised."""
+    with _printing_errors() as raised:
+        for _ in range(times):
+            _train(call())
+    return raised
 
 
 def _run(module: ModuleType, arguments: Sequence[str]) -> None:
@@ -223,6 +237,23 @@ def _is_captured(report: Report, steps_are_captured: bool) -> bool:
     eager = [op for trace in traces for op in trace.ops if op.verdict == "eager"]
     graphs = all(region.captures and region.failure is None for region in regions)
     return graphs and bool(regions or in_steps) and not (eager or report.outside)
+
+
+def _print(reports: Mapping[str, Report | StepReport]) -> None:
+    for label, report in reports.items():
+        print(f"{label}:")
+        report.show()
+        print()
+
+
+def _write(
+    reports: Mapping[str, Report | StepReport], title: str, html_file: Path | None, json_file: Path | None
+) -> None:
+    if html_file is not None:
+        replace(html_file, _page(title, reports))
+    if json_file is not None:
+        content = {label: report.to_dict() for label, report in reports.items()}
+        replace(json_file, json.dumps({"generator": f"{MARK} explain", "reports": content}, indent=1) + "\n")
 
 
 def _page(title: str, reports: Mapping[str, Report | StepReport]) -> str:

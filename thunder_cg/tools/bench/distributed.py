@@ -169,7 +169,7 @@ def measure_case(
     assert control is not None
     try:
         with dynamo_recompile_limit(64):
-            return _measure(case, names, steps, supervisor, turns, control)
+            return _Measurement(case, names, steps, supervisor, turns, control).run()
     finally:
         torch.compiler.reset()
         gc.collect()
@@ -182,44 +182,62 @@ def ticks(names: Sequence[str]) -> int:
     return len(names) * (1 + ROUNDS)
 
 
-def _measure(
-    case: RankCase, names: Sequence[str], steps: int, supervisor: Supervisor, turns: Turns, control: dist.ProcessGroup
-) -> list[RankRow]:
-    template = _template(case)
-    contenders: dict[str, RankContender] = {}
-    rows = {name: RankRow(case.name, name) for name in names}
-    expected: list[list[Tensor]] = []
+class _Measurement:
+    """All variants of a case on this rank. One that fails on any rank is left out on all from there on."""
 
-    def prepare_one(name: str) -> None:
-        contenders[name] = contender = RankContender(name, template)
-        contender.samples.bits = _bits(contender, expected)
+    def __init__(
+        self,
+        case: RankCase,
+        names: Sequence[str],
+        steps: int,
+        supervisor: Supervisor,
+        turns: Turns,
+        control: dist.ProcessGroup,
+    ) -> None:
+        self._case, self._names, self._steps = case, names, steps
+        self._supervisor, self._turns, self._control = supervisor, turns, control
+        self._template = _template(case)
+        self._contenders: dict[str, RankContender] = {}
+        self._rows = {name: RankRow(case.name, name) for name in names}
+        self._expected: list[list[Tensor]] = []  # of plain Thunder
 
-    def prepare_all(some: Sequence[str]) -> None:
-        for name in some:
-            supervisor.report(f"{case.name}: preparing {name}")
-            with _on_all_ranks(turns.at_work(), control):
-                rows[name].failure = _failure(partial(prepare_one, name), control)
-            if rows[name].failure:
-                contenders.pop(name, None)
+    def run(self) -> list[RankRow]:
+        # Inductor frees all cuBLAS workspaces when it records a graph, but graphs of other variants write to theirs.
+        self._prepare([name for name in self._names if name == REDUCE_OVERHEAD])
+        with keep_cublas_workspaces():
+            self._prepare([name for name in self._names if name != REDUCE_OVERHEAD])
+            self._expected.clear()
+            with _on_all_ranks(self._turns.alone(), self._control), frozen_objects():
+                for turn in range(ROUNDS):
+                    for name in [*self._contenders]:
+                        self._supervisor.report(f"{self._case.name}: turn {turn + 1} of {ROUNDS}, {name}")
+                        self._take_turn(name)
+            for name, contender in self._contenders.items():
+                _fill(self._rows[name], contender, self._control)
+        return [*self._rows.values()]
 
-    # Inductor frees all cuBLAS workspaces when it records a graph, but graphs of other variants write to theirs.
-    prepare_all([name for name in names if name == REDUCE_OVERHEAD])
-    with keep_cublas_workspaces():
-        prepare_all([name for name in names if name != REDUCE_OVERHEAD])
-        expected.clear()
-        with _on_all_ranks(turns.alone(), control), frozen_objects():
-            for turn in range(ROUNDS):
-                for name, contender in [*contenders.items()]:
-                    supervisor.report(f"{case.name}: turn {turn + 1} of {ROUNDS}, {name}")
-                    rows[name].failure = _failure(contender.warm_up, control)
-                    if rows[name].failure:
-                        del contenders[name]
-                        continue
-                    slowest = max(_everyone(contender.seconds, control))  # all ranks make as many steps
-                    contender.turn(min(steps, max(FEWEST_STEPS, int(TURN_SECONDS / slowest))), control)
-        for name, contender in contenders.items():
-            _fill(rows[name], contender, control)
-    return [*rows.values()]
+    def _prepare(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._supervisor.report(f"{self._case.name}: preparing {name}")
+            with _on_all_ranks(self._turns.at_work(), self._control):
+                self._try(name, partial(self._prepare_one, name))
+
+    def _prepare_one(self, name: str) -> None:
+        self._contenders[name] = contender = RankContender(name, self._template)
+        contender.samples.bits = _bits(contender, self._expected)
+
+    def _take_turn(self, name: str) -> None:
+        contender = self._contenders[name]
+        if self._try(name, contender.warm_up):
+            slowest = max(_everyone(contender.seconds, self._control))  # all ranks make as many steps
+            contender.turn(min(self._steps, max(FEWEST_STEPS, int(TURN_SECONDS / slowest))), self._control)
+
+    def _try(self, name: str, work: Callable[[], None]) -> bool:
+        """Does something with a variant; leaves it out if that fails."""
+        self._rows[name].failure = failure = _failure(work, self._control)
+        if failure:
+            self._contenders.pop(name, None)
+        return not failure
 
 
 @contextmanager

@@ -200,7 +200,7 @@ def measure_case(
     try:
         # All variants that use Dynamo share one code object. Past the limit, Dynamo would run it eagerly.
         with dynamo_recompile_limit(64):
-            return _measure(case, device, names, calls, progress, compare, ready)
+            return _measure_variants(case, device, names, calls, progress, compare, ready)
     finally:
         torch.compiler.reset()  # the next case must not reuse compiled code
         gc.collect()
@@ -214,7 +214,7 @@ def ticks(names: Sequence[str]) -> int:
     return len(names) * (1 + ROUNDS)
 
 
-def _measure(
+def _measure_variants(
     case: BenchmarkCase,
     device: torch.device,
     names: Sequence[str],

@@ -128,7 +128,7 @@ def _measure_on_ranks(
     arguments, timeout = (replace(settings, names=(name,)), turns), TIMEOUT * settings.jobs
     try:
         run_on_ranks(
-            _measure,
+            _send_rows,
             arguments,
             settings.ranks,
             settings.device.type,
@@ -141,8 +141,8 @@ def _measure_on_ranks(
     return rows, False
 
 
-def _measure(here: Rank, supervisor: Supervisor, settings: RankSettings, turns: Path) -> None:
-    """What each rank does: sends the rows of the one case."""
+def _send_rows(here: Rank, supervisor: Supervisor, settings: RankSettings, turns: Path) -> None:
+    """What each rank does: measures the one case, and sends its rows."""
     settings = replace(settings, device=here.device)
     (case,) = settings.chosen
     rows = measure_case(case, settings.chosen_variants(case), settings.calls, supervisor, Turns(turns))

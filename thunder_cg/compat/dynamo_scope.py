@@ -1,0 +1,131 @@
+"""Has Dynamo trace a compiled function in four ways of its own. Checked with PyTorch 2.11.
+
+Dynamo asks functions and tables of its modules, which are replaced while it compiles something of that function. Other
+functions are not affected, since Dynamo compiles under one lock.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections import defaultdict
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch._dynamo import cache_size, config, convert_frame, pgo
+from torch._dynamo.source import AttrSource
+from torch._dynamo.variables import ConstantVariable, builder, misc
+
+__all__ = ["dynamo_callback", "scope_dynamo"]
+
+_LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
+_call_method_of_logger = misc.LoggingLoggerVariable.call_method
+_wrap_symfloat = builder.VariableBuilder.wrap_symfloat
+_has_same_id_matched_objs = cache_size._has_same_id_matched_objs
+
+
+def dynamo_callback(fn: Any) -> Any | None:
+    """What Dynamo calls for a new frame: a compiled module keeps it in an attribute, a function in its closure."""
+    if isinstance(fn, torch.nn.Module):
+        return getattr(getattr(fn, "dynamo_ctx", None), "callback", None)
+    return inspect.getclosurevars(fn).nonlocals.get("callback") if inspect.isfunction(fn) else None
+
+
+def scope_dynamo(function: Any) -> None:
+    """Has Dynamo trace a function that it compiles in the four ways of this module."""
+    callback = dynamo_callback(function)
+    convert = getattr(callback, "_torchdynamo_orig_backend", None)
+    if callback is None or convert is None:
+        return
+    history, backend = _SizeHistory(), _innermost_backend(callback)
+
+    def convert_scoped(*args: Any, skip: int = 0, **kwargs: Any) -> Any:
+        with history.in_use(), _logging_after_graphs(), _floats_constant_at_first(), _counting_versions_of(backend):
+            return convert(*args, skip=skip + 1, **kwargs)
+
+    # Dynamo looks for the caller of a frame behind the frames of its own file.
+    convert_scoped.__code__ = convert_scoped.__code__.replace(co_filename=convert_frame.__file__)
+    for name in ("_torchdynamo_orig_backend", "_clone_with_backend"):  # what others read of it
+        setattr(convert_scoped, name, getattr(convert, name))
+    callback._torchdynamo_orig_backend = convert_scoped
+
+
+def _innermost_backend(callback: Any) -> Any:
+    while hasattr(callback, "_torchdynamo_orig_backend"):
+        callback = callback._torchdynamo_orig_backend
+    return callback
+
+
+class _SizeHistory:
+    """The sizes and Python floats that one function was compiled for.
+
+    Dynamo makes a size or a float dynamic if it was another one when the same code was compiled last. That may have
+    been for another model: those of Transformers share code, and the epsilon of a norm would be read on the host. Here
+    it goes by the calls of this function alone. If ``torch.compiler.config.job_id`` names a profile, which keeps such a
+    history for later processes, all functions share it.
+    """
+
+    def __init__(self) -> None:
+        self._shared: Any = None
+        self._own: Any = None
+
+    def in_use(self) -> AbstractContextManager[Any]:
+        if (now := pgo.get_code_state()) is not self._shared:  # at first, and after `torch._dynamo.reset`
+            self._shared, self._own = now, defaultdict(pgo.CodeState)
+        return patch.object(pgo, "_CODE_STATE", self._own if pgo.get_cache_key() is None else self._shared)
+
+
+def _counting_versions_of(backend: Any) -> AbstractContextManager[Any]:
+    """Has the limit of recompilations count what is compiled for one backend, which one function has.
+
+    Dynamo compiles the same code a few times only, for whatever function: eight blocks of a model, compiled one by one.
+    """
+
+    def counts(frame: Any, entry: Any) -> bool:
+        return entry.backend is backend and _has_same_id_matched_objs(frame, entry)
+
+    return patch.object(cache_size, "_has_same_id_matched_objs", counts)
+
+
+def _floats_constant_at_first() -> AbstractContextManager[Any]:
+    """Has a Python float be a constant until it changes.
+
+    With ``dynamic=True``, Dynamo makes all of them dynamic, so the epsilon of each norm would be read on the host.
+    """
+
+    def wrap(self: Any, value: float) -> Any:
+        with config.patch(assume_static_by_default=True):
+            return _wrap_symfloat(self, value)
+
+    return patch.object(builder.VariableBuilder, "wrap_symfloat", wrap)
+
+
+def _logging_after_graphs() -> AbstractContextManager[Any]:
+    """Has a call of a logger made after the graph, in each call. Dynamo would end the graph there."""
+    return patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph)
+
+
+def _log_after_graph(logger: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Traces a call of a logger: it is made after the graph if its arguments cannot change until then."""
+    functions = config.ignore_logging_functions
+    method = getattr(logger.value, name, None)
+    ignored = method in functions or getattr(method, "__func__", None) in functions
+    is_later = _LOG_METHODS.fullmatch(name) and not kwargs and all(map(_is_immutable, args))
+    if tx.export or ignored or not is_later or logger.source is None:
+        return _call_method_of_logger(logger, tx, name, args, kwargs)
+    call = misc.DebuggingVariable(method, source=AttrSource(logger.source, name))
+    tx.output.root_tx.debug_locals.append((call, [*args]))  # those of an inlined function would be lost
+    return ConstantVariable.create(None)
+
+
+def _is_immutable(argument: Any) -> bool:
+    """Whether what a variable of Dynamo's stands for is a constant that is the same after the graph."""
+    if not argument.is_python_constant():
+        return False
+    try:
+        hash(argument.as_python_constant())
+    except TypeError:
+        return False
+    return True

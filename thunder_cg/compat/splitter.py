@@ -1,0 +1,184 @@
+"""Names of FX graphs and of Thunder's splitter of them, for ``thunderfx``. Checked with lightning-thunder 0.2.6."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from thunder.dynamo import splitter, utils
+from thunder.dynamo.utils import SplitReason, SplitReasonType
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.node import map_arg
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+from thunder_cg.compat.torch import tree_leaves
+
+__all__ = [
+    "can_trace",
+    "can_trace_all",
+    "compute_again",
+    "example",
+    "fallback_of",
+    "for_splitter",
+    "inside_transforms",
+    "is_supported",
+    "keeping_fallbacks",
+    "on_examples",
+    "operator_name",
+    "without_gradient",
+]
+
+_FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
+
+
+def example(value: Any) -> Any:
+    """The arguments of a node, or a node, with fake tensors in the place of nodes, as Dynamo has left them there."""
+    return map_arg(value, lambda node: node.meta.get("example_value"))
+
+
+def on_examples(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a function returns for fake tensors. Tensors that it makes itself are fake, too."""
+    modes = (leaf.fake_mode for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FakeTensor))
+    with next(modes, nullcontext()):
+        return function(*args, **kwargs)
+
+
+def for_splitter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of that name that does the same, and that Thunder's splitter takes for an operator of Thunder's."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    call.__name__ = call.__qualname__ = name.replace(".", "_")
+    call.thunder_supported = True  # type: ignore[attr-defined]
+    return call
+
+
+def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any]) -> bool:
+    """Whether Thunder can trace the function, and differentiate it if need be, with the arguments of the node."""
+    can, _ = utils.try_execute_thunder_symbol(function, node, options)
+    return can
+
+
+def is_supported(node: Node, options: dict[str, Any]) -> bool:
+    """Whether Thunder's symbol for what the node calls takes the node's arguments."""
+    supported, _ = utils.is_node_supported_by_thunder(node, options)
+    return bool(supported)
+
+
+def operator_name(node: Node) -> str:
+    """The name of the function or of the method that a node calls; "" if it has none."""
+    return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
+
+
+def fallback_of(node: Node) -> Callable[..., Any] | None:
+    """The operator that a node calls, if Thunder only calls it as it is; None for all others."""
+    target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    return target if target in _FALLBACKS else None
+
+
+@contextmanager
+def keeping_fallbacks(
+    objection: Callable[[Node], str | None], rewrite: Callable[[GraphModule], None]
+) -> Iterator[None]:
+    """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
+
+    The splitter asks functions and a set of its module, which are replaced. Dynamo compiles under one lock, so no
+    other compilation is affected.
+
+    Args:
+        objection: says of any node of the graph why Inductor gets it nevertheless.
+        rewrite: gets each graph that was split, before its parts are compiled.
+    """
+    is_supported = utils.is_node_supported_by_thunder
+    split = splitter.split_module
+
+    def split_balanced(*args: Any, **kwargs: Any) -> GraphModule:
+        whole = split(*args, **kwargs)
+        for part in whole.children():
+            _restore_grad_mode(part)
+        rewrite(whole)
+        return whole
+
+    def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
+        if (problem := objection(node)) is None:
+            return is_supported(node, options)
+        info = f"node with name: {node.name} and target: {node.target} {problem}"
+        return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info)
+
+    with (
+        patch.object(utils, "auto_register_ops", frozenset()),
+        patch.object(utils, "is_node_supported_by_thunder", is_kept),
+        patch.object(splitter, "is_node_supported_by_thunder", is_kept),
+        patch.object(splitter, "split_module", split_balanced),
+    ):
+        yield
+
+
+def _restore_grad_mode(part: GraphModule) -> None:
+    """Has a part of a graph that ends under ``torch.no_grad`` leave the grad mode as it is outside of the graph.
+
+    PyTorch begins each part with the mode of its nodes. Thunder would leave the mode that it ends with to the caller,
+    in the call that it is traced in.
+    """
+    modes = part.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled)
+    if modes and modes[-1].args[0] != torch.is_grad_enabled():
+        *_, last = (node for node in part.graph.nodes if node.op != "output")
+        with part.graph.inserting_after(last):
+            part.graph.call_function(torch._C._set_grad_enabled, (torch.is_grad_enabled(),))
+        part.recompile()
+
+
+def compute_again(number: Node, graph: Graph) -> Node | None:
+    """Computes a number of a part of a graph from the symbols that the whole graph takes; None if they do not suffice.
+
+    Args:
+        graph: the whole one, which gets nodes where it inserts now.
+    """
+    values = {node: node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")}
+    numbers = {node: value for node, value in values.items() if isinstance(value, torch.SymInt)}
+    tracer = GraphAppendingTracer(graph)
+    symbols = {value.node.expr: Proxy(node, tracer) for node, value in numbers.items() if value.node.expr.is_Symbol}
+    value = number.meta["example_value"]
+    if not symbols.keys() >= value.node.expr.free_symbols:
+        return None
+    found = sympy_interp(PythonReferenceAnalysis, symbols, value.node.expr).node
+    found.meta.setdefault("example_value", value)
+    return found
+
+
+def without_gradient(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that run under ``torch.no_grad``, as Dynamo saw it: also all, if it compiles there."""
+    found = set()
+    enabled = torch.is_grad_enabled()
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = node.args[0]
+        elif not enabled:
+            found.add(node.name)
+    return frozenset(found)
+
+
+def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:
+    """Whether Thunder can trace all of a graph, without fallbacks."""
+    can, _ = utils.is_graphmodule_supported_by_thunder(module, options)
+    return bool(can)
+
+
+def inside_transforms(graph: Graph) -> frozenset[str]:
+    """Names of the nodes inside of transforms of ``torch.func``: their tensors are not what they seem to be."""
+    found = set()
+    depth = 0
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "")
+        depth += name.endswith("_increment_nesting")
+        if depth:
+            found.add(node.name)
+        depth -= name.endswith("_decrement_nesting")
+    return frozenset(found)

@@ -1,0 +1,107 @@
+"""What Inductor compiles of a trace, as one call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.torch import CompileError, TooManyLayouts, free_layouts
+from thunder_cg.kernels.convolution import has_channels_last
+
+
+class Fusion:
+    """A stretch of a trace, compiled by Inductor at its first call.
+
+    Note [Layouts of convolutions]
+        Convolutions are fastest with channels last, so Inductor converts to that and, at the end of what it compiles,
+        back. Where a forward and its backward are compiled apart, it would convert whatever the forward saves. So a
+        stretch with convolutions leaves its results as they are, and only what the caller gets is converted back.
+
+    Args:
+        in_torch: the stretch with PyTorch's operators.
+        returned: of a stretch with convolutions, the positions of the results that the caller gets.
+        written: the positions of the arguments whose memory it writes.
+        refuses_leaves: whether PyTorch refuses that where autograd accumulates a gradient for one of them.
+
+    Attributes:
+        failure: why Inductor could not compile it, so that it runs operator by operator; None if it could.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        in_torch: Callable[..., Any],
+        returned: Sequence[int] | None,
+        written: Sequence[int],
+        refuses_leaves: bool,
+    ) -> None:
+        self._written, self._refuses_leaves = frozenset(written), refuses_leaves
+        self.__name__ = name
+        self._in_torch, self._returned = compat.outside_of_autograd(in_torch), returned
+        self._run = compat.outside_of_autograd(torch.compile(in_torch, fullgraph=True, dynamic=False))
+        self.failure: str | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._written:
+            if _overlap(args, self._written):
+                return self._run_in_torch(args, "it writes an argument that shares memory with another one")
+            if self._refuses_leaves and any(args[i].is_leaf and args[i].requires_grad for i in self._written):
+                return self._in_torch(*args)  # which raises
+            # As in a graph. Inductor refuses to compile some writes to what requires grad.
+            detached = [arg.detach() if i in self._written and arg.requires_grad else arg for i, arg in enumerate(args)]
+            given = dict(zip(map(id, detached), args))
+            return [given.get(id(result), result) for result in self._run_compiled(detached)]
+        return self._run_compiled(args)
+
+    def _run_in_torch(self, args: Sequence[Any], why: str) -> Any:
+        if self.failure is None:
+            warnings.warn(f"Inductor cannot compile {self.__name__}, which runs op by op: {why}", stacklevel=3)
+        self.failure = why
+        return self._in_torch(*args)
+
+    def _run_compiled(self, args: Sequence[Any]) -> Any:
+        try:
+            if self._returned is None:
+                return self._run(*args)
+            with free_layouts():
+                results = [*self._run(*args)]
+            for i in self._returned:
+                results[i] = _laid_out_for_caller(results[i], args)
+            return results
+        except TooManyLayouts:  # the others stay compiled
+            return self._run_in_torch(args, "too many layouts of arguments, see torch._dynamo.config.recompile_limit")
+        except CompileError as error:  # raised before anything ran
+            self._run, self._returned = self._in_torch, None
+            cause = str(error).strip().replace("raised:\n", "raised: ").splitlines()[0]
+            return self._run_in_torch(args, f"{type(error).__name__}: {cause}")
+
+
+def _overlap(args: Sequence[Any], written: Iterable[int]) -> bool:
+    """Whether a written argument may share elements with another one.
+
+    PyTorch (2.11) compiles such arguments as views of one tensor, which it takes for another one when it is called.
+    """
+    spans = [_span(arg) if isinstance(arg, torch.Tensor) and arg.numel() else (0, 0) for arg in args]
+    return any(
+        spans[i][0] < end and start < spans[i][1] for i in written for j, (start, end) in enumerate(spans) if i != j
+    )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of a tensor's first element and of the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+    return (start := tensor.data_ptr()), start + (last + 1) * tensor.element_size()
+
+
+def _laid_out_for_caller(result: Any, args: Sequence[Any]) -> Any:
+    """A result with channels last as PyTorch has it: contiguous, unless the model has channels last itself."""
+    if has_channels_last(result) is not True:
+        return result
+    images = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == result.dim()]
+    alike = [arg for arg in images if arg.shape == result.shape] or images
+    keeps = all(has_channels_last(arg) is not False for arg in alike) and any(map(has_channels_last, alike))
+    return result if keeps else result.contiguous()
