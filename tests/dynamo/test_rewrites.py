@@ -121,14 +121,27 @@ def _largest(x):
     return x.repeat(max(x.shape[0], 3), 1, 1)[: min(x.shape[0], 2)] * max(x.shape[0], 2)
 
 
-@pytest.mark.parametrize("fn", [_with_sizes, _checkpointed, _largest, pytest.param(_cut, marks=pytest.mark.nightly)])
+def _fractions(x):
+    half, back = int(x.shape[0] * 0.75), int(x.shape[0] * -0.75)
+    return x[:half] * float(x.shape[0]) + x.sum(0) * back / x.shape[0] ** 0.5
+
+
+def _cut_fraction(x):
+    half = int(x.shape[0] * 0.75)
+    return torch.vmap(lambda row: row * 2)(x[:half]) * half
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [_with_sizes, _checkpointed, _largest, _fractions, _cut_fraction, pytest.param(_cut, marks=pytest.mark.nightly)],
+)
 def test_sizes_that_are_dynamic(backend, device, fn):
     """What gets another tensor's size stays in Thunder. A part gives another one no number, so it trains."""
     rows = iter((2, 3, 3, 2))
     graphed = trains_alike(
         Around(fn).to(device), lambda: torch.randn(next(rows), 2, 8, device=device), backend, dynamic=True
     )
-    assert bool(explain(graphed).outside) == (fn is _cut)
+    assert bool(explain(graphed).outside) == (fn in (_cut, _cut_fraction))
 
 
 def test_a_cache_that_begins_empty(backend, device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -148,9 +149,32 @@ def compute_again(number: Node, graph: Graph) -> Node | None:
     value = number.meta["example_value"]
     if not symbols.keys() >= value.node.expr.free_symbols:
         return None
-    found = sympy_interp(PythonReferenceAnalysis, symbols, value.node.expr).node
+    found = sympy_interp(_OnProxies, symbols, value.node.expr).node
     found.meta.setdefault("example_value", value)
     return found
+
+
+def _in_graph(function: Callable[[Any], Any]) -> Any:
+    """A handler that calls a function of Python's in the graph, and is given a dtype besides."""
+
+    def handler(number: Any, *dtype: Any) -> Any:
+        is_traced = isinstance(number, Proxy)
+        return number.tracer.create_proxy("call_function", function, (number,), {}) if is_traced else function(number)
+
+    return staticmethod(handler)
+
+
+class _OnProxies(PythonReferenceAnalysis):
+    """With what PyTorch (2.11) computes on SymPy's numbers there, as where a size is multiplied by a fraction."""
+
+    trunc_to_int = _in_graph(math.trunc)
+    floor_to_int = _in_graph(math.floor)
+    ceil_to_int = _in_graph(math.ceil)
+    round_to_int = _in_graph(round)
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        return a / b
 
 
 def without_gradient(graph: Graph) -> frozenset[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import operator
 import types
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from thunder_cg.compat.splitter import (
     can_trace,
     can_trace_all,
     example,
+    for_splitter,
     inside_transforms,
     is_supported,
     on_examples,
@@ -30,8 +32,17 @@ from thunder_cg.dynamo.writes import IN_PLACE, is_named_in_place, untracked_writ
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 
 
+def _truncated(number: Any) -> Any:
+    return math.floor(number) if number >= 0 else math.ceil(number)
+
+
 # Dynamo's names of Python's functions where a number may change, which Thunder does not know.
-_OF_INTEGERS: dict[Any, Any] = {torch.sym_max: max, torch.sym_min: min}
+_OF_NUMBERS: dict[Any, Callable[..., Any]] = {
+    torch.sym_max: max,
+    torch.sym_min: min,
+    torch.sym_int: for_splitter(_truncated, "int"),
+    torch.sym_float: for_splitter(lambda number: number / 1, "float"),
+}
 
 
 def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
@@ -59,8 +70,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             module.graph.erase_node(node)
         elif _is_size(node):
             _write_out(node)
-        elif node.target in _OF_INTEGERS and isinstance(_value(node), (int, torch.SymInt)):
-            node.target = _OF_INTEGERS[node.target]
+        elif node.target in _OF_NUMBERS and isinstance(_value(node), (int, float, torch.SymInt, torch.SymFloat)):
+            node.target = _OF_NUMBERS[node.target]
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
             _write_out_all(module.get_submodule(node.args[0].target))
         elif node.target is torch.tensor:
