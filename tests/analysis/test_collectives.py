@@ -15,10 +15,11 @@ import pytest
 from thunder.distributed.prims import DistributedReduceOps
 from torch.distributed import ProcessGroup
 
-from thunder_cg.analysis import collectives
+from thunder_cg.analysis import collectives, pieces
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.collectives import compute_in_pieces, schedule, waits_before_writes
+from thunder_cg.analysis.collectives import schedule, waits_before_writes
 from thunder_cg.analysis.dependencies import dependencies
+from thunder_cg.analysis.pieces import compute_in_pieces
 
 COLLECTIVES = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -97,12 +98,30 @@ def test_a_fuser_finds_compute_together(trace):
 
 def test_a_fuser_leaves_room_for_what_overlaps(trace, monkeypatch):
     """Of four collectives of 4 bytes, two are a piece: what is made is reduced beside the other half of the compute."""
-    monkeypatch.setattr(collectives, "_PIECE", 8)
+    monkeypatch.setattr(pieces, "_PIECE", 8)
     assert in_pieces(ddp(trace(), 4)) == "x1 g0 h0 x2 g1 h1 f0 f1 x3 g2 h2 x4 g3 h3 f2 f3 r0 r1 r2 r3 end"
     assert in_pieces(fsdp(trace())) == "fd wd fb wb vd y vb z fc wc fa wa vc k va l end"
-    monkeypatch.setattr(collectives, "_PIECE", 1)
-    monkeypatch.setattr(collectives, "_PIECES", 2)
+    monkeypatch.setattr(pieces, "_PIECE", 1)
+    monkeypatch.setattr(pieces, "_PIECES", 2)
     assert in_pieces(ddp(trace(), 4)) == "x1 g0 h0 x2 g1 h1 f0 f1 x3 g2 h2 x4 g3 h3 f2 f3 r0 r1 r2 r3 end"
+
+
+def test_a_fuser_cuts_where_the_least_is_needed_on_both_sides(trace, monkeypatch):
+    """Two gradients are a piece. The third one of the layer needs what the second one does, the next layer does not."""
+    monkeypatch.setattr(pieces, "_PIECE", 8)
+    t = trace()
+    for i in range(3):
+        t.op("mul", f"x{i} y", f"s{i} t{i}")
+        for name in "abc":
+            t.op("matmul", f"s{i} t{i}", f"{name}{i}")
+        t.op("mul", f"x{i} y", f"x{i + 1}")
+    names = [f"{name}{i}" for i in range(3) for name in "abc"]
+    for name in names:
+        call(t, "all_reduce", name, f"f{name}")
+    for name in names:
+        call(t, "wait", f"f{name}", f"r{name}")
+    t.returns(" ".join(f"r{name}" for name in names))
+    assert in_pieces(t).startswith("s0 a0 b0 c0 fa0 fb0 fc0 x1 s1 a1 b1 c1 fa1 fb1 fc1 x2 s2 ")
 
 
 @pytest.mark.parametrize(
@@ -159,6 +178,23 @@ def test_no_more_reductions_are_waited_for_than_the_limit(trace, monkeypatch):
 def test_one_reduction_is_in_flight_however_large(trace, monkeypatch):
     monkeypatch.setattr(collectives, "_IN_FLIGHT", 1)
     assert order(ddp(trace(), 2)) == "x1 g0 h0 f0 x2 g1 h1 f1 r0 r1 end"
+
+
+def test_what_one_fusion_makes_or_uses_is_in_flight_while_another_runs(trace, monkeypatch):
+    monkeypatch.setattr(collectives, "_IN_FLIGHT", 4)
+    t = trace()
+    for piece in "ab":
+        t.op("matmul", "x y", f"{piece}0 {piece}1")
+        for i in range(2):
+            call(t, "all_reduce", f"{piece}{i}", f"f{piece}{i}")
+    for name in ("a0", "a1", "b0", "b1"):
+        call(t, "wait", f"f{name}", f"r{name}")
+    assert order(t.returns("ra0 ra1 rb0 rb1")) == "a0 fa0 fa1 b0 fb0 fb1 ra0 ra1 rb0 rb1 end"
+    t = trace()
+    for name in ("a0", "a1", "b0", "b1"):
+        call(call(t, "all_gather", f"p{name}", f"f{name}"), "wait", f"f{name}", f"w{name}")
+    t.op("matmul", "x wa0 wa1", "y").op("matmul", "y wb0 wb1", "z").returns("z")
+    assert order(t) == "fa0 fa1 wa0 wa1 fb0 fb1 y wb0 wb1 z end"
 
 
 def test_a_reduction_whose_result_is_used_is_waited_for_there(trace):

@@ -117,7 +117,11 @@ def _cut(x):
     return doubled.view(x.shape) * rows.shape[0] + x.shape[0] * 3
 
 
-@pytest.mark.parametrize("fn", [_with_sizes, _checkpointed, pytest.param(_cut, marks=pytest.mark.nightly)])
+def _largest(x):
+    return x.repeat(max(x.shape[0], 3), 1, 1)[: min(x.shape[0], 2)] * max(x.shape[0], 2)
+
+
+@pytest.mark.parametrize("fn", [_with_sizes, _checkpointed, _largest, pytest.param(_cut, marks=pytest.mark.nightly)])
 def test_sizes_that_are_dynamic(backend, device, fn):
     """What gets another tensor's size stays in Thunder. A part gives another one no number, so it trains."""
     rows = iter((2, 3, 3, 2))

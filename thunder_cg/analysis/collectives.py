@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.dependencies import dependencies
 from thunder_cg.analysis.ops import Op, Ops, Value, process_groups, read
 from thunder_cg.compat import thunder as compat
 
-__all__ = ["coalesced", "compute_in_pieces", "in_order", "schedule", "schedule_collectives", "waits_before_writes"]
+__all__ = ["Scheduler", "coalesced", "in_order", "schedule", "schedule_collectives", "waits_before_writes"]
 
 # Bytes of gathers that are issued ahead of their first use, and of reductions that nobody has waited for yet. A link of
 # 50 GB/s takes more than a millisecond for so much, which hides the launch and latency of the next collective. More
-# would only hold more memory: gathered parameters before their use, and the inputs of reductions up to their wait.
+# would only hold more memory: gathered parameters before their use, and the inputs of reductions up to their wait. But
+# what one fusion makes or uses is in flight together, while another one runs.
 _IN_FLIGHT = 64 << 20
 # Bytes of collectives that are coalesced: one launch makes them all. Each launch has a latency of some 20 us, in which
 # a link of 400 GB/s moves as much. Larger launches would begin later, so less of them would run beside compute.
 _COALESCED = 8 << 20
-# What a fuser gets at once: bytes of collectives, and how many stretches of a trace at most. The last reductions have
-# nothing to run beside, which are a sixteenth of all then.
-_PIECE, _PIECES = 32 << 20, 16
 _GATHERS = frozenset({"torch_all_gather_prim_impl"})
 _REDUCTIONS = frozenset({"torch_all_reduce_prim_impl", "torch_reduce_scatter_prim_impl"})
 
@@ -87,15 +85,6 @@ def waits_before_writes(ops: Ops, aliasing: Aliasing) -> list[int]:
     return [*order]
 
 
-def compute_in_pieces(ops: Ops, aliasing: Aliasing) -> list[int]:
-    """The indices of all ops, compute in as few stretches as still overlap with the collectives.
-
-    For a fuser, which fuses what is next to each other. A stretch makes `_PIECE` bytes of what is reduced, or uses as
-    much of what was gathered, and more where that would be more than `_PIECES` stretches: each is compiled by itself.
-    """
-    return _Pieces(ops, aliasing).run()
-
-
 def schedule(ops: Ops, aliasing: Aliasing) -> list[int]:
     """The indices of all ops in the order in which they run.
 
@@ -105,7 +94,7 @@ def schedule(ops: Ops, aliasing: Aliasing) -> list[int]:
     Collectives that can be `coalesced` are issued one after the other, once they are `_COALESCED` bytes or one of them
     is waited for.
     """
-    return _Scheduler(ops, aliasing).run()
+    return Scheduler(ops, aliasing).run()
 
 
 def coalesced(ops: Sequence[Op], values: Mapping[str, Value]) -> list[list[int]]:
@@ -140,7 +129,7 @@ def _nbytes(op: Op, values: Mapping[str, Value]) -> int:
     return max((values[name].nbytes for name in op.names), default=0)
 
 
-class _Scheduler:
+class Scheduler:
     def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
         self._ops, self._aliasing = ops, aliasing
         self.before = dependencies(ops, aliasing, collectives_in_order=False)
@@ -161,11 +150,15 @@ class _Scheduler:
         self.ahead = self._to_issue_ahead(issued)
         self._missing: dict[int, int] = {}  # for each collective, how many ops it still waits for
         self._unlocks: defaultdict[int, list[int]] = defaultdict(list)
+        at_once: defaultdict[tuple[bool, int], int] = defaultdict(int)  # bytes that one op makes ready, or waits for
         for index in issued:
             needed = self._needed(index)
             self._missing[index] = len(needed)
             for other in needed:
                 self._unlocks[other].append(index)
+            is_ahead = index in self.ahead
+            at_once[is_ahead, self._first_use[index] if is_ahead else max(needed, default=0)] += self.nbytes(index)
+        self._limit = max([_IN_FLIGHT, *at_once.values()])  # a fusion may make more
         # Collectives to issue, as (first use, index): True for those that are issued ahead, False for the others.
         self._ready: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         # Bytes of what is in flight, oldest first, likewise.
@@ -232,7 +225,7 @@ class _Scheduler:
                 self._add_to_batch(heapq.heappop(self._ready[False])[1])
             elif self._is_behind() and (wait := self._oldest_wait()) is not None:
                 self._run(wait)
-            elif self._ready[True] and sum(self._in_flight[True].values()) < _IN_FLIGHT:
+            elif self._ready[True] and sum(self._in_flight[True].values()) < self._limit:
                 self._run_together(self._next_ahead())
             else:
                 return
@@ -278,7 +271,7 @@ class _Scheduler:
     def _is_behind(self) -> bool:
         """Whether reductions hold too much. The one that was issued last stays in flight, however large."""
         behind = self._in_flight[False].values()
-        return len(behind) > 1 and sum(behind) > _IN_FLIGHT
+        return len(behind) > 1 and sum(behind) > self._limit
 
     def _oldest_wait(self) -> int | None:
         """The wait for the reduction that has been in flight longest, of those that can be waited for now."""
@@ -356,69 +349,3 @@ class _Scheduler:
                 else:
                     found[other] = None
         return list(found)
-
-
-class _Pieces:
-    """Defers collectives and waits of the schedule until there are enough of them."""
-
-    def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
-        self._aliasing = aliasing
-        self._scheduler = scheduler = _Scheduler(ops, aliasing)
-        self._schedule = scheduler.run()
-        self._sizes = {index: scheduler.nbytes(index) for index in (*scheduler.waits, *aliasing.waits)}
-        total = sum(self._sizes[index] for index in scheduler.waits)
-        self._piece = max(_PIECE, total // _PIECES)
-        self._done: set[int] = set()
-        self._order: list[int] = []
-
-    def run(self) -> list[int]:
-        made: list[int] = []  # reductions whose inputs are there
-        for index in self._schedule:
-            if index not in self._sizes:
-                if any(other in self._aliasing.waits for other in self._missing(index)):
-                    self._run(self._next_waits())
-                self._run([index])
-            elif index in self._scheduler.waits and index not in self._scheduler.ahead:
-                made.append(index)
-                if self._size(made) >= self._piece:
-                    self._run(each for each in made if self._is_ready(each))
-                    made = []
-        return self._order
-
-    def _run(self, indices: Iterable[int]) -> None:
-        """Appends ops, each after those that it needs."""
-        for index in indices:
-            for each in (*self._missing(index), index):
-                if each not in self._done:
-                    self._done.add(each)
-                    self._order.append(each)
-
-    def _missing(self, index: int) -> list[int]:
-        """What the op needs and has not run, in the order of the trace."""
-        found: set[int] = set()
-        waiting = [index]
-        while waiting:
-            new = self._scheduler.before[waiting.pop()]
-            waiting += (fresh := [other for other in new if other not in self._done and other not in found])
-            found.update(fresh)
-        return sorted(found)
-
-    def _is_ready(self, index: int) -> bool:
-        """Whether it waits for no compute, but perhaps for collectives and what leads to them."""
-        return all(
-            other in self._done or ((other in self._sizes or other in self._scheduler.early) and self._is_ready(other))
-            for other in self._scheduler.before[index]
-        )
-
-    def _next_waits(self) -> Iterator[int]:
-        """As many as are a piece, those whose results compute needs first."""
-        size = 0
-        for index in self._schedule:
-            if index in self._aliasing.waits and index not in self._done and self._scheduler.has_use(index):
-                if size >= self._piece or not self._is_ready(index):
-                    return
-                size += self._sizes[index]
-                yield index
-
-    def _size(self, indices: Iterable[int]) -> int:
-        return sum(self._sizes[index] for index in indices)

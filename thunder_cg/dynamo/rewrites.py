@@ -30,6 +30,10 @@ from thunder_cg.dynamo.writes import IN_PLACE, is_named_in_place, untracked_writ
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 
 
+# Dynamo's names of Python's functions where a number may change, which Thunder does not know.
+_OF_INTEGERS: dict[Any, Any] = {torch.sym_max: max, torch.sym_min: min}
+
+
 def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     """Rewrites the graph in place.
 
@@ -55,6 +59,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             module.graph.erase_node(node)
         elif _is_size(node):
             _write_out(node)
+        elif node.target in _OF_INTEGERS and isinstance(_value(node), (int, torch.SymInt)):
+            node.target = _OF_INTEGERS[node.target]
         elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
             _write_out_all(module.get_submodule(node.args[0].target))
         elif node.target is torch.tensor:

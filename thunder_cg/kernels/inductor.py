@@ -8,8 +8,9 @@ from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.classify import UserRules, classify
-from thunder_cg.analysis.collectives import compute_in_pieces, in_order
+from thunder_cg.analysis.collectives import in_order
 from thunder_cg.analysis.ops import Ops, read
+from thunder_cg.analysis.pieces import compute_in_pieces
 from thunder_cg.analysis.rules import VJP
 from thunder_cg.compat import thunder as compat
 from thunder_cg.kernels import activation, derivatives, loss, normalization  # noqa: F401  (they register operators)

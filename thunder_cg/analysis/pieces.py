@@ -1,0 +1,140 @@
+"""Where a fuser cuts a trace, so that its collectives overlap with compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.collectives import Scheduler
+from thunder_cg.analysis.ops import Ops
+
+__all__ = ["compute_in_pieces"]
+
+# Bytes of collectives for each piece, and how many pieces there are at most: each is compiled by itself. The last
+# reductions have no compute to run beside.
+_PIECE, _PIECES = 32 << 20, 16
+
+
+def compute_in_pieces(ops: Ops, aliasing: Aliasing) -> list[int]:
+    """The indices of all ops, compute in as few stretches as still overlap with the collectives.
+
+    For a fuser, which fuses what is next to each other. A stretch makes `_PIECE` bytes of what is reduced, or uses as
+    much of what was gathered, and more where that would be more than `_PIECES` stretches. It ends, before it has made
+    twice as much, where the next one takes up the fewest bytes: between layers, and not inside of one. Otherwise the
+    forward would save for both what one could compute anew.
+    """
+    return _Pieces(ops, aliasing).run()
+
+
+class _Pieces:
+    """Defers collectives and waits of the schedule until there are enough of them."""
+
+    def __init__(self, ops: Ops, aliasing: Aliasing) -> None:
+        self._ops, self._aliasing = ops, aliasing
+        self._scheduler = scheduler = Scheduler(ops, aliasing)
+        self._schedule = scheduler.run()
+        self._sizes = {index: scheduler.nbytes(index) for index in (*scheduler.waits, *aliasing.waits)}
+        total = sum(self._sizes[index] for index in scheduler.waits)
+        self._piece = max(_PIECE, total // _PIECES)
+        self._last_use: dict[str, int] = {}  # of each value that compute makes: the position in the schedule
+        for position, index in enumerate(self._schedule[:-1]):
+            if index not in self._sizes:
+                self._last_use.update(dict.fromkeys(ops.ops[index].names, position))
+        for name in ops.args:
+            self._last_use.pop(name, None)
+        reductions = [position for position, index in enumerate(self._schedule) if self._is_reduction(index)]
+        self._last_reduction = max(reductions, default=0)  # its position in the schedule
+        self._done: set[int] = set()
+        self._order: list[int] = []
+
+    def run(self) -> list[int]:
+        made: list[int] = []  # reductions whose inputs are there
+        start, end = 0, -1  # of the stretch, as positions in the schedule; -1 while that is not known
+        for position, index in enumerate(self._schedule):
+            if index in self._sizes:
+                if self._is_reduction(index):
+                    made.append(index)
+                    if end < 0 and self._size(made) >= self._piece:
+                        end = self._best_end(start, position, self._size(made))
+            elif any(other in self._aliasing.waits for other in self._missing(index)):
+                self._run(each for each in made if self._is_ready(each))
+                self._run(self._next_waits())
+                made, start, end = [], position, -1
+            if index not in self._sizes:
+                self._run([index])
+            if position == end:
+                self._run(each for each in made if self._is_ready(each))
+                made, start, end = [], position + 1, -1
+        return self._order
+
+    def _is_reduction(self, index: int) -> bool:
+        return index in self._scheduler.waits and index not in self._scheduler.ahead
+
+    def _best_end(self, start: int, position: int, size: int) -> int:
+        """Where to end the stretch, from this position of the schedule on.
+
+        Args:
+            size: of the reductions so far, in bytes.
+        """
+        crossing: dict[str, int] = {}  # bytes of what the stretch and what comes after it have in common
+
+        def crossing_after(at: int) -> int:
+            index = self._schedule[at]
+            if index not in self._sizes:
+                for name in self._ops.ops[index].names:
+                    if self._last_use.get(name, -1) > at:
+                        crossing[name] = self._ops.values[name].nbytes
+                    else:
+                        crossing.pop(name, None)
+            return sum(crossing.values())
+
+        for at in range(start, position):
+            crossing_after(at)
+        best, fewest = position, crossing_after(position)
+        for at in range(position + 1, self._last_reduction):
+            index, now, following = self._schedule[at], crossing_after(at), self._schedule[at + 1]
+            if index in self._aliasing.waits and self._scheduler.has_use(index):
+                break
+            if self._is_reduction(index) and (size := size + self._sizes[index]) >= 2 * self._piece:
+                break
+            if now < fewest and following not in self._scheduler.early:  # it belongs to what came before
+                best, fewest = at, now
+        return best
+
+    def _run(self, indices: Iterable[int]) -> None:
+        """Appends ops, each after those that it needs."""
+        for index in indices:
+            for each in (*self._missing(index), index):
+                if each not in self._done:
+                    self._done.add(each)
+                    self._order.append(each)
+
+    def _missing(self, index: int) -> list[int]:
+        """What the op needs and has not run, in the order of the trace."""
+        found: set[int] = set()
+        waiting = [index]
+        while waiting:
+            new = self._scheduler.before[waiting.pop()]
+            waiting += (fresh := [other for other in new if other not in self._done and other not in found])
+            found.update(fresh)
+        return sorted(found)
+
+    def _is_ready(self, index: int) -> bool:
+        """Whether it waits for no compute, but perhaps for collectives and what leads to them."""
+        return all(
+            other in self._done or ((other in self._sizes or other in self._scheduler.early) and self._is_ready(other))
+            for other in self._scheduler.before[index]
+        )
+
+    def _next_waits(self) -> Iterator[int]:
+        """As many as are a piece, those whose results compute needs first."""
+        size = 0
+        for index in self._schedule:
+            if index in self._aliasing.waits and index not in self._done and self._scheduler.has_use(index):
+                if size >= self._piece or not self._is_ready(index):
+                    return
+                size += self._sizes[index]
+                yield index
+
+    def _size(self, indices: Iterable[int]) -> int:
+        return sum(self._sizes[index] for index in indices)
