@@ -1,4 +1,4 @@
-"""Has Dynamo trace a compiled function in four ways of its own. Checked with PyTorch 2.11.
+"""Has Dynamo trace a compiled function in ways of its own. Checked with PyTorch 2.11.
 
 Dynamo asks functions and tables of its modules, which are replaced while it compiles something of that function. Other
 functions are not affected, since Dynamo compiles under one lock.
@@ -34,7 +34,11 @@ def dynamo_callback(fn: Any) -> Any | None:
 
 
 def scope_dynamo(function: Any) -> None:
-    """Has Dynamo trace a function that it compiles in the four ways of this module."""
+    """Has Dynamo trace a compiled function in these ways.
+
+    Sizes and floats are dynamic by this function's calls alone, floats are constant at first, calls of loggers are made
+    after the graph, and the limit of recompilations counts the versions of this function alone.
+    """
     callback = dynamo_callback(function)
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
     if callback is None or convert is None:

@@ -1,4 +1,4 @@
-"""What Inductor compiles of a trace, as one call."""
+"""A stretch of a trace that Inductor has compiled, as the trace calls it."""
 
 from __future__ import annotations
 

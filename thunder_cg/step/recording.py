@@ -409,16 +409,13 @@ class StepCapture:
         outputs = body.outputs
         assert outputs is not None
         outputs.disown()
-        has_changed = [version(t) != then for t, then in zip((*state.tensors, *buffers), versions)]
-        if any(has_changed[len(state.tensors) :]):
-            raise CaptureRefused("the step writes to an argument; clone it first")
+        touched = self._touched(versions, buffers)
         self._refuse_what_python_did(random)
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.tensors, *batch.tensors, *before.memory]
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool)
         gradients = [parameter.grad for parameter in state.parameters]
-        counters = {id(each.n_averaged) for each in state.averages}  # whose versions say who else has written to them
         return StepRecording(
             layout=batch.layout,
             arena=self.arena,
@@ -430,12 +427,23 @@ class StepCapture:
             sources=copied,
             gradients_before=before.expected(addresses),
             gradients=[None if g is None else _Gradient.of(g, p) for g, p in zip(gradients, state.parameters)],
-            touched=[
-                tensor for tensor, changed in zip(state.tensors, has_changed) if changed and id(tensor) not in counters
-            ],
+            touched=touched,
             memory=frozenset(map(address, state.tensors)) - {0},
             gradient_nbytes=nbytes(g for g in gradients if g is not None and _is_in(g, pool)),
         )
+
+    def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
+        """The tensors of the state that the step writes to; `CaptureRefused` if it writes to an argument.
+
+        Args:
+            versions: before the step, of the state's tensors and of the buffers that stand for the arguments.
+        """
+        tensors = self.state.tensors
+        has_changed = [version(tensor) != then for tensor, then in zip((*tensors, *buffers), versions)]
+        if any(has_changed[len(tensors) :]):
+            raise CaptureRefused("the step writes to an argument; clone it first")
+        counters = {id(each.n_averaged) for each in self.state.averages}  # their versions say who else writes to them
+        return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
     def _refuse_what_python_did(self, random: Facts) -> None:
         """`CaptureRefused` if the call has changed what Python knows, or reads more than the state has.
