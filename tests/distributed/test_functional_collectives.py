@@ -92,3 +92,51 @@ def test_collectives_between_graphs(ranks: Ranks, name: str) -> None:
         assert not differing
         assert any(trace["replays"] for trace in traces) and not any(trace["fallbacks"] for trace in traces)
         assert "waits for a collective that Thunder does not trace" in text
+
+
+class Between(torch.nn.Module):
+    """Two linear layers, and a collective that has a gradient between them."""
+
+    def __init__(self, communicate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.communicate = communicate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.communicate(torch.tanh(self.first(x))))
+
+
+DIFFERENTIABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all_reduce": lambda y: functional.all_reduce(y, "sum", dist.group.WORLD),
+    "all_gather": lambda y: functional.all_gather_tensor_autograd(y, 0, dist.group.WORLD),
+}
+
+
+def late_rank_trains(name: str, steps: int) -> list[list[torch.Tensor]]:
+    """The gradients of eager PyTorch and of thunderfx, where rank 1 comes late to each call."""
+    import parallel
+
+    torch._dynamo.reset()
+    kind = "tape" if parallel.device().type == "cpu" else "cuda"
+    found: list[list[torch.Tensor]] = []
+    for compiles in (False, True):
+        model = Between(DIFFERENTIABLE[name]).to(parallel.device())
+        called = thunderfx(model, backend=kind, debug=True) if compiles else model
+        found.append([])
+        for step in range(steps):
+            seed = torch.Generator().manual_seed(2 * step + parallel.RANK())
+            time.sleep(0.1 * parallel.RANK())
+            model.zero_grad()
+            called(torch.randn(4, 8, generator=seed).to(parallel.device())).square().sum().backward()
+            found[-1] += [p.grad.detach().clone() for p in model.parameters() if p.grad is not None]
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_gradients_of_collectives_between_graphs(ranks: Ranks, name: str) -> None:
+    """Inductor, which gets the collective, may sum in another order."""
+    for expected, found in ranks.run(late_rank_trains, name, 4):
+        assert len(found) == 4 * 4
+        torch.testing.assert_close(found, expected)

@@ -423,7 +423,7 @@ def without_gradient(graph: Graph) -> frozenset[str]:
 def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:
     """Whether Thunder can trace all of a graph, without fallbacks."""
     can, _ = utils.is_graphmodule_supported_by_thunder(module, options)
-    return bool(can)
+    return bool(can) and not any(loses_wait(node, options) for node in module.graph.nodes)
 
 
 def inside_transforms(graph: Graph) -> frozenset[str]:
