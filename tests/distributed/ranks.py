@@ -21,10 +21,13 @@ class Ranks:
 
     Args:
         device: ``"cpu"`` for gloo, ``"cuda"`` for NCCL with one GPU for each rank.
+        spawns: whether Python starts anew in each rank, with hashes of its own. It always does on GPUs.
     """
 
-    def __init__(self, size: int, device: str, collective: float = COLLECTIVE) -> None:
+    def __init__(self, size: int, device: str, collective: float = COLLECTIVE, *, spawns: bool = False) -> None:
         self.size, self.device, self._collective = size, device, collective
+        # A fork server imports once what takes seconds. But what it imports begins to use CUDA, which no fork survives.
+        self._method = "spawn" if spawns or device == "cuda" else "forkserver"
         self._processes: list[Any] = []
         self._pipes: list[connection.Connection] = []
 
@@ -37,8 +40,7 @@ class Ranks:
         return self._answers(timeout, f"{task.__name__}{args}")
 
     def _start(self) -> None:
-        # A fork server imports once what takes seconds. But what it imports begins to use CUDA, which no fork survives.
-        context = get_context("spawn" if self.device == "cuda" else "forkserver")
+        context = get_context(self._method)
         context.set_forkserver_preload(["thunder", "thunder_cg"])
         folder = tempfile.mkdtemp()
         for rank in range(self.size):

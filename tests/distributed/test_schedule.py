@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -62,3 +63,23 @@ def test_same_bits_and_one_order(ranks: Ranks, builder: str) -> None:
     # Each collective of tensor parallelism is waited for before the next one can begin.
     assert ("tensor" in builder) == all(len(launch) == 1 for *_, sizes in traces for launch in sizes)
     assert "tensor" in builder or all(len(sizes) > 1 for *_, sizes in traces if sizes)
+
+
+@pytest.fixture(scope="module")
+def spawned() -> Iterator[Ranks]:
+    """Two processes that hash strings differently, so that sets of them have other orders."""
+    pool = Ranks(2, "cpu", spawns=True)
+    yield pool
+    pool.close()
+
+
+def hash_and_order(builder: str):
+    return hash("a"), same_bits(builder, 1, 2048)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("builder", ["ddp", "fsdp zero2", "fused ddp", "fused fsdp"])
+def test_one_order_whatever_the_hashes(spawned: Ranks, builder: str) -> None:
+    (first_hash, first), (second_hash, second) = spawned.run(hash_and_order, builder)
+    assert first_hash != second_hash
+    assert first == second and not first[0] and len(first[1]) == 2

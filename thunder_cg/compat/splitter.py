@@ -30,6 +30,7 @@ __all__ = [
     "inside_transforms",
     "is_supported",
     "keeping_fallbacks",
+    "loses_wait",
     "on_examples",
     "operator_name",
     "without_gradient",
@@ -71,6 +72,17 @@ def is_supported(node: Node, options: dict[str, Any]) -> bool:
     """Whether Thunder's symbol for what the node calls takes the node's arguments."""
     supported, _ = utils.is_node_supported_by_thunder(node, options)
     return bool(supported)
+
+
+def loses_wait(node: Node, options: dict[str, Any]) -> bool:
+    """Whether it waits for a collective that Thunder does not trace. Thunder's symbol for a wait does nothing.
+
+    All that Thunder traces is all_reduce, which it waits for itself. What does not follow at once may be traced apart.
+    """
+    if str(node.target) != "_c10d_functional.wait_tensor":
+        return False
+    follows = node.args[0] is node.prev and str(node.prev.target) == "_c10d_functional.all_reduce"
+    return not (follows and is_supported(node.prev, options))
 
 
 def operator_name(node: Node) -> str:
@@ -192,7 +204,7 @@ def without_gradient(graph: Graph) -> frozenset[str]:
 def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:
     """Whether Thunder can trace all of a graph, without fallbacks."""
     can, _ = utils.is_graphmodule_supported_by_thunder(module, options)
-    return bool(can)
+    return bool(can) and not any(loses_wait(node, options) for node in module.graph.nodes)
 
 
 def inside_transforms(graph: Graph) -> frozenset[str]:

@@ -21,6 +21,7 @@ from thunder_cg.compat.splitter import (
     example,
     fallback_of,
     inside_transforms,
+    loses_wait,
     on_examples,
     operator_name,
     without_gradient,
@@ -40,8 +41,12 @@ from thunder_cg.dynamo.writes import (
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
 
-def objections(graph: Graph) -> Callable[[Node], str | None]:
-    """Says of a node of the graph why it is left to Inductor, to be read after its name; None if Thunder traces it."""
+def objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | None]:
+    """Says of a node of the graph why it is left to Inductor, to be read after its name; None if Thunder traces it.
+
+    Args:
+        options: those of ``thunder.jit`` that the graph is to be compiled with.
+    """
     transformed = inside_transforms(graph)
     lost_views = [example(node) for node in _views_lost_before_writes(graph)]
     lost, untracked = untracked_writes(graph), without_gradient(graph)
@@ -52,6 +57,8 @@ def objections(graph: Graph) -> Callable[[Node], str | None]:
             return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
         if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
             return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
+        if loses_wait(node, options):
+            return "waits for a collective that Thunder does not trace, and Thunder would not wait"
         if is_unknown(node.target):
             return "didn't have any mapping in thunder"
         if node.name in lost:
