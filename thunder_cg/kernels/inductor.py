@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
         self._compiling.eager = _eager_symbols(ops, aliasing)
         written = frozenset().union(*aliasing.writes)
         self._compiling.written = frozenset(name for name, of in aliasing.sets.items() if of in written)
-        self._compiling.sets = aliasing.sets
+        self._compiling.ops, self._compiling.sets = ops, aliasing.sets
         self._compiling.writes = {id(op.symbol): aliasing.writes[op.index] for op in ops.ops}
         self._compiling.order = {id(symbol): position for position, symbol in enumerate(trace.bound_symbols)}
         self._compiling.makers = {
@@ -72,6 +74,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
             fused = super().fusion_pass(trace)
         finally:
             self._compiling.eager, self._compiling.makers = frozenset(), {}
+            self._compiling.ops = _FusionPass.ops
             self._compiling.order, self._compiling.writes = {}, {}
         fused.bound_symbols[-1] = returns
         return fused
@@ -83,19 +86,33 @@ class InductorExecutor(compat.TorchCompileExecutor):
         for inner in symbols:  # computed once more, it would write once more, or read what was written since
             if any(proxy.name in self._compiling.written for proxy in (*inner.flat_proxy_args, *inner.flat_proxy_outs)):
                 inner.tags.add(_ONCE)
-        convolves = any("conv" in inner.sym.name for inner in _walk(symbols))
         returned = [i for i, proxy in enumerate(outputs) if proxy.name in self._compiling.returned]
+        is_free = any("conv" in inner.sym.name for inner in _walk(symbols)) and not self._returns_views(
+            symbols, inputs, [outputs[i] for i in returned]
+        )
         name = f"Inductor{fusion_counter}"
         in_torch = compat.in_torch(symbols, inputs, outputs)
         writes = frozenset().union(*(self._compiling.writes[id(symbol)] for symbol in symbols))
         written = [i for i, proxy in enumerate(inputs) if self._compiling.sets.get(proxy.name) in writes]
         refuses = any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols))
-        context = {name: Fusion(name, in_torch, returned if convolves else None, written, refuses)}
+        context = {name: Fusion(name, in_torch, returned if is_free else None, written, refuses)}
         symbol = compat.Symbol(name, meta=None, is_fusion=True, executor=self)
         return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols, _call_ctx=context)
 
+    def _returns_views(
+        self, symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], returned: Sequence[compat.Proxy]
+    ) -> bool:
+        """Whether an image that the caller gets shares memory with an input or with another result that it gets."""
+        inside = {id(symbol) for symbol in symbols}
+        ops = self._compiling.ops
+        sets = Aliasing.of(replace(ops, ops=tuple(op for op in ops.ops if id(op.symbol) in inside))).sets
+        sharing = Counter(sets[proxy.name] for proxy in (*inputs, *returned) if proxy.name in sets)
+        images = (proxy.name for proxy in returned if getattr(proxy, "ndim", 0) in (4, 5))
+        return any(sharing[sets[name]] > 1 for name in images)
+
 
 class _FusionPass(threading.local):
+    ops: Ops = Ops((), {}, ())  # the trace
     eager: frozenset[int] = frozenset()  # addresses of the symbols of the trace that no graph can hold
     written: frozenset[str] = frozenset()  # values in memory that the trace writes in place
     sets: Mapping[str, str] = {}  # of the trace: the alias set of each tensor
@@ -176,7 +193,8 @@ class Fusion:
     Note [Layouts of convolutions]
         Convolutions are fastest with channels last, so Inductor converts to that and, at the end of what it compiles,
         back. Where a forward and its backward are compiled apart, it would convert whatever the forward saves. So a
-        stretch with convolutions leaves its results as they are, and only what the caller gets is converted back.
+        stretch with convolutions leaves its results as they are, and only what the caller gets is converted back. That
+        is a copy. So results stay in PyTorch's layouts where the caller gets an image and a view of it.
 
     Args:
         in_torch: the stretch with PyTorch's operators.
