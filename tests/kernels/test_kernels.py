@@ -113,6 +113,25 @@ def test_a_convolution_in_three_dimensions(device, step):
         torch.testing.assert_close(a, b)
 
 
+def test_views_of_images_stay_views(transform, device):
+    """In another layout, an image that the caller gets was copied: a view of it, or of an input, was none any more."""
+
+    def fn(x, weight):
+        a = x.permute(0, 3, 1, 2)
+        y = torch.relu(F.conv2d(a, weight))
+        return a, y, y.permute(0, 2, 3, 1), y[0]
+
+    plain, captured = (thunder.jit(fn, executors=thunder_cg.executors(), transforms=t) for t in ([], [transform()]))
+    for _ in range(4):
+        x, weight = torch.randn(2, 4, 4, 3, device=device), torch.randn(3, 3, 1, 1, device=device)
+        expected, *others = fn(x, weight), plain(x, weight), captured(x, weight)
+        for found in others:
+            assert [each.stride() for each in found] == [each.stride() for each in expected]
+            bases = (x, found[1], found[1], found[1])
+            assert all(a.data_ptr() == b.data_ptr() for a, b in zip(found, bases))
+            torch.testing.assert_close(found, expected)
+
+
 def test_what_dynamo_cannot_trace_is_left_out(transform, device, step):
     torch.manual_seed(0)
     model = Clicks().to(device)

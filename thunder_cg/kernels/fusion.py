@@ -19,11 +19,12 @@ class Fusion:
     Note [Layouts of convolutions]
         Convolutions are fastest with channels last, so Inductor converts to that and, at the end of what it compiles,
         back. Where a forward and its backward are compiled apart, it would convert whatever the forward saves. So a
-        stretch with convolutions leaves its results as they are, and only what the caller gets is converted back.
+        stretch with convolutions leaves its results as they are, and only what the caller gets is converted back. That
+        is a copy. So results stay in PyTorch's layouts where the caller gets an image and a view of it.
 
     Args:
         in_torch: the stretch with PyTorch's operators.
-        returned: of a stretch with convolutions, the positions of the results that the caller gets.
+        returned: of a stretch whose layouts Inductor may choose, the positions of the results that the caller gets.
         written: the positions of the arguments whose memory it writes.
         refuses_leaves: whether PyTorch refuses that where autograd accumulates a gradient for one of them.
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
@@ -67,11 +69,15 @@ class InductorExecutor(compat.TorchCompileExecutor):
         symbols = facts.completed(region.bound_symbols, inputs, outputs)
         for each in facts.computed_once(symbols):
             each.tags.add(_ONCE)
+        returned = facts.returned(outputs)
+        has_free_layouts = any("conv" in inner.sym.name for inner in _walk(symbols)) and not facts.share_images(
+            symbols, inputs, [outputs[i] for i in returned]
+        )
         name = f"Inductor{fusion_counter}"
         fusion = Fusion(
             name,
             compat.in_torch(symbols, inputs, outputs),
-            facts.returned(outputs) if any("conv" in inner.sym.name for inner in _walk(symbols)) else None,
+            returned if has_free_layouts else None,
             facts.written(inputs, symbols),
             any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols)),
         )
@@ -111,6 +117,17 @@ class _TraceFacts:
     def returned(self, outputs: Sequence[compat.Proxy]) -> list[int]:
         """The positions of those that the trace returns."""
         return [i for i, proxy in enumerate(outputs) if proxy.name in self._returned]
+
+    def share_images(
+        self, symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], returned: Sequence[compat.Proxy]
+    ) -> bool:
+        """Whether an image among the results shares memory, in these symbols, with an input or another result."""
+        inside = {id(symbol) for symbol in symbols}
+        ops = replace(self._ops, ops=tuple(op for op in self._ops.ops if id(op.symbol) in inside))
+        sets = Aliasing.of(ops).sets
+        sharing = Counter(sets[proxy.name] for proxy in (*inputs, *returned) if proxy.name in sets)
+        images = (proxy.name for proxy in returned if getattr(proxy, "ndim", 0) in (4, 5))
+        return any(sharing[sets[name]] > 1 for name in images)
 
     def written(self, inputs: Sequence[compat.Proxy], symbols: Iterable[compat.BoundSymbol]) -> list[int]:
         """The positions of the inputs whose memory the symbols write."""
