@@ -146,6 +146,31 @@ def test_a_write_that_thunder_puts_off_to_the_backward_is_warned_of():
     assert not torch.equal(y, fn(x, z)[1]), "Thunder writes in time: the warning can go"
 
 
+SCALARS = {  # of a matrix, a vector and a 0-dim tensor; whether Thunder's gradient of the last one is right
+    "and of itself": (lambda x, v, s: (x * s).sum() + s.exp() * 3, False),
+    "by a function of it": (lambda x, v, s: (x * s.exp()).sum() + s.sin(), False),
+    "with two shapes": (lambda x, v, s: (x * s).sum() + (v * s).sum(), False),
+    "in one place": (lambda x, v, s: (x * s.exp()).sum(), True),
+    "with one shape": (lambda x, v, s: (x * (s.exp() + s)).sum() + (x.sin() / (s + 1)).sum(), True),
+    "expanded": (lambda x, v, s: (x * s.expand(3, 3)).sum() + s.sin(), True),
+    "alone": (lambda x, v, s: x.sum() + s.exp() * s.sin() + s, True),
+}
+
+
+@pytest.mark.parametrize("name", SCALARS)
+def test_gradients_of_different_shapes_that_meet(name):
+    fn, right = SCALARS[name]
+    args = torch.randn(3, 3), torch.randn(3), torch.randn(())
+    mine, others = ([arg.clone().requires_grad_() for arg in args] for _ in range(2))
+    graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        graphed(*mine).backward()
+    assert any(NOT_SUMMED in str(each.message) for each in said) == (not right)
+    fn(*others).backward()
+    assert torch.allclose(mine[2].grad, others[2].grad, atol=1e-5) == right
+
+
 def test_nothing_is_said_where_no_gradient_is_wanted():
     fn, _ = WRONG["slice, add"]
     graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])

@@ -10,13 +10,15 @@ Note [Gradients of writes in place]
 Note [Gradients of CPU scalars]
     Thunder takes a 0-dim tensor on the CPU for a number: it combines the tensor with larger ones without a broadcast,
     so nothing sums the gradient. Autograd sums it for an argument of the trace. For a value that the trace has reduced,
-    as in ``x - x.mean()``, nobody does.
+    as in ``x - x.mean()``, nobody does. And where such a gradient is added to one of another shape, as of ``x * s`` and
+    of ``s.exp()``, that one is broadcast before autograd sums both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing, chosen
 from thunder_cg.analysis.ops import Op, Ops, Value, names_in
@@ -166,7 +168,30 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
             shared = [each for each in views.in_memory_of(name) if _is_changed(views.of(each), views.of(name), op)]
             stale |= dict.fromkeys(shared, op)
             tracked.update(shared)
+    found += [_named(op, ops, _NOT_SUMMED) for op in _added_before_they_are_summed(ops, tracked)]
     return tuple(dict.fromkeys(found))
+
+
+def _added_before_they_are_summed(ops: Ops, tracked: Collection[str]) -> Iterator[Op]:
+    """Where gradients of a CPU scalar meet that have different shapes: see Note [Gradients of CPU scalars].
+
+    Args:
+        tracked: names that have a gradient.
+    """
+    shapes: dict[str, set[tuple[Any, ...]]] = {name: {()} for name in _returned(ops.ops[-1])}  # of gradients
+    for op in reversed(ops.ops):
+        for prim in reversed([*_prims(op)]):
+            outputs = [name for name in prim.outputs if name in shapes and _may_have_gradient(ops.values[name])]
+            comes: set[tuple[Any, ...]] = set()
+            for name in outputs:
+                shape = proxy_shape(ops.values[name].proxy)
+                is_summed = len(prim.inputs) == 1  # as the gradient of a broadcast
+                comes |= shapes[name] if _is_cpu_scalar(ops.values[name]) else {() if is_summed else shape}
+            for name in prim.inputs if outputs else ():
+                is_new = not comes <= shapes.setdefault(name, set())
+                shapes[name] |= comes
+                if is_new and len(shapes[name]) > 1 and name in tracked and _is_cpu_scalar(ops.values[name]):
+                    yield op
 
 
 def _follow(op: Op, ops: Ops, tracked: set[str], reduced: set[str]) -> bool:
