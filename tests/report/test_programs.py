@@ -146,7 +146,7 @@ def test_what_thunder_leaves_to_inductor_is_not_silent(monkeypatch: pytest.Monke
 
 def test_what_inductor_gets_is_an_error_with_strict_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
-    monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda graph: _object_to_sinc)
+    monkeypatch.setattr("thunder_cg.dynamo.compiler.objections", lambda *_: _object_to_sinc)
     line = f"{Path(__file__).name}:{half_supported.__code__.co_firstlineno + 1}"
     with pytest.raises(
         torch._dynamo.exc.BackendCompilerFailed, match=rf"sinc at {line}: runs eagerly, as Inductor got it"
