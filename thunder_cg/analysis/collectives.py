@@ -54,8 +54,12 @@ def schedule_collectives(trace: compat.TraceCtx) -> compat.TraceCtx:
     if not any(isinstance(proxy, compat.FutureTensorProxy) for proxy in outputs):
         return trace
     ops = read(trace)
-    ops = read(trace := in_order(trace, ops, waits_before_writes(ops, Aliasing.of(ops))))
-    scheduled = compat.del_last_used(in_order(trace, ops, schedule(ops, Aliasing.of(ops))))
+    aliasing = Aliasing.of(ops)
+    order = waits_before_writes(ops, aliasing)
+    if order != sorted(order):
+        ops = read(trace := in_order(trace, ops, order))
+        aliasing = Aliasing.of(ops)
+    scheduled = compat.del_last_used(in_order(trace, ops, schedule(ops, aliasing)))
     scheduled.set_provenance(compat.TraceProvenance("Schedule of collectives"))
     return scheduled
 

@@ -23,7 +23,7 @@ def compute_in_pieces(ops: Ops, aliasing: Aliasing) -> list[int]:
     twice as much, where the next one takes up the fewest bytes: between layers, and not inside of one. Otherwise the
     forward would save for both what one could compute anew.
     """
-    return _Pieces(ops, aliasing).run()
+    return _Pieces(ops, aliasing).run() if aliasing.collectives else [*range(len(ops.ops))]
 
 
 class _Pieces:

@@ -125,10 +125,11 @@ def by_device(symbol: BoundSymbol) -> Sequence[BoundSymbol]:
 
     Thunder (0.2.6) takes a copy of a tensor on another device for a view of it.
     """
+    if symbol.sym.name != "update_aliases":
+        return [symbol]
     names: dict[Any, list[tuple[Proxy, Proxy]]] = {}
-    if symbol.sym.name == "update_aliases":
-        for old, new in zip(symbol.flat_proxy_args, symbol.flat_proxy_outs, strict=True):
-            names.setdefault(getattr(old, "device", None), []).append((old, new))
+    for old, new in zip(symbol.flat_proxy_args, symbol.flat_proxy_outs, strict=True):
+        names.setdefault(getattr(old, "device", None), []).append((old, new))
     if len(names) < 2:
         return [symbol]
     return [

@@ -18,17 +18,7 @@ from thunder_cg.tools.bench.measure import EVERY_VARIANT
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
 from thunder_cg.tools.bench.report import line
-from thunder_cg.tools.bench.variants import (
-    COMPILE,
-    EAGER,
-    FLOOR,
-    FLOOR_OF_THUNDER,
-    OURS,
-    OURS_FUSED,
-    REDUCE_OVERHEAD,
-    THUNDER,
-    is_meant,
-)
+from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, OURS_FUSED, THUNDER, is_meant
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import MeasuredResults, environment
 from thunder_cg.tools.turns import Turns
@@ -184,23 +174,17 @@ def _notes(rows: Sequence[RankRow]) -> Iterator[str]:
         yield f"\n{OURS}, back to back: {ratios}"
 
 
-_COLUMNS = (EAGER, COMPILE, REDUCE_OVERHEAD, THUNDER, OURS, OURS_FUSED, FLOOR_OF_THUNDER, FLOOR)
-_SECOND_COLUMNS = (THUNDER, OURS, OURS_FUSED, FLOOR)
-
-
 def overview(rows: Sequence[RankRow]) -> str:
     """All cases as two Markdown tables: times, and how far ranks are apart with the memory that is reserved."""
-    return "\n\n".join(
-        [
-            _overview(rows, "ms, back to back", _COLUMNS, lambda row: f"{row.back_to_back_ms:.2f}"),
-            _overview(
-                rows,
-                "p99 of ms between the ranks; MB reserved",
-                _SECOND_COLUMNS,
-                lambda row: f"{row.skew_p99_ms:.2f}; {row.reserved_mb:,.0f}",
-            ),
-        ]
-    )
+    measured = [*dict.fromkeys(row.variant for row in rows)]
+    times = _overview(rows, "ms, back to back", measured, lambda row: f"{row.back_to_back_ms:.2f}")
+    compared = (THUNDER, OURS, OURS_FUSED, FLOOR)
+    others = _overview(rows, "p99 of ms between the ranks; MB reserved", compared, _skew_and_memory)
+    return f"{times}\n\n{others}"
+
+
+def _skew_and_memory(row: RankRow) -> str:
+    return f"{row.skew_p99_ms:.2f}; {row.reserved_mb:,.0f}"
 
 
 def _overview(rows: Sequence[RankRow], title: str, variants: Sequence[str], cell: Callable[[RankRow], str]) -> str:
