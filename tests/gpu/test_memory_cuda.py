@@ -204,3 +204,26 @@ def test_a_share_of_the_device():
     transform = cudagraph_transform(memory_budget=0.5)
     total = torch.cuda.get_device_properties(0).total_memory
     assert transform._shared.arenas.budget(torch.device("cuda", 0)) == total // 2
+
+
+def test_training_takes_no_more_memory_than_without_graphs(quiet):
+    """Where gradients are most of it: they are in the memory of activations, as without graphs."""
+    x = torch.randn(8192, 2048, device="cuda")
+
+    def peak(**jit):
+        torch.manual_seed(0)
+        model = thunder.jit(mlp(16, 2048).cuda(), **jit)
+        before = reserved()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(5):
+            model.zero_grad(set_to_none=True)
+            model(x).square().mean().backward()
+        most = torch.cuda.max_memory_reserved() - before
+        gradients = [p.grad.clone() for p in model.parameters()]
+        return most, gradients
+
+    plain, expected = peak()
+    graphed, found = peak(transforms=[cudagraph_transform()])
+    same(expected, found)
+    assert plain > 1000 * MB
+    assert graphed <= 1.05 * plain, (graphed, plain)

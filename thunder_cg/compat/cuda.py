@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,14 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from thunder_cg.compat.torch import disable_dispatch_modes, is_view, neg_view
+from thunder_cg.compat.torch import (
+    autograd_base,
+    disable_dispatch_modes,
+    is_view,
+    neg_view,
+    storage_id,
+    storage_use_count,
+)
 
 try:
     from cuda.bindings import driver, nvrtc
@@ -223,6 +231,23 @@ def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     # The metadata do not hold the bits of lazy conjugation and negation.
     alias = alias.conj() if tensor.is_conj() else alias
     return neg_view(alias) if tensor.is_neg() else alias
+
+
+def disown(tensors: Sequence[torch.Tensor]) -> None:
+    """Frees the memory of tensors of the caching allocator, which stay tensors of that memory."""
+    for tensor in tensors:
+        torch._C._free_And_Remove_DeleterFn(tensor.untyped_storage()._cdata)
+
+
+def storages_owned(tensors: Sequence[torch.Tensor]) -> set[int]:
+    """The storages of the caching allocator's memory that no others than these tensors use."""
+    bases = [base for tensor in tensors if (base := autograd_base(tensor)) is not None]
+    owners = Counter(storage_id(each) for each in {id(each): each for each in (*tensors, *bases)}.values())
+    return {
+        storage
+        for storage, count in owners.items()  # and the storage's object of Python
+        if torch._C._has_Standard_Deleter(storage) and storage_use_count(storage) == count + 1
+    }
 
 
 def has_one_owner(tensor: torch.Tensor) -> bool:

@@ -32,6 +32,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.distributed._composable_state import _module_state_mapping
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -516,7 +517,7 @@ def _module(frame: types.FrameType) -> str:
 tensor_use_count: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 1)
 
 
-# How many tensors have the storage with this `storage_id`.
+# How many tensors have the storage with this `storage_id`, its object of Python included.
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 

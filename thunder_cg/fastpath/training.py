@@ -166,10 +166,11 @@ class BackwardGraph:
         self._gradients = [None if gradient is None else made[gradient.name] for gradient in gradients]
         given = [i for i in self._gradients if i is not None]
         # Whether no gradients that a replay makes share memory.
-        self.are_apart = region.graph.outputs.is_plain and len(set(given)) == len(given)
+        self.are_apart = region.graph.are_apart and len(set(given)) == len(given)
         self._passed = passed
         self._varying: tuple[list[int], Guard] | None = None
         self.scratch = recorded.scratch
+        self.lent = recorded.lent()
 
     def holds(self, tensors: list[Any]) -> bool:
         """The region's guard. What the forward left in the arena is checked once: it is at the same place each time."""
@@ -228,6 +229,7 @@ class BackwardReplay:
                     with suppress(ReplayRefused):
                         results = graph.replay(tensors)
                         self._program.count_replay()
+                        call.lent = graph.lent
                         call.release()
                         return results, graph.are_apart
         result: Sequence[Any] = self._entry.backward_fn([saved, SavedState.of(call)], gradients)

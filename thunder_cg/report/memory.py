@@ -39,7 +39,7 @@ class RecordingMemory:
     needs: int  # of its arena, by an estimate from the trace; recordings of one arena share its memory
     without_graphs: int  # what the same calls allocate at a time where all ops run eagerly, by the same estimate
     regions: tuple[RegionMemory, ...]
-    gradients: int = 0  # of the arena: those that stay after a call of a graphed step; recordings may share them
+    gradients: int = 0  # of the arena: those that callers get without a copy; recordings may share them
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +155,7 @@ def _recordings(programs: Iterable[Located], numbers: dict[Arena, int]) -> Itera
             needs=recording.nbytes,
             without_graphs=max(program.memory.without_graphs for program, _ in parts),
             regions=regions,
+            gradients=sum(lent.nbytes for _, trace in parts for lent in trace.lent()),
         )
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from thunder_cg.runtime.backend import Backend, Pool
+from thunder_cg.runtime.lent import Lent
 
 _RAISE = "raise memory_budget"
 
@@ -26,12 +27,55 @@ class Arena:
         self._backend, self._poison = backend, poison
         self._held = threading.Lock()
         self._pools: dict[torch.device, Pool] = {}
-        # Takes the arena for the caller if nobody has it, and ends the life of everything in its memory. Each steady
-        # call does both, so they are the lock's own functions.
-        self.try_hold: Callable[[], bool] = partial(self._held.acquire, False)
+        self._lent: list[Lent] = []  # Note [Lent gradients]
+        self._has_moved = False  # whether its graphs have lent what was moved, and its memory is too large without
+        # Ends the life of everything in its memory but what is lent.
         self.release: Callable[[], None] = self._held.release
         if poison:
-            self.release = partial(_poison_and_release, self._pools, self._held)
+            self.release = partial(_poison_and_release, self._pools, self._held, self._lent)
+
+    def try_hold(self) -> bool:
+        """Takes the arena for the caller. False if another call has it, or if lent gradients had to be moved.
+
+        In the second case recordings have been dropped, maybe the one that the caller was about to replay.
+        """
+        return self._held.acquire(False) and (not self._lent or self._take_back())
+
+    def hold(self) -> bool:
+        """`try_hold`, and again if that has moved gradients. The caller looks for dropped recordings afterwards."""
+        is_held = self.try_hold() or self.try_hold()
+        if is_held and self._has_moved:
+            self.trim()
+        return is_held
+
+    def lend(self, lent: Lent) -> None:
+        """Callers have these in its memory when it is released. Only for the holder."""
+        self._lent.append(lent)
+
+    def _take_back(self) -> bool:
+        """Ends all loans. Releases the arena and returns False if something that was lent is at another place now."""
+        is_moved = True
+        try:
+            is_moved = self._move_what_is_held()
+            if self._poison and not is_moved:
+                _fill(self._pools, ())
+        except Exception:  # too little memory: the call goes on without the arena
+            pass
+        finally:
+            if is_moved:
+                self._held.release()
+        return not is_moved
+
+    def _move_what_is_held(self) -> bool:
+        held = [tensor for each in self._lent for tensor in each.held()]
+        for pool in {self._pools[tensor.device] for tensor in held}:
+            pool.move([tensor for tensor in held if self._pools[tensor.device] is pool])
+        moved = [each for each in self._lent if not each.is_in_place()]
+        self._lent.clear()
+        for each in moved:
+            each.note_move()
+        self._has_moved |= bool(moved)
+        return bool(moved)
 
     def is_held(self) -> bool:
         return self._held.locked()
@@ -51,6 +95,10 @@ class Arena:
             self._pools[device].enter()
         return self._pools[device]
 
+    def disown(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """Has its pool hand the memory of these, all on one device, out again; see `Pool.disown`."""
+        return self.pool(tensors[0].device).disown(tensors)
+
     def enter(self) -> None:
         """Orders the caller's streams after what used the arena before. Only for the holder."""
         for pool in self._pools.values():
@@ -65,20 +113,26 @@ class Arena:
 
     def trim(self) -> None:
         """Gives back memory that no graph needs. Only for the holder."""
-        for pool in self._pools.values():
-            pool.trim()
+        trimmed = [pool.trim() for pool in self._pools.values()]
+        self._has_moved = self._has_moved and not all(trimmed)
 
     def __del__(self) -> None:
+        self._lent.clear()
         for pool in self._pools.values():
             pool.close()
 
 
-def _poison_and_release(pools: Mapping[torch.device, Pool], held: threading.Lock) -> None:
+def _poison_and_release(pools: Mapping[torch.device, Pool], held: threading.Lock, lent: Sequence[Lent]) -> None:
     try:
-        for pool in pools.values():
-            pool.poison()
+        _fill(pools, lent)
     finally:
         held.release()
+
+
+def _fill(pools: Mapping[torch.device, Pool], lent: Sequence[Lent]) -> None:
+    """Poisons all pools, but what is lent."""
+    for pool in pools.values():
+        pool.poison([tensor for each in lent for tensor in each.held()])
 
 
 class Recorded(Protocol):
@@ -159,7 +213,7 @@ class Arenas:
     def hold(self, preferred: list[Arena]) -> Arena | None:
         """Takes a free arena, one of ``preferred`` if possible, a new one if none is free; None past the limit."""
         for arena in preferred:
-            if arena.try_hold():
+            if arena.hold():
                 return arena
         return self._hold_one_of(self._arenas)
 
@@ -183,7 +237,7 @@ class Arenas:
         with self._lock:
             alive = _alive(arenas)
             for arena in alive:
-                if arena.try_hold():
+                if arena.hold():
                     return arena
             if len(alive) >= self._limit * len(self._pairs):
                 return None
@@ -269,7 +323,7 @@ class Arenas:
         used = {arena for pair in self._pairs for recording in pair.recordings for arena in recording.arenas()}
         before = self.nbytes()
         for arena in self._all():
-            if arena not in used and (arena in mine or arena.try_hold()):
+            if arena not in used and (arena in mine or arena.hold()):
                 arena.trim()
                 if arena not in mine:
                     arena.release()

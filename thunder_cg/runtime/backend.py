@@ -100,14 +100,23 @@ class Pool(Protocol):
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory as ``tensor`` without owning it: the pool may hand the memory out again."""
 
+    def owned(self, tensors: Tensors) -> Set[int]:
+        """Of what a capture returned: the storages of the pool's memory that nothing but these tensors uses."""
+
+    def disown(self, tensors: Tensors) -> Any:
+        """Has the pool hand the memory of these out again, though they exist. Returns what keeps it allocated."""
+
+    def move(self, tensors: Tensors) -> None:
+        """Gives the storages of these memory of their own, outside of the pool, with the same contents."""
+
     def forget(self, storage: torch.UntypedStorage) -> None:
         """Poisons memory that nobody owns any more, though tensors that do not own it may still exist."""
 
-    def poison(self) -> None:
-        """Fills all memory of the pool that nobody owns with NaN."""
+    def poison(self, spared: Tensors = ()) -> None:
+        """Fills all memory of the pool that nobody owns with NaN. A pool that cannot spare tensors fills nothing."""
 
-    def trim(self) -> None:
-        """Gives memory back if no graph needs any."""
+    def trim(self) -> bool:
+        """Gives memory back if no graph needs any. Returns whether that is so."""
 
     def ranges(self) -> Sequence[tuple[int, int]]:
         """The pool's memory: where each piece begins and ends."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +27,7 @@ import torch
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.agreement import Round
 from thunder_cg.runtime.arena import Arena
+from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.recording import Recording, TraceRecording
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ class Call:
         self.selection: Selection | None = None  # that times its regions
         self.round: Round | None = None  # of a call that communicates: what the ranks say of it
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
+        self.lent: Sequence[Lent] = ()  # what callers get of it in the arena's memory
         self.began = 0.0  # the warm-up or the capture, on the host's clock in seconds
         self.began_empty = False  # whether nothing else was in the memory that it warms up or captures in
 
@@ -100,11 +103,14 @@ class Call:
     def release(self) -> None:
         """Gives the arena back. Nothing in its memory may be used any more."""
         scratch, self.scratch, arena, self.arena = self.scratch, None, self.arena, None
+        lent, self.lent = self.lent, ()
         self.owned = {}
         self.recording = self.trace = None  # the call may live on in an autograd graph whose backward has run
         if scratch is not None:
             scratch.release()
         if arena is not None:
+            for each in lent:
+                arena.lend(each)
             arena.release()
 
     def arenas(self) -> list[Arena]:

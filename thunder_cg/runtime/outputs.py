@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat.cuda import current_device
-from thunder_cg.compat.torch import autograd_base, empty_strided, is_view, is_zero_tensor, neg_view
+from thunder_cg.compat.torch import autograd_base, empty_strided, is_view, is_zero_tensor, neg_view, storage_id
 from thunder_cg.runtime.early_outputs import CopiedEarly
 from thunder_cg.runtime.tensors import (
     ALIGNMENT,
@@ -61,6 +61,7 @@ class Outputs:
         copied_out: of each result, whether it is copied out of the pool.
         device: the region's.
         alias: makes of a tensor one that does not own its memory.
+        may_lend: of results to copy out, the storages that callers may get as they are.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Outputs:
         copied_out: Sequence[bool],
         device: torch.device,
         alias: Callable[[torch.Tensor], torch.Tensor],
+        may_lend: Callable[[list[torch.Tensor]], Set[int]] | None = None,
     ) -> None:
         self.fixed: list[int] = []  # results that stay at their address in the pool
         self.constants: dict[int, Any] = {}  # results that no replay changes
@@ -78,9 +80,10 @@ class Outputs:
         self._same: list[tuple[int, int]] = []  # result to copy out, and an earlier one that is the same tensor
         self._device = device
         early, groups = self._sort(produced, inputs, copied_out)
+        self.lent = self._to_lend(groups, may_lend) if may_lend is not None else {}  # results that are lent
         self._copies = [*early, *(_Copy.of(group, alias) for group in groups)]
         self._owned = groups
-        for i in (*(i for group in groups for i, _ in group), *(i for i, _ in self._same)):
+        for i in (*(i for group in groups for i, _ in group), *self.lent, *(i for i, _ in self._same)):
             produced[i] = None
         self.nbytes = sum(copy.nbytes for copy in self._copies)
         self._are_plain = not any(copy.parts for copy in self._copies)
@@ -122,6 +125,17 @@ class Outputs:
             else:
                 self.fixed.append(i)
         return [early[order] for order in sorted(early)], [*groups.values()]
+
+    @staticmethod
+    def _to_lend(
+        groups: list[list[tuple[int, torch.Tensor]]], may_lend: Callable[[list[torch.Tensor]], Set[int]]
+    ) -> dict[int, torch.Tensor]:
+        """Takes the results that may be lent out of those to copy. See Note [Lent gradients]."""
+        filled = [group for group in groups if address(group[0][1])]
+        storages = may_lend([tensor for group in filled for _, tensor in group])
+        lent = [group for group in filled if storage_id(group[0][1]) in storages]
+        groups[:] = [group for group in groups if not any(group is each for each in lent)]
+        return {i: tensor for group in lent for i, tensor in group}
 
     def _is_constant(self, i: int, value: Any) -> None:
         self.constants[i] = value

@@ -37,6 +37,9 @@ class Pair:
         self.lost: dict[Any, tuple[str, tuple[str, ...]]] = {}
         self.awaiting_backward: weakref.WeakSet[Call] = weakref.WeakSet()
         self.moves = Moves()
+        # See Note [Lent gradients].
+        self.lends = options.verify is None and options.memory_budget is None
+        self.has_moved_gradients = False
         self.backward_varies = False  # whether recordings keep what the forward saved, for other backwards
         self.selection: Selection | None = None  # what times the regions; None if nothing is to be timed
         self.discarded = 0  # recordings, because of the memory budget
@@ -91,6 +94,13 @@ class Pair:
         if recording.forward is not None:
             self.lost[recording.forward.key] = kind, (option,)
 
+    def stop_lending(self) -> None:
+        """Has later backwards copy their gradients out. See Note [Lent gradients]."""
+        self.lends, self.has_moved_gradients = False, True
+        for recording in self.recordings:
+            if any(backward.lent() for backward in recording.backwards):
+                self.discard(recording, "its backward lends gradients")
+
     def retire(self, recording: Recording) -> bool:
         """Drops a recording that did not fit to the end of a call, so that the next call makes one that does.
 
@@ -107,6 +117,9 @@ class Pair:
         for recording in self._with_those_in_flight():
             recording.incomplete = True  # so that no backward to come brings it back
             self.discard(recording, why)
+        for arena in self._used:
+            if arena.hold():  # what it has lent is moved
+                arena.release()
         self._used, self._used_scratch = [], []
         self.lost.clear()
 

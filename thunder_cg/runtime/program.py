@@ -48,6 +48,10 @@ _LASTING = 100  # calls after which a capture has paid for itself, so that a mov
 
 _NOT_TIMED = 'select="measured" times nothing, because it communicates, and ranks have to capture alike'
 _CYCLES = "memory pools were held by outputs in reference cycles, so the garbage collector ran"
+_HELD = (
+    "gradients are copied out of the graph, since some were held when the next call began; with zero_grad() before it, "
+    "they take no memory of their own"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +126,8 @@ class Program:
         before: MemoryEstimate | None = forward.memory if forward is not None else None
         self.memory: MemoryEstimate = MemoryEstimate.of(trace, ios, before)
         is_limited, needed = self.options.memory_budget is not None, self.memory.arena
+        if forward is not None and self.pair.lends:
+            needed = max(needed, self.memory.without_graphs)
         self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, is_limited=is_limited, needed=needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
@@ -199,7 +205,10 @@ class Program:
             self._select(pair.selection)
         for recording in pair.recordings:
             assert recording.forward is not None
-            if recording.forward.guard.holds(inputs) and recording.arena.try_hold():
+            if recording.forward.guard.holds(inputs) and recording.arena.hold():
+                if recording.dropped:  # to move what it had lent
+                    recording.arena.release()
+                    continue
                 call = Call.replaying(self, recording)
                 recording.arena.enter()
                 call.verifies = self._verifies()
@@ -257,7 +266,7 @@ class Program:
         if call.recording is not None:
             for trace in call.recording.backwards:
                 if trace.guard.holds(inputs) and call.try_hold_scratch(trace.scratch):
-                    call.trace, call.verifies = trace, self._verifies()
+                    call.trace, call.verifies, call.lent = trace, self._verifies(), trace.lent()
                     return call.switch_to(Mode.REPLAY)
         if (reason := self.inputs.unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
@@ -300,6 +309,8 @@ class Program:
             self._count_moves([r.forward for r in self.pair.recordings if r.forward is not None], inputs)
         else:
             self._count_moves(call.recording.backwards, inputs)
+            if self.pair.has_moved_gradients:
+                self.remark = _HELD
         recording = call.recording
         static = [
             i
@@ -441,6 +452,9 @@ class Program:
         if not recording.incomplete:
             self.pair.admit(recording)
         if call.arena is not None:
+            call.lent = trace.lent()
+            for lent in call.lent:
+                lent.disown(call.memory.disown)
             call.memory.forget(call.owned.values(), recording.owned.values())
 
     def _select(self, selection: Selection) -> None:

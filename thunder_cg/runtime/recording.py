@@ -16,6 +16,7 @@ from thunder_cg.runtime.backend import Graph
 from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput
+from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.outputs import Outputs
 from thunder_cg.runtime.tensors import copy_all, is_whole
 
@@ -37,6 +38,7 @@ class RegionGraph:
     guarded: tuple[int, ...]
     scalars: slice  # of the arguments: those after the tensors, see Note [Kernel scalars]
     check: Any  # what a verifier has recorded of it, or None
+    lent: Lent | None  # results that callers get in the arena's memory
 
     # Arguments whose version advances: not all that may be written are, and not all operators say so.
     touched: frozenset[int]
@@ -48,6 +50,7 @@ class RegionGraph:
         self._copied_back = tuple(each for each in back if is_whole(each.buffer))  # by the graph
         self._copied_after = tuple(each for each in back if not is_whole(each.buffer))  # by operators
         self.touched = frozenset()
+        self.lent = None
         self.scalars = slice(0, 0)
         self.targets = [each.target for each in copied]
         self.nbytes_in = sum(t.numel() * t.element_size() for t in self.targets)
@@ -111,10 +114,17 @@ class RegionGraph:
         if self.touched:  # before results are views of what was written: autograd refuses a view from before a write
             counted = {each.arg for each in self._copied_after}
             torch.autograd.graph.increment_version([args[i] for i in self.touched if i not in counted])
+        if self.lent is not None:
+            self.lent.hand_out(results)
         if not self.outputs.is_plain:
             with torch.no_grad():
                 self.outputs.derive(results, args)
         return results
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether no two results of a replay share memory."""
+        return self.outputs.is_plain and (self.lent is None or self.lent.are_apart)
 
     def note(self, error: Exception) -> None:
         """Notes on an error of a replay what is known of it."""
@@ -139,6 +149,10 @@ class TraceRecording:
     since: int = 0  # how many calls its program had made
     scratch: Arena | None = None  # of a backward that does not allocate in the recording's arena
     key: Any = None  # the layout that it was captured for
+
+    def lent(self) -> list[Lent]:
+        """What its replays lend."""
+        return [graph.lent for graph in self.graphs if graph is not None and graph.lent is not None]
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ import torch
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
-from thunder_cg.compat.torch import version
+from thunder_cg.compat.torch import storage_id, version
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels
@@ -25,6 +25,7 @@ from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.failures import failing_op, is_out_of_memory, listed, note, sentence
 from thunder_cg.runtime.guards import Guard, OverlapGuard
 from thunder_cg.runtime.inputs import detached, place, with_buffers
+from thunder_cg.runtime.lent import Lent
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RegionGraph
 from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_plain, is_sparse, overlaps_itself
@@ -225,7 +226,7 @@ class RuntimeRegion:
         def function(inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
             nonlocal began
             began = True
-            return self.function(inputs, copier)
+            return self.function(inputs) if self._lends(call) else self.function(inputs, copier)
 
         may_rerun = not (self.written or self.communicates) and self.io.alive.issuperset(call.owned)
         while True:
@@ -259,12 +260,17 @@ class RuntimeRegion:
         early = {i: produced[i] for i in range(len(produced)) if isinstance(produced[i], CopiedEarly)}
         for i in early:
             produced[i] = None
-        outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias)
-        results: list[Any] = [None] * len(produced)
         # The memory of other arguments in the arena may be a result's by now.
         borrowed = [
             arg for i, (n, arg) in enumerate(zip(self.input_names, args)) if i not in in_pool or n in self.io.alive
         ]
+        may_lend = partial(_storages_but, borrowed) if self._lends(call) and call.mode is Mode.WARMUP else None
+        outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend)
+        results: list[Any] = [None] * len(produced)
+        if outputs.lent:
+            lent = Lent(outputs.lent, call.program.pair.stop_lending)
+            lent.hand_out(results)
+            call.lent = [*call.lent, lent]
         handed_out = outputs.deliver_owned(results, args, set(map(_memory, borrowed)))
         for i, copied in early.items():
             results[i] = copied.tensor
@@ -278,6 +284,12 @@ class RuntimeRegion:
         if call.mode is Mode.CAPTURE:  # it runs in every replay, too, so nothing else that it makes has an address
             self._share_ownership(call, results)
         return results
+
+    def _lends(self, call: Call) -> bool:
+        """Whether the caller gets what it warms up or captures in the arena's memory. See Note [Lent gradients]."""
+        pair, is_backward = call.program.pair, call.program.kind == "backward"
+        may_lend = not (self._stay_and_copied or self.is_always_verified)
+        return is_backward and may_lend and pair.lends and call.scratch is None
 
     def _in_pool(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
         """The arguments whose memory is the arena's."""
@@ -460,21 +472,30 @@ class RuntimeRegion:
         written = {i: captured[i] for i in self.written}
         versions = {i: version(t) for i in self.written - in_pool if not (t := written[i]).is_inference()}
         produced: list[Any] = []
+        assert call.recording is not None
+        saved = {*map(storage_id, call.owned.values()), *map(storage_id, call.recording.owned.values())}
+        lends = self._lends(call)
+
+        def may_lend(tensors: list[torch.Tensor]) -> Set[int]:
+            return pool.owned(tensors) - saved if lends else set()
 
         def sources(results: Sequence[Any]) -> list[torch.Tensor]:
             self._check_results(results)
             produced.extend(results)
-            graph.outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias)
+            graph.outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend)
             return graph.sources()
 
         try:
             scalars = sentinels(len(self.io.scalars))
             captured += scalars
-            graph.graph, results = pool.capture(self.function, [captured], graph.targets, sources, scalars)
+            function = (lambda inputs, copier: self.function(inputs)) if lends else self.function
+            graph.graph, results = pool.capture(function, [captured], graph.targets, sources, scalars)
         finally:
             if captured:  # the function, which empties the list, was not called
                 call.owned.update((self.input_names[i], captured[i]) for i in in_pool)
         del results
+        if graph.outputs.lent:
+            graph.lent = Lent(graph.outputs.lent, call.program.pair.stop_lending)
         graph.outputs.disown()
         graph.touched = frozenset(i for i, before in versions.items() if version(written[i]) != before)
         return produced
@@ -535,6 +556,12 @@ class _Executed(Exception):
 
 class _NotRun(Exception):
     """A warm-up failed before the first op, for the reason that is its argument."""
+
+
+def _storages_but(others: Sequence[Any], tensors: Sequence[torch.Tensor]) -> Set[int]:
+    """The storages of ``tensors`` that none of the ``others`` uses."""
+    used = set(map(_memory, others))
+    return {storage_id(tensor) for tensor in tensors if _memory(tensor) not in used}
 
 
 def _memory(value: Any) -> int:

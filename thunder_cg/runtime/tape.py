@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
@@ -426,12 +426,33 @@ class TapePool:
         self._free.append(storage)
         _poison([storage])
 
-    def poison(self) -> None:
-        self._free.clear()
-        _poison(self._storages().values())
+    def owned(self, tensors: Tensors) -> Set[int]:
+        made = self._storages()
+        return {compat.storage_id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() in made}
 
-    def trim(self) -> None:
+    def disown(self, tensors: Tensors) -> Any:
+        """All tensors of that memory, so that they stay as many when the graph has gone, which owns what it writes."""
+        storages = set(map(compat.storage_id, tensors))
+        alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
+        return [tensor for tensor in alive if compat.storage_id(tensor) in storages]
+
+    def move(self, tensors: Tensors) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            storage.resize_(storage.nbytes())  # allocates and copies
+        moved = set(
+            map(compat.storage_id, tensors)
+        )  # the tensors of graphs have moved, too, and are dropped with these
+        self._tensors = [r for r in self._tensors if (t := r()) is not None and compat.storage_id(t) not in moved]
+
+    def poison(self, spared: Tensors = ()) -> None:
+        self._free.clear()
+        kept = {tensor.untyped_storage().data_ptr() for tensor in spared}
+        _poison(storage for at, storage in self._storages().items() if at not in kept)
+
+    def trim(self) -> bool:
         """Memory that nobody owns is free already."""
+        return True
 
     def ranges(self) -> list[tuple[int, int]]:
         return [(start, start + storage.nbytes()) for start, storage in self._storages().items()]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
@@ -238,10 +238,28 @@ class CudaPool:
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         return cuda.alias_without_owning(tensor)
 
+    def owned(self, tensors: Tensors) -> Set[int]:
+        return cuda.storages_owned(tensors)
+
+    def disown(self, tensors: Tensors) -> PrivatePool:
+        cuda.disown(tensors)
+        return self._private_pool
+
+    def move(self, tensors: Tensors) -> None:
+        # Whichever streams use the memory have to be done with it, and all of them find it moved.
+        torch.cuda.synchronize(self._index)
+        with torch.cuda.stream(self._last):
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                storage.resize_(storage.nbytes())  # allocates and copies
+        torch.cuda.synchronize(self._index)
+
     def forget(self, storage: torch.UntypedStorage) -> None:
         _poison(storage)
 
-    def poison(self) -> None:
+    def poison(self, spared: Tensors = ()) -> None:
+        if spared:
+            return
         self.enter()  # a destructor may run where another stream is the current one
         device, pools = torch.device("cuda", self._index), list(self._private_pools)  # the list keeps them alive
         for segment in cuda.pool_segments([pool.id for pool in pools]):
@@ -249,11 +267,15 @@ class CudaPool:
                 if block["state"] == "inactive":
                     _poison(cuda.storage_at(block["address"], device, block["size"]))
 
-    def trim(self) -> None:
-        if not self._graphs:
-            self._open_private_pool()
-            with suppress(Exception), capturing(self._index):  # the next capture fails as well then, and recovers
-                self._keep_pool_alive(torch.cuda.current_stream(self._index))
+    def trim(self) -> bool:
+        if self._graphs:
+            return False
+        self._open_private_pool()
+        with suppress(Exception), capturing(self._index):  # the next capture fails as well then, and recovers
+            self._keep_pool_alive(torch.cuda.current_stream(self._index))
+        with suppress(RuntimeError):  # see Note [Memory for a pool]
+            torch.cuda.empty_cache()
+        return True
 
     def ranges(self) -> list[tuple[int, int]]:
         segments = cuda.pool_segments([pool.id for pool in self._private_pools])

@@ -1,0 +1,80 @@
+"""Gradients that callers get where a backward made them, in the arena's memory, without a copy.
+
+Note [Lent gradients]
+    Without graphs, the gradients of a backward take the memory of activations that it does not need any more. If graphs
+    copied them out, there would be memory for both. So a backward that allocates in the arena of its forward lends its
+    gradients: the caller gets tensors of the arena's memory. Before anybody uses the arena again, they have to be back,
+    which means that nobody holds them any more, nor views of them: ``zero_grad()`` before the next forward sees to it.
+    Those that somebody still holds are moved: their storages get memory of their own, with the same contents, so that
+    whoever holds them sees no change. From then on the pair copies its gradients out, because a loop that holds
+    gradients once does so again, and a storage that was moved cannot be lent a second time.
+
+    Nothing is lent with ``verify=``, which runs a backward twice, nor with ``memory_budget=``, which would count it.
+
+    One user of memory cannot be seen: a stream that still reads a gradient which nobody holds. Of memory of the caching
+    allocator, ``record_stream`` says so. A gradient that is lent has to be held until the stream is done.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+from weakref import WeakMethod
+
+import torch
+
+from thunder_cg.compat.torch import StorageWeakRef, addresses_equal, storage_id, storage_use_count
+
+
+class Lent:
+    """Gradients of one region of a backward, in the arena's memory.
+
+    Args:
+        tensors: by their position among the region's results. Nobody has other tensors of their memory yet.
+        stop_lending: is called when some were moved, so that no replay lends them again.
+    """
+
+    # Memory that callers held when nothing else was left of the graphs: what keeps it, and their storages.
+    _left_behind: ClassVar[list[tuple[Any, list[StorageWeakRef]]]] = []
+    _is_finalizing: ClassVar[Callable[[], bool]] = staticmethod(sys.is_finalizing)  # for a destructor
+
+    def __init__(self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None]) -> None:
+        self._tensors, self._stop_lending = dict(tensors), WeakMethod(stop_lending)
+        self._by_storage = {storage_id(tensor): tensor for tensor in tensors.values()}
+        self._owners = {storage: storage_use_count(storage) for storage in self._by_storage}
+        self._each = [*self._by_storage.values()]
+        self._addresses, self._indices = [t.data_ptr() for t in self._each], [*range(len(self._each))]
+        self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._each)
+        self.are_apart = len(self._each) == len(self._tensors)  # whether no two share memory
+        self._memory: Any = None
+
+    def hand_out(self, results: list[Any]) -> None:
+        """Puts new tensors of the memory into ``results``."""
+        for i, tensor in self._tensors.items():
+            results[i] = tensor.detach()
+
+    def disown(self, disown: Callable[[list[torch.Tensor]], Any]) -> None:
+        """From here on the arena may use the memory again. ``disown`` returns what keeps the memory."""
+        self._memory = disown(self._each)
+
+    def note_move(self) -> None:
+        if (stop_lending := self._stop_lending()) is not None:
+            stop_lending()
+
+    def is_in_place(self) -> bool:
+        """Whether no storage has got other memory, as ``resize_`` of a caller's tensor gives it."""
+        return addresses_equal(self._each, self._addresses, self._indices)
+
+    def held(self) -> list[torch.Tensor]:
+        """Of each storage that callers still hold, a tensor."""
+        uses = storage_use_count
+        return [self._by_storage[storage] for storage, owners in self._owners.items() if uses(storage) > owners]
+
+    def __del__(self) -> None:
+        if self._is_finalizing():  # all memory goes with the process
+            return
+        left = self._left_behind
+        left[:] = [each for each in left if not all(storage.expired() for storage in each[1])]
+        if self._memory is not None and (held := self.held()):
+            left.append((self._memory, [StorageWeakRef(tensor.untyped_storage()) for tensor in held]))
