@@ -364,7 +364,7 @@ def test_memory_runs_out_once_in_a_warm_up(pair):
         assert replays(twins.graphed) == before + 4
 
 
-def steps(backend: str, fail: Callable[..., Switch]) -> dict[str, Switch]:
+def steps(backend: str, fail: Callable[..., Switch], trace: int) -> dict[str, Switch]:
     """What a capture does, one after the other."""
     pool, graph = (tape.TapePool, tape.TapeGraph) if backend == "tape" else (CudaPool, CudaGraph)
     found = {

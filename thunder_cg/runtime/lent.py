@@ -37,7 +37,7 @@ class Lent:
 
     # Memory that callers held when nothing else was left of the graphs: what keeps it, and their storages.
     _left_behind: ClassVar[list[tuple[Any, list[StorageWeakRef]]]] = []
-    _is_finalizing: ClassVar[Callable[[], bool]] = staticmethod(sys.is_finalizing)  # for a destructor
+    _is_finalizing: ClassVar[Any] = staticmethod(sys.is_finalizing)  # for a destructor
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None]) -> None:
         self._tensors, self._stop_lending = dict(tensors), WeakMethod(stop_lending)
