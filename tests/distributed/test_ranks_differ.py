@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -79,7 +80,8 @@ def patch_capture(what: str) -> Iterator[None]:
     capture, failed = pool.capture, []
 
     def fails(self: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
-        if "torch_all_reduce" in str(fn.__code__.co_names) and not (what == "has no memory" and failed):
+        region_function = fn.__self__.function if inspect.ismethod(fn) else fn
+        if "torch_all_reduce" in str(region_function.__code__.co_names) and not (what == "has no memory" and failed):
             failed.append(fn)
             raise torch.OutOfMemoryError("none") if what == "has no memory" else CaptureRefused("refused here")
         return capture(self, fn, *args, **kwargs)

@@ -169,8 +169,7 @@ class BackwardGraph:
         self.are_apart = region.graph.are_apart and len(set(given)) == len(given)
         self._passed = passed
         self._varying: tuple[list[int], Guard] | None = None
-        self.scratch = recorded.scratch
-        self.lent = recorded.lent()
+        self.recorded = recorded
 
     def holds(self, tensors: list[Any]) -> bool:
         """The region's guard. What the forward left in the arena is checked once: it is at the same place each time."""
@@ -224,12 +223,12 @@ class BackwardReplay:
         if arena is not None and not discards and self._may_replay():
             for graph in self._known_graphs():
                 tensors = [collections[kind][i] for kind, i in graph.sources]
-                if graph.holds(tensors) and call.try_hold_scratch(graph.scratch):
+                if graph.holds(tensors) and call.try_hold_scratch(graph.recorded.scratch):
                     arena.enter()
                     with suppress(ReplayRefused):
                         results = graph.replay(tensors)
                         self._program.count_replay()
-                        call.lent = graph.lent
+                        call.trace = graph.recorded
                         call.release()
                         return results, graph.are_apart
         result: Sequence[Any] = self._entry.backward_fn([saved, SavedState.of(call)], gradients)

@@ -155,7 +155,7 @@ def _recordings(programs: Iterable[Located], numbers: dict[Arena, int]) -> Itera
             needs=recording.nbytes,
             without_graphs=max(program.memory.without_graphs for program, _ in parts),
             regions=regions,
-            gradients=sum(lent.nbytes for _, trace in parts for lent in trace.lent()),
+            gradients=sum(lent.nbytes for _, trace in parts for lent in trace.lent),
         )
 
 

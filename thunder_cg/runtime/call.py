@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import enum
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +58,7 @@ class Call:
         self.selection: Selection | None = None  # that times its regions
         self.round: Round | None = None  # of a call that communicates: what the ranks say of it
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
-        self.lent: Sequence[Lent] = ()  # what callers get of it in the arena's memory
+        self.lent: list[Lent] = []  # what callers got of a warm-up in the arena's memory
         self.began = 0.0  # the warm-up or the capture, on the host's clock in seconds
         self.began_empty = False  # whether nothing else was in the memory that it warms up or captures in
 
@@ -103,7 +102,7 @@ class Call:
     def release(self) -> None:
         """Gives the arena back. Nothing in its memory may be used any more."""
         scratch, self.scratch, arena, self.arena = self.scratch, None, self.arena, None
-        lent, self.lent = self.lent, ()
+        lent, self.lent = [*self.lent, *(self.trace.lent if self.trace is not None else ())], []
         self.owned = {}
         self.recording = self.trace = None  # the call may live on in an autograd graph whose backward has run
         if scratch is not None:

@@ -98,7 +98,7 @@ class Pair:
         """Has later backwards copy their gradients out. See Note [Lent gradients]."""
         self.lends, self.has_moved_gradients = False, True
         for recording in self.recordings:
-            if any(backward.lent() for backward in recording.backwards):
+            if any(trace.lent for trace in recording.traces()):
                 self.discard(recording, "its backward lends gradients")
 
     def retire(self, recording: Recording) -> bool:

@@ -266,7 +266,7 @@ class Program:
         if call.recording is not None:
             for trace in call.recording.backwards:
                 if trace.guard.holds(inputs) and call.try_hold_scratch(trace.scratch):
-                    call.trace, call.verifies, call.lent = trace, self._verifies(), trace.lent()
+                    call.trace, call.verifies = trace, self._verifies()
                     return call.switch_to(Mode.REPLAY)
         if (reason := self.inputs.unsupported(inputs)) is not None:
             return call.run_eagerly(reason)
@@ -452,8 +452,8 @@ class Program:
         if not recording.incomplete:
             self.pair.admit(recording)
         if call.arena is not None:
-            call.lent = trace.lent()
-            for lent in call.lent:
+            trace.lent = [graph.lent for graph in trace.graphs if graph is not None and graph.lent is not None]
+            for lent in trace.lent:
                 lent.disown(call.memory.disown)
             call.memory.forget(call.owned.values(), recording.owned.values())
 

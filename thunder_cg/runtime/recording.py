@@ -149,10 +149,7 @@ class TraceRecording:
     since: int = 0  # how many calls its program had made
     scratch: Arena | None = None  # of a backward that does not allocate in the recording's arena
     key: Any = None  # the layout that it was captured for
-
-    def lent(self) -> list[Lent]:
-        """What its replays lend."""
-        return [graph.lent for graph in self.graphs if graph is not None and graph.lent is not None]
+    lent: list[Lent] = field(default_factory=list)  # what its replays lend
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -192,10 +189,14 @@ class Recording(RecordingUse):
         scratch = (trace.scratch for trace in self.backwards if trace.scratch is not None)
         return [*dict.fromkeys((self.arena, *scratch))]
 
+    def traces(self) -> list[TraceRecording]:
+        """All that it has recorded."""
+        return [*([self.forward] if self.forward is not None else []), *self.backwards]
+
     def close(self, *, may_wait: bool) -> None:
         """Destroys the graphs, after their work is done if that may be waited for. Regions run their ops afterwards."""
         self.dropped = True
-        for trace in [*([self.forward] if self.forward is not None else []), *self.backwards]:
+        for trace in self.traces():
             for i, graph in enumerate(trace.graphs):
                 if graph is not None:
                     graph.graph.close(may_wait=may_wait)

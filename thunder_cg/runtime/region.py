@@ -226,8 +226,9 @@ class RuntimeRegion:
         def function(inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
             nonlocal began
             began = True
-            return self.function(inputs) if self._lends(call) else self.function(inputs, copier)
+            return self._keeping_results(inputs, copier) if lends else self.function(inputs, copier)
 
+        lends = self._lends(call)
         may_rerun = not (self.written or self.communicates) and self.io.alive.issuperset(call.owned)
         while True:
             try:
@@ -270,7 +271,7 @@ class RuntimeRegion:
         if outputs.lent:
             lent = Lent(outputs.lent, call.program.pair.stop_lending)
             lent.hand_out(results)
-            call.lent = [*call.lent, lent]
+            call.lent.append(lent)
         handed_out = outputs.deliver_owned(results, args, set(map(_memory, borrowed)))
         for i, copied in early.items():
             results[i] = copied.tensor
@@ -290,6 +291,10 @@ class RuntimeRegion:
         pair, is_backward = call.program.pair, call.program.kind == "backward"
         may_lend = not (self._stay_and_copied or self.is_always_verified)
         return is_backward and may_lend and pair.lends and call.scratch is None
+
+    def _keeping_results(self, inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
+        """Its function, without early copies."""
+        return self.function(inputs)
 
     def _in_pool(self, call: Call, args: Sequence[Any]) -> frozenset[int]:
         """The arguments whose memory is the arena's."""
@@ -488,7 +493,7 @@ class RuntimeRegion:
         try:
             scalars = sentinels(len(self.io.scalars))
             captured += scalars
-            function = (lambda inputs, copier: self.function(inputs)) if lends else self.function
+            function = self._keeping_results if lends else self.function
             graph.graph, results = pool.capture(function, [captured], graph.targets, sources, scalars)
         finally:
             if captured:  # the function, which empties the list, was not called
