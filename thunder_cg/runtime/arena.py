@@ -51,6 +51,8 @@ class Arena:
     def lend(self, lent: Lent) -> None:
         """Callers have these in its memory when it is released. Only for the holder."""
         self._lent.append(lent)
+        if lent.is_owned and lent.is_lent_again:
+            lent.disown(self.pool(lent.device))
 
     def _take_back(self) -> bool:
         """Ends all loans. Releases the arena and returns False if something that was lent is at another place now."""
@@ -94,10 +96,6 @@ class Arena:
             self._pools[device] = self._backend.pool(device)
             self._pools[device].enter()
         return self._pools[device]
-
-    def disown(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Has its pool hand the memory of these, all on one device, out again; see `Pool.disown`."""
-        return self.pool(tensors[0].device).disown(tensors)
 
     def enter(self) -> None:
         """Orders the caller's streams after what used the arena before. Only for the holder."""

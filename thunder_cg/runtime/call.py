@@ -58,7 +58,7 @@ class Call:
         self.selection: Selection | None = None  # that times its regions
         self.round: Round | None = None  # of a call that communicates: what the ranks say of it
         self.owned: dict[str, torch.Tensor] = {}  # Note [Who owns a recording's memory]
-        self.lent: list[Lent] = []  # what callers got of a warm-up in the arena's memory
+        self.lent: list[Lent] = []  # what callers got in the arena's memory, besides that of the recording
         self.began = 0.0  # the warm-up or the capture, on the host's clock in seconds
         self.began_empty = False  # whether nothing else was in the memory that it warms up or captures in
 
@@ -95,6 +95,7 @@ class Call:
 
     def give_up(self) -> None:
         """Drops what the call recorded, with the memory of what failed."""
+        self.lent += self.trace.lent if self.trace is not None else []
         self.recording = self.trace = None
         for arena in self.arenas():
             arena.trim()

@@ -25,6 +25,7 @@ from weakref import WeakMethod
 import torch
 
 from thunder_cg.compat.torch import StorageWeakRef, addresses_equal, storage_id, storage_use_count
+from thunder_cg.runtime.backend import Pool
 
 
 class Lent:
@@ -33,13 +34,17 @@ class Lent:
     Args:
         tensors: by their position among the region's results. Nobody has other tensors of their memory yet.
         stop_lending: is called when some were moved, so that no replay lends them again.
+        is_lent_again: whether replays lend them. Then nobody owns the memory between two replays; else they do.
     """
 
     # Memory that callers held when nothing else was left of the graphs: what keeps it, and their storages.
     _left_behind: ClassVar[list[tuple[Any, list[StorageWeakRef]]]] = []
     _is_finalizing: ClassVar[Any] = staticmethod(sys.is_finalizing)  # for a destructor
 
-    def __init__(self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None]) -> None:
+    def __init__(
+        self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None], *, is_lent_again: bool
+    ) -> None:
+        self.is_lent_again, self.is_owned = is_lent_again, True
         self._tensors, self._stop_lending = dict(tensors), WeakMethod(stop_lending)
         self._by_storage = {storage_id(tensor): tensor for tensor in tensors.values()}
         self._owners = {storage: storage_use_count(storage) for storage in self._by_storage}
@@ -54,9 +59,13 @@ class Lent:
         for i, tensor in self._tensors.items():
             results[i] = tensor.detach()
 
-    def disown(self, disown: Callable[[list[torch.Tensor]], Any]) -> None:
-        """From here on the arena may use the memory again. ``disown`` returns what keeps the memory."""
-        self._memory = disown(self._each)
+    @property
+    def device(self) -> torch.device:
+        return self._each[0].device
+
+    def disown(self, pool: Pool) -> None:
+        """From here on the pool may use the memory again."""
+        self._memory, self.is_owned = pool.disown(self._each), False
 
     def note_move(self) -> None:
         if (stop_lending := self._stop_lending()) is not None:

@@ -453,8 +453,6 @@ class Program:
             self.pair.admit(recording)
         if call.arena is not None:
             trace.lent = [graph.lent for graph in trace.graphs if graph is not None and graph.lent is not None]
-            for lent in trace.lent:
-                lent.disown(call.memory.disown)
             call.memory.forget(call.owned.values(), recording.owned.values())
 
     def _select(self, selection: Selection) -> None:
