@@ -21,6 +21,7 @@ from thunder_cg.compat.splitter import (
     for_splitter,
     inside_transforms,
     is_supported,
+    is_wait,
     on_examples,
     operator_name,
 )
@@ -337,6 +338,9 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
         node.op, node.target = "call_function", own
+        for wait in [user for user in node.users if is_wait(user)]:
+            wait.replace_all_uses_with(node)
+            node.graph.erase_node(wait)
 
 
 def _is_better_as_torchs_attention(node: Node) -> bool:
