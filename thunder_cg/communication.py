@@ -11,7 +11,8 @@ Note [Collectives in place]
 
 Note [Gradients of collectives]
     They are eager PyTorch's. A functional collective has the gradient that PyTorch registers, if it sums over ranks. A
-    collective that writes a tensor has none: PyTorch only warns, or loses it silently, and a trace raises.
+    collective that writes a tensor has none: PyTorch only warns, or loses it silently. `analysis/gradients.py` raises
+    where a tensor comes with a gradient.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from thunder_cg.errors import CollectiveError
 __all__ = ["functional", "install"]
 
 _executor = compat.OperatorExecutor("collectives")
+_COALESCED = ("all_gather_into_tensor_coalesced", "all_reduce_coalesced", "reduce_scatter_tensor_coalesced")
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 # What runs. Each returns what stands for a future in Thunder: the work, and the tensor that it fills.
@@ -80,25 +82,6 @@ def _registered(function: Callable[..., Any], meta: Callable[..., Any]) -> Any:
     return _executor.register_operator(name, meta=meta, fn=function, tags=[compat.OpTags.DONT_DCE])
 
 
-def _begins(function: Callable[..., Any]) -> Callable[..., Any]:
-    def meta(x: Any, *args: Any) -> Any:
-        shape = args[0] if isinstance(args[0], tuple) else _sizes(x)
-        return compat.FutureTensorProxy(like=x, shape=shape)
-
-    begin = _registered(function, meta)
-    compat.augmented_forward_impls[begin.id] = partial(_has_no_gradient, function.__name__.removeprefix("_"))
-    return lambda *args: _waited(begin(*args))
-
-
-def _has_no_gradient(name: str, *args: Any) -> None:
-    problem = "it takes a tensor that has a gradient, which would be lost"
-    fix = (
-        "call it under torch.no_grad() or with x.detach(), or call the one of torch.distributed._functional_collectives"
-        ", which has a gradient where it sums, gathers or exchanges"
-    )
-    raise CollectiveError(name, problem, fix)
-
-
 def _sizes(tensor: Any) -> tuple[int, ...]:
     sizes = compat.proxy_shape(tensor)
     if not all(isinstance(size, int) for size in sizes):
@@ -108,11 +91,58 @@ def _sizes(tensor: Any) -> tuple[int, ...]:
 
 
 _waited = _registered(_wait, lambda future: compat.TensorProxy(like=future))
-_reduced = _begins(_all_reduce)
-_sent = _begins(_broadcast)
-_gathered = _begins(_all_gather)
-_scattered = _begins(_reduce_scatter)
-_exchanged = _begins(_all_to_all)
+
+
+def _collective(
+    begins: Callable[..., _Begun],
+    backward: Callable[..., Any] | None = None,
+    sums: Callable[..., bool] = lambda *args: True,
+) -> Callable[..., Any]:
+    """A collective in a trace, as a function of a tensor, of what ``begins`` takes, and of ``has_gradient``.
+
+    Args:
+        backward: of the gradient that comes in, the sizes of the tensor, and the other arguments; None for no gradient.
+        sums: whether PyTorch has the gradient for these other arguments.
+    """
+    name = begins.__name__.removeprefix("_")
+
+    def future(x: Any, *args: Any) -> Any:
+        return compat.FutureTensorProxy(like=x, shape=args[0] if isinstance(args[0], tuple) else _sizes(x))
+
+    def forward(x: Any, *args: Any) -> Any:
+        return _waited(begin(x, *args))
+
+    def forward_without_gradient(x: Any, *args: Any) -> Any:
+        if not _has_our_transform():  # which tells whether a gradient gets lost
+            raise CollectiveError(name, *compat.LOST_GRADIENT)
+        return forward(x, *args), ()
+
+    begin = _registered(begins, future)
+    without = compat.Symbol(name, meta=forward, id=f"{name}{compat.WITHOUT_GRADIENT}")
+    compat.augmented_forward_impls[without.id] = forward_without_gradient
+    compat.backward_impls[without.id] = lambda gradient: (None,)
+    if backward is None:
+        return lambda x, *args, has_gradient=False: without(x, *args)
+    with_it = compat.Symbol(name, meta=forward, id=f"{name}_with_gradient")
+    compat.augmented_forward_impls[with_it.id] = lambda x, *args: (forward(x, *args), (_sizes(x), *args))
+    compat.backward_impls[with_it.id] = lambda *saved: backward(saved[-1], *saved[:-1])
+    return lambda x, *args, has_gradient=False: (with_it if has_gradient and sums(*args) else without)(x, *args)
+
+
+def _has_our_transform() -> bool:
+    transforms = getattr(compat.get_compile_data(), "transforms", None) or ()
+    return any(getattr(each, "owns_regions", False) for each in transforms)
+
+
+_sent = _collective(_broadcast)
+_reduced = _collective(_all_reduce, lambda g, sizes, op, group: _reduced(g, op, group), lambda op, group: op == "sum")
+_gathered = _collective(_all_gather, lambda g, sizes, shape, group: _scattered(g, sizes, "sum", group))
+_scattered = _collective(
+    _reduce_scatter, lambda g, sizes, shape, op, group: _gathered(g, sizes, group), lambda shape, op, group: op == "sum"
+)
+_exchanged = _collective(
+    _all_to_all, lambda g, sizes, shape, received, sent, group: _exchanged(g, sizes, sent, received, group)
+)
 
 
 # Those that write a tensor, as torch.distributed has them.
@@ -126,6 +156,11 @@ class Handle:
 
     def is_completed(self) -> bool:
         return True
+
+    def __getattr__(self, name: str) -> Any:
+        if hasattr(dist.Work, name):
+            raise CollectiveError("async_op=True", f"its handle has no {name} in a trace", "call wait()")
+        raise AttributeError(name)
 
 
 def _write(target: Any, value: Any, async_op: bool) -> Handle | None:
@@ -157,7 +192,8 @@ def _check(function: str, whole: Any, part: Any, ranks: int) -> None:
 def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Handle | None:
     if (group := _member(group)) is None:
         return None
-    if not async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):  # Thunder's own needs no copy
+    is_thunders = not async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
+    if is_thunders and not compat.get_compile_data().is_grad_enabled:  # it needs no copy, and knows no gradient
         compat.symbol_of(dist.all_reduce)(tensor, op, group)
         return None
     return _write(tensor, _reduced(tensor, _named(op, "all_reduce"), group), async_op)
@@ -221,40 +257,8 @@ def _splits(sizes: Any) -> tuple[int, ...]:
 # Functional ones, as the operators behind torch.distributed._functional_collectives. They return a new tensor.
 
 
-def _with_gradient(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any], sums: Callable[..., bool] = lambda *_: True
-) -> Callable[..., Any]:
-    """A symbol of a trace that has a gradient.
-
-    Args:
-        backward: of the gradient that comes in, the sizes of the tensor, and the other arguments.
-        sums: whether PyTorch has the gradient for these other arguments.
-    """
-    symbol = compat.Symbol(name, meta=forward, id=f"collectives.{name}")
-    compat.augmented_forward_impls[symbol.id] = lambda x, *args: (forward(x, *args), (_sizes(x), *args))
-    compat.backward_impls[symbol.id] = lambda *saved: backward(saved[-1], *saved[:-1])
-    return lambda x, *args, has_gradient: (symbol if has_gradient and sums(*args) else forward)(x, *args)
-
-
-_reduced_whole = _with_gradient(
-    "all_reduce", _reduced, lambda g, sizes, op, group: _reduced(g, op, group), lambda op, group: op == "sum"
-)
-_gathered_whole = _with_gradient(
-    "all_gather", _gathered, lambda g, sizes, shape, group: _scattered(g, sizes, "sum", group)
-)
-_scattered_whole = _with_gradient(
-    "reduce_scatter",
-    _scattered,
-    lambda g, sizes, shape, op, group: _gathered(g, sizes, group),
-    lambda shape, op, group: op == "sum",
-)
-_exchanged_whole = _with_gradient(
-    "all_to_all", _exchanged, lambda g, sizes, shape, received, sent, group: _exchanged(g, sizes, sent, received, group)
-)
-
-
 def _functional_all_reduce(x: Any, op: str, group: str, **gradient: bool) -> Any:
-    return _reduced_whole(x, op.lower(), distributed.group_named(group), **gradient)
+    return _reduced(x, op.lower(), distributed.group_named(group), **gradient)
 
 
 def _functional_broadcast(x: Any, source: int, group: str, **gradient: bool) -> Any:
@@ -263,18 +267,18 @@ def _functional_broadcast(x: Any, source: int, group: str, **gradient: bool) -> 
 
 def _functional_all_gather(x: Any, ranks: int, group: str, **gradient: bool) -> Any:
     first, *rest = _sizes(x)
-    return _gathered_whole(x, (ranks * first, *rest), distributed.group_named(group), **gradient)
+    return _gathered(x, (ranks * first, *rest), distributed.group_named(group), **gradient)
 
 
 def _functional_reduce_scatter(x: Any, op: str, ranks: int, group: str, **gradient: bool) -> Any:
     first, *rest = _sizes(x)
-    return _scattered_whole(x, (first // ranks, *rest), op.lower(), distributed.group_named(group), **gradient)
+    return _scattered(x, (first // ranks, *rest), op.lower(), distributed.group_named(group), **gradient)
 
 
 def _functional_all_to_all(x: Any, received: Any, sent: Any, group: str, **gradient: bool) -> Any:
     splits = [_splits(each) for each in (received, sent)]
     shape = (sum(splits[0]), *_sizes(x)[1:])
-    return _exchanged_whole(x, shape, *splits, distributed.group_named(group), **gradient)
+    return _exchanged(x, shape, *splits, distributed.group_named(group), **gradient)
 
 
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {
@@ -316,37 +320,36 @@ _IN_PLACE: dict[Any, Callable[..., Any]] = {
     dist.broadcast: broadcast,
     dist.reduce_scatter_tensor: reduce_scatter_tensor,
 }
-_BETWEEN_GRAPHS = "call it outside of the compiled function, or compile with thunder_cg.thunderfx, which runs it there"
+# What Thunder cannot trace, and what to call in its place.
 _INSTEAD: dict[Any, str] = {
-    dist.all_gather: f"call all_gather_into_tensor; or {_BETWEEN_GRAPHS}",
-    dist.all_to_all: f"call all_to_all_single; or {_BETWEEN_GRAPHS}",
-    dist.reduce: f"call all_reduce; or {_BETWEEN_GRAPHS}",
-    dist.reduce_scatter: f"call reduce_scatter_tensor; or {_BETWEEN_GRAPHS}",
-    **dict.fromkeys(
-        (
-            dist.barrier,
-            dist.broadcast_object_list,
-            dist.gather,
-            dist.irecv,
-            dist.isend,
-            dist.recv,
-            dist.scatter,
-            dist.send,
-        ),
-        _BETWEEN_GRAPHS,
-    ),
+    dist.all_gather: "all_gather_into_tensor",
+    dist.all_to_all: "all_to_all_single",
+    dist.reduce: "all_reduce",
+    dist.reduce_scatter: "reduce_scatter_tensor",
 }
+_UNTRACED = (
+    dist.barrier,
+    dist.broadcast_object_list,
+    dist.gather,
+    dist.irecv,
+    dist.isend,
+    dist.recv,
+    dist.scatter,
+    dist.send,
+    *(function for name in _COALESCED for function, _ in distributed.functional_collectives(name)),
+)
 
 
-def _is_not_traced(name: str, fix: str, *args: Any, **kwargs: Any) -> None:
-    raise CollectiveError(name, "Thunder cannot trace it", fix)
+def _is_not_traced(function: Any, *args: Any, **kwargs: Any) -> None:
+    fix = "call it outside of that, or compile with thunder_cg.thunderfx, which runs it between graphs"
+    if function in _INSTEAD:
+        fix = f"call {_INSTEAD[function]}, {fix}"
+    raise CollectiveError(function.__name__, "Thunder cannot trace it", fix)
 
 
 def _with_graphs(ours: Callable[..., Any], thunders: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What Thunder traces by itself changes only for a function that is compiled with this package's transform."""
-    transforms = getattr(compat.get_compile_data(), "transforms", None) or ()
-    has_ours = any(getattr(each, "owns_regions", False) for each in transforms)
-    return (ours if has_ours else thunders)(*args, **kwargs)
+    return (ours if _has_our_transform() else thunders)(*args, **kwargs)
 
 
 @cache
@@ -355,6 +358,6 @@ def install() -> None:
     for function, ours in {**_IN_PLACE, **functional()}.items():
         thunders = compat.symbols_of_functions().get(function)
         compat.trace_as(function, ours if thunders is None else partial(_with_graphs, ours, thunders))
-    for function, fix in _INSTEAD.items():
-        compat.trace_as(function, partial(_is_not_traced, function.__name__, fix))
+    for function in (*_INSTEAD, *_UNTRACED):
+        compat.trace_as(function, partial(_is_not_traced, function))
     compat.trace_as(distributed.wrap_functional, lambda tensor: tensor)  # into a tensor that waits when it is used

@@ -28,7 +28,9 @@ __all__ = [
     "fallback_of",
     "for_splitter",
     "inside_transforms",
+    "is_collective",
     "is_supported",
+    "is_unused",
     "is_wait",
     "keeping_fallbacks",
     "loses_wait",
@@ -78,6 +80,16 @@ def is_supported(node: Node, options: dict[str, Any]) -> bool:
 def is_wait(node: Node) -> bool:
     """Whether it waits for a functional collective."""
     return str(node.target) == "_c10d_functional.wait_tensor"
+
+
+def is_collective(node: Node) -> bool:
+    """Whether it is a functional collective of PyTorch's."""
+    return str(node.target).startswith("_c10d_functional") and not is_wait(node)
+
+
+def is_unused(collective: Node) -> bool:
+    """Whether nothing in the graph but waits uses what it gives."""
+    return all(is_wait(user) and not user.users for user in collective.users)
 
 
 def loses_wait(node: Node, options: dict[str, Any]) -> bool:

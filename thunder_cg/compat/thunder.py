@@ -286,6 +286,14 @@ def outside_of_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
     return no_autocast(torch.no_grad()(function))
 
 
+# What the ids of symbols end with whose results have no gradient, and what is wrong where a tensor has one.
+WITHOUT_GRADIENT = "_without_gradient"
+LOST_GRADIENT = (
+    "it takes a tensor that has a gradient, which would be lost",
+    "call it with x.detach() or under torch.no_grad(), or call the one of torch.distributed._functional_collectives, "
+    "whose sums, gathers and exchanges have gradients",
+)
+
 in_torchs_language: Any = langctx(Languages.TORCH)  # operators on proxies are PyTorch's inside such a function
 
 

@@ -59,10 +59,14 @@ _NAMES: dict[Any, str] = {
 
 def instead_of(function: Any) -> Callable[..., Any] | None:
     """What a graph calls in the place of an operator of PyTorch's or of a library; None if the operator stays."""
-    if isinstance(function, Hashable) and (collective := functional().get(function)) is not None:
-        return for_splitter(collective, str(function))
     name = library_name(function) or (_NAMES.get(function) if isinstance(function, Hashable) else None)
     return _by_autograd(function, name) if name is not None else None
+
+
+def collective(function: Any) -> Callable[..., Any] | None:
+    """What a graph calls in the place of a functional collective; None if Thunder cannot trace it."""
+    in_trace = functional().get(function)
+    return for_splitter(in_trace, str(function)) if in_trace is not None else None
 
 
 @cache
