@@ -86,7 +86,7 @@ def _sizes(tensor: Any) -> tuple[int, ...]:
     sizes = compat.proxy_shape(tensor)
     if not all(isinstance(size, int) for size in sizes):
         problem = "it takes a tensor with a size that is known only at run time"
-        raise CollectiveError("a collective", problem, "compile with Thunder's default cache mode")
+        raise CollectiveError("collective", problem, "compile with Thunder's default cache mode")
     return (*sizes,)
 
 

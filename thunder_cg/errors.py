@@ -45,7 +45,7 @@ class CollectiveError(CudagraphError, RuntimeError):
     """A collective of ``torch.distributed`` was called in what Thunder compiles in a form that it cannot trace."""
 
     def __init__(self, name: str, problem: str, fix: str) -> None:
-        super().__init__(f"{name} of torch.distributed in a compiled function: {problem}; {fix}")
+        super().__init__(f"torch.distributed's {name}, in a compiled function: {problem}; {fix}")
 
 
 class WrongGradientWarning(UserWarning):

@@ -164,7 +164,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
         read = _returned(op) if op.bookkeeping else op.inputs
         found += [_named(stale[name], ops, _LOST) for name in read if name in stale]
         if (op.id or "").endswith(WITHOUT_GRADIENT):
-            raise CollectiveError(f"{op.name} {ops.place(op)}", *LOST_GRADIENT)
+            raise CollectiveError(f"{op.name.rsplit('.', 1)[-1]} {ops.place(op)}", *LOST_GRADIENT)
         if _plain_id(op) == "index_put":
             found.append(_named(op, ops, _INDEX_PUT))
         for name in written:
