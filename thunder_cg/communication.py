@@ -134,21 +134,30 @@ def _has_our_transform() -> bool:
     return any(getattr(each, "owns_regions", False) for each in transforms)
 
 
-_sent = _collective(_broadcast)
-_reduced = _collective(_all_reduce, lambda g, sizes, op, group: _reduced(g, op, group), lambda op, group: op == "sum")
-_gathered = _collective(_all_gather, lambda g, sizes, shape, group: _scattered(g, sizes, "sum", group))
-_scattered = _collective(
-    _reduce_scatter, lambda g, sizes, shape, op, group: _gathered(g, sizes, group), lambda shape, op, group: op == "sum"
+def _is_sum(*args: Any) -> bool:
+    return "sum" in args
+
+
+_sent: Callable[..., Any] = _collective(_broadcast)
+_reduced: Callable[..., Any] = _collective(
+    _all_reduce, lambda gradient, sizes, op, group: _reduced(gradient, op, group), _is_sum
 )
-_exchanged = _collective(
-    _all_to_all, lambda g, sizes, shape, received, sent, group: _exchanged(g, sizes, sent, received, group)
+_gathered: Callable[..., Any] = _collective(
+    _all_gather, lambda gradient, sizes, shape, group: _scattered(gradient, sizes, "sum", group)
+)
+_scattered: Callable[..., Any] = _collective(
+    _reduce_scatter, lambda gradient, sizes, shape, op, group: _gathered(gradient, sizes, group), _is_sum
+)
+_exchanged: Callable[..., Any] = _collective(
+    _all_to_all,
+    lambda gradient, sizes, shape, received, sent, group: _exchanged(gradient, sizes, sent, received, group),
 )
 
 
 # Those that write a tensor, as torch.distributed has them.
 
 
-class Handle:
+class TracedWork:
     """What ``async_op=True`` gives in a trace: see Note [Collectives in place]."""
 
     def wait(self, timeout: Any = None) -> bool:
@@ -163,9 +172,9 @@ class Handle:
         raise AttributeError(name)
 
 
-def _write(target: Any, value: Any, async_op: bool) -> Handle | None:
+def _write(target: Any, value: Any, async_op: bool) -> TracedWork | None:
     compat.symbol_of(torch.Tensor.copy_)(target, value)
-    return Handle() if async_op else None
+    return TracedWork() if async_op else None
 
 
 def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
@@ -189,7 +198,9 @@ def _check(function: str, whole: Any, part: Any, ranks: int) -> None:
         raise CollectiveError(function, problem, f"give one dtype, and one {ranks} times the elements of the other")
 
 
-def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Handle | None:
+def all_reduce(
+    tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+) -> TracedWork | None:
     if (group := _member(group)) is None:
         return None
     is_thunders = not async_op and op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
@@ -201,18 +212,18 @@ def all_reduce(tensor: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, asyn
 
 def broadcast(
     tensor: Any, src: int | None = None, group: Any = None, async_op: bool = False, group_src: int | None = None
-) -> Handle | None:
+) -> TracedWork | None:
     if (group := _member(group)) is None:
         return None
     if (src is None) == (group_src is None):
         raise CollectiveError("broadcast", f"src={src} and group_src={group_src} are given", "give one of them")
-    source = dist.get_group_rank(group, src) if group_src is None else group_src
+    source = group_src if src is None else dist.get_group_rank(group, src)
     return _write(tensor, _sent(tensor, source, group), async_op)
 
 
 def all_gather_into_tensor(
     output_tensor: Any, input_tensor: Any, group: Any = None, async_op: bool = False
-) -> Handle | None:
+) -> TracedWork | None:
     if (group := _member(group)) is None:
         return None
     _check("all_gather_into_tensor", output_tensor, input_tensor, group.size())
@@ -221,7 +232,7 @@ def all_gather_into_tensor(
 
 def reduce_scatter_tensor(
     output: Any, input: Any, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
-) -> Handle | None:
+) -> TracedWork | None:
     if (group := _member(group)) is None:
         return None
     _check("reduce_scatter_tensor", input, output, group.size())
@@ -236,7 +247,7 @@ def all_to_all_single(
     input_split_sizes: Any = None,
     group: Any = None,
     async_op: bool = False,
-) -> Handle | None:
+) -> TracedWork | None:
     if (group := _member(group)) is None:
         return None
     splits = [_splits(each) for each in (output_split_sizes, input_split_sizes)]

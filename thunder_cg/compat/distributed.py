@@ -9,16 +9,11 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeWork, Store, Work
+from torch._C._distributed_c10d import FakeWork, Store, Work, _resolve_process_group
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import _maybe_wrap_tensor as wrap_functional, wait_tensor
 from torch.distributed.constants import default_pg_timeout
-from torch.distributed.distributed_c10d import (
-    _coalescing_manager,
-    _get_process_group_store,
-    _resolve_process_group,
-    _world,
-)
+from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
 
 __all__ = [
     "ProcessGroup",
@@ -71,7 +66,7 @@ def is_alive(group: ProcessGroup) -> bool:
     return group in _world.pg_map
 
 
-def group_named(name: str) -> ProcessGroup:
+def group_named(name: Any) -> ProcessGroup:
     """The group that functional collectives know by this name."""
     return _resolve_process_group(name)
 
