@@ -259,6 +259,13 @@ def test_a_copy_of_what_was_waited_for_stays_before_a_write_to_what_it_wrote(tra
     assert order(t) == "z g f k r c d l end"
 
 
+def test_the_return_comes_after_collectives_that_only_other_ranks_need(trace):
+    t = call(call(trace().op("matmul", "x y", "g"), "all_gather", "g", "f"), "wait", "f", "r").op("mul", "x y", "k")
+    ops = t.returns("k").done()
+    before = {name for index in dependencies(ops, Aliasing.of(ops))[-1] for name in ops.ops[index].outputs}
+    assert before == {"f", "r", "k"}
+
+
 def test_draws_let_collectives_pass_and_unknown_operators_do_not(trace):
     def backward(id_, executor):
         t = trace().op("matmul", "x y", "g").op(id_, "x", "k", executor=executor).op("mul", "k y", "l")
