@@ -29,7 +29,7 @@ PACKAGE = ROOT / "thunder_cg"
 LAYERS = (
     ("errors", "options", "files", "progress", "compat"),
     ("analysis",),
-    ("runtime", "verify", "kernels"),
+    ("runtime", "verify", "kernels", "communication"),
     ("step",),
     ("report", "fastpath", "executor"),
     ("emit", "transform", "memory"),

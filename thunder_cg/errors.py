@@ -41,6 +41,13 @@ class CaptureError(CudagraphError, RuntimeError):
         super().__init__(f"{where}: {problem}; {fix}, or drop {option} to let it run eagerly")
 
 
+class CollectiveError(CudagraphError, RuntimeError):
+    """A collective of ``torch.distributed`` was called in what Thunder compiles in a form that it cannot trace."""
+
+    def __init__(self, name: str, problem: str, fix: str) -> None:
+        super().__init__(f"torch.distributed's {name}, in a compiled function: {problem}; {fix}")
+
+
 class WrongGradientWarning(UserWarning):
     """Thunder computes another gradient than PyTorch, writes too late, or raises, with and without graphs."""
 

@@ -1,4 +1,4 @@
-"""Collectives that Dynamo traces and Thunder does not run in Inductor, between graphs, and are waited for there."""
+"""Functional collectives, which Dynamo traces: in graphs, or in Inductor between them, and waited for there."""
 
 from __future__ import annotations
 
@@ -52,15 +52,20 @@ def waited_for_late(x: torch.Tensor) -> torch.Tensor:
 
 
 def several(x: torch.Tensor) -> torch.Tensor:
-    """Thunder traces the first one only."""
     world = dist.group.WORLD
     total = functional.all_reduce(x * 2, "sum", world)
     parts = functional.all_gather_tensor(torch.sin(x), 0, world)
     return torch.tanh(total) + functional.reduce_scatter_tensor(torch.cos(parts) + 1, "sum", 0, world)
 
 
+def coalesced(x: torch.Tensor) -> torch.Tensor:
+    first, second = functional.all_reduce_coalesced([x * 2, torch.sin(x)], "sum", dist.group.WORLD)
+    return torch.tanh(first) + second
+
+
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    each.__name__: each for each in (gathered, scattered, exchanged, sent, smallest, waited_for_late, several)
+    each.__name__: each
+    for each in (gathered, scattered, exchanged, sent, smallest, waited_for_late, several, coalesced)
 }
 
 
@@ -84,11 +89,17 @@ def late_rank(name: str, steps: int) -> tuple[int, list[dict[str, Any]], str]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [each if each in ("gathered", "several") else pytest.param(each, marks=pytest.mark.nightly) for each in FUNCTIONS],
+    "name", [each if each == "several" else pytest.param(each, marks=pytest.mark.nightly) for each in FUNCTIONS][:-1]
 )
-def test_collectives_between_graphs(ranks: Ranks, name: str) -> None:
-    for differing, traces, text in ranks.run(late_rank, name, 4):
+def test_collectives_are_in_the_graphs(ranks: Ranks, name: str) -> None:
+    for differing, (trace,), _ in ranks.run(late_rank, name, 4):
+        assert not differing
+        assert trace["replays"] == [4] and trace["collectives"] == (3 if name == "several" else 1)
+
+
+@pytest.mark.nightly
+def test_coalesced_collectives_are_between_graphs(ranks: Ranks) -> None:
+    for differing, traces, text in ranks.run(late_rank, "coalesced", 4):
         assert not differing
         assert any(trace["replays"] for trace in traces) and not any(trace["fallbacks"] for trace in traces)
         assert "waits for a collective that Thunder does not trace" in text
@@ -135,7 +146,7 @@ def late_rank_trains(name: str, steps: int) -> list[list[torch.Tensor]]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
-def test_gradients_of_collectives_between_graphs(ranks: Ranks, name: str) -> None:
+def test_gradients_of_collectives(ranks: Ranks, name: str) -> None:
     """Inductor, which gets the collective, may sum in another order."""
     for expected, found in ranks.run(late_rank_trains, name, 4):
         assert len(found) == 4 * 4

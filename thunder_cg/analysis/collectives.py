@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.dependencies import dependencies
@@ -189,7 +189,7 @@ class Scheduler:
         self._issue()
         self._issue_batches()
         while (wait := self._oldest_wait()) is not None:
-            self._run(wait)
+            self._wait(wait)
             self._issue()
             self._issue_batches()
         for index in range(last + 1):
@@ -228,11 +228,19 @@ class Scheduler:
             if self._ready[False]:
                 self._add_to_batch(heapq.heappop(self._ready[False])[1])
             elif self._is_behind() and (wait := self._oldest_wait()) is not None:
-                self._run(wait)
+                self._wait(wait)
             elif self._ready[True] and sum(self._in_flight[True].values()) < self._limit:
                 self._run_together(self._next_ahead())
             else:
                 return
+
+    def _wait(self, wait: int) -> None:
+        """Appends the wait, and the copies of its result, which then needs no memory."""
+        self._run(wait)
+        for index in self._after[wait]:
+            is_copy = self._is_copy_of(index, self._ops.ops[wait].outputs)
+            if is_copy and self._done.issuperset(self.before[index]):
+                self._run(index)
 
     def _add_to_batch(self, collective: int) -> None:
         kind = self._kind(collective)
@@ -317,14 +325,20 @@ class Scheduler:
         return found
 
     def _following_waits(self) -> set[int]:
-        """Waits, and views of nothing but their results."""
+        """Waits, views of nothing but their results, and copies of results to where the user wanted them."""
         found = set(self._aliasing.waits)
+        made_late = {name for index in found for name in self._ops.ops[index].outputs}
         for index, before in enumerate(self.before):
             rule = self._ops.ops[index].rule
             is_view = rule is not None and not rule.launches_kernels and self._is_pure(index)
-            if is_view and before and found.issuperset(before):
+            if self._is_copy_of(index, made_late) or (is_view and before and found.issuperset(before)):
                 found.add(index)
+                made_late.update(self._ops.ops[index].outputs)
         return found - self.early
+
+    def _is_copy_of(self, index: int, names: Collection[str]) -> bool:
+        op = self._ops.ops[index]
+        return op.id == "copy_" and op.inputs[0] in names
 
     def _first_uses(self) -> list[int]:
         """For each op that moves, the first op after it that stays; for each that stays, itself."""

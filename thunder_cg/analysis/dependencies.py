@@ -37,6 +37,7 @@ def dependencies(ops: Ops, aliasing: Aliasing, *, collectives_in_order: bool = T
         before = {producer[name] for name in op.inputs if name in producer}
         before |= memory.before(index)
         before |= effects.before(index, op, writes_outside=bool(writes[index] & outside))
+        before |= aliasing.effects if op.id == "RETURN" else set()
         producer.update(dict.fromkeys(op.outputs, index))
         found.append(sorted(before - {-1, index}))
     return found

@@ -22,7 +22,8 @@ from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing, chosen
 from thunder_cg.analysis.ops import Op, Ops, Value, names_in
-from thunder_cg.compat.thunder import is_detached, proxy_shape, requires_grad
+from thunder_cg.compat.thunder import LOST_GRADIENT, WITHOUT_GRADIENT, is_detached, proxy_shape, requires_grad
+from thunder_cg.errors import CollectiveError
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,8 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
                 continue
         read = _returned(op) if op.bookkeeping else op.inputs
         found += [_named(stale[name], ops, _LOST) for name in read if name in stale]
+        if (op.id or "").endswith(WITHOUT_GRADIENT):
+            raise CollectiveError(f"{op.name.rsplit('.', 1)[-1]} {ops.place(op)}", *LOST_GRADIENT)
         if _plain_id(op) == "index_put":
             found.append(_named(op, ops, _INDEX_PUT))
         for name in written:

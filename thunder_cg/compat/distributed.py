@@ -9,8 +9,9 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeWork, Store, Work
+from torch._C._distributed_c10d import FakeWork, Store, Work, _resolve_process_group
 from torch.distributed import ProcessGroup
+from torch.distributed._functional_collectives import _maybe_wrap_tensor as wrap_functional, wait_tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
 
@@ -22,11 +23,15 @@ __all__ = [
     "capture_problem",
     "coalesce",
     "coalescing",
+    "functional_collectives",
+    "group_named",
     "is_alive",
     "is_distributed",
     "store",
     "timeout",
     "wait",
+    "wait_tensor",
+    "wrap_functional",
 ]
 
 
@@ -59,6 +64,20 @@ def is_distributed() -> bool:
 def is_alive(group: ProcessGroup) -> bool:
     """Whether the group has not been destroyed. A group that is made anew is another object."""
     return group in _world.pg_map
+
+
+def group_named(name: Any) -> ProcessGroup:
+    """The group that functional collectives know by this name."""
+    return _resolve_process_group(name)
+
+
+def functional_collectives(name: str) -> Iterator[tuple[Any, bool]]:
+    """The functional collectives of PyTorch that have the name, each with whether it has a gradient."""
+    for namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+        if (operator := getattr(getattr(torch.ops, namespace), name, None)) is not None:
+            is_autograd = namespace.endswith("autograd")
+            registered = torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::{name}", "Autograd")
+            yield operator, is_autograd or bool(registered)
 
 
 def store(group: ProcessGroup) -> Store:

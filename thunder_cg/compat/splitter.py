@@ -28,7 +28,10 @@ __all__ = [
     "fallback_of",
     "for_splitter",
     "inside_transforms",
+    "is_collective",
     "is_supported",
+    "is_unused",
+    "is_wait",
     "keeping_fallbacks",
     "loses_wait",
     "on_examples",
@@ -74,12 +77,27 @@ def is_supported(node: Node, options: dict[str, Any]) -> bool:
     return bool(supported)
 
 
+def is_wait(node: Node) -> bool:
+    """Whether it waits for a functional collective."""
+    return str(node.target) == "_c10d_functional.wait_tensor"
+
+
+def is_collective(node: Node) -> bool:
+    """Whether it is a functional collective of PyTorch's."""
+    return str(node.target).startswith("_c10d_functional") and not is_wait(node)
+
+
+def is_unused(collective: Node) -> bool:
+    """Whether nothing in the graph but waits uses what it gives."""
+    return all(is_wait(user) and not user.users for user in collective.users)
+
+
 def loses_wait(node: Node, options: dict[str, Any]) -> bool:
     """Whether it waits for a collective that Thunder does not trace. Thunder's symbol for a wait does nothing.
 
     All that Thunder traces is all_reduce, which it waits for itself. What does not follow at once may be traced apart.
     """
-    if str(node.target) != "_c10d_functional.wait_tensor":
+    if not is_wait(node):
         return False
     follows = node.args[0] is node.prev and str(node.prev.target) == "_c10d_functional.all_reduce"
     return not (follows and is_supported(node.prev, options))

@@ -6,7 +6,7 @@ import inspect
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from operator import attrgetter
 from traceback import walk_tb
 from typing import Any
@@ -21,6 +21,12 @@ from thunder.core.codeutils import SigInfo, module_shortname
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import is_float_dtype, to_torch_dtype
+from thunder.core.interpreter import interpreter_needs_wrap
+from thunder.core.jit_ext import (
+    _general_jit_lookaside_map,
+    ensure_recursive_proxies,
+    record_source_loc_in_symbol_header,
+)
 from thunder.core.langctxs import Languages, langctx
 from thunder.core.module import ThunderModule
 from thunder.core.options import CACHE_OPTIONS
@@ -280,6 +286,14 @@ def outside_of_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
     return no_autocast(torch.no_grad()(function))
 
 
+# What the ids of symbols end with whose results have no gradient, and what is wrong where a tensor has one.
+WITHOUT_GRADIENT = "_without_gradient"
+LOST_GRADIENT = (
+    "it takes a tensor that has a gradient, which would be lost",
+    "call it with x.detach() or under torch.no_grad(), or call the one of torch.distributed._functional_collectives, "
+    "whose sums, gathers and exchanges have gradients",
+)
+
 in_torchs_language: Any = langctx(Languages.TORCH)  # operators on proxies are PyTorch's inside such a function
 
 
@@ -292,6 +306,13 @@ def symbol_of(function: Callable[..., Any]) -> Symbol:
 def symbols_of_functions() -> dict[Any, Any]:
     """Thunder's symbol for each function of PyTorch that it knows."""
     return _torch_to_thunder_function_map
+
+
+def trace_as(function: Any, replacement: Callable[..., Any]) -> None:
+    """Has ``thunder.jit`` trace calls of a function of PyTorch's as calls of another, which gets proxies of tensors."""
+    named = wraps(function)(lambda *args, **kwargs: replacement(*args, **kwargs))
+    located = record_source_loc_in_symbol_header(named)
+    _general_jit_lookaside_map[function] = ensure_recursive_proxies(interpreter_needs_wrap(located))
 
 
 def is_known_view(function: Any) -> bool:

@@ -21,6 +21,8 @@ from thunder_cg.compat.splitter import (
     example,
     fallback_of,
     inside_transforms,
+    is_collective,
+    is_unused,
     loses_wait,
     on_examples,
     operator_name,
@@ -57,6 +59,8 @@ def objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | 
             return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
         if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
             return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
+        if is_collective(node) and is_unused(node):
+            return "communicates for other ranks alone, and Thunder would drop it, as nothing here uses the result"
         if loses_wait(node, options):
             return "waits for a collective that Thunder does not trace, and Thunder would not wait"
         if is_unknown(node.target):

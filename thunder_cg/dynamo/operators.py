@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from thunder_cg.communication import functional
 from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.thunder import OperatorExecutor, register_function, to_torch_device, to_torch_dtype
 from thunder_cg.compat.torch import grouped_mm, library_name, weight_norm
@@ -60,6 +61,12 @@ def instead_of(function: Any) -> Callable[..., Any] | None:
     """What a graph calls in the place of an operator of PyTorch's or of a library; None if the operator stays."""
     name = library_name(function) or (_NAMES.get(function) if isinstance(function, Hashable) else None)
     return _by_autograd(function, name) if name is not None else None
+
+
+def collective(function: Any) -> Callable[..., Any] | None:
+    """What a graph calls in the place of a functional collective; None if Thunder cannot trace it."""
+    in_trace = functional().get(function)
+    return for_splitter(in_trace, str(function)) if in_trace is not None else None
 
 
 @cache

@@ -20,7 +20,10 @@ from thunder_cg.compat.splitter import (
     example,
     for_splitter,
     inside_transforms,
+    is_collective,
     is_supported,
+    is_unused,
+    is_wait,
     on_examples,
     operator_name,
 )
@@ -80,6 +83,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _draw_out_of_place(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply:
             _write_as_before(node, module, options)
+        elif is_collective(node):
+            _wait_in_trace(node, options)
         elif node.op == "call_function" or node.target == "repeat_interleave":
             _use_own_operator(node, options)
 
@@ -337,6 +342,19 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
     own = operators.instead_of(function)
     if own is not None and not depends_on_autocast(node, function) and can_trace(own, node, options):
         node.op, node.target = "call_function", own
+
+
+def _wait_in_trace(collective: Node, options: dict[str, Any]) -> None:
+    """Thunder traces the collective and its wait in one, and `analysis/collectives.py` takes them apart."""
+    own = operators.collective(collective.target)
+    tensor, *others = collective.args
+    if own is None or is_unused(collective) or collective.kwargs or collective.all_input_nodes != [tensor]:
+        return
+    if can_trace(lambda x, *numbers: own(x, *others), collective, options):  # the splitter has proxies for numbers
+        collective.target = own
+        while wait := next(filter(is_wait, collective.users), None):
+            wait.replace_all_uses_with(collective)
+            collective.graph.erase_node(wait)
 
 
 def _is_better_as_torchs_attention(node: Node) -> bool:

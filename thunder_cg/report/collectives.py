@@ -17,7 +17,7 @@ from thunder_cg.runtime.program import Program
 class CollectiveReport:
     """One collective."""
 
-    name: str  # "all_reduce", "reduce_scatter", "all_gather" or "broadcast"
+    name: str  # "all_reduce", "reduce_scatter", "all_gather", "all_to_all" or "broadcast"
     nbytes: int  # of its whole tensor on this rank: of the input or of the result, whichever is larger
     group: str  # name of the process group
     ranks: int  # size of the group
@@ -40,7 +40,7 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
         for group in process_groups([op]):
             found.append(
                 CollectiveReport(
-                    name=op.name.removeprefix("torch_").removesuffix("_prim_impl"),
+                    name=op.name.removeprefix("torch_").removeprefix("collectives_").removesuffix("_prim_impl"),
                     nbytes=max(_bytes(ops, op.inputs), _bytes(ops, op.outputs)),
                     group=_name(group),
                     ranks=group.size(),

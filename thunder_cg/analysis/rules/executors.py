@@ -6,7 +6,17 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from thunder_cg.analysis.rules import conditions as when
-from thunder_cg.analysis.rules.record import CAPTURED, Cause, Evidence, ExecutorRule, Reason, Rule, rows
+from thunder_cg.analysis.rules.record import (
+    ALL,
+    CAPTURED,
+    CAPTURED_COLLECTIVE,
+    Cause,
+    Evidence,
+    ExecutorRule,
+    Reason,
+    Rule,
+    rows,
+)
 from thunder_cg.compat.torch import Settings
 
 EXECUTORS: Mapping[str, ExecutorRule] = {
@@ -16,6 +26,7 @@ EXECUTORS: Mapping[str, ExecutorRule] = {
     "torchcompile_cat": ExecutorRule(fuses=True),
     "torchcompile_xentropy": ExecutorRule(fuses=True),
     # torch.library.custom_op checks this, and Thunder takes only operators that declare no mutation.
+    "collectives": ExecutorRule(is_pure=True),
     "custom_op": ExecutorRule(is_pure=True),
     "cudnn_attention": ExecutorRule(is_pure=True),
     "derivatives": ExecutorRule(is_pure=True),
@@ -62,6 +73,14 @@ RULES: tuple[Rule, ...] = (
     # On an H200 with torch 2.11, both ways, with ends of groups that change from call to call. A GPU that has no kernel
     # for it reads them on the host, which fails the capture.
     *rows("torch_ops", "grouped_mm grouped_mm_vjp", CAPTURED, Evidence.KNOWN),
+
+    # Of thunder_cg.communication. A future is new memory, and the result of its wait is that memory.
+    *rows("collectives", """
+        collectives_all_gather collectives_all_reduce collectives_all_to_all collectives_broadcast
+        collectives_reduce_scatter
+    """, CAPTURED_COLLECTIVE, Evidence.KNOWN, communicates=True, settings=Settings.NONE),
+    *rows("collectives", "collectives_wait", CAPTURED_COLLECTIVE, Evidence.KNOWN, communicates=True, aliases=ALL,
+          settings=Settings.NONE),
 
     # Of thunder_cg.kernels
     *rows("fused_derivatives", """

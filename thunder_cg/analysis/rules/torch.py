@@ -14,6 +14,7 @@ from typing import Any
 from thunder_cg.analysis.rules import conditions as when
 from thunder_cg.analysis.rules.record import (
     CAPTURED,
+    CAPTURED_COLLECTIVE,
     FIXED_SIZE,
     KEEP_ON_DEVICE,
     VJP,
@@ -98,9 +99,6 @@ _PYTHON_STATE = Cause(Reason.SIDE_EFFECT,
 _THROUGH_CPU = Cause(Reason.MIXED_DEVICES, "it goes through the CPU's memory",
     "move the tensor before or after the compiled function",
     "a pinned copy is captured with the host's address and would read whatever is there at replay")
-_CAPTURED_COLLECTIVE = Cause(Reason.ALLOWED,
-    "NCCL's kernels are captured with their wait; the ranks of the group agree on that at each capture",
-    source="ProcessGroupNCCL; measured on two H200s")
 _COLLECTIVE = Cause(Reason.COLLECTIVE,
     "other processes must take part at the same time, and between an asynchronous call and its wait the result "
     "is a Python object",
@@ -351,8 +349,8 @@ RULES: tuple[Rule, ...] = (
     *_rows("dtensor_redistribute", _COLLECTIVE, evidence=NOT_MEASURED, aliases=ALL),
     *_rows("""
         torch_all_gather_prim_impl torch_broadcast_prim_impl torch_reduce_scatter_prim_impl torch_wait_prim_impl
-    """, _CAPTURED_COLLECTIVE, evidence=NOT_MEASURED, communicates=True, aliases=ALL),
-    *_rows("torch_all_reduce_prim_impl", _CAPTURED_COLLECTIVE, evidence=NOT_MEASURED, communicates=True, aliases=ALL,
+    """, CAPTURED_COLLECTIVE, evidence=NOT_MEASURED, communicates=True, aliases=ALL),
+    *_rows("torch_all_reduce_prim_impl", CAPTURED_COLLECTIVE, evidence=NOT_MEASURED, communicates=True, aliases=ALL,
            writes=ALL, conditions=(when.REDUCES_IN_PLACE,), derivative=_but(conditions=())),
     *_rows("""
         fbgemm_linear_fp16_weight fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight

@@ -1,0 +1,293 @@
+"""Collectives of ``torch.distributed`` in what is compiled: symbols of the trace, in graphs with their waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import thunder
+import torch
+from ranks import Ranks
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
+
+from thunder_cg import explain, thunderfx
+from thunder_cg.errors import CollectiveError
+
+SPLITS = [([1, 2], [1, 3]), ([3, 2], [2, 2])]  # received and sent, of each rank
+
+
+def broadcasts(x: torch.Tensor) -> torch.Tensor:
+    """In place, of an argument, of a view, and of a value of the graph."""
+    y = torch.sin(x)
+    dist.broadcast(x, 1)
+    handle = dist.broadcast(y[1], group_src=0, async_op=True)
+    z = torch.cos(x)
+    handle.wait()
+    other = x * 2
+    dist.broadcast(other, 1, dist.group.WORLD)
+    return y * z + other
+
+
+def exchanges(x: torch.Tensor) -> torch.Tensor:
+    received, sent = SPLITS[dist.get_rank()]
+    found = torch.empty(sum(received), 8, device=x.device)
+    handle = dist.all_to_all_single(found, torch.sin(x), received, sent, async_op=True)
+    equal = torch.empty_like(x)
+    dist.all_to_all_single(equal, x * 2)
+    x.add_(1)
+    handle.wait()
+    return torch.cat([found, equal, x])
+
+
+def reduces(x: torch.Tensor) -> torch.Tensor:
+    """All at once, as of gradients; what is added afterwards stays apart."""
+    parts = [torch.sin(x * i) for i in range(1, 4)]
+    kinds = (dist.ReduceOp.SUM, dist.ReduceOp.MIN, dist.ReduceOp.PRODUCT)
+    handles = [dist.all_reduce(part, kind, async_op=True) for part, kind in zip(parts, kinds)]
+    gathered = torch.empty(8, 8, device=x.device)
+    dist.all_gather_into_tensor(gathered, x)
+    scattered = torch.empty(2, 8, device=x.device)
+    dist.reduce_scatter_tensor(scattered, x)
+    for handle in handles:
+        handle.wait()
+    parts[0].add_(1)
+    dist.all_reduce(parts[0])
+    return torch.cat([*parts, gathered, scattered])
+
+
+def functionally(x: torch.Tensor) -> torch.Tensor:
+    world = dist.group.WORLD
+    total = functional.all_reduce(x, "sum", world)
+    parts = functional.all_gather_tensor(torch.sin(x), 0, world)
+    meanwhile = torch.cos(x)
+    mean = functional.reduce_scatter_tensor(parts, "max", 0, world)
+    exchanged = functional.all_to_all_single(mean, None, None, world)
+    return functional.broadcast(exchanged * meanwhile, 1, world) + functional.wait_tensor(total)
+
+
+def unused(x: torch.Tensor) -> torch.Tensor:
+    """Rank 1 sends, and uses nothing of it."""
+    sent = functional.broadcast(torch.sin(x), 1, dist.group.WORLD)
+    total = functional.all_reduce(torch.cos(x), "sum", dist.group.WORLD)
+    return sent + total if dist.get_rank() == 0 else x + 1
+
+
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    each.__name__: each for each in (broadcasts, exchanges, reduces, functionally, unused)
+}
+
+
+def batches(steps: int) -> list[torch.Tensor]:
+    import parallel
+
+    seeds = [torch.Generator().manual_seed(2 * step + parallel.RANK()) for step in range(steps)]
+    return [torch.randn(4, 8, generator=seed).to(parallel.device()) for seed in seeds]
+
+
+def called(name: str, by: str, capture: str = "auto") -> tuple[int, list[dict[str, Any]], str]:
+    """How many results and arguments differ from eager ones, what ran, and the report."""
+    import parallel
+
+    torch._dynamo.reset()
+    function = FUNCTIONS[name]
+    if by == "jit":
+        compiled = thunder.jit(function, transforms=[parallel.transform(capture_collectives=capture)])
+    else:
+        kind = "tape" if parallel.device().type == "cpu" else "cuda"
+        compiled = thunderfx(function, backend=kind, debug=True)
+    found: list[list[torch.Tensor]] = []
+    with torch.no_grad():
+        for each in (function, compiled):
+            x = torch.empty(4, 8, device=parallel.device())
+            found.append([])
+            for batch in batches(4):
+                found[-1] += [each(x.copy_(batch)), x.clone()]
+    return parallel.differing(*found), parallel.summary(compiled), str(explain(compiled))
+
+
+CASES = {
+    "broadcasts": "3 broadcast",
+    "exchanges": "2 all_to_all",
+    "reduces": "4 all_reduce",
+    "functionally": "1 all_to_all",
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_collectives_are_captured_with_their_waits(ranks: Ranks, name: str) -> None:
+    for differing, (trace,), text in ranks.run(called, name, "jit"):
+        assert not differing
+        assert trace["eager"] == [] and trace["replays"] == [3] and not trace["fallbacks"]
+        assert f"{CASES[name]} of " in text and "default_pg of 2 ranks, captured" in text
+
+
+def test_what_is_done_at_once_runs_beside_what_follows(ranks: Ranks) -> None:
+    """The exchange of `exchanges` is read last, and the sine of it was computed before."""
+    for _, _, text in ranks.run(called, "exchanges", "jit"):
+        assert "captured; 2 can overlap with compute" in text
+
+
+def test_no_collective_is_captured_if_the_user_says_never(ranks: Ranks) -> None:
+    for differing, (trace,), _ in ranks.run(called, "reduces", "jit", "never"):
+        assert not differing and "collectives_all_gather" in trace["eager"]
+
+
+def test_ranks_that_do_not_use_a_result_take_part(ranks: Ranks) -> None:
+    """Thunder would drop what communicates there, and the other rank would wait for ever."""
+    for differing, (trace,), _ in ranks.run(called, "unused", "jit"):
+        assert not differing and trace["collectives"] == 2
+
+
+@pytest.mark.nightly
+def test_ranks_that_do_not_use_a_result_take_part_under_thunderfx() -> None:
+    """In processes of its own: one rank alone asks the other one for its votes, which the others' tests would miss."""
+    pool = Ranks(2, "cpu")
+    try:
+        assert [differing for differing, *_ in pool.run(called, "unused", "thunderfx")] == [0, 0]
+    finally:
+        pool.close()
+
+
+def test_thunderfx_has_functional_collectives_in_its_graphs(ranks: Ranks) -> None:
+    for differing, (trace,), _ in ranks.run(called, "functionally", "thunderfx"):
+        assert not differing
+        assert trace["collectives"] == 5 and trace["replays"] == [3] and not trace["fallbacks"]
+
+
+class Trains(torch.nn.Module):
+    """Two layers, a collective with a gradient between them, and statistics that have none."""
+
+    def __init__(self, communicate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.communicate = communicate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.communicate(torch.tanh(self.first(x)))
+        scale = y.detach().mean(0)
+        dist.all_reduce(scale)
+        with torch.no_grad():
+            shift = y.sum(0)
+            dist.broadcast(shift, 1, async_op=True).wait()
+        return self.second(y) * scale + shift
+
+
+DIFFERENTIABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "all_reduce": lambda y: functional.all_reduce(y, "sum", dist.group.WORLD),
+    "all_gather": lambda y: functional.all_gather_tensor(y, 0, dist.group.WORLD),
+    "reduce_scatter": lambda y: functional.reduce_scatter_tensor_autograd(y, "sum", 1, dist.group.WORLD),
+    "all_to_all": lambda y: functional.all_to_all_single_autograd(y, [2, 2], [2, 2], dist.group.WORLD),
+}
+
+
+def trained(name: str) -> tuple[list[list[torch.Tensor]], list[dict[str, Any]]]:
+    """Losses and gradients of eager PyTorch, with graphs and without; and what ran."""
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    width = slice(4) if name == "reduce_scatter" else slice(8)
+    for capture in (None, "auto", "never"):
+        model = Trains(lambda y: torch.nn.functional.pad(DIFFERENTIABLE[name](y)[:, width], (0, 8 - width.stop)))
+        model = model.to(parallel.device())
+        compiled = (
+            thunder.jit(model, transforms=[parallel.transform(capture_collectives=capture)]) if capture else model
+        )
+        found.append([])
+        for batch in batches(4):
+            model.zero_grad()
+            loss = compiled(batch).square().sum()
+            loss.backward()
+            found[-1] += [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        if capture == "auto":
+            traces = parallel.summary(compiled)
+    return found, traces
+
+
+@pytest.mark.parametrize(
+    "name", [each if each == "all_to_all" else pytest.param(each, marks=pytest.mark.nightly) for each in DIFFERENTIABLE]
+)
+def test_gradients_are_pytorchs(ranks: Ranks, name: str) -> None:
+    """Thunder's kernels are not all PyTorch's, so bits are those of what Thunder runs eagerly."""
+    for (eager, graphs, without), (forward, backward) in ranks.run(trained, name):
+        assert len(graphs) == 4 * 5
+        torch.testing.assert_close(graphs, eager)
+        assert all(map(torch.equal, graphs, without))
+        assert (forward["collectives"], backward["collectives"]) == (3, 1)
+        assert forward["replays"] == backward["replays"] == [3]
+
+
+def gathers_list(x: torch.Tensor) -> torch.Tensor:
+    dist.all_gather([torch.empty_like(x), torch.empty_like(x)], x)
+    return x
+
+
+def sends(x: torch.Tensor) -> torch.Tensor:
+    dist.send(x, 0)
+    return x
+
+
+def loses_gradient(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    dist.broadcast(y, 0)
+    return y
+
+
+def asks_for_future(x: torch.Tensor) -> torch.Tensor:
+    dist.broadcast(x, 0, async_op=True).get_future()
+    return x
+
+
+def has_other_dtype(x: torch.Tensor) -> torch.Tensor:
+    found = torch.empty(8, 8, dtype=torch.float64, device=x.device)
+    dist.all_gather_into_tensor(found, x)
+    return found
+
+
+MESSAGES = {
+    gathers_list: "all_gather, in a compiled function: Thunder cannot trace it; call all_gather_into_tensor",
+    sends: "send, in a compiled function: Thunder cannot trace it; call it outside of that",
+    loses_gradient: "takes a tensor that has a gradient, which would be lost; call it with x.detach()",
+    asks_for_future: "its handle has no get_future in a trace; call wait()",
+    has_other_dtype: "tensors of thunder.dtypes.float64 (8, 8) and thunder.dtypes.float32 (4, 8) do not fit 2 ranks",
+}
+
+
+def messages() -> list[str]:
+    import parallel
+
+    found = []
+    for function in MESSAGES:
+        compiled = thunder.jit(function, transforms=[parallel.transform()])
+        x = torch.zeros(4, 8, device=parallel.device(), requires_grad=function is loses_gradient)
+        try:
+            compiled(x)
+            found.append("nothing was raised")
+        except CollectiveError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_cannot_be_traced_says_so(ranks: Ranks) -> None:
+    for found in ranks.run(messages):
+        for expected, said in zip(MESSAGES.values(), found):
+            assert expected in said
+        assert "broadcast at test_traced_collectives.py:" in found[2]
+
+
+def alone() -> list[str]:
+    """Thunder's symbols in what Thunder compiles without this package's transform, after one with it."""
+    import parallel
+
+    thunder.jit(sends, transforms=[parallel.transform()])
+    compiled = thunder.jit(lambda x: dist.all_gather_into_tensor(torch.empty(8, 8), x, dist.group.WORLD))
+    compiled(torch.zeros(4, 8))
+    return [symbol.sym.name for symbol in thunder.last_traces(compiled)[-1].bound_symbols]
+
+
+def test_thunder_alone_traces_its_own(ranks: Ranks) -> None:
+    if ranks.device == "cpu":
+        for names in ranks.run(alone):
+            assert any("all_gather_prim_impl" in name for name in names)
