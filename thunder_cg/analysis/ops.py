@@ -149,6 +149,8 @@ class Ops:
     def described(self, name: str) -> str:
         """A value as the user knows it: an argument by its name, any other by what made it and where."""
         op = self.made_by.get(name)
+        if op is not None and op.name == "update_aliases":  # Thunder's: what it returns are its arguments
+            return self.described(op.inputs[op.outputs.index(name)])
         if op is not None:
             return f"the result of {op.name} {self.place(op)}"
         return f"input {self.values[name].users_name!r}"
