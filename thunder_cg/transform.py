@@ -21,7 +21,7 @@ from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off
-from thunder_cg.analysis.ops import Ops, Value, names_in, read
+from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
@@ -205,7 +205,7 @@ class CudagraphTransform(compat.Transform):
             shapes=known["shape"],
             numbers=known["number"],
             attributes=known["attribute"],
-            parameters={name: Value(str(checks.lookups[name].key), "").users_name for name in self._compiling.static},
+            parameters={name: str(checks.lookups[name].key) for name in self._compiling.static},
         )
 
     def _joined(self) -> Compilation:

@@ -47,12 +47,10 @@ class Value:
     @property
     def users_name(self) -> str:
         """What the user calls an argument: Thunder calls ``args[1]["a"]`` ``t_1_a``, Dynamo calls ``x`` ``l_x_``."""
-        if self.static:
-            return self.name
         if (dynamos := re.fullmatch(r"l_kwargs_(\w+?)_?|[lg]_(\w+)_", self.name)) is not None:
-            name = dynamos[1] or dynamos[2]
+            name = re.sub("^fn(?=_(modules|parameters|buffers)_)", "self", dynamos[1] or dynamos[2])  # a Sequential
             return re.sub("_(modules|parameters|buffers)_", ".", name) if name.startswith("self_") else name
-        if (nested := re.fullmatch(r"t_(\d+)((?:_\d+)*)(?:_(\w+))?", self.name)) is None:
+        if self.static or (nested := re.fullmatch(r"t_(\d+)((?:_\d+)*)(?:_(\w+))?", self.name)) is None:
             return self.name
         argument, indices, key = nested.groups()
         inside = "".join(f"[{index}]" for index in indices.split("_")[1:]) + (f"[{key!r}]" if key else "")
