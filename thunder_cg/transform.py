@@ -370,7 +370,8 @@ def cudagraph_transform(
             (with ``strict=True`` a `CaptureError`). Ops that are not deterministic have a tolerance. A verified call
             runs the ops once more, and needs the memory of an eager run and of a copy of what the graph writes or
             reuses. State that an operator keeps by itself, outside of the trace, advances with that run, too.
-            A region that communicates is not compared: an eager run beside a replay would communicate twice.
+            A region that communicates is not compared: an eager run beside a replay would communicate twice. A call
+            is compared by itself: what it returned is not looked at again after later calls.
         debug: fill memory with NaN when nobody may read it any more.
         max_recordings: recordings kept for one compiled function and arena; the one with the fewest replays per byte
             goes first, and replays of long ago count less.

@@ -30,7 +30,14 @@ from thunder_cg.compat.splitter import (
 from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage, tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, returns_cpu_scalar
-from thunder_cg.dynamo.writes import IN_PLACE, is_named_in_place, requires_grad, shares_memory, untracked_writes, written_by
+from thunder_cg.dynamo.writes import (
+    IN_PLACE,
+    is_named_in_place,
+    requires_grad,
+    shares_memory,
+    untracked_writes,
+    written_by,
+)
 
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 

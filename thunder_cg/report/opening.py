@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
 _NO_GRAPH = (
     "Dynamo had no graph for them. It has none of a call under a TorchDispatchMode, such as a FlopCounterMode, nor of "
-    "later ones if the first one ran so, until torch._dynamo.reset(); of a call that computes nothing with tensors; under "
-    "torch.compiler.set_stance; or after torch._dynamo.config.recompile_limit was reached by the same code; "
+    "later ones if the first one ran so, until torch._dynamo.reset(); of a call that computes nothing with tensors; "
+    "under torch.compiler.set_stance; or after torch._dynamo.config.recompile_limit was reached by the same code; "
     'TORCH_LOGS="dynamo" says more'
 )
 _FEWER = "pass what changes from call to call as a tensor, or keep it to a few values"
