@@ -164,3 +164,23 @@ def test_the_tape_instead_of_a_gpu(lines: Any, monkeypatch: pytest.MonkeyPatch) 
     backends._warn_of_the_tape.cache_clear()
     cudagraph_transform(backend="tape")
     assert lines() == []
+
+
+def test_a_number_that_only_python_gets(lines: Any) -> None:
+    """Thunder drops the read, so a list of such numbers stays as it was when the function was traced."""
+    seen: list[Any] = []
+
+    def logs(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(torch.cos(x))
+        seen.append(y.sum().item())
+        return y * 2
+
+    jfn = compiled(logs)
+    for _ in range(3):
+        jfn(torch.ones(3))
+    (said,) = (said for level, said in lines() if level == "WARNING")
+    line = logs.__code__.co_firstlineno + 2
+    assert f"Tensor.item at test_logging.py:{line} reads a number that no operator uses" in said and len(seen) == 1
+    assert said.endswith("to log a value, return the tensor and read it outside of the compiled function")
+    compiled(lambda x: torch.sin(x) * x.sum().item())(torch.ones(3))
+    assert "no operator uses" not in str(lines())

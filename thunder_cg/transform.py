@@ -48,6 +48,10 @@ _logger = logging.getLogger(__name__)
 # The log does not warn of operators that are eager for these reasons.
 _FINE = {Reason.BOOKKEEPING, Reason.USER_DENY, Reason.TOO_SMALL}
 _NO_FIXES = ("none needed", "nothing to gain")
+_LOST_READ = (
+    "reads a number that no operator uses, and Thunder runs Python only while it traces, without the number; to log a "
+    "value, return the tensor and read it outside of the compiled function"
+)
 
 
 class PartitionProvenance(compat.TraceProvenance):
@@ -123,6 +127,7 @@ class CudagraphTransform(compat.Transform):
         names_operators = self.options.allow or self.options.deny
         self._compiling.before = self._read(computation_trace) if names_operators else None
         self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
+        self._warn_of_lost_reads(computation_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
         return prologue_trace, computation_trace, epilogue_trace
@@ -192,6 +197,22 @@ class CudagraphTransform(compat.Transform):
         ops = self._read(trace)
         return lost_or_unsummed(ops, Aliasing.of(ops))
 
+    def _warn_of_lost_reads(self, trace: TraceCtx) -> None:
+        """Says once of each number that only Python gets, such as to log it: Thunder runs Python while it traces."""
+        symbols = trace.bound_symbols
+        lost = names_in([symbol.output for symbol in symbols if symbol.sym.name == "item"])
+        if not lost or not (lost := lost - names_in([(symbol.args, symbol.kwargs) for symbol in symbols])):
+            return
+        ops = self._read(trace)
+        for op in ops.ops:
+            if not lost.isdisjoint(op.outputs):
+                self._warn(self._compiling.compilation.name, f"Tensor.item {ops.place(op)} {_LOST_READ}")
+
+    def _warn(self, label: str, said: str) -> None:
+        if said not in self._shared.warned:
+            self._shared.warned.add(said)
+            _logger.warning("%s: %s", label, said)
+
     def _compilation(self, checks: PrologueChecks) -> Compilation:
         """What the compilation on this thread is for."""
         data = compat.get_compile_data()
@@ -242,10 +263,8 @@ class CudagraphTransform(compat.Transform):
             is_cause = verdict.reason not in fine and not numbers.intersection(op.inputs)
             if verdict.capture or not is_cause or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
                 continue
-            said = f"{op.name} {program.ops.place(op)} is eager: {verdict.detail}; {verdict.fix}"
-            if said not in self._shared.warned:
-                self._shared.warned.add(said)
-                _logger.warning("%s: %s", program.label, said)
+            place = program.ops.place(op)
+            self._warn(program.label, f"{op.name} {place} is eager: {verdict.detail}; {verdict.fix}")
 
     def _region(
         self, planned: Region, io: RegionIO, trace: PlannedTrace, verifier: ReplayVerifier, taken: set[str]
@@ -372,7 +391,8 @@ def cudagraph_transform(
             (with ``strict=True`` a `CaptureError`). Ops that are not deterministic have a tolerance. A verified call
             runs the ops once more, and needs the memory of an eager run and of a copy of what the graph writes or
             reuses. State that an operator keeps by itself, outside of the trace, advances with that run, too.
-            A region that communicates is not compared: an eager run beside a replay would communicate twice.
+            A region that communicates is not compared: an eager run beside a replay would communicate twice. A call
+            is compared by itself: what it returned is not looked at again after later calls.
         debug: fill memory with NaN when nobody may read it any more.
         max_recordings: recordings kept for one compiled function and arena; the one with the fewest replays per byte
             goes first, and replays of long ago count less.

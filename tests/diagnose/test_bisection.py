@@ -112,6 +112,22 @@ def test_what_has_changed_since_the_capture(frozen: Frozen) -> None:
     assert str(found).startswith("New graphs are right, and those captured before are not (value 0 of a call: 3 of 3")
 
 
+def test_graphs_are_not_blamed_for_an_eager_operator_that_differs_from_run_to_run(frozen: Frozen) -> None:
+    """Where nothing is captured, nothing was compared either."""
+    counted = frozen.ops["counted"]
+    for fn, options, verified in (
+        (lambda x: torch.cos(counted(torch.sin(torch.cos(x)))) * 2, {"deny": ["counted"]}, True),
+        (lambda x: counted(x), {}, False),
+    ):
+        executors = [frozen.executor, *thunder.get_default_executors()]
+        jfn = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape", **options)], executors=executors)
+        found = bisect(jfn, torch.randn(3))
+        assert not found and bool(found.verified) == verified
+        assert str(found).startswith("All " if verified else "No replay was compared with an eager run: print(thunder")
+    found = bisect(frozen.jit(counted), torch.randn(3))
+    assert [each.op for each in found.culprits] == ["counted"] and "all 0 replays" not in str(found)
+
+
 def test_inputs_share_memory_as_they_do_in_the_call(frozen: Frozen) -> None:
     def writes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         x.mul_(2)

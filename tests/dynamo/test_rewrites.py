@@ -84,6 +84,26 @@ def test_interpolate(backend, device, deterministic, options):
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(2, 3, 8, 8, device=device), backend))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        torch.round,
+        torch.trunc,
+        torch.isfinite,
+        torch.argmin,
+        lambda c: c.flip(0),
+        lambda c: torch.minimum(c, c * 2),
+        lambda c: torch.lerp(c, c * 2, 0.5),
+        lambda c: torch.zeros_like(c).index_add(0, torch.arange(8, device=c.device), c),
+    ],
+    ids=["round", "trunc", "isfinite", "argmin", "flip", "minimum", "lerp", "index_add"],
+)
+def test_what_thunder_cannot_differentiate_of_floats_without_a_gradient(backend, device, fn):
+    scale = torch.linspace(0.1, 3.0, 8, device=device)
+    model = Around(lambda y: torch.tanh(y) * fn(scale)).to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend))
+
+
 def test_stochastic_depth(backend, device):
     """As timm and torchvision have it. The draw is not repeated in the backward."""
 

@@ -12,6 +12,8 @@ import torch
 from support import fast_path_calls, programs, regions, replays, same, same_training
 from thunder.dynamo import utils
 from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import OptionError, cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import TransformConflictError
@@ -259,7 +261,7 @@ def test_options_reach_whom_they_are_for(backend, device):
     ("fn", "reason"),
     [
         (lambda x: torch.hstack([x, x * 2]), "a list of tensors, whose gradients"),
-        (lambda x: torch.nn.functional.dropout1d(x[None])[0], "draws again in its backward"),
+        (lambda x: torch.nn.functional.dropout1d(x[None])[0], "would draw again in its backward"),
         (lambda x: torch.norm(x, dim=0), "gets other gradients"),
         (lambda x: x / torch.dot(x[0], x[1]), "gradient Thunder does not sum"),  # as spectral_norm divides a weight
     ],
@@ -279,6 +281,16 @@ def test_what_thunder_traces_wrongly_is_left_to_inductor(fn, reason):
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(x.grad, y.grad)
     assert len(outside(graphed)) == 1 and reason in outside(graphed)[0]
+
+
+def test_the_line_of_what_is_left_to_inductor_inside_of_a_checkpoint():
+    def drops(x):
+        return torch.nn.functional.dropout1d(x[None])[0]
+
+    graphed = thunderfx(lambda x: checkpoint(drops, torch.sin(x), use_reentrant=False), backend="tape")
+    graphed(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    (found,) = outside(graphed)
+    assert f"at test_thunderfx.py:{drops.__code__.co_firstlineno + 1}" in found and "it may draw" in found
 
 
 def test_no_grad_that_begins_and_ends_in_different_parts():
@@ -438,6 +450,19 @@ def test_the_report_says_that_dynamo_had_no_graph_for_calls(backend, device):
         compiled()
     said = "Nothing is compiled. 1 call ran in plain Python, without Thunder: Dynamo had no graph for them."
     assert str(explain(compiled)).startswith(said)
+
+
+def test_the_report_says_that_dynamo_has_no_graph_for_calls_under_a_dispatch_mode(backend, device):
+    compiled = thunderfx(lambda x: torch.sin(x) * 2, backend=backend)
+    with FlopCounterMode(display=False):
+        compiled(torch.ones(2, device=device))
+    compiled(torch.ones(2, device=device))
+    said = "under a TorchDispatchMode, such as a FlopCounterMode, nor of later ones if the first one ran so"
+    assert explain(compiled).python_calls == 2 and said in str(explain(compiled))
+    torch._dynamo.reset()
+    for _ in range(3):
+        compiled(torch.ones(2, device=device))
+    assert replays(compiled) == 2
 
 
 class Norm(nn.Module):

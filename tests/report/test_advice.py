@@ -14,6 +14,7 @@ from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
 
 from thunder_cg import CaptureError, cudagraph_transform, explain, plan, thunderfx
+from thunder_cg.analysis.rules import FIXED_SIZE
 from thunder_cg.report import CauseReport
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -66,6 +67,92 @@ def keeps_size(x: torch.Tensor) -> torch.Tensor:
 
 def makes(x: torch.Tensor) -> torch.Tensor:
     return x + torch.tensor([1.0, 2.0])
+
+
+class Sliced(torch.nn.Module):
+    """What a number bounds that changes, as the position of a decoder does, with the number and with a tensor."""
+
+    def __init__(self, fn: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.linear, self.fn = torch.nn.Linear(4, 4), fn
+
+    def forward(self, x: torch.Tensor, i: Any) -> torch.Tensor:
+        return torch.tanh(self.fn(self.linear(x), i)) * 2
+
+
+def sliced(x: torch.Tensor, i: int) -> torch.Tensor:
+    return x[i : i + 2]
+
+
+@pytest.mark.parametrize("compiles", ["jit", "thunderfx"])
+@pytest.mark.parametrize(
+    ("fn", "advice", "better"),
+    [
+        (sliced, "if it bounds a slice, x[i + torch.arange(n, device=...)]", lambda x, i: x[i + torch.arange(2)]),
+        (
+            lambda x, i: torch.nn.functional.dropout(x, 0.1 * i),
+            "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p)",
+            lambda x, i: x * (torch.rand_like(x) >= i * 0.1) / (1 - i * 0.1),
+        ),
+    ],
+    ids=["slice", "dropout"],
+)
+def test_advice_for_a_number_that_changes_where_no_tensor_can_be(fn, advice, better, compiles):
+    def compiled(model: torch.nn.Module) -> Any:
+        torch._dynamo.reset()
+        if compiles == "thunderfx":
+            return thunderfx(model, backend="tape")
+        return thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+
+    if compiles == "jit":  # Dynamo compiles no version for each
+        changing = compiled(Sliced(fn))
+        for i in range(3):
+            changing(torch.randn(6, 4), i)
+        (change,) = explain(changing).changes
+        assert advice in change.fix
+    mended = compiled(Sliced(better))
+    for i in range(4):
+        mended(torch.randn(6, 4), torch.tensor(i)).sum().backward()
+    report = explain(mended)
+    assert [len(trace.regions) for trace in report.traces] == [1, 1] and not (report.changes or report.causes)
+    assert not (report.breaks or report.outside) and "2 of 4 calls and 2 of 4 backwards replayed" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("fn", "advice"),
+    [
+        (lambda x: x[x.argmax() : x.argmax() + 1], "if it bounds a slice, x[i + torch.arange(n)] is x[i : i + n]"),
+        (lambda x: x[torch.where(x > 0)[0]], "nonzero_static in the place of nonzero and torch.where(mask)"),
+    ],
+    ids=["slice", "where"],
+)
+def test_advice_of_a_module_that_does_not_compile_as_a_number_is_unknown(fn, advice):
+    class Reads(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fn(x)
+
+    compiled = thunder.jit(Reads(), transforms=[cudagraph_transform(backend="tape")])
+    with pytest.raises((ValueError, NotImplementedError)):
+        compiled(torch.ones(2))
+    assert "To try: for a " in str(explain(compiled)) and advice in str(explain(compiled))
+
+
+@pytest.mark.parametrize("compiles", ["jit", "thunderfx"])
+def test_advice_for_bincount_holds_in_training(compiles):
+    class Counts(torch.nn.Linear):
+        def forward(self, x: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.tanh(super().forward(x)), (at[:, None] == torch.arange(4)).sum(0)
+
+    assert "(x[:, None] == torch.arange(n)).sum(0) in the place of bincount" in FIXED_SIZE
+    transforms = [cudagraph_transform(backend="tape")]
+    model = Counts(4, 4)
+    compiled = thunder.jit(model, transforms=transforms) if compiles == "jit" else thunderfx(model, backend="tape")
+    at = torch.tensor([1, 3, 3])
+    for _ in range(3):
+        y, found = compiled(torch.randn(3, 4), at)
+        y.sum().backward()
+        assert torch.equal(found, torch.bincount(at, minlength=4))
+    assert not explain(compiled).causes and not explain(compiled).outside
 
 
 @pytest.mark.parametrize(

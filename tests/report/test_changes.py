@@ -151,6 +151,16 @@ def test_alignment_and_parameters_that_move(transform, device):
     assert (found.kind, found.names, found.times) == ("moved", ("0.weight", "0.bias"), 2) and "copy_" in found.fix
 
 
+def test_parameters_that_move_under_dynamo_have_the_users_names():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
+    compiled = thunderfx(model, backend="tape")
+    for _ in range(4):
+        model[0].weight = nn.Parameter(model[0].weight.clone(), requires_grad=False)
+        compiled(torch.ones(2, 4))
+    found = only_change(compiled)
+    assert (found.kind, found.names) == ("moved", ("self.0.weight",))
+
+
 def test_many_shapes_warn_once(transform, device, warnings):
     jitted = thunder.jit(lambda x: torch.tanh(x) * 2, transforms=[transform()])
     for rows in range(1, FEW + 4):

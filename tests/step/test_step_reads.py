@@ -5,10 +5,14 @@ from __future__ import annotations
 import array
 import cProfile
 import itertools
+import os
 import random
+import re
 import sys
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from types import SimpleNamespace
 
 import numpy as np
@@ -291,6 +295,20 @@ def test_generators_of_random_numbers(step_twins, make):
         getattr(twin, draw)()
     assert step.captures == 0 and "generator holds changed" in str(explain(step))
     assert getattr(generator, draw)() == getattr(twin, draw)()  # no call has drawn twice, or not at all
+
+
+@pytest.mark.parametrize("read", [time.time, time.perf_counter_ns, datetime.now, lambda: os.urandom(1)[0]])
+def test_a_clock(step_twins, read):
+    def of(y):
+        now = read()
+        return y * (now.microsecond if isinstance(now, datetime) else now)
+
+    step = step_twins.graphed(make_step(of)(step_twins.model()))
+    for _ in range(5):
+        step(*step_twins.batch())
+    assert step.captures == 0
+    said = r"\(\) returns another value in each call, at test_step_reads.py:\d+, and in no replay; call it"
+    assert re.search(said, " ".join(str(explain(step)).split()))
 
 
 def test_what_is_too_large_to_compare(step_twins):

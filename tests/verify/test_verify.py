@@ -475,6 +475,28 @@ def test_the_operator_to_blame(planted, twins, device, how):
         assert all(f"made by wrong at {HERE}" in message and "deny=['wrong']" in message for message in found)
 
 
+def test_an_operator_that_is_wrong_now_and_then_is_to_blame(planted, transform, device):
+    """Not the one that makes the result: in the first run for hashes, there is nothing to see."""
+    calls = [0]
+
+    def seldom(x):
+        calls[0] += 1
+        return x * (3.0 if calls[0] in (1, 9) else 1.0)
+
+    op = planted("seldom", seldom)
+    jitted = thunder.jit(
+        lambda x: torch.cos(op(torch.sin(x))) * 2, transforms=[transform(allow=["seldom"], verify=1)], **planted.jit
+    )
+    with caught() as found:
+        for _ in range(2):
+            calls[0] = 10
+            jitted(torch.ones(3, device=device))
+        calls[0] = 0
+        jitted(torch.ones(3, device=device))
+    (said,) = found
+    assert f"made by seldom at {HERE}" in said and calls[0] > 8
+
+
 # ------------------------------------------------------------------------------------------------------ right ones stay
 
 

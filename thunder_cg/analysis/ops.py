@@ -47,12 +47,10 @@ class Value:
     @property
     def users_name(self) -> str:
         """What the user calls an argument: Thunder calls ``args[1]["a"]`` ``t_1_a``, Dynamo calls ``x`` ``l_x_``."""
-        if self.static:
-            return self.name
         if (dynamos := re.fullmatch(r"l_kwargs_(\w+?)_?|[lg]_(\w+)_", self.name)) is not None:
-            name = dynamos[1] or dynamos[2]
+            name = re.sub("^fn(?=_(modules|parameters|buffers)_)", "self", dynamos[1] or dynamos[2])  # a Sequential
             return re.sub("_(modules|parameters|buffers)_", ".", name) if name.startswith("self_") else name
-        if (nested := re.fullmatch(r"t_(\d+)((?:_\d+)*)(?:_(\w+))?", self.name)) is None:
+        if self.static or (nested := re.fullmatch(r"t_(\d+)((?:_\d+)*)(?:_(\w+))?", self.name)) is None:
             return self.name
         argument, indices, key = nested.groups()
         inside = "".join(f"[{index}]" for index in indices.split("_")[1:]) + (f"[{key!r}]" if key else "")
@@ -149,6 +147,8 @@ class Ops:
     def described(self, name: str) -> str:
         """A value as the user knows it: an argument by its name, any other by what made it and where."""
         op = self.made_by.get(name)
+        if op is not None and op.name == "update_aliases":  # Thunder's: what it returns are its arguments
+            return self.described(op.inputs[op.outputs.index(name)])
         if op is not None:
             return f"the result of {op.name} {self.place(op)}"
         return f"input {self.values[name].users_name!r}"

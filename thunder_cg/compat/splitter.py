@@ -24,11 +24,13 @@ __all__ = [
     "can_trace",
     "can_trace_all",
     "compute_again",
+    "compute_without_gradient",
     "example",
     "fallback_of",
     "for_splitter",
     "inside_transforms",
     "is_collective",
+    "is_differentiable",
     "is_supported",
     "is_unused",
     "is_wait",
@@ -90,6 +92,26 @@ def is_collective(node: Node) -> bool:
 def is_unused(collective: Node) -> bool:
     """Whether nothing in the graph but waits uses what it gives."""
     return all(is_wait(user) and not user.users for user in collective.users)
+
+
+def is_differentiable(node: Node, options: dict[str, Any]) -> bool:
+    """Whether Thunder's symbol for what the node calls takes its arguments where all floats require grad."""
+    graph = Graph()
+
+    def tracked(source: Node) -> Node:
+        value, copied = example(source), graph.placeholder(source.name)
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+        copied.meta["example_value"] = value.detach().requires_grad_() if is_float else value
+        return copied
+
+    return is_supported(graph.node_copy(node, tracked), options)
+
+
+def compute_without_gradient(node: Node) -> None:
+    """Has the node run under ``torch.no_grad``, as Dynamo writes it."""
+    for enabled, insert in ((False, node.graph.inserting_before), (True, node.graph.inserting_after)):
+        with insert(node):
+            node.graph.call_function(torch._C._set_grad_enabled, (enabled,))
 
 
 def loses_wait(node: Node, options: dict[str, Any]) -> bool:

@@ -120,7 +120,7 @@ def objection_to_operator(function: Callable[..., Any], *, with_gradient: bool) 
     if with_gradient and id_.rsplit(".", 1)[-1] in _WRONG:
         return "gets other gradients from Thunder's fallback for it than from PyTorch"
     if with_gradient and rule.draws:
-        return "draws, and Thunder's fallback for it draws again in its backward"
+        return "may draw, and Thunder's fallback for it would draw again in its backward"
     return None
 
 

@@ -10,27 +10,37 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.nn import functional as F
 
 from thunder_cg.compat.splitter import (
     can_trace,
     can_trace_all,
+    compute_without_gradient,
     example,
     for_splitter,
     inside_transforms,
     is_collective,
+    is_differentiable,
     is_supported,
     is_unused,
     is_wait,
     on_examples,
     operator_name,
+    without_gradient,
 )
 from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage, tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, returns_cpu_scalar
-from thunder_cg.dynamo.writes import IN_PLACE, is_named_in_place, untracked_writes, written_by
+from thunder_cg.dynamo.writes import (
+    IN_PLACE,
+    is_named_in_place,
+    requires_grad,
+    shares_memory,
+    untracked_writes,
+    written_by,
+)
 
 _SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
 
@@ -87,6 +97,7 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _wait_in_trace(node, options)
         elif node.op == "call_function" or node.target == "repeat_interleave":
             _use_own_operator(node, options)
+    _leave_out_of_backward(module.graph, transformed, options)
 
 
 def _name_inplace(node: Node) -> None:
@@ -355,6 +366,27 @@ def _wait_in_trace(collective: Node, options: dict[str, Any]) -> None:
         while wait := next(filter(is_wait, collective.users), None):
             wait.replace_all_uses_with(collective)
             collective.graph.erase_node(wait)
+
+
+def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: dict[str, Any]) -> None:
+    """Of floats without a gradient, Thunder differentiates what it can, such as ``x * 2``, and raises for the rest.
+
+    The rest, such as ``x.round()`` and ``x.argmin()``, is computed under ``torch.no_grad``, of which it knows.
+    """
+    nodes = [*graph.nodes]
+    if not any(requires_grad(example(node)) for node in nodes):
+        return
+    untracked = transformed | without_gradient(graph)
+    for node in nodes:
+        inputs = example(node.all_input_nodes)
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        has_no_gradient = not any(map(requires_grad, (*tensors, *tree_leaves(_value(node)))))
+        is_call = node.op in ("call_function", "call_method") and node.name not in untracked
+        if not (is_call and has_no_gradient and any(tensor.is_floating_point() for tensor in tensors)):
+            continue
+        is_fresh = not (written_by(node) or shares_memory(inputs, _value(node)))
+        if is_fresh and is_supported(node, options) and not is_differentiable(node, options):
+            compute_without_gradient(node)
 
 
 def _is_better_as_torchs_attention(node: Node) -> bool:

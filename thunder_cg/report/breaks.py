@@ -15,7 +15,7 @@ _ITEM = (
     "reads the number, and what uses the number is in no CUDA graph"
 )
 _UNKNOWN = (
-    "what this line calls has a graph break that Dynamo cannot go on from",
+    "what this line calls, or a loop that it begins, has a graph break that Dynamo cannot go on from",
     'TORCH_LOGS="graph_breaks" in the environment has Dynamo say which',
 )
 _LOGGER = (

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
 _NO_GRAPH = (
-    "Dynamo had no graph for them. It has none of a call that computes nothing with tensors, under "
-    "torch.compiler.set_stance, or after torch._dynamo.config.recompile_limit was reached by the same code; "
+    "Dynamo had no graph for them. It has none of a call under a TorchDispatchMode, such as a FlopCounterMode, nor of "
+    "later ones if the first one ran so, until torch._dynamo.reset(); of a call that computes nothing with tensors; "
+    "under torch.compiler.set_stance; or after torch._dynamo.config.recompile_limit was reached by the same code; "
     'TORCH_LOGS="dynamo" says more'
 )
 _FEWER = "pass what changes from call to call as a tensor, or keep it to a few values"
@@ -28,7 +29,7 @@ _RAISE_LIMIT = (
 _TO_COMPARE = (
     "call the function without Thunder: if that raises too, fix the function; if not, keep the operator out of what "
     "is compiled, with thunder_cg.thunderfx, which leaves to Python or Inductor what Thunder does not follow, and, if "
-    "that raises, too, torch.compiler.disable"
+    "it is thunderfx that raises, torch.compiler.disable"
 )
 _TO_PLAN = (
     "Thunder keeps no error of a function: call thunder_cg.plan(fn, ...) with the arguments of such a call, and print "
@@ -50,11 +51,12 @@ _HINTS = (
         "which leaves it to Python",
     ),
     _Hint(
-        ("argument must be a string or a real number, not 'NoneType'",),
-        f"for a number that is read with .item(), of which Thunder knows no value, {KEEP_ON_DEVICE}",
+        ("argument must be a string or a real number, not 'NoneType'", "None had an unexpected type"),
+        f"for a number that is read from a tensor, by .item() or to bound a slice, of which Thunder knows no value, "
+        f"{KEEP_ON_DEVICE}",
     ),
     _Hint(
-        ("boolean advanced indexing", "DynamicOutputShape"),
+        ("boolean advanced indexing", "DynamicOutputShape", "only specifying a condition"),
         f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
     ),
     _Hint(

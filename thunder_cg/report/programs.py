@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import thunder
+from torch.fx import GraphModule
 
 from thunder_cg.analysis.sources import called_from, described, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure, is_of_compilation
@@ -168,7 +169,8 @@ def _keeps_all(jitted: Any) -> bool:
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
-    nodes = graph.original_graph_module.graph.nodes
+    modules = (each for each in graph.original_graph_module.modules() if isinstance(each, GraphModule))
+    nodes = [node for module in reversed([*modules]) for node in module.graph.nodes]  # of checkpointed functions, too
     frames = {node.name: user_frames(node.stack_trace) for node in nodes}
     attributes = {node.name: f"Tensor.{node.args[1]}" for node in nodes if node.target is getattr}
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())

@@ -29,6 +29,10 @@ _PAD = (
     "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True; if it is a "
     "cache that grows, write it in place, into a buffer of its final size (README, Inference with a KV cache)"
 )
+_AS_TENSOR = (
+    "it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; if it is the p of a dropout, "
+    "x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
+)
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
 _KINDS = {
@@ -37,12 +41,13 @@ _KINDS = {
         "{count} values of the Python number {names} so far ({shown})",
         _NEW_VERSION.format("value"),
         "pass {first} as a 0-dim tensor on the device of the other inputs, torch.tensor({first}, device=...); if "
-        "it is a size or an index, use few values",
+        f"{_AS_TENSOR}; if it is a size, use few values",
     ),
     "attribute": (
         "{count} values of the Python number {names} so far ({shown})",
         _NEW_VERSION.format("value"),
-        "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or add_",
+        "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or add_; if "
+        f"{_AS_TENSOR}",
     ),
     "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, _PAD),
     "strides": ("{count} strides of {names} so far ({shown})", _NEW_LAYOUT, "pass {first}.contiguous()"),

@@ -9,10 +9,12 @@ Note [Functions that no bytecode names]
 
 from __future__ import annotations
 
+import datetime
 import gc
 import inspect
 import os
 import sys
+import time
 import types
 from typing import Any
 
@@ -24,6 +26,9 @@ from thunder_cg.step.reads import Called, is_installed
 
 _GENERATED = ("<eval_with_key>", "thunder.")  # the code of graphs and traces
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
+# What they return is another value in each call.
+_UNSTEADY = frozenset({datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom})
+_UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
 
 
 class Calls:
@@ -66,6 +71,9 @@ class Calls:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
             if code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
+        elif event == "c_call" and called in _UNSTEADY and _is_users_file(frame.f_code.co_filename, frame.f_globals):
+            problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
+            self.objection = f"{problem}; call it outside of the step, and pass a tensor"
         elif event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
             if called.__name__ not in _SEEDS or is_restored_by_dynamo(frame):
                 return
