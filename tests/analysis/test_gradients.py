@@ -201,7 +201,9 @@ def test_layers_that_write_in_place_are_not_mistaken():
         graphed(torch.randn(5, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("name", ["divides by its sum", "slice, add"])
+@pytest.mark.parametrize(
+    "name", ["divides by its sum", "slice, add", "complex product", "imaginary factor", "negative padding_idx"]
+)
 def test_our_thunderfx_has_the_right_gradient_and_says_nothing(name):
     fn, _ = WRONG[name]
     with warnings.catch_warnings():

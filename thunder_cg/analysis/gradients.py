@@ -186,7 +186,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _has_another_gradient(op: Op, ops: Ops, tracked: Collection[str]) -> bool:
+def _has_another_gradient(op: Op, ops: Ops, tracked: set[str]) -> bool:
     """See Note [Other derivatives].
 
     Args:
@@ -202,7 +202,7 @@ def _has_another_gradient(op: Op, ops: Ops, tracked: Collection[str]) -> bool:
     return any(_lacks_conjugate(prim, ops, tracked) for prim in _prims(op))
 
 
-def _lacks_conjugate(prim: Op, ops: Ops, tracked: Collection[str]) -> bool:
+def _lacks_conjugate(prim: Op, ops: Ops, tracked: set[str]) -> bool:
     is_derived = _is_prim(prim) and not (tracked.isdisjoint(prim.inputs) or tracked.isdisjoint(prim.outputs))
     is_complex = any((ops.values[name].dtype or "").startswith("complex") for name in prim.names)
     numbers = [isinstance(arg, (int, float, complex)) and complex(arg).imag == 0 for arg in prim.symbol.args]

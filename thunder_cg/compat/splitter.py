@@ -28,6 +28,7 @@ __all__ = [
     "fallback_of",
     "for_splitter",
     "inside_transforms",
+    "is_for_splitter",
     "is_supported",
     "keeping_fallbacks",
     "loses_wait",
@@ -60,6 +61,11 @@ def for_splitter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = name.replace(".", "_")
     call.thunder_supported = True  # type: ignore[attr-defined]
     return call
+
+
+def is_for_splitter(function: Any) -> bool:
+    """Whether `for_splitter` made it."""
+    return getattr(function, "thunder_supported", False) is True
 
 
 def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any]) -> bool:
