@@ -54,7 +54,7 @@ def free_layouts() -> AbstractContextManager[None]:
 
 def strides_of_results(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
     """The strides of each tensor that the function returns for these arguments. Nothing is computed."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with disable_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         results = function(*tree_map_only(torch.Tensor, mode.from_tensor, args))
         return [result.stride() if isinstance(result, torch.Tensor) else None for result in results]
 
