@@ -12,7 +12,7 @@ from torch import nn
 
 from thunder_cg import WrongGradientWarning, cudagraph_transform, thunderfx
 
-OVERWRITTEN, LOST, INDEX_PUT = "overwrites in place", "writes in place to memory that another", "has another gradient"
+OVERWRITTEN, LOST, OTHER = "overwrites in place", "writes in place to memory that another", "has another gradient"
 NOT_SUMMED = "combines a 0-dim tensor on the CPU"
 
 
@@ -68,8 +68,20 @@ WRONG = {
     "into slices": (into_slices, LOST),
     "minus its mean": (lambda x, z: torch.exp(x - x.mean()) * x, NOT_SUMMED),
     "a function of its sum": (lambda x, z: torch.exp(x) * torch.tanh(x.sum()), NOT_SUMMED),
-    "index_put": (lambda x, z: torch.index_put(torch.sin(x), (torch.arange(3),), torch.cat([z, z], 1)), INDEX_PUT),
+    "index_put": (lambda x, z: torch.index_put(torch.sin(x), (torch.arange(3),), torch.cat([z, z], 1)), OTHER),
+    "in a list": (lambda x, z: torch.hstack([x, z]).sum() + torch.exp(z).sum(), OTHER),
+    "complex product": (lambda x, z: torch.view_as_real(rotated(x) * rotated(x)), OTHER),
+    "complex product with a real number": (lambda x, z: torch.view_as_real(rotated(x) * x[:, :2]), OTHER),
+    "complex divisor": (lambda x, z: torch.view_as_real(2.0 / rotated(x)), OTHER),
+    "imaginary factor": (lambda x, z: torch.view_as_real(rotated(x) * 2j), OTHER),
+    "complex matrices": (lambda x, z: torch.view_as_real(rotated(x).T @ rotated(x)), OTHER),
+    "negative padding_idx": (lambda x, z: F.embedding(torch.arange(3), x.exp(), padding_idx=-1), OTHER),
 }
+
+
+def rotated(x):
+    """Complex numbers of a half as many columns."""
+    return torch.view_as_complex(x.reshape(3, -1, 2))
 
 
 def write_to_zeros(y):
@@ -95,6 +107,11 @@ RIGHT = {
     "a larger sum": lambda x, z: torch.exp(x.mean()) * z.sum(),
     "a mean that is expanded": lambda x, z: torch.exp(x - x.mean().expand(3, 4)),
     "memory without a gradient": after_sin(lambda y, x, z: write_to_zeros(y)),
+    "a list": lambda x, z: torch.cat([torch.stack([x, x]).sum(0), z], 1),
+    "padding_idx": lambda x, z: F.embedding(torch.arange(3), x.exp(), padding_idx=1),
+    "complex sums": lambda x, z: torch.view_as_real((rotated(x) + rotated(x)).sum(0) / 3),
+    "complex, by PyTorch": lambda x, z: torch.fft.irfft(torch.fft.rfft(x)) * 2,
+    "complex, without gradients": lambda x, z: torch.view_as_real(rotated(x.detach()) * 2j).view(3, 4) * x,
     "dropout": lambda x, z: F.dropout(torch.sin(x), 0.0, inplace=False) * 2,
 }
 
@@ -184,7 +201,9 @@ def test_layers_that_write_in_place_are_not_mistaken():
         graphed(torch.randn(5, 4)).sum().backward()
 
 
-@pytest.mark.parametrize("name", ["divides by its sum", "slice, add"])
+@pytest.mark.parametrize(
+    "name", ["divides by its sum", "slice, add", "complex product", "imaginary factor", "negative padding_idx"]
+)
 def test_our_thunderfx_has_the_right_gradient_and_says_nothing(name):
     fn, _ = WRONG[name]
     with warnings.catch_warnings():

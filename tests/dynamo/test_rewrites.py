@@ -489,16 +489,17 @@ def test_repeats_that_a_tensor_holds_are_left_alone():
     assert [part.operator for part in explain(graphed).outside] == ["repeat_interleave"]
 
 
-@pytest.mark.parametrize("reduction", ["sum", "mean"])
-def test_cross_entropy_of_a_sum(backend, device, reduction):
-    """The loss of Transformers' models in their `Trainer`. Thunder's own gradient of it raises."""
+@pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "mean"}, {"label_smoothing": 0.1}])
+def test_cross_entropy(backend, device, options):
+    """Of a sum, as in Transformers' `Trainer`, Thunder's gradient raises. Its mean of smoothed losses is wrong."""
+    is_own = options != {"reduction": "mean"}
     labels = torch.tensor([3, -100, 0], device=device)
-    model = Around(lambda y: F.cross_entropy(y, labels, ignore_index=-100, reduction=reduction) / 2)
-    rounding = 0.0 if reduction == "sum" else 1e-5
+    model = Around(lambda y: F.cross_entropy(y, labels, ignore_index=-100, **options) / 2)
+    rounding = 0.0 if is_own else 1e-5
     graphed = trains_alike(model.to(device), lambda: torch.randn(3, 8, device=device), backend, rounding)
     assert one_region_each_way(graphed)
     names = [op.name for trace in explain(graphed).traces for op in trace.ops]
-    assert any(name.startswith("torch_ops_cross_entropy") for name in names) == (reduction == "sum")
+    assert any(name.startswith("torch_ops_cross_entropy") for name in names) == is_own
 
 
 def test_thunders_gradient_of_a_cross_entropy_of_a_sum_still_raises():

@@ -112,7 +112,7 @@ def test_statistics_move_in_the_forward(device):
 @pytest.mark.parametrize("kind", ["batch", "layer"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_norms(device, kind, affine, dtype):
-    a = torch.randn(4, 6, 5, device=device, dtype=dtype, requires_grad=True)
+    a = torch.randn(4, 5, 6, device=device, dtype=dtype).transpose(1, 2).requires_grad_()
     size = (6,) if kind == "batch" else (6, 5)
     parameters = [torch.randn(size, device=device, dtype=dtype, requires_grad=True) for _ in range(2)]
     weight, bias = parameters if affine else (None, None)
@@ -125,7 +125,9 @@ def test_norms(device, kind, affine, dtype):
     gradients = torch.autograd.grad(expected, [a, *(parameters if affine else [])], gradient)
     with torch.no_grad():
         mean, variance = normalization._statistics(a, over)
-        close(normalization._apply(a, mean, variance, weight, bias, along, 1e-5), expected)
+        result = normalization._apply(a, mean, variance, weight, bias, along, 1e-5)
+        assert result.stride() == expected.stride()
+        close(result, expected)
         found = normalization._gradients(gradient, a, mean, variance, weight, over, along, 1e-5)
     for expected, of in zip(gradients, found):
         close(of.to(dtype), expected)
@@ -136,40 +138,45 @@ def close(found, expected):
     torch.testing.assert_close(found, expected, rtol=1e-9 if wide else 3e-2, atol=1e-9 if wide else 6e-2)
 
 
+@pytest.mark.parametrize("pixels", [(), (2, 3)])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("is_weighed", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy(device, reduction):
-    logits = torch.randn(6, 5, device=device, dtype=torch.float64, requires_grad=True)
+def test_cross_entropy(device, reduction, is_weighed, smoothing, pixels):
+    logits = torch.randn(6, 5, *pixels, device=device, dtype=torch.float64, requires_grad=True)
     with torch.no_grad():
         logits[0] *= 1e4  # exponentials overflow unless the largest is taken off
-        logits[1, 2] = -torch.inf  # a class that is masked
-    target = torch.tensor([0, 4, -100, 2, 1, -100], device=device)
-    expected = F.cross_entropy(logits, target, reduction=reduction)
+        logits[1, 2] = 0.0 if smoothing else -torch.inf  # a class that is masked
+    target = torch.tensor([0, 4, -100, 2, 1, -100], device=device).view(6, *[1] * len(pixels)).repeat(1, *pixels)
+    weight = torch.rand(5, device=device, dtype=torch.float64) if is_weighed else None
+    options = weight, -100, reduction, smoothing
+    expected = F.cross_entropy(logits, target, weight, reduction=reduction, label_smoothing=smoothing)
     gradient = torch.rand_like(expected)
     (of_logits,) = torch.autograd.grad(expected, logits, gradient)
     with torch.no_grad():
-        found, logsumexp = loss._cross_entropy(logits, target, -100, reduction)
-        same_gradient = loss._gradient(gradient, logits, target, logsumexp, -100, reduction)
+        found, logsumexp = loss._cross_entropy(logits, target, *options)
+        same_gradient = loss._gradient(gradient, logits, target, logsumexp, *options)
     close(found, expected)
     close(same_gradient, of_logits)
 
 
-def test_other_losses_stay_thunders(device):
-    """Weights, smoothing, probabilities and images."""
-    weight = torch.rand(5, device=device)
+def test_negative_classes_are_refused():
+    """Inductor would take -1 for the last class."""
+    logits, target = torch.randn(4, 5), torch.tensor([-1, 2, -100, 4])
+    assert loss._classes(logits, target, -100).tolist() == [5, 2, 0, 4]
+    with pytest.raises(RuntimeError, match="index 5 is out of bounds"):
+        loss._cross_entropy(logits, target, None, -100, "mean", 0.0)
 
-    def fn(x, labels, images, pixels):
-        weighed = F.cross_entropy(x, labels, weight) + F.cross_entropy(x, labels, label_smoothing=0.1)
-        return weighed + F.cross_entropy(x, x.softmax(1)) + F.cross_entropy(images, pixels)
 
-    arguments = (
-        torch.randn(6, 5, device=device),
-        torch.randint(5, (6,), device=device),
-        torch.randn(2, 5, 3, device=device),
-        torch.randint(5, (2, 3), device=device),
-    )
-    compiled = thunder.jit(fn, executors=[derivatives.fused_executor])
-    torch.testing.assert_close(compiled(*arguments), fn(*arguments))
-    assert "= cross_entropy(" not in str(thunder.last_traces(compiled)[-1])
+def test_which_losses_are_ours(device):
+    """Not those of probabilities. Thunder includes ignored targets in the mean of smoothed losses."""
+    compiled = thunder.jit(F.cross_entropy, executors=[derivatives.fused_executor])
+    x, labels = torch.randn(6, 5, 3, device=device), torch.randint(5, (6, 3), device=device)
+    labels[:3] = -100
+    for target, is_ours in ((labels, True), (x.softmax(1), False)):
+        found = compiled(x, target, label_smoothing=0.1)
+        torch.testing.assert_close(found, F.cross_entropy(x, target, label_smoothing=0.1))
+        assert ("= cross_entropy(" in str(thunder.last_traces(compiled)[-1])) is is_ours
 
 
 @pytest.mark.gpu

@@ -9,12 +9,15 @@ import thunder
 import torch
 from support import programs, same, same_state
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import thunder_cg
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.torch import CompileError
+from thunder_cg.compat.torch import CompileError, tensors_in
 from thunder_cg.kernels import attention, derivatives, inductor
+from thunder_cg.kernels.fusion import Fusion
 
 
 class ConvNet(nn.Module):
@@ -130,6 +133,44 @@ def test_views_of_images_stay_views(transform, device):
             bases = (x, found[1], found[1], found[1])
             assert all(a.data_ptr() == b.data_ptr() for a, b in zip(found, bases))
             torch.testing.assert_close(found, expected)
+
+
+class NothingFake(TorchDispatchMode):
+    """Sees what is computed, as the tape does."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        results = func(*args, **(kwargs or {}))
+        assert not any(isinstance(each, FakeTensor) for each in tensors_in(results))
+        return results
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_the_caller_gets_pytorchs_strides(last, device):
+    """Whatever layouts Inductor has, and whichever arguments have channels last."""
+
+    def fn(x, weight):
+        y = F.conv2d(x, weight)
+        return [y, y.sum(2), y.mean((2, 3), keepdim=True).expand_as(y)]
+
+    fusion = Fusion("Inductor0", fn, [0, 1, 2], [], False)
+    formats = torch.contiguous_format, torch.channels_last
+    fusion._run = lambda *args: [fn(*args)[0].to(memory_format=formats[not last]), *fn(*args)[1:]]
+    for count in (4, 5, 4):
+        x = torch.randn(2, 3, count, 6, device=device).to(memory_format=formats[last])
+        weight = torch.randn(4, 3, 3, 3, device=device)
+        with NothingFake():
+            results = fusion(x, weight)
+        for found, expected in zip(results, fn(x, weight)):
+            assert torch.equal(found, expected) and found.stride() == expected.stride()
+
+
+def test_gradients_of_weights_have_their_strides(device):
+    """Also where the image has channels last, so that autograd need not copy them."""
+    conv = thunder.jit(F.conv2d, executors=[derivatives.executor])
+    x = torch.randn(2, 3, 5, 6, device=device).to(memory_format=torch.channels_last)
+    weight = torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
+    (found,) = torch.autograd.grad(conv(x, weight).sum(), weight)
+    assert found.stride() == weight.stride()
 
 
 def test_what_dynamo_cannot_trace_is_left_out(transform, device, step):

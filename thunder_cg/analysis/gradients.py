@@ -12,6 +12,12 @@ Note [Gradients of CPU scalars]
     so nothing sums the gradient. Autograd sums it for an argument of the trace. For a value that the trace has reduced,
     as in ``x - x.mean()``, nobody does. And where such a gradient is added to one of another shape, as of ``x * s`` and
     of ``s.exp()``, that one is broadcast before autograd sums both.
+
+Note [Other derivatives]
+    Thunder's derivatives (0.2.6) are not PyTorch's in a few places. Those of complex numbers lack the conjugate, so
+    only linear functions with real coefficients are right, and what PyTorch's autograd differentiates for Thunder. What
+    such an operator takes in a list gets no gradient, nor do the values of an ``index_put``. An embedding does not
+    count a negative ``padding_idx`` from the end, so that row gets a gradient.
 """
 
 from __future__ import annotations
@@ -42,13 +48,21 @@ _INSTEAD = "write out of place, or compile with thunder_cg.thunderfx, which corr
 _OVERWRITTEN = f"overwrites in place what the backward needs; {_INSTEAD}"
 _LOST = f"writes in place to memory that another tensor shares, whose gradient does not see it; {_INSTEAD}"
 _PUT_OFF = f"writes in place to what the caller sees, and Thunder puts that off to the backward; {_INSTEAD}"
-_INDEX_PUT = (
+_OTHER = (
     "has another gradient in Thunder than in PyTorch; compile with thunder_cg.thunderfx, which leaves it to Inductor"
 )
 _NOT_SUMMED = (
     "combines a 0-dim tensor on the CPU with a larger one, and Thunder does not sum its gradient; give it a dimension, "
     "as with keepdim=True, or use a GPU"
 )
+
+
+# Prims that are right for complex numbers: see Note [Other derivatives].
+_LINEAR = {
+    *("ABS", "ADD", "BROADCAST_IN_DIM", "CAT", "CLONE", "CONVERT_ELEMENT_TYPE", "COPY_", "CUMSUM", "DEVICE_PUT"),
+    *("FLIP", "GATHER", "INDEX_ADD", "NEG", "RESHAPE", "SCATTER_ADD", "SHALLOW_COPY", "SLICE", "SQUEEZE"),
+    *("STRIDE_ORDER", "SUB", "SUM", "TAKE", "TAKE_ALONG_AXIS", "TRANSPOSE", "WHERE"),
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,14 +179,43 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
         found += [_named(stale[name], ops, _LOST) for name in read if name in stale]
         if (op.id or "").endswith(WITHOUT_GRADIENT):
             raise CollectiveError(f"{op.name.rsplit('.', 1)[-1]} {ops.place(op)}", *LOST_GRADIENT)
-        if _plain_id(op) == "index_put":
-            found.append(_named(op, ops, _INDEX_PUT))
+        if not op.bookkeeping and _has_another_gradient(op, ops, tracked):
+            found.append(_named(op, ops, _OTHER))
         for name in written:
             shared = [each for each in views.in_memory_of(name) if _is_changed(views.of(each), views.of(name), op)]
             stale |= dict.fromkeys(shared, op)
             tracked.update(shared)
     found += [_named(op, ops, _NOT_SUMMED) for op in _added_before_they_are_summed(ops, tracked)]
     return tuple(dict.fromkeys(found))
+
+
+def _has_another_gradient(op: Op, ops: Ops, tracked: set[str]) -> bool:
+    """See Note [Other derivatives].
+
+    Args:
+        tracked: names that have a gradient, those that the op makes included.
+    """
+    if op.id == "torch.nn.functional.embedding":
+        padding = op.symbol.args[2] if len(op.symbol.args) > 2 else op.symbol.kwargs.get("padding_idx")
+        return isinstance(padding, int) and padding < 0
+    if _plain_id(op) == "index_put":
+        return True
+    if not op.subs and not _is_prim(op):
+        return not names_in([arg for arg in op.symbol.args if isinstance(arg, (list, tuple))]).isdisjoint(tracked)
+    return any(_lacks_conjugate(prim, ops, tracked) for prim in _prims(op))
+
+
+def _lacks_conjugate(prim: Op, ops: Ops, tracked: set[str]) -> bool:
+    is_derived = _is_prim(prim) and not (tracked.isdisjoint(prim.inputs) or tracked.isdisjoint(prim.outputs))
+    is_complex = any((ops.values[name].dtype or "").startswith("complex") for name in prim.names)
+    numbers = [isinstance(arg, (int, float, complex)) and complex(arg).imag == 0 for arg in prim.symbol.args]
+    is_scaled = (prim.id == "MUL" and any(numbers)) or (prim.id == "DIV" and numbers[-1])
+    return is_derived and is_complex and prim.id not in _LINEAR and not is_scaled
+
+
+def _is_prim(op: Op) -> bool:
+    """Whether Thunder derives it itself. The name of a prim is that of a constant."""
+    return (op.id or "").isupper()
 
 
 def _added_before_they_are_summed(ops: Ops, tracked: Collection[str]) -> Iterator[Op]:

@@ -46,26 +46,29 @@ class _Pieces:
         self._last_reduction = max(reductions, default=0)  # its position in the schedule
         self._done: set[int] = set()
         self._order: list[int] = []
+        self._made: list[int] = []  # reductions whose inputs are there
+        self._start, self._end = 0, -1  # of the stretch, as positions in the schedule; -1 while that is not known
 
     def run(self) -> list[int]:
-        made: list[int] = []  # reductions whose inputs are there
-        start, end = 0, -1  # of the stretch, as positions in the schedule; -1 while that is not known
         for position, index in enumerate(self._schedule):
-            if index in self._sizes:
-                if self._is_reduction(index):
-                    made.append(index)
-                    if end < 0 and self._size(made) >= self._piece:
-                        end = self._best_end(start, position, self._size(made))
-            elif any(other in self._aliasing.waits for other in self._missing(index)):
-                self._run(each for each in made if self._is_ready(each))
-                self._run(self._next_waits())
-                made, start, end = [], position, -1
-            if index not in self._sizes:
-                self._run([index])
-            if position == end:
-                self._run(each for each in made if self._is_ready(each))
-                made, start, end = [], position + 1, -1
+            if self._is_reduction(index):
+                self._made.append(index)
+                if self._end < 0 and self._size(self._made) >= self._piece:
+                    self._end = self._best_end(self._start, position, self._size(self._made))
+            elif index not in self._sizes:
+                needed = self._missing(index)
+                if not self._aliasing.waits.isdisjoint(needed):
+                    self._end_stretch(position)
+                    self._run(self._next_waits())
+                self._append(needed)
+            if position == self._end:
+                self._end_stretch(position + 1)
         return self._order
+
+    def _end_stretch(self, next_one: int) -> None:
+        """Runs the reductions that wait for no more compute. The next stretch begins at that position."""
+        self._run(each for each in self._made if self._is_ready(each))
+        self._made, self._start, self._end = [], next_one, -1
 
     def _is_reduction(self, index: int) -> bool:
         return index in self._scheduler.waits and index not in self._scheduler.ahead
@@ -104,20 +107,22 @@ class _Pieces:
     def _run(self, indices: Iterable[int]) -> None:
         """Appends ops, each after those that it needs."""
         for index in indices:
-            for each in (*self._missing(index), index):
-                if each not in self._done:
-                    self._done.add(each)
-                    self._order.append(each)
+            self._append(self._missing(index))
+
+    def _append(self, indices: Iterable[int]) -> None:
+        new = [index for index in indices if index not in self._done]
+        self._done.update(new)
+        self._order += new
 
     def _missing(self, index: int) -> list[int]:
-        """What the op needs and has not run, in the order of the trace."""
+        """What the op needs and has not run, in the order of the trace, and the op itself at the end."""
         found: set[int] = set()
         waiting = [index]
         while waiting:
             new = self._scheduler.before[waiting.pop()]
             waiting += (fresh := [other for other in new if other not in self._done and other not in found])
             found.update(fresh)
-        return sorted(found)
+        return [*sorted(found), index]
 
     def _is_ready(self, index: int) -> bool:
         """Whether it waits for no compute, but perhaps for collectives and what leads to them."""

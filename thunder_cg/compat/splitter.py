@@ -31,6 +31,7 @@ __all__ = [
     "inside_transforms",
     "is_collective",
     "is_differentiable",
+    "is_for_splitter",
     "is_supported",
     "is_unused",
     "is_wait",
@@ -65,6 +66,11 @@ def for_splitter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     call.__name__ = call.__qualname__ = name.replace(".", "_")
     call.thunder_supported = True  # type: ignore[attr-defined]
     return call
+
+
+def is_for_splitter(function: Any) -> bool:
+    """Whether `for_splitter` made it."""
+    return getattr(function, "thunder_supported", False) is True
 
 
 def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any]) -> bool:

@@ -28,7 +28,7 @@ from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch._dynamo.guards import GuardManagerType
 from torch._library.custom_ops import CustomOpDef
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserve_version_counter
 from torch.distributed._composable_state import _module_state_mapping
@@ -51,6 +51,13 @@ def free_layouts() -> AbstractContextManager[None]:
     import torch._inductor.config as config  # it is slow to import
 
     return config.patch(keep_output_stride=False)
+
+
+def strides_of_results(function: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
+    """The strides of each tensor that the function returns for these arguments. Nothing is computed."""
+    with disable_dispatch_modes(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        results = function(*tree_map_only(torch.Tensor, mode.from_tensor, args))
+        return [result.stride() if isinstance(result, torch.Tensor) else None for result in results]
 
 
 # Tensors

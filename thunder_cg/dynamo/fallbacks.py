@@ -22,6 +22,7 @@ from thunder_cg.compat.splitter import (
     fallback_of,
     inside_transforms,
     is_collective,
+    is_for_splitter,
     is_unused,
     loses_wait,
     on_examples,
@@ -29,7 +30,7 @@ from thunder_cg.compat.splitter import (
     without_gradient,
 )
 from thunder_cg.compat.thunder import is_known_view, no_autocast, symbols_of_functions
-from thunder_cg.compat.torch import has_storage, shares_storage, tree_leaves
+from thunder_cg.compat.torch import has_storage, shares_storage, tensors_in, tree_leaves
 from thunder_cg.dynamo.writes import (
     is_named_in_place,
     requires_grad,
@@ -71,7 +72,7 @@ def objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | 
             return "writes to memory of which a view is read later, or makes that view, whose gradient Thunder loses"
         is_tracked = requires_grad(result := example(node)) and node.name not in untracked
         if is_tracked and node.op.startswith("call"):
-            if operator_name(node).rstrip("_") == "index_put":
+            if has_another_derivative(node):
                 return "gets other gradients from Thunder than from PyTorch"
             if is_named_in_place(node) and _writes_view(node, result):
                 return "writes in place through a view, whose gradient Thunder loses"
@@ -128,6 +129,18 @@ def depends_on_autocast(node: Node, function: Callable[..., Any]) -> bool:
     """Whether the function that a node calls has results of other dtypes without the autocast that Dynamo saw."""
     found = on_examples(no_autocast(function), example(node.args), example(node.kwargs))
     return _dtypes(node.meta.get("example_value")) != _dtypes(found)
+
+
+def has_another_derivative(node: Node) -> bool:
+    """Whether Thunder differentiates an operator otherwise: see Note [Other derivatives] in analysis/gradients.py.
+
+    Of complex numbers in a list, Thunder's operators only make one tensor, which is linear.
+    """
+    if operator_name(node).rstrip("_") == "index_put":
+        return True
+    is_thunders = fallback_of(node) is None and not is_for_splitter(node.target)
+    is_complex = any(tensor.is_complex() for tensor in tensors_in((example(node.args), example(node))))
+    return is_thunders and is_complex and not isinstance([*node.args, None][0], (list, tuple))
 
 
 def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:

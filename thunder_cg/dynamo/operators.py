@@ -47,8 +47,9 @@ _FACTORIES = {
 
 _executor = OperatorExecutor("torch_ops")
 _NAMES: dict[Any, str] = {
-    F.cross_entropy: "cross_entropy",  # Thunder's gradient of a sum raises: its total weight is float64 always
+    F.cross_entropy: "cross_entropy",  # Thunder's gradient of a sum raises, among others
     F.interpolate: "interpolate",
+    torch.mul: "mul",  # of complex numbers, as in rotary embeddings: see Note [Other derivatives]
     F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
     weight_norm: "weight_norm",
     **PARTIAL,

@@ -32,7 +32,7 @@ from thunder_cg.compat.splitter import (
 )
 from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage, tree_leaves
 from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.fallbacks import depends_on_autocast, returns_cpu_scalar
+from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.writes import (
     IN_PLACE,
     is_named_in_place,
@@ -89,13 +89,15 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _write_out_all(module.get_submodule(node.args[0].target))
         elif node.target is torch.tensor:
             _fill_with_number(node)
+        elif node.target is F.embedding:
+            _count_padding_from_start(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
             _draw_out_of_place(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply:
             _write_as_before(node, module, options)
         elif is_collective(node):
             _wait_in_trace(node, options)
-        elif node.op == "call_function" or node.target == "repeat_interleave":
+        elif node.op == "call_function" or node.target in ("repeat_interleave", "mul"):
             _use_own_operator(node, options)
     _leave_out_of_backward(module.graph, transformed, options)
 
@@ -302,6 +304,15 @@ def _draw_out_of_place(node: Node) -> None:
         node.op, node.target = "call_function", operators.bernoulli()
 
 
+def _count_padding_from_start(node: Node) -> None:
+    """Thunder does not count a negative ``padding_idx`` from the end, so that row would get a gradient."""
+    given = inspect.signature(F.embedding).bind(*node.args, **node.kwargs).arguments
+    padding, rows = given.get("padding_idx"), _value(given["weight"]).shape[0]
+    if isinstance(padding, int) and padding < 0:
+        node.args = given.pop("input"), given.pop("weight")
+        node.kwargs = {**given, "padding_idx": padding + rows}
+
+
 def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
     """A ``torch.autograd.Function`` as releases of PyTorch before 2.10 wrote it, which Thunder 0.2 can trace.
 
@@ -338,9 +349,13 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         if len(node.args) == 3 and "attn_mask" in node.kwargs:  # Thunder takes no keyword that may have a gradient
             others = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
             node.args, node.kwargs = (*node.args, node.kwargs["attn_mask"]), others
-    if node.target is F.cross_entropy and node.kwargs.get("reduction", "mean") != "sum":
+    if node.target is F.cross_entropy and _is_right_cross_entropy(node):
         return
     function: Any = node.target
+    if operator_name(node) in ("mul", "multiply"):
+        if not (requires_grad(_value(node)) and has_another_derivative(node)):
+            return
+        function = torch.mul
     if operator_name(node) == "repeat_interleave":
         repeats = node.args[1] if len(node.args) > 1 else node.kwargs.get("repeats")
         if not isinstance(repeats, int):  # read on the host if it is a tensor
@@ -387,6 +402,12 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
         is_fresh = not (written_by(node) or shares_memory(inputs, _value(node)))
         if is_fresh and is_supported(node, options) and not is_differentiable(node, options):
             compute_without_gradient(node)
+
+
+def _is_right_cross_entropy(node: Node) -> bool:
+    """Whether Thunder's is: its mean of smoothed losses counts what is ignored, and some of its gradients raise."""
+    is_sum = node.kwargs.get("reduction", "mean") == "sum"
+    return not is_sum and not node.kwargs.get("label_smoothing") and _value(node.args[0]).dim() in (1, 2, 4)
 
 
 def _is_better_as_torchs_attention(node: Node) -> bool:

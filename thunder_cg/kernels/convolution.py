@@ -15,27 +15,23 @@ from thunder_cg.compat import thunder as compat
 from thunder_cg.kernels.derivatives import executor, like
 
 
-def channels_last(image: torch.Tensor) -> torch.memory_format:
-    return torch.channels_last if image.dim() == 4 else torch.channels_last_3d
-
-
-def has_channels_last(tensor: Any) -> bool | None:
-    """Whether an image has its channels last; None where that makes no difference, or it is none."""
-    if not isinstance(tensor, torch.Tensor) or tensor.dim() not in (4, 5):
-        return None
-    last = tensor.is_contiguous(memory_format=channels_last(tensor))
-    return None if last == tensor.is_contiguous() else last
+def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """What PyTorch's kernels of images lay their results out in, by an argument: channels last if that has it."""
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim(), torch.contiguous_format)
+    is_last = not tensor.is_contiguous() and tensor.is_contiguous(memory_format=last)
+    return last if is_last else torch.contiguous_format
 
 
 def _register(name: str, position: int) -> compat.Symbol:
-    """An operator that computes the gradient of one argument of a convolution, in the layout of that argument."""
+    """An operator that computes the gradient of one argument of a convolution."""
     mask = [position == 0, position == 1, False]
 
     def run(gradient: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, *geometry: Any) -> torch.Tensor:
-        if has_channels_last(a):  # PyTorch would convert it twice, for each of the two gradients
-            gradient = gradient.contiguous(memory_format=channels_last(a))
+        if (last := memory_format(a)) != torch.contiguous_format:  # PyTorch would convert it for each gradient
+            gradient = gradient.contiguous(memory_format=last)
         result: torch.Tensor = torch.ops.aten.convolution_backward(gradient, a, weight, None, *geometry, mask)[position]
-        return result
+        # Autograd would copy it, for a parameter.
+        return result.contiguous(memory_format=memory_format(weight)) if position == 1 else result
 
     return executor.register_operator(name, meta=like(1 + position), fn=run)
 

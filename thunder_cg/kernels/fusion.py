@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.torch import CompileError, TooManyLayouts, free_layouts
-from thunder_cg.kernels.convolution import has_channels_last
+from thunder_cg.compat.torch import CompileError, TooManyLayouts, free_layouts, strides_of_results
 
 
 class Fusion:
@@ -19,8 +18,9 @@ class Fusion:
     Note [Layouts of convolutions]
         Convolutions are fastest with channels last, so Inductor converts to that and, at the end of what it compiles,
         back. Where a forward and its backward are compiled apart, it would convert whatever the forward saves. So a
-        stretch with convolutions leaves its results as they are, and only what the caller gets is converted back. That
-        is a copy. So results stay in PyTorch's layouts where the caller gets an image and a view of it.
+        stretch with convolutions leaves its results as they are, and only what the caller gets is converted to the
+        strides that PyTorch's operators give it, which fake tensors tell. That is a copy. So results stay in PyTorch's
+        layouts where the caller gets a tensor and a view of it.
 
     Args:
         in_torch: the stretch with PyTorch's operators.
@@ -43,6 +43,7 @@ class Fusion:
         self._written, self._refuses_leaves = frozenset(written), refuses_leaves
         self.__name__ = name
         self._in_torch, self._returned = compat.outside_of_autograd(in_torch), returned
+        self._strides: dict[Any, Sequence[Any]] = {}  # of the results that the caller gets, by layouts of the arguments
         self._run = compat.outside_of_autograd(torch.compile(in_torch, fullgraph=True, dynamic=False))
         self.failure: str | None = None
 
@@ -70,8 +71,7 @@ class Fusion:
                 return self._run(*args)
             with free_layouts():
                 results = [*self._run(*args)]
-            for i in self._returned:
-                results[i] = _laid_out_for_caller(results[i], args)
+            self._lay_out(results, args)
             return results
         except TooManyLayouts:  # the others stay compiled
             return self._run_in_torch(args, "too many layouts of arguments, see torch._dynamo.config.recompile_limit")
@@ -79,6 +79,16 @@ class Fusion:
             self._run, self._returned = self._in_torch, None
             cause = str(error).strip().replace("raised:\n", "raised: ").splitlines()[0]
             return self._run_in_torch(args, f"{type(error).__name__}: {cause}")
+
+    def _lay_out(self, results: list[Any], args: Sequence[Any]) -> None:
+        """Copies what the caller gets where its strides are not PyTorch's."""
+        layouts = tuple((arg.size(), arg.stride()) for arg in args if isinstance(arg, torch.Tensor))
+        if layouts not in self._strides:
+            self._strides[layouts] = strides_of_results(self._in_torch, args)
+        for i in self._returned or ():
+            result, strides = results[i], self._strides[layouts][i]
+            if isinstance(result, torch.Tensor) and _is_laid_out_otherwise(result, strides):
+                results[i] = result.new_empty_strided(result.size(), strides).copy_(result)
 
 
 def _overlap(args: Sequence[Any], written: Iterable[int]) -> bool:
@@ -98,11 +108,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return (start := tensor.data_ptr()), start + (last + 1) * tensor.element_size()
 
 
-def _laid_out_for_caller(result: Any, args: Sequence[Any]) -> Any:
-    """A result with channels last as PyTorch has it: contiguous, unless the model has channels last itself."""
-    if has_channels_last(result) is not True:
-        return result
-    images = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() == result.dim()]
-    alike = [arg for arg in images if arg.shape == result.shape] or images
-    keeps = all(has_channels_last(arg) is not False for arg in alike) and any(map(has_channels_last, alike))
-    return result if keeps else result.contiguous()
+def _is_laid_out_otherwise(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    """Whether the tensor has other strides, and could have these: they give each element a place of its own."""
+    pairs = [(own, other) for size, own, other in zip(tensor.size(), tensor.stride(), strides) if size > 1]
+    return any(own != other for own, other in pairs) and all(other for _, other in pairs)

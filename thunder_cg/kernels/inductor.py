@@ -70,7 +70,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
         for each in facts.computed_once(symbols):
             each.tags.add(_ONCE)
         returned = facts.returned(outputs)
-        has_free_layouts = any("conv" in inner.sym.name for inner in _walk(symbols)) and not facts.share_images(
+        has_free_layouts = any("conv" in inner.sym.name for inner in _walk(symbols)) and not facts.share_memory(
             symbols, inputs, [outputs[i] for i in returned]
         )
         name = f"Inductor{fusion_counter}"
@@ -118,16 +118,15 @@ class _TraceFacts:
         """The positions of those that the trace returns."""
         return [i for i, proxy in enumerate(outputs) if proxy.name in self._returned]
 
-    def share_images(
+    def share_memory(
         self, symbols: Iterable[compat.BoundSymbol], inputs: Iterable[compat.Proxy], returned: Sequence[compat.Proxy]
     ) -> bool:
-        """Whether an image among the results shares memory, in these symbols, with an input or another result."""
+        """Whether one of the results shares memory, in these symbols, with an input or another one. Vectors may."""
         inside = {id(symbol) for symbol in symbols}
         ops = replace(self._ops, ops=tuple(op for op in self._ops.ops if id(op.symbol) in inside))
         sets = Aliasing.of(ops).sets
         sharing = Counter(sets[proxy.name] for proxy in (*inputs, *returned) if proxy.name in sets)
-        images = (proxy.name for proxy in returned if getattr(proxy, "ndim", 0) in (4, 5))
-        return any(sharing[sets[name]] > 1 for name in images)
+        return any(sharing[sets[proxy.name]] > 1 for proxy in returned if getattr(proxy, "ndim", 0) > 1)
 
     def written(self, inputs: Sequence[compat.Proxy], symbols: Iterable[compat.BoundSymbol]) -> list[int]:
         """The positions of the inputs whose memory the symbols write."""

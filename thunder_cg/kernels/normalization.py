@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from thunder_cg.compat import thunder as compat
+from thunder_cg.kernels.convolution import memory_format
 from thunder_cg.kernels.derivatives import fused_executor, like, register, widened
 
 Axes = list[int]
@@ -35,12 +36,13 @@ def _statistics(a: Tensor, over: Axes) -> tuple[Tensor, Tensor]:
 def _apply(
     a: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, along: Axes, eps: float
 ) -> Tensor:
-    """Weight and bias vary ``along`` these axes of ``a``."""
+    """Weight and bias vary ``along`` these axes of ``a``: of one in the middle, PyTorch keeps channels last."""
     shape = [size if i in along else 1 for i, size in enumerate(a.shape)]
     result = (a - mean) * torch.rsqrt(variance + eps)
     result = result if weight is None else result * weight.reshape(shape)
     result = result if bias is None else result + bias.reshape(shape)
-    return result.to(a.dtype)
+    laid_out = memory_format(a) if along == [1] else torch.contiguous_format
+    return result.to(a.dtype).contiguous(memory_format=laid_out)
 
 
 def _gradients_meta(
