@@ -356,11 +356,11 @@ def _say_why_regions_end(
         where = f" {ops.place(op)}" if ops.line(op) else ""
         return f"{op.name}{where}: {verdict.reason.value} ({verdict.detail})"
 
-    def follows(op: int, others: Set[int]) -> bool:
-        """Whether an op is eager only because it takes a number that one of the others makes."""
-        makers = [ops.made_by.get(name) for name in ops.ops[op].inputs]
-        found = any(ops.ops[other] is maker for other in others for maker in makers)
-        return found and verdicts[op].reason is Reason.RUNTIME_NUMBER
+    def follow(blocking: list[int]) -> set[int]:
+        """Those of the ops that are eager only because they take a number that another one makes."""
+        makers = {id(ops.ops[op]) for op in blocking}
+        takers = (op for op in blocking if verdicts[op].reason is Reason.RUNTIME_NUMBER)
+        return {op for op in takers if any(id(ops.made_by.get(name)) in makers for name in ops.ops[op].inputs)}
 
     following: dict[str, int] = {}  # by device, the next region
     for at in reversed(range(len(steps))):
@@ -369,7 +369,8 @@ def _say_why_regions_end(
             continue
         end = following.get(step.device, len(steps))
         blocking = _blocking(ops, graph, steps, at, end)
-        blocking = [op for op in blocking if not follows(op, {*blocking} - {op})] or blocking
+        followers = follow(blocking)
+        blocking = [op for op in blocking if op not in followers] or blocking
         text = "; ".join(named(ops.ops[op], verdicts[op]) for op in blocking[:3])
         if len(blocking) > 3:
             text += f"; and {len(blocking) - 3} more"
