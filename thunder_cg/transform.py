@@ -405,7 +405,7 @@ def cudagraph_transform(
             float of at most 1.0. What a call needs is estimated before it warms up or captures. Past the budget, the
             recordings with the fewest replays per byte go first; if that is not enough, the call runs eagerly, even
             with ``strict=True``. Workspaces of cuBLAS, and what the driver takes for graphs, come on top:
-            :func:`thunder_cg.explain` lists them.
+            :func:`thunder_cg.explain` lists them. With a budget, gradients are copied out of the pools.
         select: ``"measured"`` leaves a region eager whose graph takes at least a tenth longer than its ops, even with
             ``strict=True``; :func:`thunder_cg.explain` has both times. For that, the first 10 calls of each function
             that Thunder compiles, such as of each shape, run eagerly. Then calls warm up and capture, and 10 replays

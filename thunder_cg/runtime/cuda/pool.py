@@ -246,13 +246,14 @@ class CudaPool:
         return self._private_pool
 
     def move(self, tensors: Tensors) -> None:
-        # Whichever streams use the memory have to be done with it, and all of them find it moved.
-        torch.cuda.synchronize(self._index)
-        with torch.cuda.stream(self._last):
+        # Whichever streams use the memory have to be done with it, and all of them find it moved. The lock, because to
+        # wait for the device is an error while another thread captures.
+        with capture_lock, torch.cuda.stream(self._last):
+            torch.cuda.synchronize(self._index)
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 storage.resize_(storage.nbytes())  # allocates and copies
-        torch.cuda.synchronize(self._index)
+            torch.cuda.synchronize(self._index)
 
     def forget(self, storage: torch.UntypedStorage) -> None:
         _poison(storage)
