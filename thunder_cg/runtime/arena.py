@@ -48,10 +48,14 @@ class Arena:
             self.trim()
         return is_held
 
-    def lend(self, lent: Lent) -> None:
-        """Callers have these in its memory when it is released. Only for the holder."""
+    def lend(self, lent: Lent, *, by_replays: bool) -> None:
+        """Callers have these in its memory when it is released. Only for the holder.
+
+        Args:
+            by_replays: whether replays lend them. Then nobody owns the memory between two replays; else they do.
+        """
         self._lent.append(lent)
-        if lent.is_owned and lent.is_lent_again:
+        if by_replays:
             lent.disown(self.pool(lent.device))
 
     def _take_back(self) -> bool:
@@ -115,7 +119,6 @@ class Arena:
         self._has_moved = self._has_moved and not all(trimmed)
 
     def __del__(self) -> None:
-        self._lent.clear()
         for pool in self._pools.values():
             pool.close()
 

@@ -94,7 +94,7 @@ class Call:
         return self.switch_to(Mode.EAGER, reason, strict=strict)
 
     def give_up(self) -> None:
-        """Drops what the call recorded, with the memory of what failed."""
+        """Drops what the call recorded, with the memory of what failed. Callers own what it has lent."""
         self.lent += self.trace.lent if self.trace is not None else []
         self.recording = self.trace = None
         for arena in self.arenas():
@@ -103,14 +103,16 @@ class Call:
     def release(self) -> None:
         """Gives the arena back. Nothing in its memory may be used any more."""
         scratch, self.scratch, arena, self.arena = self.scratch, None, self.arena, None
-        lent, self.lent = [*self.lent, *(self.trace.lent if self.trace is not None else ())], []
+        lent, by_replays, self.lent = self.lent, self.trace.lent if self.trace is not None else [], []
         self.owned = {}
         self.recording = self.trace = None  # the call may live on in an autograd graph whose backward has run
         if scratch is not None:
             scratch.release()
         if arena is not None:
             for each in lent:
-                arena.lend(each)
+                arena.lend(each, by_replays=False)
+            for each in by_replays:
+                arena.lend(each, by_replays=True)
             arena.release()
 
     def arenas(self) -> list[Arena]:

@@ -17,14 +17,13 @@ Note [Lent gradients]
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 
-from thunder_cg.compat.torch import StorageWeakRef, addresses_equal, storage_id, storage_use_count
+from thunder_cg.compat.torch import addresses_equal, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Pool
 
 
@@ -34,17 +33,10 @@ class Lent:
     Args:
         tensors: by their position among the region's results. Nobody has other tensors of their memory yet.
         stop_lending: is called when some were moved, so that no replay lends them again.
-        is_lent_again: whether replays lend them. Then nobody owns the memory between two replays; else they do.
     """
 
-    # Memory that callers held when nothing else was left of the graphs: what keeps it, and their storages.
-    _left_behind: ClassVar[list[tuple[Any, list[StorageWeakRef]]]] = []
-    _is_finalizing: ClassVar[Any] = staticmethod(sys.is_finalizing)  # for a destructor
-
-    def __init__(
-        self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None], *, is_lent_again: bool
-    ) -> None:
-        self.is_lent_again, self.is_owned = is_lent_again, True
+    def __init__(self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None]) -> None:
+        self._is_owned = True
         self._tensors, self._stop_lending = dict(tensors), WeakMethod(stop_lending)
         self._by_storage = {storage_id(tensor): tensor for tensor in tensors.values()}
         self._owners = {storage: storage_use_count(storage) for storage in self._by_storage}
@@ -52,7 +44,6 @@ class Lent:
         self._addresses, self._indices = [t.data_ptr() for t in self._each], [*range(len(self._each))]
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._each)
         self.are_apart = len(self._each) == len(self._tensors)  # whether no two share memory
-        self._memory: Any = None
 
     def hand_out(self, results: list[Any]) -> None:
         """Puts new tensors of the memory into ``results``."""
@@ -64,8 +55,10 @@ class Lent:
         return self._each[0].device
 
     def disown(self, pool: Pool) -> None:
-        """From here on the pool may use the memory again."""
-        self._memory, self.is_owned = pool.disown(self._each), False
+        """From here on the pool may use the memory again, and only replays lend it."""
+        if self._is_owned:
+            pool.disown(self._each)
+        self._is_owned = False
 
     def note_move(self) -> None:
         if (stop_lending := self._stop_lending()) is not None:
@@ -79,11 +72,3 @@ class Lent:
         """Of each storage that callers still hold, a tensor."""
         uses = storage_use_count
         return [self._by_storage[storage] for storage, owners in self._owners.items() if uses(storage) > owners]
-
-    def __del__(self) -> None:
-        if self._is_finalizing():  # all memory goes with the process
-            return
-        left = self._left_behind
-        left[:] = [each for each in left if not all(storage.expired() for storage in each[1])]
-        if self._memory is not None and (held := self.held()):
-            left.append((self._memory, [StorageWeakRef(tensor.untyped_storage()) for tensor in held]))

@@ -241,9 +241,10 @@ class CudaPool:
     def owned(self, tensors: Tensors) -> Set[int]:
         return cuda.storages_owned(tensors)
 
-    def disown(self, tensors: Tensors) -> PrivatePool:
+    def disown(self, tensors: Tensors) -> None:
+        for tensor in tensors:  # the storage's object lives as long as the storage, so until its last tensor has gone
+            tensor.untyped_storage().private_pool = self._private_pool
         cuda.disown(tensors)
-        return self._private_pool
 
     def move(self, tensors: Tensors) -> None:
         # Whichever streams use the memory have to be done with it, and all of them find it moved.
@@ -252,6 +253,7 @@ class CudaPool:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 storage.resize_(storage.nbytes())  # allocates and copies
+                storage.private_pool = None
         torch.cuda.synchronize(self._index)
 
     def forget(self, storage: torch.UntypedStorage) -> None:
