@@ -28,6 +28,7 @@ class Arena:
         self._held = threading.Lock()
         self._pools: dict[torch.device, Pool] = {}
         self._lent: list[Lent] = []  # Note [Lent gradients]
+        self._lent_to = 0  # the thread
         self._has_moved = False  # whether its graphs have lent what was moved, and its memory is too large without
         # Ends the life of everything in its memory but what is lent.
         self.release: Callable[[], None] = self._held.release
@@ -35,9 +36,9 @@ class Arena:
             self.release = partial(_poison_and_release, self._pools, self._held, self._lent)
 
     def try_hold(self) -> bool:
-        """Takes the arena for the caller. False if another call has it, or if lent gradients had to be moved.
+        """Takes the arena for the caller. False if another call has it, or if lent gradients were held.
 
-        In the second case recordings have been dropped, maybe the one that the caller was about to replay.
+        If these were moved, recordings have been dropped, maybe the one that the caller was about to replay.
         """
         return self._held.acquire(False) and (not self._lent or self._take_back())
 
@@ -48,32 +49,37 @@ class Arena:
             self.trim()
         return is_held
 
-    def lend(self, lent: Lent, *, by_replays: bool) -> None:
+    def lend(self, owned: Sequence[Lent], by_replays: Sequence[Lent], thread: int) -> None:
         """Callers have these in its memory when it is released. Only for the holder.
 
         Args:
-            by_replays: whether replays lend them. Then nobody owns the memory between two replays; else they do.
+            owned: by a warm-up, say. They own the memory that callers hold.
+            by_replays: nobody owns their memory between two replays.
+            thread: that made the call.
         """
-        self._lent.append(lent)
-        if by_replays:
-            lent.disown(self.pool(lent.device))
+        self._lent += (*owned, *by_replays)
+        self._lent_to = thread
+        for each in by_replays:
+            if each.is_owned:
+                each.disown(self.pool(each.device))
 
     def _take_back(self) -> bool:
-        """Ends all loans. Releases the arena and returns False if something that was lent is at another place now."""
-        is_moved = True
+        """Ends all loans. Releases the arena and returns False if something is held, or is at another place now."""
+        may_use = False
         try:
-            is_moved = self._move_what_is_held()
-            if self._poison and not is_moved:
+            held = [tensor for each in self._lent for tensor in each.held()]
+            if not held or self._lent_to == threading.get_ident():
+                may_use = not self._move(held)
+            if self._poison and may_use:
                 _fill(self._pools, ())
         except Exception:  # too little memory: the call goes on without the arena
-            pass
+            may_use = False
         finally:
-            if is_moved:
+            if not may_use:
                 self._held.release()
-        return not is_moved
+        return may_use
 
-    def _move_what_is_held(self) -> bool:
-        held = [tensor for each in self._lent for tensor in each.held()]
+    def _move(self, held: Sequence[torch.Tensor]) -> bool:
         for pool in {self._pools[tensor.device] for tensor in held}:
             pool.move([tensor for tensor in held if self._pools[tensor.device] is pool])
         moved = [each for each in self._lent if not each.is_in_place()]

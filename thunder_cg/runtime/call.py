@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import time
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,7 @@ class Call:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.mode = Mode.EAGER
+        self.thread = get_ident()
         self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
         self.scratch: Arena | None = None  # that its backward holds besides: see Note [Scratch arenas]
@@ -109,10 +111,8 @@ class Call:
         if scratch is not None:
             scratch.release()
         if arena is not None:
-            for each in lent:
-                arena.lend(each, by_replays=False)
-            for each in by_replays:
-                arena.lend(each, by_replays=True)
+            if lent or by_replays:
+                arena.lend(lent, by_replays, self.thread)
             arena.release()
 
     def arenas(self) -> list[Arena]:

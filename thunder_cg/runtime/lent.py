@@ -36,7 +36,7 @@ class Lent:
     """
 
     def __init__(self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None]) -> None:
-        self._is_owned = True
+        self.is_owned = True
         self._tensors, self._stop_lending = dict(tensors), WeakMethod(stop_lending)
         self._by_storage = {storage_id(tensor): tensor for tensor in tensors.values()}
         self._owners = {storage: storage_use_count(storage) for storage in self._by_storage}
@@ -56,9 +56,8 @@ class Lent:
 
     def disown(self, pool: Pool) -> None:
         """From here on the pool may use the memory again, and only replays lend it."""
-        if self._is_owned:
-            pool.disown(self._each)
-        self._is_owned = False
+        pool.disown(self._each)
+        self.is_owned = False
 
     def note_move(self) -> None:
         if (stop_lending := self._stop_lending()) is not None:

@@ -265,6 +265,7 @@ class RuntimeRegion:
         borrowed = [
             arg for i, (n, arg) in enumerate(zip(self.input_names, args)) if i not in in_pool or n in self.io.alive
         ]
+        borrowed += call.recording.owned.values() if call.recording is not None else ()
         may_lend = partial(_storages_but, borrowed) if self._lends(call) and call.mode is Mode.WARMUP else None
         outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend)
         results: list[Any] = [None] * len(produced)
