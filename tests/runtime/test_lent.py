@@ -354,5 +354,18 @@ def test_another_thread_leaves_what_is_held_where_it_is(device, pair):
     assert lends(graphed)
 
 
+def test_what_a_thread_leaves_behind_is_moved(device, pair):
+    for i in range(3):
+        both(pair, batch(device, i))
+    thread = Thread(target=both, args=(pair, batch(device, 3)))
+    thread.start()
+    thread.join()
+    before = addresses(pair[1])
+    for model in pair:
+        model(batch(device, 4)).square().mean().backward()
+    same_state(*pair)
+    assert not set(before) & set(addresses(pair[1])) and not lends(pair[1])
+
+
 def step_on_another(model, x):
     return torch.autograd.grad(model(x).square().mean(), [*model.parameters()])

@@ -36,9 +36,10 @@ class Arena:
             self.release = partial(_poison_and_release, self._pools, self._held, self._lent)
 
     def try_hold(self) -> bool:
-        """Takes the arena for the caller. False if another call has it, or if lent gradients were held.
+        """Takes the arena for the caller. False if another call has it, or if somebody held lent gradients.
 
-        If these were moved, recordings have been dropped, maybe the one that the caller was about to replay.
+        If they were moved, recordings have been dropped, maybe the one that the caller was about to replay. Those that
+        were lent to another thread are not moved, and the arena is not free.
         """
         return self._held.acquire(False) and (not self._lent or self._take_back())
 
@@ -53,9 +54,9 @@ class Arena:
         """Callers have these in its memory when it is released. Only for the holder.
 
         Args:
-            owned: by a warm-up, say. They own the memory that callers hold.
+            owned: what replays do not lend. The tensors own the memory.
             by_replays: nobody owns their memory between two replays.
-            thread: that made the call.
+            thread: that began the call.
         """
         self._lent += (*owned, *by_replays)
         self._lent_to = thread
@@ -68,7 +69,7 @@ class Arena:
         may_use = False
         try:
             held = [tensor for each in self._lent for tensor in each.held()]
-            if not held or self._lent_to == threading.get_ident():
+            if not held or self._may_move():
                 may_use = not self._move(held)
             if self._poison and may_use:
                 _fill(self._pools, ())
@@ -79,7 +80,12 @@ class Arena:
                 self._held.release()
         return may_use
 
+    def _may_move(self) -> bool:
+        """Whether no other thread can be in the middle of an operator that has read the addresses of what it holds."""
+        return self._lent_to == threading.get_ident() or all(t.ident != self._lent_to for t in threading.enumerate())
+
     def _move(self, held: Sequence[torch.Tensor]) -> bool:
+        """Gives what is held its own memory, and ends all loans. Returns whether anything is at another place now."""
         for pool in {self._pools[tensor.device] for tensor in held}:
             pool.move([tensor for tensor in held if self._pools[tensor.device] is pool])
         moved = [each for each in self._lent if not each.is_in_place()]

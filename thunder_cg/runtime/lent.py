@@ -7,12 +7,18 @@ Note [Lent gradients]
     which means that nobody holds them any more, nor views of them: ``zero_grad()`` before the next forward sees to it.
     Those that somebody still holds are moved: their storages get memory of their own, with the same contents, so that
     whoever holds them sees no change. From then on the pair copies its gradients out, because a loop that holds
-    gradients once does so again, and a storage that was moved cannot be lent a second time.
+    gradients once does so again, and a storage that was moved cannot be lent a second time. Only the thread that they
+    were lent to moves them: it does nothing else with them meanwhile. To other threads the arena is not free.
+
+    Between two replays nobody owns the memory of what replays lend: the pool hands it out to whoever holds the arena.
+    The storages keep the pool, so that the memory stays mapped where they outlive the graphs.
 
     Nothing is lent with ``verify=``, which runs a backward twice, nor with ``memory_budget=``, which would count it.
 
-    One user of memory cannot be seen: a stream that still reads a gradient which nobody holds. Of memory of the caching
-    allocator, ``record_stream`` says so. A gradient that is lent has to be held until the stream is done.
+    Some users of memory cannot be seen. One is a stream that still reads a gradient which nobody holds. Of memory of
+    the caching allocator, ``record_stream`` says so. A gradient that is lent has to be held until the stream is done.
+    The others know the address: another library that got the gradient through DLPack, a CUDA graph of the user's, or
+    another thread in the middle of an operator. The gradient that they share is moved, and they are not told.
 """
 
 from __future__ import annotations
@@ -28,10 +34,10 @@ from thunder_cg.runtime.backend import Pool
 
 
 class Lent:
-    """Gradients of one region of a backward, in the arena's memory.
+    """Gradients that one region of a backward lends, in the arena's memory.
 
     Args:
-        tensors: by their position among the region's results. Nobody has other tensors of their memory yet.
+        tensors: by their position among the region's results. Callers have no tensors of their memory yet.
         stop_lending: is called when some were moved, so that no replay lends them again.
     """
 

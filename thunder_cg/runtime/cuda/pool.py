@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from thunder_cg.compat import cuda
-from thunder_cg.compat.torch import deterministic_fill
+from thunder_cg.compat.torch import deterministic_fill, keep_with_storage
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.graph import CudaGraph
@@ -242,8 +242,8 @@ class CudaPool:
         return cuda.storages_owned(tensors)
 
     def disown(self, tensors: Tensors) -> None:
-        for tensor in tensors:  # the storage's object lives as long as the storage, so until its last tensor has gone
-            tensor.untyped_storage().private_pool = self._private_pool
+        for tensor in tensors:
+            keep_with_storage(tensor, self._private_pool)
         cuda.disown(tensors)
 
     def move(self, tensors: Tensors) -> None:
@@ -253,7 +253,7 @@ class CudaPool:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 storage.resize_(storage.nbytes())  # allocates and copies
-                storage.private_pool = None
+                keep_with_storage(tensor, None)
         torch.cuda.synchronize(self._index)
 
     def forget(self, storage: torch.UntypedStorage) -> None:
