@@ -310,7 +310,7 @@ class Program:
         else:
             self._count_moves(call.recording.backwards, inputs)
             if self.pair.has_moved_gradients:
-                self.remark = _HELD
+                self.remark = self.remark or _HELD
         recording = call.recording
         static = [
             i
