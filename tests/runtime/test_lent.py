@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from contextlib import nullcontext
+from threading import Thread
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ from models import mlp
 from support import programs, replays, same, same_state, twice
 
 from thunder_cg import cudagraph_transform, release
+from thunder_cg.compat import cuda
 from thunder_cg.runtime import tape
 from thunder_cg.runtime.cuda.pool import CudaPool
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.recording import RegionGraph
+from thunder_cg.runtime.region import RuntimeRegion
 
 
 @pytest.fixture
@@ -168,17 +173,20 @@ def test_no_memory_to_move_them(device, backend, pair, monkeypatch):
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
-@pytest.mark.parametrize("how", ["release", "delete"])
-def test_gradients_outlive_the_graphs(device, pair, how, at):
-    plain, graphed = pair
+@pytest.mark.parametrize("how", ["release", "delete", "collect"])
+def test_gradients_outlive_the_graphs(backend, device, how, at):
+    plain, graphed = twice(mlp(3, 16).to(device), cudagraph_transform(backend=backend))
     for i in range(at):
-        both(pair, batch(device, i))
-    parameters = [*graphed.parameters()]
+        both((plain, graphed), batch(device, i))
+    parameters, arenas = [*graphed.parameters()], [weakref.ref(each) for each in backward_of(graphed).pair.arenas()]
     if how == "release":
         release(graphed)
-    else:
-        del graphed, pair
+    elif how == "collect":
+        graphed.cycle = graphed  # the garbage collector runs all destructors, in any order
+    if how != "release":
+        del graphed
         gc.collect()
+    assert not any(arena() for arena in arenas)
     others = [torch.full((16, 16), 7.0, device=device) for _ in range(64)]
     for p, q in zip(plain.parameters(), parameters):
         same(p.grad, q.grad)
@@ -223,3 +231,140 @@ def test_debug_poisons_what_is_not_held(backend, device):
         both(pair, batch(device, i))
         same_state(*pair)
     assert lends(pair[1])
+
+
+class Added(torch.nn.Module):
+    """The gradient of the second parameter is a view of that of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        return (x * (self.first + self.second.view(4, 4))).sin()
+
+
+def test_a_gradient_that_is_a_view_of_another(backend, device):
+    pair = twice(Added().to(device), cudagraph_transform(backend=backend))
+    for i in range(4):
+        both(pair, batch(device, i)[:, :4])
+        for model in pair:  # each has memory of its own
+            for p in model.parameters():
+                p.grad.mul_(2)
+        same_state(*pair)
+
+
+class SavedIsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight, x):
+        ctx.save_for_backward(x)
+        return weight.view(4, 4) * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return x.reshape(16), gradient * x
+
+
+class Scaled(Added):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(16))
+
+    def forward(self, x):
+        return SavedIsGradient.apply(self.scale, super().forward(x))
+
+
+def test_a_gradient_that_the_recording_keeps_for_other_backwards(backend, device):
+    losses = [torch.sum, lambda out: (out * out).sum(), lambda out: (out.t() * torch.arange(4.0, device=device)).sum()]
+    pair = twice(Scaled().to(device), cudagraph_transform(backend=backend))
+    kept, clones = [], []
+    for i, loss in enumerate([0, 0, 1, 1, 1, 2, 2, 2, 0, 1]):
+        for model in pair:
+            model.zero_grad()
+            losses[loss](model(batch(device, i)[:, :4])).backward()
+        same_state(*pair)
+        if i == 5:  # the third backward is warmed up in the recording of the others
+            kept = [pair[1].scale.grad]
+            clones = [gradient.clone() for gradient in kept]
+        same(kept, clones)
+
+
+def test_what_a_capture_has_lent_that_failed_is_owned(backend, device, monkeypatch):
+    """Pools have let go of its memory by then."""
+    pool = tape.TapePool if backend == "tape" else CudaPool
+    pair = twice(mlp(3, 16).to(device), cudagraph_transform(backend=backend))
+    admit, calls = RuntimeRegion._record, []
+
+    def fails(self, call, args):
+        results = admit(self, call, args)
+        call.recording.incomplete |= call.program.kind == "backward"
+        return results
+
+    both(pair, batch(device, 0))
+    with monkeypatch.context() as patched:
+        patched.setattr(RuntimeRegion, "_record", fails)
+        patched.setattr(pool, "disown", lambda self, tensors: calls.append(tensors))
+        both(pair, batch(device, 1))
+    assert lends(pair[1]) and not calls
+    for i in range(4):
+        both(pair, batch(device, i))
+    assert lends(pair[1])
+
+
+class PrivatePool:
+    """In the place of the one of the caching allocator."""
+
+
+def test_a_storage_keeps_its_private_pool_and_nothing_else_does(monkeypatch):
+    monkeypatch.setattr(cuda, "disown", lambda tensors: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    for end in ("freed", "moved"):
+        pool = CudaPool.__new__(CudaPool)
+        pool._private_pool, pool._index, pool._last = PrivatePool(), 0, None
+        kept, held = weakref.ref(pool._private_pool), torch.ones(16)
+        pool.disown([held])
+        view = held.view(4, 4)
+        pool.cycle, pool.held = pool, held  # the garbage collector runs all destructors at once, in any order
+        if end == "moved":
+            pool.move([held])
+        del pool, held
+        gc.collect(), gc.collect()
+        is_kept = kept() is not None
+        del view
+        gc.collect()
+        assert is_kept == (end == "freed") and kept() is None
+
+
+def test_another_thread_leaves_what_is_held_where_it_is(device, pair):
+    """The thread that holds it may be in the middle of an operator, which has read the address."""
+    graphed = pair[1]
+    for i in range(4):
+        both(pair, batch(device, i))
+    before, results = addresses(graphed), []
+    for _ in range(3):
+        thread = Thread(target=lambda: results.append(step_on_another(graphed, batch(device, 9))))
+        thread.start()
+        thread.join()
+        assert addresses(graphed) == before
+        same_state(*pair)
+    same(results[0], results[-1])
+    same(results[0], step_on_another(pair[0], batch(device, 9)))
+    assert lends(graphed)
+
+
+def test_what_a_thread_leaves_behind_is_moved(device, pair):
+    for i in range(3):
+        both(pair, batch(device, i))
+    thread = Thread(target=both, args=(pair, batch(device, 3)))
+    thread.start()
+    thread.join()
+    for model in pair:
+        model(batch(device, 4)).square().mean().backward()
+    same_state(*pair)
+    assert not lends(pair[1]) and len(backward_of(pair[1]).pair.arenas()) == 1
+
+
+def step_on_another(model, x):
+    return torch.autograd.grad(model(x).square().mean(), [*model.parameters()])

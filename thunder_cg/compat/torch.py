@@ -498,6 +498,16 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def keep_with_storage(tensor: torch.Tensor, kept: Any) -> None:
+    """Keeps an object until the last tensor of the storage has gone, in the place of what was kept so before.
+
+    The storage's object of Python is freed with the storage, and never taken for garbage before: the garbage collector
+    does not know who refers to a storage.
+    """
+    storage: Any = tensor.untyped_storage()
+    storage.kept = kept
+
+
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

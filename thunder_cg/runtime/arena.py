@@ -28,6 +28,7 @@ class Arena:
         self._held = threading.Lock()
         self._pools: dict[torch.device, Pool] = {}
         self._lent: list[Lent] = []  # Note [Lent gradients]
+        self._lent_to = 0  # the thread
         self._has_moved = False  # whether its graphs have lent what was moved, and its memory is too large without
         # Ends the life of everything in its memory but what is lent.
         self.release: Callable[[], None] = self._held.release
@@ -35,9 +36,10 @@ class Arena:
             self.release = partial(_poison_and_release, self._pools, self._held, self._lent)
 
     def try_hold(self) -> bool:
-        """Takes the arena for the caller. False if another call has it, or if lent gradients had to be moved.
+        """Takes the arena for the caller. False if another call has it, or if somebody held lent gradients.
 
-        In the second case recordings have been dropped, maybe the one that the caller was about to replay.
+        If they were moved, recordings have been dropped, maybe the one that the caller was about to replay. Those that
+        were lent to another thread are not moved, and the arena is not free.
         """
         return self._held.acquire(False) and (not self._lent or self._take_back())
 
@@ -48,28 +50,42 @@ class Arena:
             self.trim()
         return is_held
 
-    def lend(self, lent: Lent) -> None:
-        """Callers have these in its memory when it is released. Only for the holder."""
-        self._lent.append(lent)
-        if lent.is_owned and lent.is_lent_again:
-            lent.disown(self.pool(lent.device))
+    def lend(self, owned: Sequence[Lent], by_replays: Sequence[Lent], thread: int) -> None:
+        """Callers have these in its memory when it is released. Only for the holder.
+
+        Args:
+            owned: what replays do not lend. The tensors own the memory.
+            by_replays: nobody owns their memory between two replays.
+            thread: that began the call.
+        """
+        self._lent += (*owned, *by_replays)
+        self._lent_to = thread
+        for each in by_replays:
+            if each.is_owned:
+                each.disown(self.pool(each.device))
 
     def _take_back(self) -> bool:
-        """Ends all loans. Releases the arena and returns False if something that was lent is at another place now."""
-        is_moved = True
+        """Ends all loans. Releases the arena and returns False if something is held, or is at another place now."""
+        may_use = False
         try:
-            is_moved = self._move_what_is_held()
-            if self._poison and not is_moved:
+            held = [tensor for each in self._lent for tensor in each.held()]
+            if not held or self._may_move():
+                may_use = not self._move(held)
+            if self._poison and may_use:
                 _fill(self._pools, ())
         except Exception:  # too little memory: the call goes on without the arena
-            pass
+            may_use = False
         finally:
-            if is_moved:
+            if not may_use:
                 self._held.release()
-        return not is_moved
+        return may_use
 
-    def _move_what_is_held(self) -> bool:
-        held = [tensor for each in self._lent for tensor in each.held()]
+    def _may_move(self) -> bool:
+        """Whether no other thread can be in the middle of an operator that has read the addresses of what it holds."""
+        return self._lent_to == threading.get_ident() or all(t.ident != self._lent_to for t in threading.enumerate())
+
+    def _move(self, held: Sequence[torch.Tensor]) -> bool:
+        """Gives what is held its own memory, and ends all loans. Returns whether anything is at another place now."""
         for pool in {self._pools[tensor.device] for tensor in held}:
             pool.move([tensor for tensor in held if self._pools[tensor.device] is pool])
         moved = [each for each in self._lent if not each.is_in_place()]
@@ -115,7 +131,6 @@ class Arena:
         self._has_moved = self._has_moved and not all(trimmed)
 
     def __del__(self) -> None:
-        self._lent.clear()
         for pool in self._pools.values():
             pool.close()
 

@@ -103,8 +103,8 @@ class Pool(Protocol):
     def owned(self, tensors: Tensors) -> Set[int]:
         """Of what a capture returned: the storages of the pool's memory that nothing but these tensors uses."""
 
-    def disown(self, tensors: Tensors) -> Any:
-        """Has the pool hand the memory of these out again, though they exist. Returns what keeps it allocated."""
+    def disown(self, tensors: Tensors) -> None:
+        """Has the pool hand the memory of these out again, though they exist. It is mapped as long as they exist."""
 
     def move(self, tensors: Tensors) -> None:
         """Gives the storages of these memory of their own, outside of the pool, with the same contents."""

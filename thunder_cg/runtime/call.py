@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import enum
 import time
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,7 @@ class Call:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.mode = Mode.EAGER
+        self.thread = get_ident()
         self.verifies = False  # whether replays are compared with eager runs
         self.arena: Arena | None = None  # that it holds
         self.scratch: Arena | None = None  # that its backward holds besides: see Note [Scratch arenas]
@@ -94,7 +96,7 @@ class Call:
         return self.switch_to(Mode.EAGER, reason, strict=strict)
 
     def give_up(self) -> None:
-        """Drops what the call recorded, with the memory of what failed."""
+        """Drops what the call recorded, with the memory of what failed. Callers own what it has lent."""
         self.lent += self.trace.lent if self.trace is not None else []
         self.recording = self.trace = None
         for arena in self.arenas():
@@ -103,14 +105,14 @@ class Call:
     def release(self) -> None:
         """Gives the arena back. Nothing in its memory may be used any more."""
         scratch, self.scratch, arena, self.arena = self.scratch, None, self.arena, None
-        lent, self.lent = [*self.lent, *(self.trace.lent if self.trace is not None else ())], []
+        lent, by_replays, self.lent = self.lent, self.trace.lent if self.trace is not None else [], []
         self.owned = {}
         self.recording = self.trace = None  # the call may live on in an autograd graph whose backward has run
         if scratch is not None:
             scratch.release()
         if arena is not None:
-            for each in lent:
-                arena.lend(each)
+            if lent or by_replays:
+                arena.lend(lent, by_replays, self.thread)
             arena.release()
 
     def arenas(self) -> list[Arena]:

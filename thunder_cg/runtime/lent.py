@@ -7,44 +7,42 @@ Note [Lent gradients]
     which means that nobody holds them any more, nor views of them: ``zero_grad()`` before the next forward sees to it.
     Those that somebody still holds are moved: their storages get memory of their own, with the same contents, so that
     whoever holds them sees no change. From then on the pair copies its gradients out, because a loop that holds
-    gradients once does so again, and a storage that was moved cannot be lent a second time.
+    gradients once does so again, and a storage that was moved cannot be lent a second time. Only the thread that they
+    were lent to moves them: it does nothing else with them meanwhile. To other threads the arena is not free.
+
+    Between two replays nobody owns the memory of what replays lend: the pool hands it out to whoever holds the arena.
+    The storages keep the pool, so that the memory stays mapped where they outlive the graphs.
 
     Nothing is lent with ``verify=``, which runs a backward twice, nor with ``memory_budget=``, which would count it.
 
-    One user of memory cannot be seen: a stream that still reads a gradient which nobody holds. Of memory of the caching
-    allocator, ``record_stream`` says so. A gradient that is lent has to be held until the stream is done.
+    Some users of memory cannot be seen. One is a stream that still reads a gradient which nobody holds. Of memory of
+    the caching allocator, ``record_stream`` says so. A gradient that is lent has to be held until the stream is done.
+    The others know the address: another library that got the gradient through DLPack, a CUDA graph of the user's, or
+    another thread in the middle of an operator. The gradient that they share is moved, and they are not told.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 
-from thunder_cg.compat.torch import StorageWeakRef, addresses_equal, storage_id, storage_use_count
+from thunder_cg.compat.torch import addresses_equal, storage_id, storage_use_count
 from thunder_cg.runtime.backend import Pool
 
 
 class Lent:
-    """Gradients of one region of a backward, in the arena's memory.
+    """Gradients that one region of a backward lends, in the arena's memory.
 
     Args:
-        tensors: by their position among the region's results. Nobody has other tensors of their memory yet.
+        tensors: by their position among the region's results. Callers have no tensors of their memory yet.
         stop_lending: is called when some were moved, so that no replay lends them again.
-        is_lent_again: whether replays lend them. Then nobody owns the memory between two replays; else they do.
     """
 
-    # Memory that callers held when nothing else was left of the graphs: what keeps it, and their storages.
-    _left_behind: ClassVar[list[tuple[Any, list[StorageWeakRef]]]] = []
-    _is_finalizing: ClassVar[Any] = staticmethod(sys.is_finalizing)  # for a destructor
-
-    def __init__(
-        self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None], *, is_lent_again: bool
-    ) -> None:
-        self.is_lent_again, self.is_owned = is_lent_again, True
+    def __init__(self, tensors: Mapping[int, torch.Tensor], stop_lending: Callable[[], None]) -> None:
+        self.is_owned = True
         self._tensors, self._stop_lending = dict(tensors), WeakMethod(stop_lending)
         self._by_storage = {storage_id(tensor): tensor for tensor in tensors.values()}
         self._owners = {storage: storage_use_count(storage) for storage in self._by_storage}
@@ -52,7 +50,6 @@ class Lent:
         self._addresses, self._indices = [t.data_ptr() for t in self._each], [*range(len(self._each))]
         self.nbytes = sum(tensor.untyped_storage().nbytes() for tensor in self._each)
         self.are_apart = len(self._each) == len(self._tensors)  # whether no two share memory
-        self._memory: Any = None
 
     def hand_out(self, results: list[Any]) -> None:
         """Puts new tensors of the memory into ``results``."""
@@ -64,8 +61,9 @@ class Lent:
         return self._each[0].device
 
     def disown(self, pool: Pool) -> None:
-        """From here on the pool may use the memory again."""
-        self._memory, self.is_owned = pool.disown(self._each), False
+        """From here on the pool may use the memory again, and only replays lend it."""
+        pool.disown(self._each)
+        self.is_owned = False
 
     def note_move(self) -> None:
         if (stop_lending := self._stop_lending()) is not None:
@@ -79,11 +77,3 @@ class Lent:
         """Of each storage that callers still hold, a tensor."""
         uses = storage_use_count
         return [self._by_storage[storage] for storage, owners in self._owners.items() if uses(storage) > owners]
-
-    def __del__(self) -> None:
-        if self._is_finalizing():  # all memory goes with the process
-            return
-        left = self._left_behind
-        left[:] = [each for each in left if not all(storage.expired() for storage in each[1])]
-        if self._memory is not None and (held := self.held()):
-            left.append((self._memory, [StorageWeakRef(tensor.untyped_storage()) for tensor in held]))

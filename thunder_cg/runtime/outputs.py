@@ -130,8 +130,11 @@ class Outputs:
     def _to_lend(
         groups: list[list[tuple[int, torch.Tensor]]], may_lend: Callable[[list[torch.Tensor]], Set[int]]
     ) -> dict[int, torch.Tensor]:
-        """Takes the results that may be lent out of those to copy. See Note [Lent gradients]."""
-        filled = [group for group in groups if address(group[0][1])]
+        """Takes the results that may be lent out of those to copy. See Note [Lent gradients].
+
+        A result that another one is a view of is copied, since autograd has to know that: see `_Part`.
+        """
+        filled = [group for group in groups if address(group[0][1]) and not _has_base(group)]
         storages = may_lend([tensor for group in filled for _, tensor in group])
         lent = [group for group in filled if storage_id(group[0][1]) in storages]
         groups[:] = [group for group in groups if not any(group is each for each in lent)]
@@ -195,6 +198,12 @@ class Outputs:
             results[i] = make(args)
         for i, same in self._same:
             results[i] = results[same]
+
+
+def _has_base(group: Sequence[tuple[int, torch.Tensor]]) -> bool:
+    """Whether one of the results is a view of another."""
+    results = {id(tensor) for _, tensor in group}
+    return any(id(autograd_base(tensor)) in results for _, tensor in group)
 
 
 def _view_of_input(tensor: torch.Tensor, source: AliasedInput) -> MakeOutput:

@@ -265,11 +265,12 @@ class RuntimeRegion:
         borrowed = [
             arg for i, (n, arg) in enumerate(zip(self.input_names, args)) if i not in in_pool or n in self.io.alive
         ]
+        borrowed += call.recording.owned.values() if call.recording is not None else ()
         may_lend = partial(_storages_but, borrowed) if self._lends(call) and call.mode is Mode.WARMUP else None
         outputs = Outputs(produced, aliased, self._are_copied_out, self.device, pool.alias, may_lend)
         results: list[Any] = [None] * len(produced)
         if outputs.lent:
-            lent = Lent(outputs.lent, call.program.pair.stop_lending, is_lent_again=False)
+            lent = Lent(outputs.lent, call.program.pair.stop_lending)
             lent.hand_out(results)
             call.lent.append(lent)
         handed_out = outputs.deliver_owned(results, args, set(map(_memory, borrowed)))
@@ -500,7 +501,7 @@ class RuntimeRegion:
                 call.owned.update((self.input_names[i], captured[i]) for i in in_pool)
         del results
         if graph.outputs.lent:
-            graph.lent = Lent(graph.outputs.lent, call.program.pair.stop_lending, is_lent_again=True)
+            graph.lent = Lent(graph.outputs.lent, call.program.pair.stop_lending)
         graph.outputs.disown()
         graph.touched = frozenset(i for i, before in versions.items() if version(written[i]) != before)
         return produced

@@ -430,11 +430,8 @@ class TapePool:
         made = self._storages()
         return {compat.storage_id(tensor) for tensor in tensors if tensor.untyped_storage().data_ptr() in made}
 
-    def disown(self, tensors: Tensors) -> Any:
-        """All tensors of that memory, so that they stay as many when the graph has gone, which owns what it writes."""
-        storages = set(map(compat.storage_id, tensors))
-        alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
-        return [tensor for tensor in alive if compat.storage_id(tensor) in storages]
+    def disown(self, tensors: Tensors) -> None:
+        """The CPU's allocator never hands owned memory out."""
 
     def move(self, tensors: Tensors) -> None:
         for tensor in tensors:

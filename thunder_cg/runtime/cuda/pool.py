@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 
 from thunder_cg.compat import cuda
-from thunder_cg.compat.torch import deterministic_fill
+from thunder_cg.compat.torch import deterministic_fill, keep_with_storage
 from thunder_cg.runtime.backend import CopiedOut, Function, Tensors
 from thunder_cg.runtime.cuda import copy_nodes
 from thunder_cg.runtime.cuda.graph import CudaGraph
@@ -241,9 +241,10 @@ class CudaPool:
     def owned(self, tensors: Tensors) -> Set[int]:
         return cuda.storages_owned(tensors)
 
-    def disown(self, tensors: Tensors) -> PrivatePool:
+    def disown(self, tensors: Tensors) -> None:
+        for tensor in tensors:
+            keep_with_storage(tensor, self._private_pool)
         cuda.disown(tensors)
-        return self._private_pool
 
     def move(self, tensors: Tensors) -> None:
         # Whichever streams use the memory have to be done with it, and all of them find it moved. The lock, because to
@@ -253,6 +254,7 @@ class CudaPool:
             for tensor in tensors:
                 storage = tensor.untyped_storage()
                 storage.resize_(storage.nbytes())  # allocates and copies
+                keep_with_storage(tensor, None)
             torch.cuda.synchronize(self._index)
 
     def forget(self, storage: torch.UntypedStorage) -> None:
