@@ -368,3 +368,34 @@ def test_what_a_thread_leaves_behind_is_moved(device, pair):
 
 def step_on_another(model, x):
     return torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+
+
+class Parts(torch.nn.Module):
+    """Several regions, since its product of matrices is denied."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.weight = torch.nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        h = (self.first(x).relu() @ self.weight.t()).tanh()
+        return self.last(h.exp().sin())
+
+
+def test_a_scratch_arena_leaves_alone_what_a_forward_in_flight_has_saved(backend, device):
+    """Its graphs have views of that, which are not its own to poison."""
+    transform = cudagraph_transform(backend=backend, deny=["matmul"], max_recordings=1)
+    pair = twice(Parts().to(device), transform)
+    x, small = torch.randn(4, 8, device=device), torch.randn(3, 8, device=device)
+    in_flight = []
+    for model in pair:
+        torch.autograd.grad(model(x).square().mean(), [*model.parameters()])
+        in_flight.append(model(x.clone().requires_grad_()))
+        model(x).square().mean().backward()
+        model.zero_grad(set_to_none=True)
+        result = model(x)
+        model(small.clone().requires_grad_()).square().mean().backward()
+        model.zero_grad(set_to_none=True)
+        result.sum().backward()  # laid out otherwise, so it runs eagerly
+    same_state(*pair)

@@ -369,6 +369,7 @@ class TapePool:
         self._device = device
         self._tensors: list[weakref.ref[torch.Tensor]] = []
         self._free: list[torch.UntypedStorage] = []  # until the arena is released, when all is free
+        self._given: set[int] = set()  # the storages of what the ops got that ran last
 
     def enter(self) -> None:
         """There are no streams on a CPU."""
@@ -378,6 +379,7 @@ class TapePool:
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.get_rng_state()
+        self._note_given(args)
         try:
             copier = EarlyCopier(self._device, _copied, 0, must=False)
             with _Reuse(self._free) if self._free else nullcontext():
@@ -395,6 +397,7 @@ class TapePool:
         sentinels: Sequence[int] = (),
     ) -> tuple[TapeGraph, Sequence[Any]]:
         tape = _Tape(self._device, free := tuple(self._free))
+        self._note_given(args)
         generator = torch.get_rng_state()
         _active.tape = tape
         try:
@@ -407,15 +410,21 @@ class TapePool:
             if tape.may_draw:  # other threads draw from it, too
                 torch.set_rng_state(generator)
         calls = [step for step in tape.steps if isinstance(step, _RecordedCall)]
-        self._tensors += [weakref.ref(tensor) for call in calls for _, tensor in call.results]
+        made = [tensor for call in calls for _, tensor in call.results]
+        self._tensors += [weakref.ref(tensor) for tensor in made if compat.storage_id(tensor) not in self._given]
         targets = copied_out(outputs) if copied_out is not None else ()
         return TapeGraph(tape.steps, free, buffers, targets, sentinels), outputs
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The alias may own the memory, because the CPU's allocator never hands owned memory out."""
         alias = tensor.detach()
-        self._tensors.append(weakref.ref(alias))
+        if compat.storage_id(alias) not in self._given:
+            self._tensors.append(weakref.ref(alias))
         return alias
+
+    def _note_given(self, args: Sequence[Any]) -> None:
+        """What the ops are given is not the pool's to poison: another arena may have it, which is still held then."""
+        self._given = {compat.storage_id(tensor) for tensor in compat.tensors_in(args) if compat.has_storage(tensor)}
 
     def _storages(self) -> dict[int, torch.UntypedStorage]:
         alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
