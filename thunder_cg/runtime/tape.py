@@ -375,7 +375,9 @@ class TapePool:
         """There are no streams on a CPU."""
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._given.discard(compat.storage_id(made))  # of a storage that has gone
+        return made
 
     def warm_up(self, fn: Function, args: Sequence[Any]) -> Sequence[Any]:
         generator = torch.get_rng_state()
