@@ -9,6 +9,7 @@ import pytest
 import thunder
 import torch
 from ranks import Ranks
+from test_functional_collectives import Between
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 
@@ -156,14 +157,8 @@ def test_thunderfx_has_functional_collectives_in_its_graphs(ranks: Ranks) -> Non
         assert trace["collectives"] == 5 and trace["replays"] == [3] and not trace["fallbacks"]
 
 
-class Trains(torch.nn.Module):
-    """Two layers, a collective with a gradient between them, and statistics that have none."""
-
-    def __init__(self, communicate: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
-        self.communicate = communicate
+class Trains(Between):
+    """The same with statistics that have no gradient."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.communicate(torch.tanh(self.first(x)))

@@ -226,9 +226,9 @@ class RuntimeRegion:
         def function(inputs: list[Any], copier: EarlyCopier) -> Sequence[Any]:
             nonlocal began
             began = True
-            return self._keeping_results(inputs, copier) if lends else self.function(inputs, copier)
+            return run(inputs, copier)
 
-        lends = self._lends(call)
+        run = self._keeping_results if self._lends(call) else self.function
         may_rerun = not (self.written or self.communicates) and self.io.alive.issuperset(call.owned)
         while True:
             try:

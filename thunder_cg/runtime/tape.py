@@ -448,9 +448,7 @@ class TapePool:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             storage.resize_(storage.nbytes())  # allocates and copies
-        moved = set(
-            map(compat.storage_id, tensors)
-        )  # the tensors of graphs have moved, too, and are dropped with these
+        moved = set(map(compat.storage_id, tensors))  # so have the tensors of graphs, which are dropped with these
         self._tensors = [r for r in self._tensors if (t := r()) is not None and compat.storage_id(t) not in moved]
 
     def poison(self, spared: Tensors = ()) -> None:
