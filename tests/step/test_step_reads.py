@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copy
 import cProfile
 import itertools
 import os
@@ -285,16 +286,23 @@ def test_values_that_change_without_a_trace(step_twins, kind):
     assert changing(step_twins, of, change).captures == 2
 
 
-@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, random.Random])
-def test_generators_of_random_numbers(step_twins, make):
-    generator, twin = make(0), make(0)
-    draw = "rand" if make is np.random.RandomState else "random"
-    step = step_twins.graphed(make_step(lambda y: y * float(getattr(generator, draw)()))(step_twins.model()))
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (np.random.default_rng, np.random.Generator.random),
+        (np.random.RandomState, np.random.RandomState.rand),
+        (random.Random, random.Random.random),
+        (torch.Generator().manual_seed, lambda generator: torch.rand((), generator=generator)),
+    ],
+)
+def test_generators_of_random_numbers(step_twins, make, draw):
+    generator, twin = copy.deepcopy(make(0)), copy.deepcopy(make(0))
+    step = step_twins.graphed(make_step(lambda y: y * float(draw(generator)))(step_twins.model()))
     for _ in range(12):
         step(*step_twins.batch())
-        getattr(twin, draw)()
+        draw(twin)
     assert step.captures == 0 and "generator holds changed" in str(explain(step))
-    assert getattr(generator, draw)() == getattr(twin, draw)()  # no call has drawn twice, or not at all
+    assert draw(generator) == draw(twin)  # no call has drawn twice, or not at all
 
 
 @pytest.mark.parametrize("read", [time.time, time.perf_counter_ns, datetime.now, lambda: os.urandom(1)[0]])

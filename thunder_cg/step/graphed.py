@@ -188,11 +188,11 @@ class GraphedStep:
     def _note(self, state: StepState, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
         reason, fix = self._what_is_new(layout, self._ready.get(layout), state)
-        random = random_states()
+        random = random_states(state.device)
         python = PythonCall(state, self._backend)
         result = self._run(args, kwargs, reason)
         after = state.again()
-        change = change_between(state.facts | random, after.facts | random_states())
+        change = change_between(state.facts | random, after.facts | random_states(state.device))
         if change is None:
             needs = python.allocated(after)
             self._ready[layout] = _Ready(state.facts, needs + nbytes(batch.tensors), needs)

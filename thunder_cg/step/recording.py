@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.random import fork_rng
 
 from thunder_cg.compat.torch import (
     Settings,
@@ -373,7 +374,8 @@ class StepCapture:
         state.guard_tensors()
         _refuse_sparse_gradients(state)
         on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)
-        with _Gradient.recounted():
+        # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
+        with _Gradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
             before = _GradientsBefore(state.parameters, self.backend)
             try:
                 if state.device.type != "cpu":  # whose backwards run on the thread that calls them
@@ -402,7 +404,7 @@ class StepCapture:
         copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
         body = _Body(self.fn, batch, buffers, state, self.calls)
-        random = random_states()
+        random = random_states(state.device)
         targets = [each.target for each in copied]
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
         _refuse_sparse_gradients(state)
@@ -449,12 +451,13 @@ class StepCapture:
         """`CaptureRefused` if the call has changed what Python knows, or reads more than the state has.
 
         Args:
-            random: Python's random states before the call.
+            random: `random_states` before the call.
         """
         state = self.state
         if self.calls.objection is not None:
             raise CaptureRefused(self.calls.objection)
-        if (change := change_between(state.facts | random, state.again().facts | random_states())) is not None:
+        after = state.again().facts | random_states(state.device)
+        if (change := change_between(state.facts | random, after)) is not None:
             fix = fix_of_change(change, state.facts, {}, in_step=True)
             raise CaptureRefused(f"Python changes in each step: {change}{fix}")
         if not state.knows([*self.calls.found.values()]):

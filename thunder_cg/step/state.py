@@ -403,6 +403,9 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
     """
     if isinstance(value, random.Random) and value is not _random.__self__:
         return value.getstate
+    is_of_cpu = isinstance(value, torch.Generator) and value.device.type == "cpu"  # a graph draws from no other of GPUs
+    if is_of_cpu and value is not torch.default_generator:
+        return lambda: value.get_state().numpy().tobytes()
     if isinstance(value, array):
         return value.tobytes
     if (numpy := sys.modules.get("numpy")) is None:
@@ -420,9 +423,11 @@ def _is_iterator(value: Any) -> bool:
     return isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not _is_users(value)
 
 
-def random_states() -> Facts:
-    """States of Python's and NumPy's random numbers, which no replay draws."""
+def random_states(device: torch.device) -> Facts:
+    """States of random numbers that no replay draws: those of Python and NumPy, and the CPU's beside a GPU's graph."""
     facts: Facts = {"the state of Python's random numbers": hash(random.getstate())}
+    if device.type != "cpu":
+        facts["the state of PyTorch's random numbers on the CPU"] = Content(torch.get_rng_state().numpy().tobytes())
     if "numpy" in sys.modules:
         import numpy
 
