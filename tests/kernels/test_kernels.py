@@ -281,6 +281,28 @@ def test_a_random_draw_is_not_made_again():
         facts.completed([add], [a], [])
 
 
+def test_what_is_converted_to_a_wider_type_and_back_is_read_itself(device, monkeypatch):
+    """Thunder's derivative of a sum of 16 bits has such conversions. Not so what was rounded, or is written later."""
+    fused = []
+    in_torch = compat.in_torch
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    monkeypatch.setattr(compat, "in_torch", lambda symbols, *rest: fused.extend(symbols) or in_torch(symbols, *rest))
+
+    def f(a, b):
+        equal, before = a.float().to(a.dtype), b.float().to(a.dtype)
+        twice = (equal + 1).float().to(a.dtype).to(torch.float64).to(a.dtype)
+        rounded = twice.half().to(a.dtype)
+        b.add_(1)
+        return torch.sin(equal), torch.cos(twice), torch.tan(rounded), torch.exp(before)
+
+    inputs = [(torch.randn(8, device=device) * 1e-6).bfloat16() for _ in range(2)]
+    expected = f(*(each.clone() for each in inputs))
+    same(compiled(f)(*inputs), expected)
+    names = {proxy.name: each.sym.name for each in fused for proxy in each.flat_proxy_outs}
+    read = {each.sym.name: names.get(each.flat_proxy_args[0].name) for each in fused}
+    assert [read[name] for name in ("sin", "cos", "tan", "exp")] == [None, "add", "to", "to"]
+
+
 def _computed_anew(a, b):
     x = a * 2
     y = x + b

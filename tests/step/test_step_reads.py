@@ -14,7 +14,7 @@ import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -336,6 +336,16 @@ def test_a_watch_ends_on_other_threads_with_their_next_call():
         thread.submit(plain, 2.0).result()
         assert thread.submit(sys.getprofile).result() is None
     assert [called.function.__code__ for called in calls.found.values()] == [plain.__code__]
+
+
+def test_what_inductor_writes_is_not_the_users():
+    """Its modules have this name (torch 2.9 to 2.11), and files anywhere. `test_a_replay_is_one_launch` runs some."""
+    variables = {"__name__": "torch._inductor.runtime.compile_tasks.key", "__file__": "/tmp/key.py", "SCALE": 1.0}
+    calls = Calls()
+    calls.watch()
+    FunctionType(plain.__code__.replace(co_filename="/tmp/key.py"), variables)(2.0)
+    calls.end()
+    assert not calls.found
 
 
 def test_a_capture_that_fails_ends_its_watch(step_twins, monkeypatch):

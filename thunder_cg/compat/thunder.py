@@ -40,6 +40,7 @@ from thunder.core.proxies import (
     ProxyTag,
     TensorProxy,
     unvariableify,
+    variableify,
 )
 from thunder.core.pytree import tree_flatten, tree_flatten_with_dataclass, tree_map
 from thunder.core.recipe import Plugin, PluginPolicy
@@ -262,6 +263,23 @@ def torch_operators() -> set[str]:
     """The ids of the torch executor's own symbols but those that communicate."""
     communicate = {found.symbol.id for id_, found in _torch_executor.implmap.items() if isinstance(id_, _Communication)}
     return {*_torch_executor.opmap} - communicate
+
+
+def conversion_of_tensor(symbol: BoundSymbol) -> tuple[TensorProxy, TensorProxy] | None:
+    """What a conversion to another type takes and makes; None if the symbol is no conversion of a tensor."""
+    while len(symbol.subsymbols) == 1:
+        (symbol,) = symbol.subsymbols
+    if symbol.sym.id is not PrimIDs.CONVERT_ELEMENT_TYPE or not isinstance(symbol.output, TensorProxy):
+        return None
+    return symbol.args[0], symbol.output
+
+
+def is_exact(narrow: Any, wide: Any) -> bool:
+    """Whether each value of one floating-point type is one of the other."""
+    if not (is_float_dtype(narrow) and is_float_dtype(wide)):
+        return False
+    few, many = torch.finfo(to_torch_dtype(narrow)), torch.finfo(to_torch_dtype(wide))
+    return many.eps <= few.eps and many.max >= few.max and many.tiny <= few.tiny
 
 
 def in_torch(symbols: Sequence[BoundSymbol], inputs: Sequence[Proxy], outputs: Sequence[Proxy]) -> Callable[..., Any]:

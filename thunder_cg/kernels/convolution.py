@@ -22,16 +22,22 @@ def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     return last if is_last else torch.contiguous_format
 
 
+def _fastest(a: torch.Tensor, groups: int) -> torch.memory_format:
+    """The layout in which to compute gradients: cuDNN has kernels for 16 bits with channels last only."""
+    is_half = a.dtype in (torch.float16, torch.bfloat16)
+    return torch.channels_last if a.is_cuda and a.dim() == 4 and is_half and groups == 1 else memory_format(a)
+
+
 def _register(name: str, position: int) -> compat.Symbol:
     """An operator that computes the gradient of one argument of a convolution."""
     mask = [position == 0, position == 1, False]
 
     def run(gradient: torch.Tensor, a: torch.Tensor, weight: torch.Tensor, *geometry: Any) -> torch.Tensor:
-        if (last := memory_format(a)) != torch.contiguous_format:  # PyTorch would convert it for each gradient
-            gradient = gradient.contiguous(memory_format=last)
+        laid_out = memory_format(weight if position == 1 else a)  # as autograd has it for a parameter
+        if (last := _fastest(a, geometry[-1])) != torch.contiguous_format:  # PyTorch would convert for each gradient
+            gradient, a = (each.contiguous(memory_format=last) for each in (gradient, a))
         result: torch.Tensor = torch.ops.aten.convolution_backward(gradient, a, weight, None, *geometry, mask)[position]
-        # Autograd would copy it, for a parameter.
-        return result.contiguous(memory_format=memory_format(weight)) if position == 1 else result
+        return result if last == laid_out else result.contiguous(memory_format=laid_out)
 
     return executor.register_operator(name, meta=like(1 + position), fn=run)
 

@@ -76,7 +76,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
         name = f"Inductor{fusion_counter}"
         fusion = Fusion(
             name,
-            compat.in_torch(symbols, inputs, outputs),
+            compat.in_torch(facts.without_round_trips(symbols), inputs, outputs),
             returned if has_free_layouts else None,
             facts.written(inputs, symbols),
             any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols)),
@@ -176,6 +176,25 @@ class _TraceFacts:
             or any(proxy.name in in_memory for proxy in each.flat_proxy_outs)
             or any(self._is_written(proxy) for proxy in (*each.flat_proxy_args, *each.flat_proxy_outs))
         ]
+
+    def without_round_trips(self, symbols: Iterable[compat.BoundSymbol]) -> list[compat.BoundSymbol]:
+        """The symbols of a fusion, which read a value itself where it was converted to a wider type and back.
+
+        Thunder's derivative of a sum of 16 bits converts so. Inductor would write the wider value to memory.
+        """
+        wider: dict[str, compat.TensorProxy] = {}  # by name, what was converted to it
+        same: dict[Any, compat.TensorProxy] = {}  # by what equals it
+        found = []
+        for symbol in symbols:
+            found.append(symbol.from_bsym_swap_proxies(same, skip_output=True))
+            if (converted := compat.conversion_of_tensor(symbol)) is None or any(map(self._is_written, converted)):
+                continue
+            source, result = converted
+            if (origin := wider.get(source.name)) is not None and origin.dtype == result.dtype:
+                same[compat.variableify(result)] = origin
+            elif compat.is_exact(source.dtype, result.dtype):
+                wider[result.name] = same.get(compat.variableify(source), source)
+        return found
 
     def _is_written(self, proxy: compat.Proxy) -> bool:
         """Whether a value is in memory that the trace writes in place."""

@@ -21,58 +21,54 @@ from thunder_cg.kernels.derivatives import fused_executor, like, register, widen
 Axes = list[int]
 
 
-def _statistics_meta(a: Any, over: Axes) -> Any:
+def _statistics_meta(a: Any, over: Axes, eps: float) -> Any:
     shape = tuple(1 if i in over else size for i, size in enumerate(a.shape))
     dtype = compat.get_computation_dtype(a.dtype)
-    return tuple(compat.TensorProxy(like=a, shape=shape, dtype=dtype) for _ in range(2))
+    return tuple(compat.TensorProxy(like=a, shape=shape, dtype=dtype) for _ in range(3))
 
 
-def _statistics(a: Tensor, over: Axes) -> tuple[Tensor, Tensor]:
-    """The mean and the variance, with a size of one where they are taken ``over``; float32 for types of 16 bits."""
+def _statistics(a: Tensor, over: Axes, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The mean, the variance, and what to multiply by so that it is one.
+
+    They have a size of one where they are taken ``over``, and are in float32 for types of 16 bits.
+    """
     variance, mean = torch.var_mean(widened(a), over, correction=0, keepdim=True)
-    return mean, variance
+    return mean, variance, torch.rsqrt(variance + eps)
 
 
-def _apply(
-    a: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, along: Axes, eps: float
-) -> Tensor:
+def _apply(a: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, bias: Tensor | None, along: Axes) -> Tensor:
     """Weight and bias vary ``along`` these axes of ``a``: of one in the middle, PyTorch keeps channels last."""
     shape = [size if i in along else 1 for i, size in enumerate(a.shape)]
-    result = (a - mean) * torch.rsqrt(variance + eps)
+    result = (a - mean) * scale
     result = result if weight is None else result * weight.reshape(shape)
     result = result if bias is None else result + bias.reshape(shape)
     laid_out = memory_format(a) if along == [1] else torch.contiguous_format
     return result.to(a.dtype).contiguous(memory_format=laid_out)
 
 
-def _gradients_meta(
-    gradient: Any, a: Any, mean: Any, variance: Any, weight: Any, over: Axes, along: Axes, eps: float
-) -> Any:
+def _gradients_meta(gradient: Any, a: Any, mean: Any, scale: Any, weight: Any, over: Axes, along: Axes) -> Any:
     shape = tuple(a.shape[i] for i in along)
     return compat.TensorProxy(like=a), *(compat.TensorProxy(like=mean, shape=shape) for _ in range(2))
 
 
 def _gradients(
-    gradient: Tensor,
-    a: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    weight: Tensor | None,
-    over: Axes,
-    along: Axes,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, a: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None, over: Axes, along: Axes
+) -> tuple[Tensor, ...]:
     """The gradients of ``a``, of the weight and of the bias, the last two in the type of the statistics."""
-    rstd = torch.rsqrt(variance + eps)
-    normalized = (a - mean) * rstd
-    of_bias = gradient.to(mean.dtype)
-    of_weight = of_bias * normalized
-    shape = [size if i in along else 1 for i, size in enumerate(a.shape)]
-    scaled = of_bias if weight is None else of_bias * weight.reshape(shape)
-    projected = (scaled * normalized).mean(over, keepdim=True)
-    of_a = rstd * (scaled - scaled.mean(over, keepdim=True) - normalized * projected)
+    wide, centered = gradient.to(mean.dtype), a - mean
+    weights = 1 if weight is None else weight.reshape([size if i in along else 1 for i, size in enumerate(a.shape)])
     others = [i for i in range(a.dim()) if i not in along]
-    return of_a.to(a.dtype), of_weight.sum(others), of_bias.sum(others)
+    if over == others:  # one pass over the images is enough for all sums
+        of_bias = wide.sum(others, keepdim=True)
+        of_weight = (wide * centered).sum(others, keepdim=True) * scale
+        count = a.numel() / mean.numel()
+        of_a = scale * weights * (wide - of_bias / count - centered * (scale * of_weight / count))
+    else:
+        normalized, weighted = centered * scale, wide * weights
+        of_bias, of_weight = wide.sum(others), (wide * normalized).sum(others)
+        projected = normalized * (weighted * normalized).mean(over, keepdim=True)
+        of_a = scale * (weighted - weighted.mean(over, keepdim=True) - projected)
+    return of_a.to(a.dtype), *(each.reshape([a.shape[i] for i in along]) for each in (of_weight, of_bias))
 
 
 # Thunder computes nothing with this tag once more in the backward.
@@ -88,12 +84,10 @@ after_update = fused_executor.register_operator(
 gradients = fused_executor.register_operator("normalization_gradients", meta=_gradients_meta, fn=_gradients)
 
 
-def _derive(
-    result: Any, a: Any, mean: Any, variance: Any, weight: Any, bias: Any, over: Axes, along: Axes, eps: float
-) -> None:
+def _derive(result: Any, a: Any, mean: Any, scale: Any, weight: Any, bias: Any, over: Axes, along: Axes) -> None:
     """The derivative of the result."""
     gradient = compat.prims.get_grad(result)
-    of_a, *others = gradients(gradient, a, mean, variance, weight, over, along, eps)
+    of_a, *others = gradients(gradient, a, mean, scale, weight, over, along)
     compat.prims.put_grad(a, of_a)
     for parameter, found in zip((weight, bias), others):
         if parameter is not None:
@@ -107,10 +101,10 @@ def _layer_norm(
     parameter = weight if weight is not None else bias
     last = len(normalized_shape if parameter is None else parameter.shape)
     axes = [*range(a.ndim - last, a.ndim)]
-    mean, variance = statistics(a, axes)
-    result = apply(a, mean, variance, weight, bias, axes, eps)
+    mean, _, scale = statistics(a, axes, eps)
+    result = apply(a, mean, scale, weight, bias, axes)
     if derives:
-        _derive(result, a, mean, variance, weight, bias, axes, axes, eps)
+        _derive(result, a, mean, scale, weight, bias, axes, axes)
     return result
 
 
@@ -128,7 +122,7 @@ def _batch_norm(
     derives: bool,
 ) -> Any:
     over = [0, *range(2, a.ndim)]
-    mean, variance = statistics(a, over)
+    mean, variance, scale = statistics(a, over, eps)
     count = math.prod(a.shape) / a.shape[1]
     updated = []
     for running, now in ((running_mean, mean), (running_var, variance * (count / (count - 1)))):
@@ -136,9 +130,9 @@ def _batch_norm(
             now = (1 - momentum) * running + momentum * now.reshape(running.shape)
             updated.append(compat.write_in_place(running, now))
     mean = after_update(mean, updated)
-    result = apply(a, mean, variance, weight, bias, [1], eps)
+    result = apply(a, mean, scale, weight, bias, [1])
     if derives:
-        _derive(result, a, mean, variance, weight, bias, over, [1], eps)
+        _derive(result, a, mean, scale, weight, bias, over, [1])
     return result
 
 

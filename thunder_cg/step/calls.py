@@ -24,7 +24,8 @@ from thunder_cg.compat.torch import code_before_dynamo, is_restored_by_dynamo
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.reads import Called, is_installed
 
-_GENERATED = ("<eval_with_key>", "thunder.")  # the code of graphs and traces
+_GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
+_GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
 # What they return is another value in each call.
 _UNSTEADY = frozenset({datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom})
@@ -97,7 +98,8 @@ class Calls:
 def _is_users_file(file: str, variables: dict[str, Any]) -> bool:
     if file == "<string>":  # written by a class decorator or a compiler, or all that Python runs
         file = variables.get("__file__", "<frozen" if variables.get("__name__") != "__main__" else file)
-    return not is_installed(file) and not file.startswith(_GENERATED)
+    is_generated = file.startswith(_GENERATED) or str(variables.get("__name__")).startswith(_GENERATED_MODULES)
+    return not is_generated and not is_installed(file)
 
 
 def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
