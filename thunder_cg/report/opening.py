@@ -90,6 +90,7 @@ def _summary(report: Report) -> Iterator[str]:
     first, *rest = ran(report)
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
+    yield from (f"Other than in PyTorch, with and without graphs: {said}." for said in report.differs)
     yield from failures(report)
     yield from in_python(report)
     yield from lines.by_line(report)
@@ -182,7 +183,13 @@ def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:
     """Whether nothing can be better: all operators are in graphs, and all calls that may replay do."""
     eager = sum(trace.counts["eager"] for trace in report.traces)
     graphs = report.outside or report.breaks or report.limits or report.python_calls  # Dynamo's
-    others = graphs or report.changes or report.compile_failures or any(trace.fallbacks for trace in having)
+    others = (
+        graphs
+        or report.differs
+        or report.changes
+        or report.compile_failures
+        or any(trace.fallbacks for trace in having)
+    )
     return not (eager or others) and all(trace.replays and not trace.awaiting_capture for trace in having)
 
 
