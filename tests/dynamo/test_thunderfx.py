@@ -410,11 +410,8 @@ def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device
     fix = "To change that: set torch._dynamo.config.recompile_limit higher"
     assert "1 of 3 calls replayed" in said and "2 more calls ran in plain Python, without Thunder." in said
     assert "Dynamo compiles forward (test_thunderfx.py:" in said and "it has 1 compiled version, and" in said
-    assert (
-        "holds only for `len(sizes) == 1`; pass what changes" in said
-        and fix in said
-        and "nothing to change" not in said
-    )
+    assert "holds only for `len(sizes) == 1`; pass what changes" in said and fix in said
+    assert "nothing to change" not in said and "if it is a cache that grows, write it in place" in said
     assert nothing.startswith("Nothing is compiled. 1 call ran in plain Python") and fix in nothing
     assert "of other functions or instances with the same code" in nothing
     torch._dynamo.reset()
