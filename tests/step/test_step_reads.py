@@ -9,8 +9,10 @@ import itertools
 import os
 import random
 import re
+import secrets
 import sys
 import time
+import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -305,8 +307,14 @@ def test_generators_of_random_numbers(step_twins, make, draw):
     assert draw(generator) == draw(twin)  # no call has drawn twice, or not at all
 
 
-@pytest.mark.parametrize("read", [time.time, time.perf_counter_ns, datetime.now, lambda: os.urandom(1)[0]])
-def test_a_clock(step_twins, read):
+@pytest.mark.parametrize(
+    "read",
+    [
+        *(time.time, time.perf_counter_ns, datetime.now, lambda: os.urandom(1)[0]),
+        *(lambda: secrets.randbelow(9), lambda: secrets.token_bytes(1)[0], lambda: uuid.uuid4().int % 9),
+    ],
+)
+def test_clocks_and_random_numbers_of_the_system(step_twins, read):
     def of(y):
         now = read()
         return y * (now.microsecond if isinstance(now, datetime) else now)

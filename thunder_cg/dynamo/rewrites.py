@@ -19,6 +19,7 @@ from thunder_cg.compat.splitter import (
     can_trace_all,
     compute_without_gradient,
     example,
+    fixed_float,
     for_splitter,
     inside_transforms,
     is_collective,
@@ -64,6 +65,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     Args:
         options: those of ``thunder.jit`` that the graph is to be compiled with.
     """
+    for node in module.graph.find_nodes(op="call_method", target="item"):
+        _write_number(node)
     transformed = inside_transforms(module.graph)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
@@ -100,6 +103,12 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
         elif node.op == "call_function" or node.target in ("repeat_interleave", "mul"):
             _use_own_operator(node, options)
     _leave_out_of_backward(module.graph, transformed, options)
+
+
+def _write_number(node: Node) -> None:
+    """Dynamo reads a float that changes from call to call from a tensor, also where it compiles for each value."""
+    if (number := fixed_float(node)) is not None:
+        _replace(node, number)
 
 
 def _name_inplace(node: Node) -> None:
