@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from thunder_cg import explain
 from thunder_cg.step import recording
 from thunder_cg.step.calls import Calls
+from thunder_cg.step.state import random_states
 
 SCALE = 1.0
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
@@ -222,6 +223,20 @@ def test_a_step_that_sets_the_random_state(step_twins, how):
     assert step.captures == 0
     if step_twins.device == "cpu":
         assert "sets the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
+
+
+def test_all_of_numpys_random_state():
+    """However NumPy prints an array."""
+    kept, key = np.random.get_state(), np.arange(624)
+    try:
+        with np.printoptions(threshold=10):
+            states = []
+            for key[300] in (0, 1):
+                np.random.set_state(("MT19937", key, 0))
+                states.append(random_states(torch.device("cpu")))
+    finally:
+        np.random.set_state(kept)
+    assert states[0] != states[1]
 
 
 def test_a_profiler_of_python(step_twins):
