@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import random
 import re
@@ -550,16 +551,15 @@ def test_a_step_that_is_refused_is_seldom_looked_at(step_twins, monkeypatch):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
-    class Hidden:
-        value = None
+    hidden = ctypes.py_object()  # has no attributes that could be looked at
 
     def make(model):
-        Hidden.value = torch.ones((), device=step_twins.device)
+        hidden.value = torch.ones((), device=step_twins.device)
         optimizer = sgd(model.parameters())
 
         def step(x, y):
             optimizer.zero_grad()
-            loss = cross_entropy(model(x), y) * getattr(Hidden, "val" + "ue")
+            loss = cross_entropy(model(x), y) * getattr(hidden, "val" + "ue")
             loss.backward()
             optimizer.step()
             return loss
@@ -568,7 +568,7 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
 
     def between(i, model, fn, batch):
         if i == 5:
-            Hidden.value = torch.tensor(2.0, device=step_twins.device)
+            hidden.value = torch.tensor(2.0, device=step_twins.device)
 
     if frozen:  # from the garbage collector, as long trainings do
         gc.freeze()
