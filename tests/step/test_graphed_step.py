@@ -582,17 +582,15 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
 
 
 def test_a_tensor_that_escapes_is_refused(step_twins):
-    class Logger:
-        logits = None
+    logger = ctypes.py_object()  # has no attributes that could be looked at
 
     def make(model):
         optimizer = sgd(model.parameters())
-        Logger.logits = None
 
         def step(x, y):
             optimizer.zero_grad()
             logits = model(x)
-            setattr(Logger, "log" + "its", logits.detach())
+            setattr(logger, "val" + "ue", logits.detach())
             loss = cross_entropy(logits, y)
             loss.backward()
             optimizer.step()
