@@ -7,12 +7,13 @@ import copy
 import cProfile
 import itertools
 import os
+import queue
 import random
 import re
 import sys
 import time
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict, UserList, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from datetime import datetime
@@ -29,6 +30,7 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
+from thunder_cg.errors import CaptureRefused
 from thunder_cg.step import recording
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.state import StepState
@@ -505,6 +507,11 @@ def a_mapping():
     return lambda y: y * proxy["scale"], partial(table.update, scale=2.0)
 
 
+def a_sequence():
+    values = UserList([1.0])
+    return lambda y: y * values[0], partial(values.insert, 0, 2.0)
+
+
 def the_order_of_a_dictionary():
     table = {"a": 1.0, "b": 2.0}
     return lambda y: y * next(iter(table.values())), lambda: table.update(a=table.pop("a"))
@@ -560,6 +567,7 @@ FAR = (
     a_variable_of_the_context,
     a_weak_reference,
     a_mapping,
+    a_sequence,
     the_order_of_a_dictionary,
     a_key,
     an_attribute_of_a_dictionary,
@@ -578,7 +586,8 @@ def state_of(fn, device_type="cpu"):
     finally:
         calls.end()
     state = StepState(fn, {}, device_type, [*calls.found.values()])
-    state.guard_tensors()
+    if state.tensors:
+        state.guard_tensors([])
     return state
 
 
@@ -597,6 +606,22 @@ def test_what_no_name_leads_to(monkeypatch, make):
 def _and_hold_no_more(change, state):
     change()
     assert not state.holds()
+
+
+def test_settings_that_a_step_leaves_behind(step_twins, device):
+    def of(x):
+        torch.backends.cuda.enable_math_sdp(False)
+        return x * 2
+
+    step = step_twins.graphed(of)
+    try:
+        for _ in range(4):
+            torch.backends.cuda.enable_math_sdp(True)
+            step(step_twins.batch()[0])
+            assert not torch.backends.cuda.math_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_math_sdp(True)
+    assert "what PyTorch chooses kernels by changed" in str(explain(step))
 
 
 @pytest.mark.parametrize("write", [lambda t: t.data.fill_(2), lambda t: t.numpy().fill(2), lambda t: t.add_(1)])
@@ -654,3 +679,26 @@ def test_an_argument_that_the_step_changes_by_another_name(step_twins):
         result = step(*step_twins.batch(), view if i else view.clone())
         assert not i or torch.equal(result, view)
     assert step.captures == 0 and "an argument shares memory" in str(explain(step))
+
+
+@pytest.mark.parametrize("make", [queue.SimpleQueue, queue.Queue])
+def test_queues(step_twins, make):
+    value = make()
+    for _ in range(9):
+        value.put(1.0)
+    step = step_twins.graphed(lambda x: x * value.get())
+    for _ in range(4):
+        step(step_twins.batch()[0])
+    assert step.captures == 0 and "which no replay would advance" in str(explain(step))
+    assert value.qsize() == 5
+
+
+def test_tensors_on_several_devices(monkeypatch):
+    weight = nn.Parameter(torch.ones(1))
+    state = StepState(lambda y: y * weight, {}, "cpu")
+    monkeypatch.setattr(StepState, "device", torch.device("meta"))
+    with pytest.raises(CaptureRefused, match="uses tensors on meta and on cpu, and a graph is on one device"):
+        state.guard_tensors([])
+    state = StepState(lambda y: y, {}, "cpu")
+    with pytest.raises(CaptureRefused, match="uses tensors on meta and on cpu, and a graph is on one device"):
+        state.guard_tensors([torch.ones(1)])

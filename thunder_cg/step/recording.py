@@ -43,7 +43,7 @@ from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
 from thunder_cg.step.memory import nbytes
-from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, moved, refuse_other_memory
+from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
 from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 
@@ -376,7 +376,7 @@ class StepCapture:
 
     def _attempt(self) -> StepRecording:
         state = self.state
-        state.guard_tensors()
+        state.guard_tensors(self.batch.tensors)
         _refuse_sparse_gradients(state)
         on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
@@ -413,6 +413,7 @@ class StepCapture:
         body = _Body(self.fn, batch, buffers, state, self.calls)
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
+        memory = memory_of_tensors(state.device)
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
         _refuse_sparse_gradients(state)
         outputs = body.outputs
@@ -423,7 +424,7 @@ class StepCapture:
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.tensors, *batch.tensors, *before.memory]
-        refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool)
+        refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         gradients, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         return StepRecording(
             layout=batch.layout,

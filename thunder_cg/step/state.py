@@ -10,13 +10,15 @@ Note [Cheap checks of a state]
 
 Note [Objects]
     The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
-    Then all attributes of the object are facts, if its class is the user's, a namespace, or PyTorch's. Of an object of
-    another package, such as a progress bar, only numbers, strings and flags are. Modules and optimizers that any of
+    Then all attributes of the object are facts, if its class is the user's, a namespace, or PyTorch's, and so is what
+    such a class or a module of the user's defines. Of an object of another package, such as a progress bar, only
+    numbers, strings and flags are, or its items, if it is a mapping or a sequence. Modules and optimizers that any of
     these lead to are looked at whole. An optimizer may wrap another one, as those of Lightning and Accelerate do.
 
 Note [Values that nobody reports]
-    An array of NumPy and a generator of random numbers change without a trace in any dictionary. So a replay compares
-    what they hold. What an iterator holds cannot be told, and no replay would advance it: such a step is not captured.
+    An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
+    dictionary. So a replay compares what they hold. What an iterator or a queue holds cannot be told, and no replay
+    would advance it: such a step is not captured.
 """
 
 from __future__ import annotations
@@ -44,12 +46,14 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.torch import (
+    Settings,
     addresses_equal,
     dictionary_guard,
     dictionary_of,
     global_hooks,
     has_storage,
     hooks_of,
+    kernel_settings,
     module_dictionaries,
     registered_hooks,
     tensor_guards,
@@ -159,10 +163,11 @@ class _Collector:
             self.add(f"what {label} refers to", referent, depth + 1)
         elif (get := _content_of(value)) is not None:
             self._add_value(label, value, get)
-        elif isinstance(value, Mapping) and value is not os.environ and not _is_users(value):
+        elif isinstance(value, (Mapping, Sequence)) and value is not os.environ and not _is_users(value):
             self.facts[label] = Same(value)
             self.is_opaque = True
-            self._add_container(label, dict(value), depth)
+            copied: Any = dict if isinstance(value, Mapping) else list
+            self._add_container(label, value if len(value) > _MAX_ITEMS else copied(value), depth)
         elif _is_iterator(value):
             self.facts[label] = Same(value)
             problem = f"{label} is a {type(value).__name__}, which no replay would advance"
@@ -423,8 +428,15 @@ class StepState:
             and all(get() == then for get, then in self._values)
         )
 
-    def guard_tensors(self) -> None:
-        """Notes where the tensors are and what they are like, for `holds`. `CaptureRefused` if one has no memory."""
+    def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
+        """Notes where the tensors are and what they are like, for `holds`.
+
+        Raises:
+            CaptureRefused: one has no memory, or not on the device, or one of the step's arguments is elsewhere.
+        """
+        device = self.device
+        if (other := next((t.device for t in (*self.tensors, *arguments) if t.device != device), None)) is not None:
+            raise CaptureRefused(f"the step uses tensors on {device} and on {other}, and a graph is on one device")
         for tensor in self.tensors:
             if not isinstance(tensor, nn.Parameter) and type(tensor) not in (Tensor, nn.Buffer):
                 raise CaptureRefused(f"the step uses a {type(tensor).__name__}, which is no plain tensor")
@@ -505,7 +517,8 @@ def _referent_of(value: Any) -> Callable[[], Any] | None:
 
 def _is_iterator(value: Any) -> bool:
     """Whether somebody else's code keeps how far the value has been read. A file is for what is written to it."""
-    return isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not _is_users(value)
+    is_queue = hasattr(type(value), "get_nowait")
+    return (is_queue or isinstance(value, Iterator)) and not isinstance(value, io.IOBase) and not _is_users(value)
 
 
 def thread_states() -> Facts:
@@ -525,9 +538,13 @@ def thread_states() -> Facts:
     return facts
 
 
+_kernel_settings = kernel_settings(Settings.ALL)
+
+
 def states_outside(device: torch.device) -> Facts:
     """What a step may change that is neither an argument nor read by a name, and that no replay would change."""
-    return random_states(device) | thread_states()
+    settings = {"what PyTorch chooses kernels by": _kernel_settings()}
+    return random_states(device) | thread_states() | settings
 
 
 def random_states(device: torch.device) -> Facts:
