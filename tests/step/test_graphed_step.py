@@ -171,6 +171,36 @@ def test_gradients_may_be_cleared_or_changed_between_the_steps(step_twins):
     assert step.replays >= 8, why(step)
 
 
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("change", ["memory", "strides"])
+def test_a_gradient_may_get_other_memory_or_strides(step_twins, device, to_none, change):
+    """It is the same tensor as before, though not at the place where the graph writes it."""
+    results = []
+    made = step_twins.model(nn.Linear(4, 4), nn.Linear(4, 3))
+    for is_graphed in (False, True):
+        model = copy.deepcopy(made)
+        inner = usual_step(model)
+
+        def step(x, y, model=model, inner=inner):
+            inner.optimizer.zero_grad(set_to_none=to_none)
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            inner.optimizer.step()
+            return loss
+
+        step = step_twins.graphed(step) if is_graphed else step
+        torch.manual_seed(1)
+        results.append([])
+        for i in range(10):
+            results[-1].append([step(*step_twins.batch()).detach(), *(p.grad.clone() for p in model.parameters())])
+            if i == 5 and change == "memory":
+                model[0].weight.grad.data = torch.ones(4, 4, device=device)
+            elif i == 5:
+                model[0].weight.grad.t_()
+    same(*results)
+    assert step.replays >= 3, why(step)
+
+
 def test_a_write_between_forward_and_backward_is_noticed(step_twins):
     model = step_twins.compiled(step_twins.model())
     step = step_twins.graphed(usual_step(model))

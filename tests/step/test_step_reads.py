@@ -466,6 +466,7 @@ def the_code_of_a_function():
 def an_attribute_of_a_function():
     scaled = decorated()
     scaled.scale = 1.0
+    scaled.itself = scaled
     return lambda y: weigh(scaled, y), partial(setattr, scaled, "scale", 2.0)
 
 

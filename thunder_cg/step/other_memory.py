@@ -84,10 +84,12 @@ def refuse_other_memory(
     used: list[tuple[Tensor, str]] = []
     gone = before.keys() - set(map(address_if_any, known))
     for tensor in _all_tensors():
-        gone.discard(address(tensor))
+        is_in_pool = any(start <= address(tensor) < stop for start, stop in ranges)
+        if is_in_pool or id(tensor) not in objects:  # what a tape has recorded keeps memory of others
+            gone.discard(address(tensor))
         if id(tensor) in objects or tensor.device != device or storage_id(tensor) in storages:
             continue
-        if any(start <= address(tensor) < stop for start, stop in ranges):
+        if is_in_pool:
             problem = f"{_shown(tensor)} that the step makes is still held after it, and each replay would overwrite it"
             raise CaptureRefused(f"{problem}; return it, or write it into a tensor that exists before the step")
         if (user := addresses.user_of(tensor)) is not None:

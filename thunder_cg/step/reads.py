@@ -275,7 +275,8 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
             current = _Chain(current.scope, current.name, (*current.attributes, value))
             if name != "STORE_ATTR":
                 continue
-        if name != "STORE_FAST" or current is None or current.scope != "import" or current.attributes:
+        names_module = current is not None and current.scope == "import" and not current.attributes
+        if not (names_module and name in ("IMPORT_FROM", "STORE_FAST")):
             end()  # a name for a whole module reads nothing of it
         if name == "STORE_FAST" and current is not None:
             aliases[value] = None if value in aliases else current

@@ -165,7 +165,7 @@ class _Gradient:
 
     def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
         self.tensor, self._parameter = tensor, parameter
-        self._storage, self._address = storage_id(tensor), tensor.data_ptr()
+        self._storage, self._place = storage_id(tensor), _place(tensor)
         self._owners: _Owners | None = None
         self._known[self._storage] = self
 
@@ -211,7 +211,7 @@ class _Gradient:
         assert then is not None
         now = self._count()
         has_more = now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
-        return has_more or self.tensor.data_ptr() != self._address
+        return has_more or _place(self.tensor) != self._place
 
 
 @dataclass(slots=True, eq=False)
@@ -227,6 +227,7 @@ class StepRecording(RecordingUse):
     structure: Any  # of the result
     sources: list[CopiedInput]
     gradients_before: list[Any]
+    places_before: list[Any]  # where these were: the user may give a gradient other memory, or other strides
     gradients: list[_Gradient | None]  # that the step leaves, for each parameter
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
@@ -259,8 +260,9 @@ class StepRecording(RecordingUse):
         """Whether a replay is a call with this layout, from the state and the gradients that there are now."""
         if layout != self.layout or not self.state.holds():
             return False
-        gradients = zip(self.state.parameters, self.gradients_before)
-        return all(expected is ANY or _is_same_memory(p.grad, expected) for p, expected in gradients)
+        return all(
+            place is ANY or _place(p.grad) == place for p, place in zip(self.state.parameters, self.places_before)
+        )
 
     def why_not(self, batch: Batch) -> str | None:
         """Why no replay is right now, although the recording is for the call; None if one is."""
@@ -407,13 +409,13 @@ class StepCapture:
         if batch.is_in(_storages([*state.tensors, *(each for each in before.memory if each is not None)])):
             raise CaptureLater(_SHARES)
         guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
+        memory = memory_of_tensors(state.device)
         copied, buffers = place(pool, batch.tensors, frozenset(), {})
         copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
         body = _Body(self.fn, batch, buffers, state, self.calls)
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
-        memory = memory_of_tensors(state.device)
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
         _refuse_sparse_gradients(state)
         outputs = body.outputs
@@ -436,6 +438,7 @@ class StepCapture:
             structure=body.structure,
             sources=copied,
             gradients_before=expected,
+            places_before=[ANY if each is ANY else _place(each) for each in expected],
             gradients=[None if g is None else _Gradient.of(g, p) for g, p in zip(gradients, state.parameters)],
             touched=touched,
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
@@ -499,7 +502,12 @@ def _is_in(tensor: Tensor, pool: Pool) -> bool:
     return any(start <= address_if_any(tensor) < stop for start, stop in pool.ranges())
 
 
+def _place(tensor: Tensor | None) -> Any:
+    """Where a gradient is, and how it is laid out. That of one without an address is equal to no other."""
+    if tensor is None:
+        return None
+    return (tensor.data_ptr(), layout(tensor)) if has_storage(tensor) else object()
+
+
 def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:
-    if tensor is None or expected is None:
-        return tensor is expected
-    return has_storage(tensor) and tensor.data_ptr() == expected.data_ptr() and layout(tensor) == layout(expected)
+    return _place(tensor) == _place(expected)

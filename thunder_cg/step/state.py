@@ -62,7 +62,7 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import is_leaf_with_grad
-from thunder_cg.step.reads import Called, Read, is_users, reads_of
+from thunder_cg.step.reads import Called, Read, is_installed, is_users, reads_of
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -151,7 +151,8 @@ class _Collector:
             self._add_names(label, value, depth)
         elif isinstance(value, types.FunctionType):
             self.facts[label] = Same(value)
-            self._add_own_attributes(label, value, depth)
+            if not is_installed(value.__code__.co_filename):
+                self._add_own_attributes(label, value, depth)
         elif isinstance(value, partial):
             self.facts[label] = Same(value)
             self.add(f"{label}.args", value.args, depth + 1)
@@ -193,7 +194,8 @@ class _Collector:
 
     def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
         """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
-        if attributes := getattr(value, "__dict__", None):
+        if (attributes := getattr(value, "__dict__", None)) and id(value) not in self._objects:
+            self._objects.add(id(value))
             self.watched.append(attributes)
             for name, attribute in attributes.items():
                 self.add(f"{label}.{name}", attribute, depth + 1)
