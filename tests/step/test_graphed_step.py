@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import random
 import re
@@ -168,6 +169,36 @@ def test_gradients_may_be_cleared_or_changed_between_the_steps(step_twins):
 
     step = step_twins.train(usual_step, 12, between)
     assert step.replays >= 8, why(step)
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("change", ["memory", "strides"])
+def test_a_gradient_may_get_other_memory_or_strides(step_twins, device, to_none, change):
+    """It is the same tensor as before, though not at the place where the graph writes it."""
+    results = []
+    made = step_twins.model(nn.Linear(4, 4), nn.Linear(4, 3))
+    for is_graphed in (False, True):
+        model = copy.deepcopy(made)
+        inner = usual_step(model)
+
+        def step(x, y, model=model, inner=inner):
+            inner.optimizer.zero_grad(set_to_none=to_none)
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            inner.optimizer.step()
+            return loss
+
+        step = step_twins.graphed(step) if is_graphed else step
+        torch.manual_seed(1)
+        results.append([])
+        for i in range(10):
+            results[-1].append([step(*step_twins.batch()).detach(), *(p.grad.clone() for p in model.parameters())])
+            if i == 5 and change == "memory":
+                model[0].weight.grad.data = torch.ones(4, 4, device=device)
+            elif i == 5:
+                model[0].weight.grad.t_()
+    same(*results)
+    assert step.replays >= 3, why(step)
 
 
 def test_a_write_between_forward_and_backward_is_noticed(step_twins):
@@ -550,16 +581,15 @@ def test_a_step_that_is_refused_is_seldom_looked_at(step_twins, monkeypatch):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
-    class Hidden:
-        value = None
+    hidden = ctypes.py_object()  # has no attributes that could be looked at
 
     def make(model):
-        Hidden.value = torch.ones((), device=step_twins.device)
+        hidden.value = torch.ones((), device=step_twins.device)
         optimizer = sgd(model.parameters())
 
         def step(x, y):
             optimizer.zero_grad()
-            loss = cross_entropy(model(x), y) * getattr(Hidden, "val" + "ue")
+            loss = cross_entropy(model(x), y) * getattr(hidden, "val" + "ue")
             loss.backward()
             optimizer.step()
             return loss
@@ -568,7 +598,7 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
 
     def between(i, model, fn, batch):
         if i == 5:
-            Hidden.value = torch.tensor(2.0, device=step_twins.device)
+            hidden.value = torch.tensor(2.0, device=step_twins.device)
 
     if frozen:  # from the garbage collector, as long trainings do
         gc.freeze()
@@ -582,17 +612,15 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
 
 
 def test_a_tensor_that_escapes_is_refused(step_twins):
-    class Logger:
-        logits = None
+    logger = ctypes.py_object()  # has no attributes that could be looked at
 
     def make(model):
         optimizer = sgd(model.parameters())
-        Logger.logits = None
 
         def step(x, y):
             optimizer.zero_grad()
             logits = model(x)
-            setattr(Logger, "log" + "its", logits.detach())
+            setattr(logger, "val" + "ue", logits.detach())
             loss = cross_entropy(logits, y)
             loss.backward()
             optimizer.step()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import UserList
+import ctypes
+from collections import deque
 
 import pytest
 import torch
@@ -34,12 +35,21 @@ def looks_used(monkeypatch, backend):
 
 
 def test_a_tensor_that_nothing_names(step_twins, device):
-    """What objects of other packages hold is not looked at, so nobody would notice another tensor."""
-    tensors = UserList([torch.ones((), device=device)])
-    step = step_twins.train(make_step(lambda: tensors[0]))
+    """What objects without attributes hold is not looked at, so nobody would notice another tensor."""
+    hidden = ctypes.py_object(torch.ones((), device=device))
+    step = step_twins.train(make_step(lambda: getattr(hidden, "val" + "ue")))
     said = str(explain(step))
     assert step.captures == 0 and "the step uses a tensor () of float32 in " in said
     assert "it is not known where from; pass it as an argument" in said
+
+
+def test_a_tensor_that_the_step_lets_go_of(step_twins, device):
+    """Such as a batch that it takes from somewhere: afterwards nobody has the memory that a graph would read."""
+    hidden = ctypes.py_object(deque(torch.ones((), device=device) for _ in range(20)))
+    step = step_twins.graphed(lambda x: x * getattr(hidden, "val" + "ue").popleft())
+    for _ in range(4):
+        step(step_twins.batch()[0])
+    assert step.captures == 0 and "lets go of it; pass it as an argument" in str(explain(step))
 
 
 def test_a_number_that_looks_like_an_address(step_twins, device, looks_used):

@@ -7,16 +7,21 @@ import copy
 import cProfile
 import itertools
 import os
+import queue
 import random
 import re
 import secrets
 import sys
 import time
 import uuid
-from collections import deque
+import weakref
+from collections import OrderedDict, UserList, deque
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from datetime import datetime
-from types import FunctionType, SimpleNamespace
+from functools import partial
+from types import FunctionType, MappingProxyType, SimpleNamespace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -27,9 +32,10 @@ from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain
+from thunder_cg.errors import CaptureRefused
 from thunder_cg.step import recording
 from thunder_cg.step.calls import Calls
-from thunder_cg.step.state import random_states
+from thunder_cg.step.state import StepState, random_states
 
 SCALE = 1.0
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
@@ -374,7 +380,7 @@ def test_what_inductor_writes_is_not_the_users():
 def test_a_capture_that_fails_ends_its_watch(step_twins, monkeypatch):
     """Wherever it fails, the next capture may watch."""
     step = step_twins.graphed(make_step(lambda y: y)(step_twins.model()))
-    for name in ("place", "copy_all", "random_states"):
+    for name in ("place", "copy_all", "states_outside"):
         with monkeypatch.context() as patched:
             patched.setattr(recording, name, lambda *_: 1 / 0)
             for _ in range(3):
@@ -391,3 +397,331 @@ def test_what_dynamo_compiles_in_a_capture(step_twins):
     compiled = torch.compile(lambda y: torch.sin(y) * 2, backend="eager")
     step = step_twins.train(make_step(compiled), between=lambda *_: torch.compiler.reset())
     assert step.captures == 1 and step.replays >= 3, explain(step)
+
+
+# ------------------------------------------------------------------------------------ what no name of the step leads to
+
+
+class Settings:
+    scale = 1.0
+    table: ClassVar = {"scale": 1.0}
+
+    def weigh(self, y):
+        return y
+
+
+def weigh(settings, y):
+    return y * settings.scale
+
+
+def of_settings():
+    settings = Settings()
+    return lambda y: weigh(settings, y), settings
+
+
+def an_attribute_of_a_class():
+    step, settings = of_settings()
+    return step, partial(setattr, type(settings), "scale", 2.0)
+
+
+def a_table_of_a_class():
+    settings = Settings()
+    return lambda y: y * type(settings).table["scale"], lambda: Settings.table.update(scale=2.0)
+
+
+def a_class_that_is_passed_on():
+    return lambda y: weigh(Settings, y), partial(setattr, Settings, "scale", 2.0)
+
+
+def another_class():
+    step, settings = of_settings()
+    return step, lambda: setattr(settings, "__class__", type("Other", (Settings,), {"scale": 2.0}))
+
+
+def a_method_of_a_class():
+    step = Settings().weigh
+    return lambda y: step(y), partial(setattr, Settings, "weigh", lambda self, y: y * 2)
+
+
+def a_module_that_is_passed_on():
+    return lambda y: y * getattr(sys.modules[__name__], "SCALE"), set_scale  # noqa: B009
+
+
+def an_import_in_a_function():
+    def step(y):
+        import test_step_reads as this
+
+        return y * this.SCALE
+
+    return step, set_scale
+
+
+def a_name_imported_in_a_function():
+    def step(y):
+        from test_step_reads import SCALE, plain
+
+        return plain(y) * SCALE
+
+    return step, set_scale
+
+
+def a_default():
+    def scaled(y, *, by=[1.0]):  # noqa: B006
+        return y * by[0]
+
+    return lambda y: scaled(y), lambda: scaled.__kwdefaults__["by"].insert(0, 2.0)
+
+
+def other_defaults():
+    def scaled(y, by=1.0):
+        return y * by
+
+    return lambda y: [scaled][0](y), partial(setattr, scaled, "__defaults__", (2.0,))
+
+
+def the_code_of_a_function():
+    """As IPython's ``%autoreload`` does it."""
+    scaled = decorated()
+    return lambda y: scaled(y), partial(setattr, scaled, "__code__", (lambda y: y * SCALE * 2).__code__)
+
+
+def an_attribute_of_a_function():
+    scaled = decorated()
+    scaled.scale = 1.0
+    scaled.itself = scaled
+    return lambda y: weigh(scaled, y), partial(setattr, scaled, "scale", 2.0)
+
+
+def closures_of_one_code():
+    def make(scale):
+        def scaled(y):
+            return y * scale
+
+        def set_to(other):
+            nonlocal scale
+            scale = other
+
+        return scaled, set_to
+
+    (first, _), (second, set_to) = make(1.0), make(1.0)
+    return lambda y: [first, second][1](first(y)), partial(set_to, 2.0)
+
+
+def an_argument_of_partial():
+    settings = SimpleNamespace(scale=1.0)
+    functions = [partial(weigh, settings)]
+    return lambda y: functions[0](y), partial(setattr, settings, "scale", 2.0)
+
+
+def a_variable_of_the_context():
+    variable = ContextVar("variable", default=1.0)
+    return lambda y: y * variable.get(), partial(variable.set, 2.0)
+
+
+def a_weak_reference():
+    settings = Settings()
+    reference = weakref.ref(settings)
+    return lambda y: y * reference().scale, lambda: setattr(settings, "scale", 2.0)
+
+
+def a_mapping():
+    table = {"scale": 1.0}
+    proxy = MappingProxyType(table)
+    return lambda y: y * proxy["scale"], partial(table.update, scale=2.0)
+
+
+def a_sequence():
+    values = UserList([1.0])
+    return lambda y: y * values[0], partial(values.insert, 0, 2.0)
+
+
+def the_order_of_a_dictionary():
+    table = {"a": 1.0, "b": 2.0}
+    return lambda y: y * next(iter(table.values())), lambda: table.update(a=table.pop("a"))
+
+
+def a_key():
+    settings = SimpleNamespace(scale=1.0)
+    key = Base()
+    key.settings = settings
+    table = {key: 1.0}
+    return lambda y: sum(y * key.settings.scale for key in table), partial(setattr, settings, "scale", 2.0)
+
+
+def an_attribute_of_a_dictionary():
+    table = OrderedDict()
+    table.scale = 1.0
+    return lambda y: weigh(table, y), partial(setattr, table, "scale", 2.0)
+
+
+def bytes_that_change():
+    values = bytearray(b"\1")
+    return lambda y: y * values[0], partial(values.__setitem__, 0, 2)
+
+
+def an_attribute_of_a_tensor():
+    weight = nn.Parameter(torch.ones(()))
+    weight.scale = 1.0
+    return lambda y: y * weight * weight.scale, partial(setattr, weight, "scale", 2.0)
+
+
+def an_attribute_of_a_parameter():
+    """Of a layer, such as a factor for its learning rate."""
+    layer = nn.Linear(1, 1)
+    layer.weight.scale = 1.0
+    return lambda y: y * layer.weight * layer.weight.scale, partial(setattr, layer.weight, "scale", 2.0)
+
+
+FAR = (
+    an_attribute_of_a_class,
+    a_table_of_a_class,
+    a_class_that_is_passed_on,
+    another_class,
+    a_method_of_a_class,
+    a_module_that_is_passed_on,
+    an_import_in_a_function,
+    a_name_imported_in_a_function,
+    a_default,
+    other_defaults,
+    the_code_of_a_function,
+    an_attribute_of_a_function,
+    closures_of_one_code,
+    an_argument_of_partial,
+    a_variable_of_the_context,
+    a_weak_reference,
+    a_mapping,
+    a_sequence,
+    the_order_of_a_dictionary,
+    a_key,
+    an_attribute_of_a_dictionary,
+    bytes_that_change,
+    an_attribute_of_a_tensor,
+    an_attribute_of_a_parameter,
+)
+
+
+def state_of(fn, device_type="cpu"):
+    """The state of a step that has been called once."""
+    calls = Calls()
+    calls.watch()
+    try:
+        fn(torch.ones(1))
+    finally:
+        calls.end()
+    state = StepState(fn, {}, device_type, [*calls.found.values()])
+    if state.tensors:
+        state.guard_tensors([])
+    return state
+
+
+@pytest.mark.parametrize("make", FAR, ids=lambda make: make.__name__)
+def test_what_no_name_leads_to(monkeypatch, make):
+    monkeypatch.setattr(Settings, "scale", 1.0)
+    monkeypatch.setattr(Settings, "table", {"scale": 1.0})
+    monkeypatch.setattr(Settings, "weigh", Settings.weigh)
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    step, change = make()
+    state = state_of(step)
+    assert state.holds() and state.again().facts == state.facts and not state.objections
+    copy_context().run(_and_hold_no_more, change, state)
+
+
+def _and_hold_no_more(change, state):
+    change()
+    assert not state.holds()
+
+
+def test_settings_that_a_step_leaves_behind(step_twins, device):
+    def of(x):
+        torch.backends.cuda.enable_math_sdp(False)
+        return x * 2
+
+    step = step_twins.graphed(of)
+    try:
+        for _ in range(4):
+            torch.backends.cuda.enable_math_sdp(True)
+            step(step_twins.batch()[0])
+            assert not torch.backends.cuda.math_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_math_sdp(True)
+    assert "what PyTorch chooses kernels by changed" in str(explain(step))
+
+
+@pytest.mark.parametrize("write", [lambda t: t.data.fill_(2), lambda t: t.numpy().fill(2), lambda t: t.add_(1)])
+@pytest.mark.parametrize("made", [torch.ones, torch.inference_mode()(torch.ones)], ids=["plain", "inference"])
+def test_a_tensor_on_the_host_of_a_step_on_a_gpu(write, made):
+    values = made(3)
+    state = state_of(lambda y: y * values[0].item(), "cuda")
+    assert state.holds()
+    with torch.inference_mode():
+        write(values)
+    assert not state.holds()
+
+
+def test_names_that_globals_gives():
+    calls = Calls()
+    calls.watch()
+    globals()["SCALE"]
+    calls.end()
+    assert calls.objection.startswith("what globals() gives is not compared before a replay, at test_step_reads.py:")
+
+
+def test_what_is_too_deep_to_compare():
+    deep = [1.0]
+    for _ in range(10):
+        deep = [deep]
+    assert "levels below what the step reads" in state_of(lambda y: y * torch.tensor(deep).sum()).objections[0]
+
+
+def test_a_mode_that_a_step_leaves_behind(step_twins):
+    def of(y):
+        torch.set_grad_enabled(True)
+        return y * 2
+
+    step = step_twins.graphed(of)
+    for _ in range(4):
+        with torch.no_grad():
+            step(step_twins.batch()[0])
+            assert torch.is_grad_enabled()
+    assert "torch.is_grad_enabled() changed from False to True, in the step" in str(explain(step))
+
+
+def test_an_argument_that_the_step_changes_by_another_name(step_twins):
+    """In the call that captures, too."""
+    model = step_twins.model()
+    weight = model.get_parameter("0.weight")
+    inner = make_step(lambda y: y)(model)
+
+    def step(x, y, view):
+        inner(x, y)
+        return view * 1
+
+    step = step_twins.graphed(step)
+    for i in range(5):
+        view = weight.detach()
+        result = step(*step_twins.batch(), view if i else view.clone())
+        assert not i or torch.equal(result, view)
+    assert step.captures == 0 and "an argument shares memory" in str(explain(step))
+
+
+@pytest.mark.parametrize("make", [queue.SimpleQueue, queue.Queue])
+def test_queues(step_twins, make):
+    value = make()
+    for _ in range(9):
+        value.put(1.0)
+    step = step_twins.graphed(lambda x: x * value.get())
+    for _ in range(4):
+        step(step_twins.batch()[0])
+    assert step.captures == 0 and "which no replay would advance" in str(explain(step))
+    assert value.qsize() == 5
+
+
+def test_tensors_on_several_devices(monkeypatch):
+    weight = nn.Parameter(torch.ones(1))
+    state = StepState(lambda y: y * weight, {}, "cpu")
+    monkeypatch.setattr(StepState, "device", torch.device("meta"))
+    with pytest.raises(CaptureRefused, match="uses tensors on meta and on cpu, and a graph is on one device"):
+        state.guard_tensors([])
+    state = StepState(lambda y: y, {}, "cpu")
+    with pytest.raises(CaptureRefused, match="uses tensors on meta and on cpu, and a graph is on one device"):
+        state.guard_tensors([torch.ones(1)])

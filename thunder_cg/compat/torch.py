@@ -6,6 +6,7 @@ Functions that a steady call uses are PyTorch's own objects under another name: 
 from __future__ import annotations
 
 import enum
+import gc
 import linecache
 import re
 import sys
@@ -153,6 +154,12 @@ def _add_guard(add: Callable[..., None], value: Any) -> None:
         add(value, [], None)
     except TypeError:  # torch before 2.11
         add(value, [])
+
+
+def dictionary_of(value: type | types.ModuleType) -> dict[str, Any]:
+    """The dictionary of a class, which Python shows as a proxy, or of a module."""
+    names = vars(value)
+    return names if isinstance(names, dict) else gc.get_referents(names)[0]
 
 
 def module_dictionaries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:

@@ -42,11 +42,12 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self.found: dict[tuple[types.CodeType, int], Called] = {}
+        self.found: dict[tuple[int, int], Called] = {}
         self.objection: str | None = None
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
+        self._seen: set[Any] = set()
         self._is_over = False
         self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
 
@@ -76,6 +77,9 @@ class Calls:
         elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
             self.objection = f"{problem}; call it outside of the step, and pass a tensor"
+        elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
+            problem = f"what globals() gives is not compared before a replay{_line(frame)}"
+            self.objection = f"{problem}; name what the step needs"
         elif event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
             if called.__name__ not in _SEEDS or is_restored_by_dynamo(frame):
                 return
@@ -91,9 +95,10 @@ class Calls:
             return
         owner = _owner(frame, code)
         owner = None if id(owner) in self._new else owner
-        key = code, id(owner)
-        if key not in self.found and (function := _function(frame, code)) is not None:
-            self.found[key] = Called(function, owner)
+        key = code, id(owner), *(id(frame.f_locals.get(name)) for name in code.co_freevars)
+        if key not in self._seen:
+            self._seen.add(key)
+            self.found |= {(id(each), id(owner)): Called(each, owner) for each in _functions(frame, code)}
 
 
 def _is_called_by_user(frame: types.FrameType | None) -> bool:
@@ -124,16 +129,23 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
     return None
 
 
-def _function(frame: types.FrameType, code: types.CodeType) -> types.FunctionType | None:
-    """The function that runs; None if it is gone, or was made by the step."""
-    if not code.co_freevars:
-        return types.FunctionType(code, frame.f_globals)
-    for function in gc.get_referrers(code):
-        if isinstance(function, types.FunctionType) and function.__code__ is code:
-            contents = zip(code.co_freevars, function.__closure__ or ())
-            if all(cell.cell_contents is frame.f_locals.get(name) for name, cell in contents):
-                return function
-    return None
+def _functions(frame: types.FrameType, code: types.CodeType) -> list[types.FunctionType]:
+    """The function that runs, with those that nobody can tell from it; none if it is gone, or was made by the step."""
+    functions = [each for each in gc.get_referrers(code) if isinstance(each, types.FunctionType)]
+    found = [each for each in functions if each.__code__ is code and _has_variables(each, frame)]
+    return found or ([] if code.co_freevars else [types.FunctionType(code, frame.f_globals)])
+
+
+def _has_variables(function: types.FunctionType, frame: types.FrameType) -> bool:
+    contents = zip(function.__code__.co_freevars, function.__closure__ or ())
+    return all(_content(cell) is frame.f_locals.get(name) for name, cell in contents)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return None
 
 
 def _line(frame: types.FrameType | None) -> str:

@@ -31,7 +31,7 @@ from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_
 from thunder_cg.step.memory import PythonCall, nbytes
 from thunder_cg.step.reads import Called
 from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording, changed_argument
-from thunder_cg.step.state import Facts, StepState, random_states
+from thunder_cg.step.state import Facts, StepState, states_outside, thread_states
 
 _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
 _MAX_CAPTURES = 16  # if they do not pay
@@ -110,7 +110,7 @@ class GraphedStep:
             except CaptureRefused as error:
                 self._warn(str(error))
                 return self._run(args, kwargs, str(error))
-            layout = (*batch.layout, *_thread_state())
+            layout = (*batch.layout, *thread_states().values())
             recording = next((each for each in self.recordings if each.is_for(layout)), None)
             if recording is None:
                 return self._observe(batch, layout, args, kwargs)
@@ -188,11 +188,11 @@ class GraphedStep:
     def _note(self, state: StepState, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
         reason, fix = self._what_is_new(layout, self._ready.get(layout), state)
-        random = random_states(state.device)
+        outside = states_outside(state.device)
         python = PythonCall(state, self._backend)
         result = self._run(args, kwargs, reason)
         after = state.again()
-        change = change_between(state.facts | random, after.facts | random_states(state.device))
+        change = change_between(state.facts | outside, after.facts | states_outside(state.device))
         if change is None:
             needs = python.allocated(after)
             self._ready[layout] = _Ready(state.facts, needs + nbytes(batch.tensors), needs)
@@ -324,13 +324,6 @@ def _forget_oldest(by_layout: dict[Any, Any]) -> None:
 def _detached(result: Any) -> Any:
     """The result as a replay returns it: without a history."""
     return tree_map_only(torch.Tensor, lambda t: t.detach() if t.requires_grad and not t.is_leaf else t, result)
-
-
-def _thread_state() -> tuple[Any, ...]:
-    kinds = ("cuda", "cpu")
-    autocast = tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in kinds)
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_cache_enabled()
-    return autocast, modes, torch.get_default_dtype(), torch.get_default_device()
 
 
 def _said(error: BaseException) -> str:

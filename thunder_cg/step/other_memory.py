@@ -36,10 +36,13 @@ class Addresses:
 
     def user_of(self, tensor: Tensor) -> str | None:
         """The name of a kernel that got an address in the tensor's storage, if it has one."""
-        if not (start := address_if_any(tensor)):
-            return None
+        start = address_if_any(tensor)
+        return self.user_of_memory(start, tensor.untyped_storage().nbytes()) if start else None
+
+    def user_of_memory(self, start: int, nbytes: int) -> str | None:
+        """The same for memory that begins at ``start``."""
         at = bisect.bisect_left(self._numbers, start)
-        is_used = at < len(self._numbers) and self._numbers[at] < start + tensor.untyped_storage().nbytes()
+        is_used = at < len(self._numbers) and self._numbers[at] < start + nbytes
         return self._names[self._numbers[at]] if is_used else None
 
 
@@ -51,23 +54,42 @@ class OtherMemoryUsed(CaptureRefused):
         self.tensors = tensors
 
 
+Memory = dict[int, tuple[int, str]]  # by address: bytes, and what is there
+
+
+def memory_of_tensors(device: torch.device) -> Memory:
+    """Where all tensors of the device are. It keeps none of them."""
+    tensors = [tensor for tensor in _known_to_collector() if tensor.device == device]
+    return {address(tensor): (tensor.untyped_storage().nbytes(), _shown(tensor)) for tensor in tensors}
+
+
 def refuse_other_memory(
-    addresses: Addresses, known: Sequence[Tensor | None], own: Sequence[object], device: torch.device, pool: Pool
+    addresses: Addresses,
+    known: Sequence[Tensor | None],
+    own: Sequence[object],
+    device: torch.device,
+    pool: Pool,
+    before: Memory,
 ) -> None:
     """Looks at all tensors of the device. See Note [Memory that a step may use].
 
     Args:
         known: tensors whose memory the step may use.
         own: the tensors that the capture itself has made.
+        before: memory of tensors that there were before the step, some of which may be gone.
     """
     storages = {storage_id(tensor) for tensor in known if tensor is not None}
     objects = {id(tensor) for tensor in (*known, *own)}
     ranges = pool.ranges()
     used: list[tuple[Tensor, str]] = []
+    gone = before.keys() - set(map(address_if_any, known))
     for tensor in _all_tensors():
+        is_in_pool = any(start <= address(tensor) < stop for start, stop in ranges)
+        if is_in_pool or id(tensor) not in objects:  # what a tape has recorded keeps memory of others
+            gone.discard(address(tensor))
         if id(tensor) in objects or tensor.device != device or storage_id(tensor) in storages:
             continue
-        if any(start <= address(tensor) < stop for start, stop in ranges):
+        if is_in_pool:
             problem = f"{_shown(tensor)} that the step makes is still held after it, and each replay would overwrite it"
             raise CaptureRefused(f"{problem}; return it, or write it into a tensor that exists before the step")
         if (user := addresses.user_of(tensor)) is not None:
@@ -77,6 +99,11 @@ def refuse_other_memory(
         fix = "pass it as an argument, or let the step's function name it"
         reason = f"the step uses {_shown(tensor)} in {user}, and it is not known where from; {fix}"
         raise OtherMemoryUsed(reason, [tensor for tensor, _ in used])
+    for start in gone:
+        nbytes, shown = before[start]
+        if (user := addresses.user_of_memory(start, nbytes)) is not None:
+            problem = f"the step uses {shown} in {user}, and lets go of it; pass it as an argument"
+            raise OtherMemoryUsed(problem, [])
 
 
 @contextmanager
@@ -127,6 +154,10 @@ def _shown(tensor: Tensor) -> str:
 def _all_tensors() -> list[Tensor]:
     """Those with memory that the garbage collector knows, without garbage, also those that `gc.freeze` has hidden."""
     gc.collect()
+    return _known_to_collector()
+
+
+def _known_to_collector() -> list[Tensor]:
     frozen = gc.get_freeze_count()
     if frozen:
         gc.unfreeze()

@@ -14,11 +14,12 @@ import os
 import sys
 import sysconfig
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from glob import escape as glob_escape, glob
+from importlib.util import resolve_name
 from typing import Any, NamedTuple
 
 import thunder
@@ -56,7 +57,7 @@ _NEUTRAL = {"CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP"}  # what was loade
 class _Chain:
     """A name in a code object, and attributes of its value: ``self.cfg.scale``."""
 
-    scope: str  # "global", "cell" or "local"
+    scope: str  # "global", "cell", "local" or "import"
     name: str
     attributes: tuple[str, ...] = ()
 
@@ -97,21 +98,21 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
         for name, value in _bound_by_partial(next_fn):
             found.setdefault((id(next_fn), name), Read(name, partial(_attribute, value, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
-        if function is None or (key := (function.__code__, id(owner))) in seen:
+        if function is None or (key := (function.__code__, id(owner), *map(id, function.__closure__ or ()))) in seen:
             continue
         seen.add(key)
         for place, read in _reads_in(function, owner, id(owner) in rooted):
             value = read.get()
-            if isinstance(value, types.ModuleType) or value is MISSING or isinstance(value, type):
+            if value is MISSING or (isinstance(value, (types.ModuleType, type)) and not is_users(value)):
                 continue
             called_function, _ = _function_of(value)
-            is_users = called_function is not None and not is_installed(called_function.__code__.co_filename)
-            if is_users or isinstance(value, nn.Module):
+            runs = called_function is not None and not is_installed(called_function.__code__.co_filename)
+            if runs or isinstance(value, nn.Module):
                 waiting.append(value)
             if isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType):
                 label = read.label.rpartition(".")[0] or read.label
-                found.setdefault((place, "owner"), Read(label, partial(_owner_of, read.get), is_users))
-            elif called_function is None or is_users or not _is_function(value):
+                found.setdefault((place, "owner"), Read(label, partial(_owner_of, read.get), runs))
+            elif called_function is None or runs or not _is_function(value):
                 found.setdefault(place, read)
     return _with_names(found)
 
@@ -173,6 +174,16 @@ def _unwrapped(value: Any) -> Any:
     return inspect.unwrap(value)
 
 
+def is_users(value: types.ModuleType | type) -> bool:
+    """Whether a module or a class is not of an installed package."""
+    if isinstance(value, type):
+        if value.__module__ == "__main__":
+            return True
+        value = sys.modules.get(value.__module__)  # type: ignore[assignment]
+    file = getattr(value, "__file__", None)
+    return getattr(value, "__name__", None) == "__main__" or (file is not None and not is_installed(file))
+
+
 @cache
 def is_installed(filename: str) -> bool:
     """Whether a source file belongs to an installed package or to the standard library."""
@@ -196,8 +207,21 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
         elif chain.scope == "global" and (chain.name in variables or not hasattr(builtins, chain.name)):
             read = Read(where, partial(_in_globals, variables, chain.name, attributes))
             yield (id(variables), chain.name, attributes), read
-    for name, default in zip(reversed(code.co_varnames[: code.co_argcount]), reversed(function.__defaults__ or ())):
-        yield (id(code), name), Read(f"{function.__name__}({name}=)", partial(_attribute, default, ()))
+        elif chain.scope == "import" and (module := _imported(chain.name, variables)) is not None:
+            read = Read(".".join((module, *attributes)), partial(_in_globals, sys.modules, module, attributes))
+            yield (id(sys.modules), module, attributes), read
+    for what in ("__code__", "__defaults__", "__kwdefaults__"):
+        if getattr(function, what) is not None:
+            place = code if what == "__code__" else id(function)
+            yield (place, what), Read(f"{function.__name__}.{what}", partial(getattr, function, what))
+
+
+def _imported(name: str, variables: dict[str, Any]) -> str | None:
+    """The name of a module that is imported in a function."""
+    try:
+        return resolve_name(name, variables.get("__package__"))
+    except ImportError:
+        return None
 
 
 def _has(module: nn.Module, name: str) -> bool:
@@ -208,7 +232,7 @@ def _has(module: nn.Module, name: str) -> bool:
 def _attribute(value: Any, attributes: tuple[str, ...]) -> Any:
     try:
         for name in attributes:
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and name not in vars(value):
                 break  # what it holds, and its gradient, is looked at with it
             value = getattr(value, name)
     except Exception:
@@ -234,6 +258,8 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
     found: dict[_Chain, None] = {}
     aliases: dict[str, _Chain | None] = {}  # variables of the function that stand for a chain; None: for several
     current: _Chain | None = None
+    imported: _Chain | None = None  # what the names after IMPORT_FROM are attributes of
+    arguments: deque[Any] = deque([0, None], maxlen=2)  # of the last two instructions
 
     def end() -> None:
         if current is not None:
@@ -241,18 +267,27 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
 
     for each in dis.get_instructions(code):
         name, value = each.opname, each.argval
+        level, names = arguments
+        arguments.append(value)
         if name in _NEUTRAL:
             continue
         if name in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
             current = _Chain(current.scope, current.name, (*current.attributes, value))
             if name != "STORE_ATTR":
                 continue
-        end()
+        names_module = current is not None and current.scope == "import" and not current.attributes
+        if not (names_module and name in ("IMPORT_FROM", "STORE_FAST")):
+            end()  # a name for a whole module reads nothing of it
         if name == "STORE_FAST" and current is not None:
             aliases[value] = None if value in aliases else current
         elif name == "STORE_FAST":
             aliases[value] = None
-        current = _begun(name, value, aliases)
+        if name == "IMPORT_NAME":
+            current = imported = _Chain("import", "." * level + value if names else value.partition(".")[0])
+        elif name == "IMPORT_FROM" and imported is not None:
+            current = _Chain("import", imported.name, (*imported.attributes, value))
+        else:
+            current = _begun(name, value, aliases)
         if name in ("STORE_GLOBAL", "STORE_DEREF"):
             end()
             current = None
@@ -260,7 +295,7 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             for chain in chains(constant):
-                if chain.scope == "global" or (chain.scope == "cell" and chain.name in code.co_freevars):
+                if chain.scope in ("global", "import") or (chain.scope == "cell" and chain.name in code.co_freevars):
                     found.setdefault(chain)
                 elif chain.scope == "cell" and chain.name in code.co_varnames[:1]:
                     found.setdefault(_Chain("local", chain.name, chain.attributes))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -38,16 +38,17 @@ from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
-from thunder_cg.runtime.tensors import address, address_if_any, copy_all, layout
+from thunder_cg.runtime.tensors import address_if_any, copy_all, layout
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
 from thunder_cg.step.memory import nbytes
-from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, moved, refuse_other_memory
+from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
-from thunder_cg.step.state import ATOMS, Facts, StepState, random_states
+from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 
 _TENSOR = object()
+_SHARES = "an argument shares memory with a tensor that the step reads from outside"
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class Batch:
         """What has to be equal for two batches to be laid out alike."""
         shapes = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in self.tensors)
         return shapes, self.constants, self.structure
+
+    def is_in(self, memory: Set[int]) -> bool:
+        """Whether a tensor has one of these storages, which are addresses."""
+        return any(address_if_any(tensor) in memory for tensor in self.tensors)
 
     def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
         """Calls ``fn`` with other tensors in the places of the batch's."""
@@ -160,7 +165,7 @@ class _Gradient:
 
     def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
         self.tensor, self._parameter = tensor, parameter
-        self._storage, self._address = storage_id(tensor), tensor.data_ptr()
+        self._storage, self._place = storage_id(tensor), _place(tensor)
         self._owners: _Owners | None = None
         self._known[self._storage] = self
 
@@ -206,7 +211,7 @@ class _Gradient:
         assert then is not None
         now = self._count()
         has_more = now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
-        return has_more or self.tensor.data_ptr() != self._address
+        return has_more or _place(self.tensor) != self._place
 
 
 @dataclass(slots=True, eq=False)
@@ -222,9 +227,10 @@ class StepRecording(RecordingUse):
     structure: Any  # of the result
     sources: list[CopiedInput]
     gradients_before: list[Any]
+    places_before: list[Any]  # where these were: the user may give a gradient other memory, or other strides
     gradients: list[_Gradient | None]  # that the step leaves, for each parameter
     touched: list[Tensor]  # of the state: tensors whose version each step advances
-    memory: frozenset[int]  # where the state's tensors are
+    memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
 
@@ -254,15 +260,16 @@ class StepRecording(RecordingUse):
         """Whether a replay is a call with this layout, from the state and the gradients that there are now."""
         if layout != self.layout or not self.state.holds():
             return False
-        gradients = zip(self.state.parameters, self.gradients_before)
-        return all(expected is ANY or _is_same_memory(p.grad, expected) for p, expected in gradients)
+        return all(
+            place is ANY or _place(p.grad) == place for p, place in zip(self.state.parameters, self.places_before)
+        )
 
     def why_not(self, batch: Batch) -> str | None:
         """Why no replay is right now, although the recording is for the call; None if one is."""
         if not self.guard.holds([*batch.tensors]):
             return "the batch is aligned otherwise, or the settings by which PyTorch chooses kernels have changed"
-        if any(address_if_any(tensor) in self.memory for tensor in batch.tensors):
-            return "an argument shares memory with a tensor that the step reads from outside"
+        if batch.is_in(self.memory):
+            return _SHARES
         for gradient, expected in zip(self.gradients, self.gradients_before):
             adds = gradient is not None and gradient.tensor is expected
             if gradient is not None and not adds and gradient.is_held():
@@ -371,7 +378,7 @@ class StepCapture:
 
     def _attempt(self) -> StepRecording:
         state = self.state
-        state.guard_tensors()
+        state.guard_tensors(self.batch.tensors)
         _refuse_sparse_gradients(state)
         on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
@@ -399,12 +406,15 @@ class StepCapture:
     def _record(self, before: _GradientsBefore) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
+        if batch.is_in(_storages([*state.tensors, *(each for each in before.memory if each is not None)])):
+            raise CaptureLater(_SHARES)
         guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
+        memory = memory_of_tensors(state.device)
         copied, buffers = place(pool, batch.tensors, frozenset(), {})
         copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
         body = _Body(self.fn, batch, buffers, state, self.calls)
-        random = random_states(state.device)
+        outside = states_outside(state.device)
         targets = [each.target for each in copied]
         graph = pool.capture(partial(body.run, self.backend), [], targets, partial(body.copied_out, pool))[0]
         _refuse_sparse_gradients(state)
@@ -412,12 +422,12 @@ class StepCapture:
         assert outputs is not None
         outputs.disown()
         touched = self._touched(versions, buffers)
-        self._refuse_what_python_did(random)
+        self._refuse_what_python_did(outside)
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.tensors, *batch.tensors, *before.memory]
-        refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool)
-        gradients = [parameter.grad for parameter in state.parameters]
+        refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
+        gradients, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         return StepRecording(
             layout=batch.layout,
             arena=self.arena,
@@ -427,10 +437,11 @@ class StepCapture:
             outputs=outputs,
             structure=body.structure,
             sources=copied,
-            gradients_before=before.expected(addresses),
+            gradients_before=expected,
+            places_before=[ANY if each is ANY else _place(each) for each in expected],
             gradients=[None if g is None else _Gradient.of(g, p) for g, p in zip(gradients, state.parameters)],
             touched=touched,
-            memory=frozenset(map(address, state.tensors)) - {0},
+            memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in gradients if g is not None and _is_in(g, pool)),
         )
 
@@ -447,17 +458,17 @@ class StepCapture:
         counters = {id(each.n_averaged) for each in self.state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
-    def _refuse_what_python_did(self, random: Facts) -> None:
+    def _refuse_what_python_did(self, outside: Facts) -> None:
         """`CaptureRefused` if the call has changed what Python knows, or reads more than the state has.
 
         Args:
-            random: `random_states` before the call.
+            outside: `states_outside` before the call.
         """
         state = self.state
         if self.calls.objection is not None:
             raise CaptureRefused(self.calls.objection)
-        after = state.again().facts | random_states(state.device)
-        if (change := change_between(state.facts | random, after)) is not None:
+        after = state.again().facts | states_outside(state.device)
+        if (change := change_between(state.facts | outside, after)) is not None:
             fix = fix_of_change(change, state.facts, {}, in_step=True)
             raise CaptureRefused(f"Python changes in each step: {change}{fix}")
         if not state.knows([*self.calls.found.values()]):
@@ -482,11 +493,21 @@ def _refuse_sparse_gradients(state: StepState) -> None:
             raise CaptureRefused(f"{problem}; make its module with sparse=False")
 
 
+def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
+    """Where they begin."""
+    return frozenset(map(address_if_any, tensors)) - {0}
+
+
 def _is_in(tensor: Tensor, pool: Pool) -> bool:
     return any(start <= address_if_any(tensor) < stop for start, stop in pool.ranges())
 
 
+def _place(tensor: Tensor | None) -> Any:
+    """Where a gradient is, and how it is laid out. That of one without an address is equal to no other."""
+    if tensor is None:
+        return None
+    return (tensor.data_ptr(), layout(tensor)) if has_storage(tensor) else object()
+
+
 def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:
-    if tensor is None or expected is None:
-        return tensor is expected
-    return has_storage(tensor) and tensor.data_ptr() == expected.data_ptr() and layout(tensor) == layout(expected)
+    return _place(tensor) == _place(expected)

@@ -10,24 +10,29 @@ Note [Cheap checks of a state]
 
 Note [Objects]
     The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
-    Then all attributes of the object are facts, if its class is the user's, a namespace, or PyTorch's. Of an object of
-    another package, such as a progress bar, only numbers, strings and flags are. Modules and optimizers that any of
+    Then all attributes of the object are facts, if its class is the user's, a namespace, or PyTorch's, and so is what
+    such a class or a module of the user's defines. Of an object of another package, such as a progress bar, only
+    numbers, strings and flags are, or its items, if it is a mapping or a sequence. Modules and optimizers that any of
     these lead to are looked at whole. An optimizer may wrap another one, as those of Lightning and Accelerate do.
 
 Note [Values that nobody reports]
-    An array of NumPy and a generator of random numbers change without a trace in any dictionary. So a replay compares
-    what they hold. What an iterator holds cannot be told, and no replay would advance it: such a step is not captured.
+    An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
+    dictionary. So a replay compares what they hold. What an iterator or a queue holds cannot be told, and no replay
+    would advance it: such a step is not captured.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextvars
 import enum
 import io
+import os
 import pickle
 import random
 import sys
 import types
+import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,11 +46,14 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.torch import (
+    Settings,
     addresses_equal,
     dictionary_guard,
+    dictionary_of,
     global_hooks,
     has_storage,
     hooks_of,
+    kernel_settings,
     module_dictionaries,
     registered_hooks,
     tensor_guards,
@@ -54,14 +62,14 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import is_leaf_with_grad
-from thunder_cg.step.reads import Called, Read, is_installed, reads_of
+from thunder_cg.step.reads import Called, Read, is_installed, is_users, reads_of
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
-_MAX_DEPTH = 6
-_OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, type, partial
+_MAX_DEPTH = 8
+_OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
 _random: Any = random.random  # of the generator of the process
 
@@ -129,14 +137,38 @@ class _Collector:
         if isinstance(value, ATOMS):
             self.facts[label] = type(value), repr(value) if isinstance(value, (float, complex)) else value
         elif isinstance(value, Tensor):
-            self._add_tensor(label, value)
+            self._add_tensor(label, value, depth)
         elif isinstance(value, (nn.Module, Optimizer)):
             self.facts[label] = Same(value)
             self.roots.setdefault(id(value), (label, value))
-        elif isinstance(value, _CONTAINERS) and depth < _MAX_DEPTH:
+        elif depth >= _MAX_DEPTH and (isinstance(value, _CONTAINERS) or _is_users(value)):
+            self.facts[label] = Same(value)
+            problem = f"{label} is {depth} levels below what the step reads, and fewer are compared before a replay"
+            self.objections.append(f"{problem}; have the step read it by a name")
+        elif isinstance(value, _CONTAINERS):
             self._add_container(label, value, depth)
+        elif isinstance(value, (types.ModuleType, type)):
+            self._add_names(label, value, depth)
+        elif isinstance(value, types.FunctionType):
+            self.facts[label] = Same(value)
+            if not is_installed(value.__code__.co_filename):
+                self._add_own_attributes(label, value, depth)
+        elif isinstance(value, partial):
+            self.facts[label] = Same(value)
+            self.add(f"{label}.args", value.args, depth + 1)
+            self.add(f"{label}.keywords", value.keywords, depth + 1)
+        elif (refers_to := _referent_of(value)) is not None:
+            self.facts[label] = Same(value)
+            referent = refers_to()
+            self.values.append((lambda: id(refers_to()), id(referent)))
+            self.add(f"what {label} refers to", referent, depth + 1)
         elif (get := _content_of(value)) is not None:
             self._add_value(label, value, get)
+        elif isinstance(value, (Mapping, Sequence)) and value is not os.environ and not _is_users(value):
+            self.facts[label] = Same(value)
+            self.is_opaque = True
+            copied: Any = dict if isinstance(value, Mapping) else list
+            self._add_container(label, value if len(value) > _MAX_ITEMS else copied(value), depth)
         elif _is_iterator(value):
             self.facts[label] = Same(value)
             problem = f"{label} is a {type(value).__name__}, which no replay would advance"
@@ -146,14 +178,27 @@ class _Collector:
         else:
             self.facts[label] = Same(value)
 
-    def _add_tensor(self, label: str, tensor: Tensor) -> None:
+    def _add_tensor(self, label: str, tensor: Tensor, depth: int) -> None:
         self.facts[label] = Same(tensor)
+        self._add_own_attributes(label, tensor, depth)
         if tensor.device.type == self._device_type:
             self.tensors.setdefault(id(tensor), tensor)
         elif not tensor.is_inference():  # a graph has its values baked in
             self.facts[f"{label} (version)"] = version(tensor)
             self.versions.append((tensor, version(tensor)))
+        if tensor.device.type == "cpu" != self._device_type and has_storage(tensor) and tensor.nbytes <= _MAX_ARRAY:
+            get = partial(_bytes_of, tensor)  # its memory may be that of an array
+            self.facts[f"what {label} holds"] = Content(get())
+            self.values.append((get, get()))
         self._note_hooks(label, tensor)
+
+    def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
+        """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
+        if (attributes := getattr(value, "__dict__", None)) and id(value) not in self._objects:
+            self._objects.add(id(value))
+            self.watched.append(attributes)
+            for name, attribute in attributes.items():
+                self.add(f"{label}.{name}", attribute, depth + 1)
 
     def _add_value(self, label: str, value: Any, get: Callable[[], Any]) -> None:
         self.facts[label] = Same(value)
@@ -168,21 +213,41 @@ class _Collector:
     def _add_object(self, label: str, value: Any, depth: int) -> None:
         """See Note [Objects]."""
         self.facts[label] = Same(value)
-        is_users, is_torchs = _is_users(value), _is_torch_object(value)
-        if id(value) in self._objects or not (is_users or is_torchs or depth == 0):
+        of_user, is_torchs = _is_users(value), _is_torch_object(value)
+        if id(value) in self._objects or not (of_user or is_torchs or depth == 0):
             return
         self._objects.add(id(value))
+        self.add_class(label, value, depth)
         attributes = dict(getattr(value, "__dict__", {}))
-        if attributes:
+        if hasattr(value, "__dict__"):
             self.watched.append(value)
         if is_torchs:
             self.containers.append((vars(value), attributes.copy()))
-        if is_users and (slots := {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}):
+        if of_user and (slots := {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}):
             attributes |= slots
             self.is_opaque = True
         for name, attribute in attributes.items():
-            if is_users or is_torchs or isinstance(attribute, ATOMS):
+            if of_user or is_torchs or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1)
+
+    def add_class(self, label: str, value: Any, depth: int = 0) -> None:
+        """What an object has of its class, if that is the user's."""
+        if is_users(type(value)):
+            self._add_names(f"type({label})", type(value), depth)
+
+    def _add_names(self, label: str, value: types.ModuleType | type, depth: int) -> None:
+        """A class or a module, and what it defines, if it is the user's."""
+        self.facts[label] = Same(value)
+        for each in value.__mro__ if isinstance(value, type) else (value,):
+            if id(each) in self._objects or not is_users(each):
+                continue
+            self._objects.add(id(each))
+            names = dictionary_of(each)
+            self.watched.append(names)
+            where = label if each is value else f"{each.__name__} of {label}"
+            for name, member in [*names.items()]:
+                if not name.startswith("__") or isinstance(member, types.FunctionType):
+                    self.add(f"{where}.{name}", member, depth + 1)
 
     def _add_container(self, label: str, value: Any, depth: int) -> None:
         self.facts[f"len({label})"] = len(value)
@@ -192,10 +257,16 @@ class _Collector:
             return
         if not isinstance(value, (tuple, frozenset)):
             self.containers.append((value, value.copy()))
+        self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
             self.watched.append(value)
+            self.facts[f"the order of {label}"] = Content(
+                [key if isinstance(key, ATOMS) else Same(key) for key in value]
+            )
             for i, (key, item) in enumerate(value.items()):
                 self.add(f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]", item, depth + 1)
+                if not isinstance(key, (*ATOMS, Tensor)):
+                    self.add(f"key {i} of {label}", key, depth + 1)
         else:
             for i, item in enumerate(value):
                 self.add(f"{label}[{i}]", item, depth + 1)
@@ -210,6 +281,7 @@ class _Collector:
         for path, module in root.named_modules():
             where = f"{label}.{path}" if path else label
             self.facts[f"type({where})"] = Same(type(module))
+            self.add_class(where, module)
             self.facts[f"{where}.training"] = bool, module.training
             attributes, parameters, buffers, modules = module_dictionaries(module)
             self.watched += [module, parameters, buffers, modules]
@@ -306,15 +378,21 @@ class StepState:
     def _is_simple(self, value: Any) -> bool:
         """Whether the value's identity, or an equal value, says all that a step can read of it."""
         if isinstance(value, Tensor):
-            return value.device.type == self._device_type
+            return value.device.type == self._device_type and not vars(value)
+        if isinstance(value, types.FunctionType):
+            return not vars(value)
         if isinstance(value, (nn.Module, Optimizer)):
             return True  # its facts are those of a root
-        return not (isinstance(value, _CONTAINERS) or is_object(value))
+        is_bare = isinstance(value, (types.ModuleType, type))
+        return not (isinstance(value, _CONTAINERS) or is_object(value) or (is_bare and is_users(value)))
 
     def _collect_others(self) -> _Collector:
         collector = _Collector(self._device_type)
         for read, _ in self._others:
             collector.add(read.label, read.get())
+        for read, value in self._simple:
+            if read.is_owner:
+                collector.add_class(read.label, value)
         return collector
 
     def _collect_roots(self) -> _Collector:
@@ -352,8 +430,15 @@ class StepState:
             and all(get() == then for get, then in self._values)
         )
 
-    def guard_tensors(self) -> None:
-        """Notes where the tensors are and what they are like, for `holds`. `CaptureRefused` if one has no memory."""
+    def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
+        """Notes where the tensors are and what they are like, for `holds`.
+
+        Raises:
+            CaptureRefused: one has no memory, or not on the device, or one of the step's arguments is elsewhere.
+        """
+        device = self.device
+        if (other := next((t.device for t in (*self.tensors, *arguments) if t.device != device), None)) is not None:
+            raise CaptureRefused(f"the step uses tensors on {device} and on {other}, and a graph is on one device")
         for tensor in self.tensors:
             if not isinstance(tensor, nn.Parameter) and type(tensor) not in (Tensor, nn.Buffer):
                 raise CaptureRefused(f"the step uses a {type(tensor).__name__}, which is no plain tensor")
@@ -408,6 +493,8 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
         return lambda: value.get_state().numpy().tobytes()
     if isinstance(value, array):
         return value.tobytes
+    if isinstance(value, (bytearray, memoryview)):
+        return lambda: bytes(value)
     if (numpy := sys.modules.get("numpy")) is None:
         return None
     if isinstance(value, (numpy.ndarray, numpy.generic)):
@@ -418,9 +505,48 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
     return None
 
 
+def _bytes_of(tensor: Tensor) -> bytes:
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _referent_of(value: Any) -> Callable[[], Any] | None:
+    """How to get what a value only refers to."""
+    if isinstance(value, contextvars.ContextVar):
+        return lambda: value.get(None)
+    return value if type(value) is weakref.ref else None
+
+
 def _is_iterator(value: Any) -> bool:
     """Whether somebody else's code keeps how far the value has been read. A file is for what is written to it."""
-    return isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not _is_users(value)
+    is_queue = hasattr(type(value), "get_nowait")
+    return (is_queue or isinstance(value, Iterator)) and not isinstance(value, io.IOBase) and not _is_users(value)
+
+
+def thread_states() -> Facts:
+    """What PyTorch has set for this thread, and for what it makes without being told of which kind."""
+    facts: Facts = {
+        f"torch.{get.__name__}()": get()
+        for get in (
+            torch.is_grad_enabled,
+            torch.is_inference_mode_enabled,
+            torch.is_autocast_cache_enabled,
+            torch.get_default_dtype,
+            torch.get_default_device,
+        )
+    }
+    for kind in ("cuda", "cpu"):
+        facts[f"autocast for {kind}"] = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return facts
+
+
+_kernel_settings = kernel_settings(Settings.ALL)
+
+
+def states_outside(device: torch.device) -> Facts:
+    """What a step may change that is neither an argument nor read by a name, and that no replay would change."""
+    settings = {"what PyTorch chooses kernels by": _kernel_settings()}
+    return random_states(device) | thread_states() | settings
 
 
 def random_states(device: torch.device) -> Facts:
@@ -472,9 +598,7 @@ def _is_users(value: Any) -> bool:
     """Whether a value is a namespace, or its class is not of an installed package."""
     if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
         return True
-    module = sys.modules.get(type(value).__module__)
-    file = getattr(module, "__file__", None)
-    return type(value).__module__ == "__main__" or (file is not None and not is_installed(file))
+    return is_users(type(value))
 
 
 def _is_unchanged(container: tuple[Any, Any]) -> bool:
