@@ -6,7 +6,7 @@ import dis
 import gc
 import re
 import weakref
-from contextlib import ExitStack
+from collections import OrderedDict
 
 import pytest
 import thunder
@@ -118,35 +118,66 @@ def test_its_node_with_thunderfx(transform, device):
         result.sum().backward()
 
 
+class Builtins(nn.Module):
+    """Uses all that `faster_tracing` does itself, and what is much like it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.factors, self.name = nn.Linear(4, 4), {"a": 2.0, "b": 3}, "1"
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Sequential(nn.ReLU())])
+        self.layers[0].register_forward_hook(lambda module, args, result: result * 2)
+        self.ordered = OrderedDict(c=1.5)
+
+    @property
+    def two(self):
+        return 2
+
+    def parts(self, *args, **kwargs):
+        return [*args, *(each for each in args), *kwargs.values()]
+
+    def forward(self, x, *more, mask=None, scale=1):
+        for _, factor in enumerate(sorted(self.factors.values())):
+            x = x * max(factor, abs(scale), int(self.name)) if isinstance(factor, float) and len(more) else x + 1
+        x = self.layer(x) if hasattr(self, "layer") and not getattr(self, "none", None) else x
+        x = x if mask or not self.ordered or "c" not in self.ordered or "z" in self.factors else x * self.ordered["c"]
+        nothing, known = {}, {"k": self.two}
+        parts = self.parts(x, *more, **nothing, **known)
+        try:
+            x = x + parts[-1] + parts[:2][1] + self.factors["none"]
+        except KeyError:
+            x = x - parts[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def test_faster_tracing_changes_no_trace(transform, device, monkeypatch):
-    """Guards included."""
+    """Guards included. And it interprets less than half as many functions."""
+    interpreted = []
+    run = interpreter._run_frame
+    monkeypatch.setattr(
+        interpreter, "_run_frame", lambda *args, **kwargs: interpreted.append(1) or run(*args, **kwargs)
+    )
 
-    class Builtins(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer, self.factors, self.name = nn.Linear(4, 4), {"a": 2.0, "b": 3}, "1"
-
-        def forward(self, x, *more, scale=1):
-            for _, factor in enumerate(sorted(self.factors.values())):
-                x = x * max(factor, abs(scale), int(self.name)) if isinstance(factor, float) and len(more) else x + 1
-            return self.layer(x) if hasattr(self, "layer") and not getattr(self, "none", None) else x
-
-    def traces() -> str:
+    def traces() -> tuple[str, int]:
+        interpreted.clear()
         model = thunder.jit(Builtins().to(device), transforms=[transform()])
         model(torch.ones(2, 4, device=device), 1, scale=3).sum().backward()
         made = thunder.last_prologue_traces(model) + thunder.last_traces(model) + thunder.last_backward_traces(model)
-        return re.sub(r"took \d+ milliseconds|0x[0-9a-f]+", "", "\n".join(map(str, made)))
+        return re.sub(r"took \d+ milliseconds|0x[0-9a-f]+", "", "\n".join(map(str, made))), len(interpreted)
 
-    fast = traces()
-    # As in a process of the user's: nothing is faster but what the module's dispatch compiles.
-    monkeypatch.setattr(interpreter, "globals_lookup", tracing._look_up)
-    monkeypatch.setattr(interpreter, "dis", dis)
-    monkeypatch.setattr(tracing, "_patches", ExitStack())
-    monkeypatch.setattr(tracing, "_inside", 0)
-    with tracing.faster_tracing():
-        with tracing.faster_tracing():
-            pass
-        assert interpreter.globals_lookup is tracing._look_up_global
-    assert interpreter.globals_lookup is tracing._look_up and interpreter.dis is dis
-    monkeypatch.setattr(tracing, "_inside", 1)  # the dispatch makes nothing faster
-    assert traces() == fast and "check_literal_like" in fast
+    fast, few = traces()
+    tracing._patches.close()  # as in a process of the user's: nothing is faster but what the module's dispatch compiles
+    try:
+        slow, many = traces()
+        with monkeypatch.context() as context:
+            context.setattr(tracing, "_inside", 0)
+            with tracing.faster_tracing():
+                with tracing.faster_tracing():
+                    pass
+                assert interpreter.globals_lookup is tracing._look_up_global
+        assert interpreter.globals_lookup is tracing._look_up and interpreter.dis is dis
+    finally:
+        tracing._patch()
+    assert slow == fast and "check_literal_like" in fast
+    assert few < many / 2

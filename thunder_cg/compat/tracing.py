@@ -1,30 +1,42 @@
-"""Has Thunder trace Python in half of the time, while something of ours is compiled.
+"""Has Thunder trace Python in a third of the time, while something of ours is compiled.
 
 Thunder (0.2.6) interprets the model's Python. A third of the time that it takes to compile a language model, it
-disassembles functions, each time anew that one is called. For half of the rest it looks up builtins such as ``len``, by
-interpreting two subscripts for each. Both find the same every time, and no guard comes of either. For each exception,
-such as the one at the end of a loop, it waits busily for a thread of its own, which keeps that thread from running.
+disassembles functions, each time anew that one is called. Most of the rest goes to Python that it interprets for what
+is one method of a builtin type, such as to look up ``len``, or to ask eight times in each call of a module whether a
+dict of hooks is empty. All find the same every time, and no guard comes of any. For each exception, such as the one at
+the end of a loop, it waits busily for a thread of its own, which keeps that thread from running. Its passes over traces
+look for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call.
 """
 
 from __future__ import annotations
 
+import _thread
 import builtins
+import dataclasses
 import dis
 import functools
-import sys
+import inspect
+import operator
 import threading
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import SimpleNamespace
+from types import FunctionType, NoneType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakKeyDictionary
 
-from thunder.core import interpreter
+from thunder.core import interpreter, pytree, symbol
 
 __all__ = ["faster_tracing"]
 
+_THUNDERS = interpreter._default_opcode_handler_map
+_wrap_arguments = interpreter.wrap_args_from_list
 _look_up = interpreter.globals_lookup
-_get_frame_of_thread = interpreter.InterpreterFrame.get_or_make_python_frame
+_truth = interpreter._default_lookaside_map[bool]
+_interpret_instruction = interpreter.InterpreterCompileCtx.interpret
+_call_unwrapped = interpreter._interpret_call_with_unwrapping
+_append = interpreter.InterpreterStack.append
 _lock = threading.Lock()
 _inside = 0  # how many are inside of `faster_tracing`, of all threads
 _patches = ExitStack()
@@ -32,16 +44,12 @@ _patches = ExitStack()
 
 @contextmanager
 def faster_tracing() -> Iterator[None]:
-    """Inside, on any thread, Thunder keeps what it disassembles, looks builtins up itself, and lets its thread run."""
+    """Inside, on any thread, Thunder keeps what it disassembles and inspects, and calls methods of builtins itself."""
     global _inside
     with _lock:
         _inside += 1
         if _inside == 1:
-            disassembled = functools.cache(lambda code: (*dis.get_instructions(code),))
-            namespace = SimpleNamespace(**{**vars(dis), "get_instructions": disassembled})
-            _patches.enter_context(patch.multiple(interpreter, dis=namespace, globals_lookup=_look_up_global))
-            frame = patch.object(interpreter.InterpreterFrame, "get_or_make_python_frame", _get_frame)
-            _patches.enter_context(frame)
+            _patch()
     try:
         yield
     finally:
@@ -51,8 +59,32 @@ def faster_tracing() -> Iterator[None]:
                 _patches.close()
 
 
+def _patch() -> None:
+    disassembled = functools.cache(lambda code: (*dis.get_instructions(code),))
+    changed: dict[Any, dict[str, Any]] = {
+        interpreter: {
+            "dis": SimpleNamespace(**{**vars(dis), "get_instructions": disassembled}),
+            "globals_lookup": _look_up_global,
+            "wrap_args_from_list": _arguments,
+            "_interpret_call_with_unwrapping": _call,
+            "_default_opcode_handler_map": {**_THUNDERS, **_HANDLERS},
+            "_default_lookaside_map": {**interpreter._default_lookaside_map, bool: _bool},
+        },
+        interpreter.InterpreterFrame: {"get_or_make_python_frame": _get_frame},
+        interpreter.InterpreterCompileCtx: {"interpret": _interpret},
+        interpreter.InterpreterStack: {"append": _push},
+        interpreter.ProvenanceRecord: {"__post_init__": _join_flags},
+        symbol.Symbol: {"normalize": _normalize},
+        symbol: {"tree_flatten_with_dataclass": _flatten},
+    }
+    for of, names in changed.items():
+        _patches.enter_context(patch.multiple(of, **names))
+
+
 def _look_up_global(variables: Any, name: Any) -> Any:
     known, wanted = interpreter.unwrap(variables), interpreter.unwrap(name)
+    if wanted in known and type(known) is dict:
+        return interpreter._interpret_call(dict.__getitem__, variables, name)
     if wanted not in known and known.get("__builtins__") in (builtins, vars(builtins)):
         builtin = vars(builtins).get(wanted)
         if callable(builtin):
@@ -60,10 +92,139 @@ def _look_up_global(variables: Any, name: Any) -> Any:
     return _look_up(variables, name)
 
 
-def _get_frame(frame: Any) -> Any:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+def _bool(x: Any) -> Any:
+    """``bool`` of what is usual in a module's call: no value, and an empty dict of hooks."""
+    value = interpreter.unwrap(x)
+    if isinstance(x, interpreter.WrappedValue) and type(value) in (NoneType, OrderedDict) and not value:
+        return interpreter.wrap_const(False)
+    return _truth(x)
+
+
+def _arguments(values: Any) -> list[Any]:
+    """Those of a call with ``*values``."""
+    if type(values.value) not in (tuple, list):
+        return _wrap_arguments(values)
+    values.track_items()
+    return [*values.item_wrappers]
+
+
+def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    if function is getattr and len(args) == 3 and type(args[0]) is type:  # how Thunder looks for descriptors
+        return getattr(*args)
+    return _call_unwrapped(function, *args, **kwargs)
+
+
+def _subscript(inst: Any, /, stack: Any, **state: Any) -> Any:
+    container, key = stack._stack[-2:]
+    of = type(container.value)
+    if of not in (dict, OrderedDict, tuple, list) or type(key.value) not in (str, int):
+        return _THUNDERS["BINARY_SUBSCR"](inst, stack=stack, **state)
+    del stack._stack[-2:]
+    return interpreter.check_and_append(stack, interpreter._interpret_call(of.__getitem__, container, key))
+
+
+def _contains(inst: Any, /, stack: Any, **state: Any) -> Any:
+    key, container = stack._stack[-2:]
+    of = type(container.value)
+    if inst.arg or of not in (dict, OrderedDict) or type(key.value) is not str:
+        return _THUNDERS["CONTAINS_OP"](inst, stack=stack, **state)
+    del stack._stack[-2:]
+    return interpreter.check_and_append(stack, interpreter._interpret_call(of.__contains__, container, key))
+
+
+def _merge(inst: Any, /, stack: Any, **state: Any) -> Any:
+    merged, other = stack._stack[-2:]
+    if other.value or not type(other.value) is type(merged.value) is dict:
+        return _THUNDERS["DICT_MERGE"](inst, stack=stack, **state)
+    stack.pop_wrapped()
+    merged.track_items()
+    return None
+
+
+def _extend(inst: Any, /, stack: Any, **state: Any) -> Any:
+    extended, other = stack._stack[-1 - inst.arg], stack._stack[-1]
+    if type(extended.value) is not list:
+        return _THUNDERS["LIST_EXTEND"](inst, stack=stack, **state)
+    stack.pop_wrapped()
+    return interpreter.check_signal(interpreter._interpret_call(list.extend, extended, other))
+
+
+_HANDLERS = {"BINARY_SUBSCR": _subscript, "CONTAINS_OP": _contains, "DICT_MERGE": _merge, "LIST_EXTEND": _extend}
+
+
+def _interpret(context: Any, inst: Any, /, **state: Any) -> Any:
+    """Without a context manager around each instruction."""
+    handler = interpreter._default_opcode_handler_map.get(inst.opname)
+    if handler is None or context._opcode_interpreter is not interpreter.default_opcode_interpreter:
+        return _interpret_instruction(context, inst, **state)
+    stack = state["stack"]
+    stack.provenance_inst, stack.provenance_inputs, stack.output_idx = inst, [], 0
     try:
-        return _get_frame_of_thread(frame)
+        return handler(inst, **state)
     finally:
-        sys.setswitchinterval(interval)
+        stack.provenance_inst = stack.provenance_inputs = None
+
+
+def _push(stack: Any, value: Any, /) -> None:
+    """Where a value came from is known already if it is wrapped."""
+    if type(value) is interpreter.WrappedValue and not isinstance(value.value, (tuple, list, dict)):
+        stack._stack.append(value)
+        stack.output_idx += 1
+    else:
+        _append(stack, value)
+
+
+def _join_flags(record: Any) -> None:
+    record.inputs = [*record.inputs]
+    flags = [each.ext_flag for each in record.inputs]
+    record.ext_flag = functools.reduce(operator.and_, flags) if flags else 0
+
+
+def _in_a_thread(function: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Starts a thread, and returns when it has appended its result to its first argument."""
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def append(result: Any) -> None:
+        args[0].append(result)
+        done.release()
+
+    _thread.start_new_thread(function, (SimpleNamespace(append=append), *args[1:]))
+    done.acquire()
+
+
+def _import(name: str, *args: Any) -> Any:
+    return SimpleNamespace(start_new_thread=_in_a_thread) if name == "_thread" else __import__(name, *args)
+
+
+_get_frame = FunctionType(
+    interpreter.InterpreterFrame.get_or_make_python_frame.__code__,
+    {**vars(interpreter), "__builtins__": {**vars(builtins), "__import__": _import}},
+)
+
+_bind = symbol.Symbol.normalize
+_signatures: WeakKeyDictionary[Any, inspect.Signature] = WeakKeyDictionary()
+
+
+def _normalize(self: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a symbol as its function has them, with defaults."""
+    if type(self.meta) is not FunctionType:
+        return _bind(self, *args, **kwargs)
+    signature = _signatures.get(self.meta)
+    if signature is None:
+        signature = _signatures[self.meta] = inspect.signature(self.meta)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args, bound.kwargs
+
+
+_no_dataclasses: set[type] = set()
+
+
+def _flatten(tree: Any) -> Any:
+    """Only where there may be a dataclass, Thunder looks for one to register."""
+    leaves, spec = pytree.tree_flatten(tree, namespace=pytree.OPTREE_NAMESPACE)
+    if _no_dataclasses.issuperset(map(type, leaves)):
+        return leaves, spec
+    _no_dataclasses.update(each for each in map(type, leaves) if not dataclasses.is_dataclass(each))
+    return pytree.tree_flatten_with_dataclass(tree)
