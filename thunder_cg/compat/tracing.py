@@ -26,6 +26,7 @@ from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
+import optree
 from thunder.core import interpreter, pytree, symbol
 
 __all__ = ["faster_tracing"]
@@ -223,7 +224,10 @@ _no_dataclasses: set[type] = set()
 
 def _flatten(tree: Any) -> Any:
     """Only where there may be a dataclass, Thunder looks for one to register."""
-    leaves, spec = pytree.tree_flatten(tree, namespace=pytree.OPTREE_NAMESPACE)
+    if type(tree) in (tuple, list, dict):  # Thunder checks the type of the whole by a set of types that it makes anew
+        leaves, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=pytree.OPTREE_NAMESPACE)
+    else:
+        leaves, spec = pytree.tree_flatten(tree, namespace=pytree.OPTREE_NAMESPACE)
     if _no_dataclasses.issuperset(map(type, leaves)):
         return leaves, spec
     _no_dataclasses.update(each for each in map(type, leaves) if not dataclasses.is_dataclass(each))
