@@ -117,8 +117,8 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _subscript(inst: Any, /, stack: Any, **state: Any) -> Any:
     container, key = stack._stack[-2:]
-    of = type(container.value)
-    if of not in (dict, OrderedDict, tuple, list) or type(key.value) not in (str, int):
+    of = type(interpreter.unwrap(container))
+    if of not in (dict, OrderedDict, tuple, list) or type(interpreter.unwrap(key)) not in (str, int):
         return _THUNDERS["BINARY_SUBSCR"](inst, stack=stack, **state)
     del stack._stack[-2:]
     return interpreter.check_and_append(stack, interpreter._interpret_call(of.__getitem__, container, key))
@@ -126,8 +126,8 @@ def _subscript(inst: Any, /, stack: Any, **state: Any) -> Any:
 
 def _contains(inst: Any, /, stack: Any, **state: Any) -> Any:
     key, container = stack._stack[-2:]
-    of = type(container.value)
-    if inst.arg or of not in (dict, OrderedDict) or type(key.value) is not str:
+    of = type(interpreter.unwrap(container))
+    if inst.arg or of not in (dict, OrderedDict) or type(interpreter.unwrap(key)) is not str:
         return _THUNDERS["CONTAINS_OP"](inst, stack=stack, **state)
     del stack._stack[-2:]
     return interpreter.check_and_append(stack, interpreter._interpret_call(of.__contains__, container, key))
@@ -135,7 +135,8 @@ def _contains(inst: Any, /, stack: Any, **state: Any) -> Any:
 
 def _merge(inst: Any, /, stack: Any, **state: Any) -> Any:
     merged, other = stack._stack[-2:]
-    if other.value or not type(other.value) is type(merged.value) is dict:
+    is_wrapped = type(merged) is type(other) is interpreter.WrappedValue
+    if not is_wrapped or other.value or not type(other.value) is type(merged.value) is dict:
         return _THUNDERS["DICT_MERGE"](inst, stack=stack, **state)
     stack.pop_wrapped()
     merged.track_items()
@@ -144,7 +145,7 @@ def _merge(inst: Any, /, stack: Any, **state: Any) -> Any:
 
 def _extend(inst: Any, /, stack: Any, **state: Any) -> Any:
     extended, other = stack._stack[-1 - inst.arg], stack._stack[-1]
-    if type(extended.value) is not list:
+    if type(interpreter.unwrap(extended)) is not list:
         return _THUNDERS["LIST_EXTEND"](inst, stack=stack, **state)
     stack.pop_wrapped()
     return interpreter.check_signal(interpreter._interpret_call(list.extend, extended, other))
