@@ -1,4 +1,4 @@
-"""Has Thunder trace Python in a third of the time, while something of ours is compiled.
+"""Has Thunder compile in a third of the time, and trace in a ninth, while something of ours is compiled.
 
 Thunder (0.2.6) interprets the model's Python. A third of the time that it takes to compile a language model, it
 disassembles functions, each time anew that one is called. Most of the rest goes to Python that it interprets for what
