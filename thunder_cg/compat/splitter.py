@@ -80,8 +80,9 @@ def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any])
 
 
 def is_supported(node: Node, options: dict[str, Any]) -> bool:
-    """Whether Thunder's symbol for what the node calls takes the node's arguments."""
-    supported, _ = utils.is_node_supported_by_thunder(node, options)
+    """Whether Thunder's symbol for what the node calls, or its fallback, takes the node's arguments."""
+    with patch.object(utils, "auto_register_ops", frozenset()):
+        supported, _ = utils.is_node_supported_by_thunder(node, options)
     return bool(supported)
 
 

@@ -64,6 +64,8 @@ def objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | 
             return "communicates for other ranks alone, and Thunder would drop it, as nothing here uses the result"
         if loses_wait(node, options):
             return "waits for a collective that Thunder does not trace, and Thunder would not wait"
+        if node.op == "call_method" and node.target == "unfold":
+            return "is a method that Thunder takes for torch.nn.functional.unfold, which is another function"
         if is_unknown(node.target):
             return "didn't have any mapping in thunder"
         if node.name in lost:
