@@ -54,7 +54,7 @@ class Compiler(ThunderCompiler):
             rewrite(module, self.thunder_options)
             put_back = take_out_numbers(module)
             with (
-                keeping_fallbacks(objections(module.graph, self.thunder_options), take_out_numbers_of_parts),
+                keeping_fallbacks(objections(module, self.thunder_options), take_out_numbers_of_parts),
                 Stage(lambda: "splitting a graph of Dynamo's"),
             ):
                 compiled = self._split(module, *inputs)

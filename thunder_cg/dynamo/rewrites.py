@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from thunder_cg.compat.splitter import (
     can_trace,
     can_trace_all,
+    checkpoints,
     compute_without_gradient,
     example,
     for_splitter,
@@ -64,6 +65,8 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
     Args:
         options: those of ``thunder.jit`` that the graph is to be compiled with.
     """
+    for call in checkpoints(module.graph):
+        _rewrite_checkpointed(call, module, options)
     transformed = inside_transforms(module.graph)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
@@ -85,8 +88,6 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _write_out(node)
         elif node.target in _OF_NUMBERS and isinstance(_value(node), (int, float, torch.SymInt, torch.SymFloat)):
             node.target = _OF_NUMBERS[node.target]
-        elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
-            _write_out_all(module.get_submodule(node.args[0].target))
         elif node.target is torch.tensor:
             _fill_with_number(node)
         elif node.target is F.embedding:
@@ -100,6 +101,44 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
         elif node.op == "call_function" or node.target in ("repeat_interleave", "mul"):
             _use_own_operator(node, options)
     _leave_out_of_backward(module.graph, transformed, options)
+
+
+def _rewrite_checkpointed(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
+    """Rewrites a checkpointed function, which is a graph of its own.
+
+    Its constants go there: Thunder takes tensors and numbers of the graph alone. What is checkpointed inside of it is
+    written out, and so is the function if there is no gradient.
+    """
+    function: Any = call.args[0]
+    body: Any = module.get_submodule(function.target)
+    for placeholder, arg in zip(body.graph.find_nodes(op="placeholder"), call.args[1:]):
+        if not isinstance(arg, Node):
+            _replace(placeholder, arg)
+    call.args = (function, *(arg for arg in call.args[1:] if isinstance(arg, Node)))
+    for inner in checkpoints(body.graph):
+        _rewrite_checkpointed(inner, body, options)
+    for inner in checkpoints(body.graph):
+        _write_out_checkpointed(inner, body)
+    calls = [node for node in body.graph.nodes if node.op.startswith("call")]
+    if any(requires_grad(_value(node)) for node in calls):
+        rewrite(body, options)
+        body.recompile()
+    elif not body.graph.find_nodes(op="get_attr"):
+        _write_out_checkpointed(call, module)
+
+
+def _write_out_checkpointed(call: Node, module: GraphModule) -> None:
+    function, *arguments = call.args
+    body: Any = module.get_submodule(function.target)  # type: ignore[union-attr, arg-type]
+    values: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), arguments))
+    with call.graph.inserting_before(call):
+        results: Any = call.graph.graph_copy(body.graph, values)
+    for item in [*call.users]:
+        item.replace_all_uses_with(results[item.args[1]])
+        call.graph.erase_node(item)
+    call.graph.erase_node(call)
+    if not function.users:
+        call.graph.erase_node(function)
 
 
 def _name_inplace(node: Node) -> None:
@@ -131,7 +170,8 @@ def _compute_out_of_place(node: Node) -> None:
     fresh = on_examples(function, example(node.args), example(kwargs))
     if (fresh.dtype, fresh.shape, fresh.stride()) != (result.dtype, result.shape, result.stride()):
         return
-    node.op, node.target, node.kwargs = "call_function", function, kwargs
+    node.op, node.target = _called(function)
+    node.kwargs = kwargs
     for user in later.intersection(written.users):
         user.replace_input_with(written, node)
 
@@ -159,7 +199,7 @@ def _write_slice_as_item(node: Node) -> None:
         return
     with node.graph.inserting_before(node):
         if function is not None:
-            item = node.graph.call_function(function, node.args, node.kwargs)
+            item = node.graph.create_node(*_called(function), node.args, node.kwargs)
             item.meta["example_value"] = fresh
         node.graph.call_function(operator.setitem, (whole, index, item))
         again = node.graph.call_function(operator.getitem, (whole, index))
@@ -180,6 +220,12 @@ def _out_of_place(node: Node) -> Callable[..., Any] | None:
         function = getattr(torch.Tensor, str(node.target)[:-1], None)
         return function if callable(function) else None
     return None
+
+
+def _called(function: Callable[..., Any]) -> tuple[str, Any]:
+    """The kind and the target of a node that calls a function, or a method of tensors."""
+    is_method = inspect.ismethoddescriptor(function)
+    return ("call_method", function.__name__) if is_method else ("call_function", function)
 
 
 def _later(node: Node) -> set[Node]:
@@ -246,12 +292,6 @@ def _clamped(part: Any, size: int) -> Any:
 
 def _is_size(node: Node) -> bool:
     return node.op.startswith("call") and isinstance(_value(node), torch.Size)
-
-
-def _write_out_all(checkpointed: Any) -> None:
-    for node in filter(_is_size, [*checkpointed.graph.nodes]):
-        _write_out(node)
-    checkpointed.recompile()
 
 
 def _write_out(size: Node) -> None:
