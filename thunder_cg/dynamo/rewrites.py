@@ -90,6 +90,10 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             node.target = _OF_NUMBERS[node.target]
         elif node.target is torch.tensor:
             _fill_with_number(node)
+        elif operator_name(node) == "norm":
+            _name_vector_norm(node)
+        elif node.target in ("norm", torch.norm):
+            _name_vector_norm(node)
         elif node.target is F.embedding:
             _count_padding_from_start(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
@@ -333,6 +337,17 @@ def _fill_with_number(node: Node) -> None:
     if result.dtype in fits.get(kind, ()) and not node.kwargs.keys() - {"dtype", "device"}:
         node.target, node.args = torch.full, (tuple(result.shape), number)
         node.kwargs = {"dtype": result.dtype, "device": result.device}
+
+
+def _name_vector_norm(node: Node) -> None:
+    """``x.norm(dim=-1)`` is ``torch.linalg.vector_norm(x, 2, dim=-1)``: Thunder has other gradients of the former."""
+    bound = inspect.signature(torch.Tensor.norm if node.target == "norm" else torch.norm).bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    tensor, p, dim, keepdim, *others = bound.arguments.values()
+    if p != "nuc" and all(other is None for other in others) and not (isinstance(dim, (list, tuple)) and len(dim) > 2):
+        node.op, node.target = "call_function", torch.linalg.vector_norm
+        node.args = tensor, 2 if p in ("fro", None) else p
+        node.kwargs = {"dim": dim, "keepdim": keepdim}
 
 
 def _draw_out_of_place(node: Node) -> None:
