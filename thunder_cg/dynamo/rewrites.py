@@ -59,11 +59,12 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
+def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bool = False) -> None:
     """Rewrites the graph in place.
 
     Args:
         options: those of ``thunder.jit`` that the graph is to be compiled with.
+        is_checkpointed: whether it is the graph of a checkpointed function, of which Inductor gets all or nothing.
     """
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
@@ -90,15 +91,13 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             node.target = _OF_NUMBERS[node.target]
         elif node.target is torch.tensor:
             _fill_with_number(node)
-        elif operator_name(node) == "norm":
-            _name_vector_norm(node)
         elif node.target in ("norm", torch.norm):
             _name_vector_norm(node)
         elif node.target is F.embedding:
             _count_padding_from_start(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
             _draw_out_of_place(node)
-        elif node.target is torch.ops.higher_order.autograd_function_apply:
+        elif node.target is torch.ops.higher_order.autograd_function_apply and not is_checkpointed:
             _write_as_before(node, module, options)
         elif is_collective(node):
             _wait_in_trace(node, options)
@@ -125,7 +124,7 @@ def _rewrite_checkpointed(call: Node, module: GraphModule, options: dict[str, An
         _write_out_checkpointed(inner, body)
     calls = [node for node in body.graph.nodes if node.op.startswith("call")]
     if any(requires_grad(_value(node)) for node in calls):
-        rewrite(body, options)
+        rewrite(body, options, is_checkpointed=True)
         body.recompile()
     elif not body.graph.find_nodes(op="get_attr"):
         _write_out_checkpointed(call, module)
@@ -341,7 +340,8 @@ def _fill_with_number(node: Node) -> None:
 
 def _name_vector_norm(node: Node) -> None:
     """``x.norm(dim=-1)`` is ``torch.linalg.vector_norm(x, 2, dim=-1)``: Thunder has other gradients of the former."""
-    bound = inspect.signature(torch.Tensor.norm if node.target == "norm" else torch.norm).bind(*node.args, **node.kwargs)
+    signature = inspect.signature(torch.Tensor.norm if node.target == "norm" else torch.norm)
+    bound = signature.bind(*node.args, **node.kwargs)
     bound.apply_defaults()
     tensor, p, dim, keepdim, *others = bound.arguments.values()
     if p != "nuc" and all(other is None for other in others) and not (isinstance(dim, (list, tuple)) and len(dim) > 2):
