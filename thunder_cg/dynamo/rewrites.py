@@ -131,9 +131,9 @@ def _rewrite_checkpointed(call: Node, module: GraphModule, options: dict[str, An
 
 
 def _write_out_checkpointed(call: Node, module: GraphModule) -> None:
-    function, *arguments = call.args
-    body: Any = module.get_submodule(function.target)  # type: ignore[union-attr, arg-type]
-    values: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), arguments))
+    function: Any = call.args[0]
+    body: Any = module.get_submodule(function.target)
+    values: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[1:]))
     with call.graph.inserting_before(call):
         results: Any = call.graph.graph_copy(body.graph, values)
     for item in [*call.users]:
