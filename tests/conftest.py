@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 import torch
 from support import twice
 from thunder.core import interpreter
+from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from thunder_cg import cudagraph_transform
@@ -40,6 +42,11 @@ def _callers(context: int = 1) -> list[inspect.Traceback]:
 
 # It asks for the whole stack, with source lines, to know who called: a tenth of the time, as pytest's stack is deep.
 interpreter.inspect = types.SimpleNamespace(**{**vars(inspect), "stack": _callers})
+
+# Whether what was compiled for the processor's instructions can be loaded, it asks ten processes that import PyTorch.
+cpu_vec_isa.subprocess = types.SimpleNamespace(
+    **{**vars(subprocess), "check_call": lambda command, **_: exec(command[-1], {})}
+)
 
 if not torch.cuda.is_available():  # each seed would be kept, with a traceback, for three kinds of devices
     torch.manual_seed = torch.default_generator.manual_seed

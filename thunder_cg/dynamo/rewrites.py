@@ -20,6 +20,7 @@ from thunder_cg.compat.splitter import (
     checkpoints,
     compute_without_gradient,
     example,
+    fixed_float,
     for_splitter,
     inside_transforms,
     is_collective,
@@ -66,6 +67,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         options: those of ``thunder.jit`` that the graph is to be compiled with.
         is_checkpointed: whether it is the graph of a checkpointed function, of which Inductor gets all or nothing.
     """
+    for node in module.graph.find_nodes(op="call_method", target="item"):
+        _write_number(node)
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
     transformed = inside_transforms(module.graph)
@@ -142,6 +145,12 @@ def _write_out_checkpointed(call: Node, module: GraphModule) -> None:
     call.graph.erase_node(call)
     if not function.users:
         call.graph.erase_node(function)
+
+
+def _write_number(node: Node) -> None:
+    """Dynamo reads a float that changes from call to call from a tensor, also where it compiles for each value."""
+    if (number := fixed_float(node)) is not None:
+        _replace(node, number)
 
 
 def _name_inplace(node: Node) -> None:

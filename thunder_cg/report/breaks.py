@@ -22,6 +22,10 @@ _LOGGER = (
     "log without keywords, and only what does not change, such as text and numbers: thunder_cg.thunderfx does it after "
     "the graph; or do not log at all, with torch._dynamo.config.ignore_logging_functions"
 )
+_PRINT = (
+    "print after the call, or have Dynamo print after the graph, with "
+    "torch._dynamo.config.reorderable_logging_functions.add(print)"
+)
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
 
@@ -106,6 +110,8 @@ def _understood(said: str) -> tuple[str, str]:
         return first, _ITEM
     if first.startswith("logging.Logger method"):
         return first, _LOGGER
+    if "builtin `print`" in said:
+        return "print()", _PRINT
     if first.startswith("Dynamic shape operator"):  # traced, it would be left to Inductor
         return first, FIXED_SIZE
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]

@@ -36,8 +36,8 @@ def collectives(program: Program) -> tuple[CollectiveReport, ...]:
     launches = _launches(program)
     found = []
     for place, op in enumerate(order):
-        wait = _wait(ops, op, order[place + 1 :])
         for group in process_groups([op]):
+            wait = _wait(ops, op, order[place + 1 :])
             found.append(
                 CollectiveReport(
                     name=op.name.removeprefix("torch_").removeprefix("collectives_").removesuffix("_prim_impl"),

@@ -38,6 +38,7 @@ class _Problem:
 def by_line(report: Report) -> Iterator[str]:
     """For each line of source its text, and below it each of its problems with the fix. Nothing if there are none."""
     found = [*map(_of_cause, report.causes), *_of_breaks(report.breaks), *_of_inductor(report.outside)]
+    found.sort(key=lambda problem: _cost([problem]), reverse=True)
     lines = [*_grouped(found, lambda problem: problem.line.removeprefix("near "))]
     lines.sort(key=_cost, reverse=True)
     if lines:

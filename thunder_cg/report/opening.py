@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
+from thunder_cg.runtime.changes import IF_CACHE, IF_DROPOUT
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -21,16 +22,20 @@ _NO_GRAPH = (
     "under torch.compiler.set_stance; or after torch._dynamo.config.recompile_limit was reached by the same code; "
     'TORCH_LOGS="dynamo" says more'
 )
-_FEWER = "pass what changes from call to call as a tensor, or keep it to a few values"
+_FEWER = f"pass what changes from call to call as a tensor, or keep it to a few values; {IF_CACHE}; {IF_DROPOUT}"
 _RAISE_LIMIT = (
     "set torch._dynamo.config.recompile_limit higher before the calls; where it is reached already, call "
     "torch._dynamo.reset(), after which Dynamo compiles everything anew"
 )
 _TO_COMPARE = (
     "call the function without Thunder: if that raises too, fix the function; if not, keep the operator out of what "
-    "is compiled, with thunder_cg.thunderfx, which leaves to Python or Inductor what Thunder does not follow, and, if "
-    "it is thunderfx that raises, torch.compiler.disable"
+    "is compiled, with "
 )
+_THUNDERFX = "thunder_cg.thunderfx"
+_KEEPS_OUT = {
+    False: f"{_THUNDERFX}, which leaves to Python or Inductor what Thunder does not follow",
+    True: "torch.compiler.disable around a function of yours that calls it",
+}
 _TO_PLAN = (
     "Thunder keeps no error of a function: call thunder_cg.plan(fn, ...) with the arguments of such a call, and print "
     "what it returns, which says what Thunder raises, where, and what to try"
@@ -60,7 +65,7 @@ _HINTS = (
         f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
     ),
     _Hint(
-        ("gradient transform", "VJP for"),
+        ("gradient transform", "VJP for", "automatic registration"),
         "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor",
     ),
     _Hint(
@@ -90,6 +95,7 @@ def _summary(report: Report) -> Iterator[str]:
     first, *rest = ran(report)
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
+    yield from (f"Other than in PyTorch, with and without graphs: {said}." for said in report.differs)
     yield from failures(report)
     yield from in_python(report)
     yield from lines.by_line(report)
@@ -116,7 +122,8 @@ def failures(report: Report) -> Iterator[str]:
             return
         yield f"{said}: {problem}."
         hints = (hint.to_try for hint in _HINTS if any(sign in problem for sign in hint.signs))
-        yield f"To try: {next(hints, _TO_COMPARE)}."
+        useful = (hint for hint in hints if not (report.is_of_dynamo and _THUNDERFX in hint))
+        yield f"To try: {next(useful, f'{_TO_COMPARE}{_KEEPS_OUT[report.is_of_dynamo]}')}."
 
 
 def in_python(report: Report) -> Iterator[str]:
@@ -182,7 +189,13 @@ def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:
     """Whether nothing can be better: all operators are in graphs, and all calls that may replay do."""
     eager = sum(trace.counts["eager"] for trace in report.traces)
     graphs = report.outside or report.breaks or report.limits or report.python_calls  # Dynamo's
-    others = graphs or report.changes or report.compile_failures or any(trace.fallbacks for trace in having)
+    others = (
+        graphs
+        or report.differs
+        or report.changes
+        or report.compile_failures
+        or any(trace.fallbacks for trace in having)
+    )
     return not (eager or others) and all(trace.replays and not trace.awaiting_capture for trace in having)
 
 

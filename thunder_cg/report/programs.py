@@ -66,6 +66,7 @@ class Found:
         failures: in how many of the calls Thunder raised while it compiled.
         failure: what it raised last and where; of a function, only if that error is still at hand.
         python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
+        is_of_dynamo: Dynamo reads the Python of the function.
         uncached: Thunder compiles each call anew, and the programs are those of the last call.
     """
 
@@ -77,6 +78,7 @@ class Found:
     breaks: tuple[GraphBreak, ...] = ()
     limits: tuple[RecompileLimit, ...] = ()
     python_calls: int = 0
+    is_of_dynamo: bool = False
     uncached: bool = False
 
 
@@ -129,7 +131,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
     reached = [*recompile_limits(fn, backend)] if without_graph else []
     limits = tuple(each for each in reached if python_calls or each.reason)
-    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks), limits, python_calls)
+    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks), limits, python_calls, True)
 
 
 def graph_name(function: str, number: int) -> str:

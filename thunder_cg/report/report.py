@@ -180,7 +180,9 @@ class Report(_OfFunction):
     memory: MemoryReport = field(default_factory=MemoryReport)  # the ledger
     limits: tuple[RecompileLimit, ...] = ()  # functions that Dynamo compiles no more (thunderfx only)
     python_calls: int = 0  # in which no graph of Dynamo's ran, so that Thunder did nothing, at least (thunderfx only)
+    is_of_dynamo: bool = False  # whether Dynamo reads the Python (thunderfx only)
     uncached: bool = False  # whether Thunder compiles each call anew, and the traces are those of the last one
+    differs: tuple[str, ...] = ()  # what Thunder computes otherwise than PyTorch, or loses, with and without graphs
     note: str = ""  # of a plan: that nothing was run, and which devices stand for which
 
     def to_dict(self) -> dict[str, Any]:
@@ -276,7 +278,9 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
         breaks=found.breaks,
         limits=found.limits,
         python_calls=found.python_calls,
+        is_of_dynamo=found.is_of_dynamo,
         uncached=found.uncached,
+        differs=tuple(dict.fromkeys(said for program in programs for said in program.compilation.differs)),
         compile_failures=found.failures,
         compile_failure=found.failure,
         calls=found.calls,

@@ -25,14 +25,13 @@ _SHOWN = 3
 
 _NEW_VERSION = "each new {} compiles anew in Thunder{{took}}, warms up and captures"
 _NEW_LAYOUT = "each new layout warms up and captures"
+_WRITTEN = "write it in place, into a buffer of its final size (README, Inference with a KV cache)"
+IF_CACHE = f"if it is a cache that grows, {_WRITTEN}"
+IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
 _PAD = (
-    "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True; if it is a "
-    "cache that grows, write it in place, into a buffer of its final size (README, Inference with a KV cache)"
+    f"pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True; {IF_CACHE}"
 )
-_AS_TENSOR = (
-    "it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; if it is the p of a dropout, "
-    "x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
-)
+_AS_TENSOR = f"it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; {IF_DROPOUT}"
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
 _KINDS = {

@@ -36,6 +36,7 @@ class Compilation:
         changes: of the function, shared by all its versions.
         change: because of which it was compiled, if another version differs only in that.
         unreplayed: how many earlier versions differ only in such things, and have not replayed.
+        differs: what Thunder computes otherwise than PyTorch, or loses, and where; with and without graphs.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Compilation:
     changes: Changes = field(default_factory=Changes)
     change: CallChange | None = None
     unreplayed: int = 0
+    differs: list[str] = field(default_factory=list)
 
     def join(self, earlier: Sequence[tuple[Compilation, int]]) -> None:
         """Joins earlier versions of the function, and finds what has changed since the nearest one.

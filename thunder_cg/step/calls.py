@@ -29,6 +29,7 @@ _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
 # What they return is another value in each call.
 _UNSTEADY = frozenset({datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom})
+_PASS_ON = {"random", "secrets", "uuid"}  # modules that return it to their callers
 _UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
 
 
@@ -72,7 +73,7 @@ class Calls:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
             if code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
-        elif event == "c_call" and called in _UNSTEADY and _is_users_file(frame.f_code.co_filename, frame.f_globals):
+        elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
             self.objection = f"{problem}; call it outside of the step, and pass a tensor"
         elif event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
@@ -82,7 +83,7 @@ class Calls:
             self.objection = f"{problem}, which no replay would do; do it outside of the step"
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
-        if not _is_users_file(code.co_filename, frame.f_globals):
+        if not _is_users(code, frame.f_globals):
             self._foreign.add(frame.f_code)
             return
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
@@ -95,7 +96,15 @@ class Calls:
             self.found[key] = Called(function, owner)
 
 
-def _is_users_file(file: str, variables: dict[str, Any]) -> bool:
+def _is_called_by_user(frame: types.FrameType | None) -> bool:
+    """Whether the user's code gets what a function that is called in a frame returns, such as from `secrets`."""
+    while frame is not None and frame.f_globals.get("__name__") in _PASS_ON:
+        frame = frame.f_back
+    return frame is not None and _is_users(frame.f_code, frame.f_globals)
+
+
+def _is_users(code: types.CodeType, variables: dict[str, Any]) -> bool:
+    file = code.co_filename
     if file == "<string>":  # written by a class decorator or a compiler, or all that Python runs
         file = variables.get("__file__", "<frozen" if variables.get("__name__") != "__main__" else file)
     is_generated = file.startswith(_GENERATED) or str(variables.get("__name__")).startswith(_GENERATED_MODULES)

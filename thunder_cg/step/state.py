@@ -431,7 +431,7 @@ def random_states(device: torch.device) -> Facts:
     if "numpy" in sys.modules:
         import numpy
 
-        facts["the state of NumPy's random numbers"] = hash(str(numpy.random.get_state()))
+        facts["the state of NumPy's random numbers"] = hash(pickle.dumps(numpy.random.get_state(legacy=False)))
     return facts
 
 

@@ -49,8 +49,10 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     file, name = _split(arguments.file)
-    _check(arguments, file, name, parser)
-    variables, raised = _run_file(file, arguments.arguments, file.stem if name else "__main__")
+    if name:  # what follows it is for this command, too
+        arguments = _parser(of_script=False).parse_args(argv)
+    _check(arguments, file, parser)
+    variables, raised = _run_file(file, () if name else arguments.arguments, file.stem if name else "__main__")
     if name and not raised:
         call = _made(variables, name, parser)
         variables, raised = {name: call.func}, _make_calls(call, arguments.calls)
@@ -67,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     return int(not _are_captured(reports.values()))
 
 
-def _parser() -> Parser:
+def _parser(of_script: bool = True) -> Parser:
     parser = Parser(
         "python -m thunder_cg explain", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -75,17 +77,18 @@ def _parser() -> Parser:
     parser.add_argument("--json", type=Path, metavar="JSON", help="write them there as JSON, by name")
     parser.add_argument("--calls", type=positive, default=3, metavar="N", help="calls of FILE:NAME (default: 3)")
     parser.add_argument("file", metavar="FILE[:NAME]", help="a script, or a function that makes a model")
-    words = parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
-    words.required = False
+    if of_script:
+        words = parser.add_argument(
+            "arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script"
+        )
+        words.required = False
     return parser
 
 
-def _check(arguments: argparse.Namespace, file: Path, name: str, parser: Parser) -> None:
+def _check(arguments: argparse.Namespace, file: Path, parser: Parser) -> None:
     """Ends the process if the arguments cannot be meant, before the file runs."""
     if not file.is_file():
         parser.error(f"{file}: there is no such file")
-    if name and arguments.arguments:
-        parser.error(f"{arguments.file} takes no arguments; leave out {' '.join(arguments.arguments)}")
     try:
         for path in (arguments.html, arguments.json):
             refuse_foreign(path)

@@ -1,0 +1,120 @@
+"""What the user's Python does and Thunder loses is said, by the log and by the report."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import thunder
+import torch
+from torch import nn
+
+from thunder_cg import cudagraph_transform, explain, thunderfx
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.seen, self.calls = nn.Linear(4, 4), None, 0
+        self.register_buffer("mean", torch.zeros(4))
+
+
+class Branches(Model):
+    def forward(self, x):
+        y = self.linear(x)
+        if y.sum().item() > 0:
+            y = y * 2
+        return y.sin().cos()
+
+
+class Chooses(Model):
+    def forward(self, x):
+        y = self.linear(x)
+        return torch.where(y.sum() > 0, y * 2, y).sin().cos()
+
+
+class Assigns(Model):
+    def forward(self, x):
+        self.seen = self.linear(x)
+        self.calls += 1
+        return self.seen.sin().cos()
+
+
+class Reassigns(Model):
+    def forward(self, x):
+        self.mean = self.mean * 0.9 + x.mean(0)
+        return self.linear(x).sin().cos()
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Reassigns()
+
+    def forward(self, x):
+        self.inner.seen = x * 2
+        return self.inner(x)
+
+
+class Buffers(Model):
+    def forward(self, x):
+        self.mean.copy_(self.mean * 0.9 + x.mean(0))
+        return self.linear(x).sin().cos()
+
+
+def run(compiled, calls=4):
+    x = torch.ones(2, 4)
+    for _ in range(calls):
+        result = compiled(x)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("kind", "line", "said"),
+    [
+        (Branches, 2, ["a branch at test_lost.py:{} depends on what a tensor holds, a number that Thunder does not"]),
+        (Assigns, 1, ["self.seen at test_lost.py:{} is assigned while Thunder traces", "self.calls at test_lost.py:"]),
+        (Reassigns, 1, ["self.mean at test_lost.py:{} is assigned while Thunder traces"]),
+    ],
+)
+def test_what_is_lost(kind, line, said, caplog):
+    model = kind().requires_grad_(False)
+    nn.init.constant_(model.linear.bias, 9.0)  # the sum is positive
+    jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    with caplog.at_level(logging.WARNING, "thunder_cg"):
+        result = run(jmodel)
+    assert kind is not Branches or not torch.equal(result, model(torch.ones(2, 4)))  # uncaptured Thunder is as wrong
+    line += kind.forward.__code__.co_firstlineno
+    report = explain(jmodel)
+    assert len(report.differs) == len(said)
+    for found, expected in zip(report.differs, said, strict=True):
+        assert found.startswith(expected.format(line)) and caplog.text.count(found) == 1
+        assert f"Other than in PyTorch, with and without graphs: {found}." in str(report)
+    assert "nothing to change" not in str(report)
+
+
+@pytest.mark.parametrize("kind", [Chooses, Buffers])
+def test_what_the_advice_says_is_not_lost(kind):
+    model, twin = kind().requires_grad_(False), kind().requires_grad_(False)
+    twin.load_state_dict(model.state_dict())
+    jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    assert torch.equal(run(jmodel), run(twin)) and torch.equal(jmodel.get_buffer("mean"), twin.mean)
+    report = explain(jmodel)
+    assert report.differs == () and "there is nothing to change" in str(report)
+
+
+def test_what_thunder_assigns_to_modules_inside_is_not_lost():
+    model = Inner().requires_grad_(False)
+    jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    run(jmodel)
+    assert explain(jmodel).differs == ()
+    assert torch.equal(model.inner.seen, torch.full((2, 4), 2.0)) and jmodel.get_buffer("inner.mean").min() > 1.0
+
+
+def test_thunderfx_loses_neither():
+    model = Assigns().requires_grad_(False)
+    run(thunderfx(model, backend="tape"))
+    assert model.calls == 4 and model.seen is not None
+    branches = Branches().requires_grad_(False)
+    jmodel = thunderfx(branches, backend="tape")
+    assert torch.equal(run(jmodel), branches(torch.ones(2, 4))) and explain(jmodel).differs == ()

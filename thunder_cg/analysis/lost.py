@@ -1,0 +1,49 @@
+"""What the user's Python does that Thunder (0.2.6) loses: it runs Python once, while it traces, without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+from thunder_cg.analysis.ops import Ops, names_in
+from thunder_cg.analysis.sources import Stacks, line_behind, users
+from thunder_cg.compat.thunder import Assignment, TraceCtx, is_guess
+
+_READ = (
+    "reads a number that no operator uses, and Thunder runs Python only while it traces, without the number; to log a "
+    "value, return the tensor and read it outside of the compiled function"
+)
+_BRANCH = (
+    "depends on what a tensor holds, a number that Thunder does not know while it traces, and takes for false; choose "
+    "with torch.where on a 0-dim tensor, or compile with thunder_cg.thunderfx, which leaves the branch to Python"
+)
+_ASSIGNED = (
+    "is assigned while Thunder traces, and in no call; return the value, or write it into a buffer, as with "
+    "self.buffer.copy_(value), or compile with thunder_cg.thunderfx, which assigns it"
+)
+
+
+def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
+    """Of a trace before Thunder transforms it: the reads whose number no operator gets, and the branches on numbers.
+
+    Args:
+        read: reads the trace, if there is something to say.
+    """
+    symbols = trace.bound_symbols
+    numbers = names_in([symbol.output for symbol in symbols if symbol.sym.name == "item"])
+    unused = numbers - names_in([(symbol.args, symbol.kwargs) for symbol in symbols]) if numbers else frozenset()
+    guesses = names_in([symbol.output for symbol in symbols if is_guess(symbol)])
+    if not (unused or guesses):
+        return
+    ops = read(trace)
+    for op in ops.ops:
+        if not unused.isdisjoint(op.outputs):
+            yield f"Tensor.item {ops.place(op)} {_READ}"
+        if not guesses.isdisjoint(op.outputs):
+            yield f"a branch {ops.place(op)} {_BRANCH}"
+
+
+def unassigned(found: Iterable[Assignment], stacks: Stacks) -> Iterator[str]:
+    """Attributes of modules that the function assigns."""
+    for name, stack in found:
+        lines = users(line for file, number in stack if (line := line_behind(file, number, stacks)) is not None)
+        yield f"self.{name} at {lines[-1] if lines else 'an unknown line'} {_ASSIGNED}"
