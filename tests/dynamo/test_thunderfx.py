@@ -178,21 +178,17 @@ def test_a_float_that_an_operator_has_to_know_is_constant(backend, device):
     assert not any(op.name == "Tensor.item" for trace in explain(graphed).traces for op in trace.ops)
 
 
-def test_a_float_that_an_operator_has_to_know_is_a_constant():
-    """Thunder does not know one that changes: it would take `alpha` for 1, and refuses the `p` of dropout."""
+def test_a_float_that_thunder_would_guess_is_a_constant():
+    """Thunder takes an `alpha` that it does not know for 1. Dynamo does not compile for each value by itself here."""
 
     def fn(x, number):
-        y = checkpoint(lambda y, alpha: torch.add(torch.sin(y), y, alpha=alpha), x, number, use_reentrant=False)
-        return F.dropout(y, number) * 2
+        return checkpoint(lambda y, alpha: torch.add(torch.sin(y), y, alpha=alpha), x, number, use_reentrant=False) * 2
 
     graphed = thunderfx(fn, backend="tape")
     with torch.no_grad():
         for number in (0.1, 0.3, 0.3):
-            x, found = torch.randn(3, 4), []
-            for each in (graphed, fn):
-                torch.manual_seed(1)
-                found.append(each(x, number))
-            torch.testing.assert_close(*found)
+            x = torch.randn(3, 4)
+            torch.testing.assert_close(graphed(x, number), fn(x, number))
     assert [trace.counts["eager"] for trace in explain(graphed).traces] == [0, 0]
 
 
