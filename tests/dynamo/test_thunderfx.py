@@ -12,7 +12,6 @@ import torch
 from support import fast_path_calls, programs, regions, replays, same, same_training
 from thunder.dynamo import utils
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
