@@ -88,7 +88,7 @@ def test_interpolate(backend, device, deterministic, options):
     "fn",
     [
         torch.round,
-        torch.trunc,
+        lambda c: torch.heaviside(c - 1, c),
         torch.isfinite,
         torch.argmin,
         lambda c: c.flip(0),
@@ -96,7 +96,7 @@ def test_interpolate(backend, device, deterministic, options):
         lambda c: torch.lerp(c, c * 2, 0.5),
         lambda c: torch.zeros_like(c).index_add(0, torch.arange(8, device=c.device), c),
     ],
-    ids=["round", "trunc", "isfinite", "argmin", "flip", "minimum", "lerp", "index_add"],
+    ids=["round", "heaviside", "isfinite", "argmin", "flip", "minimum", "lerp", "index_add"],
 )
 def test_what_thunder_cannot_differentiate_of_floats_without_a_gradient(backend, device, fn):
     scale = torch.linspace(0.1, 3.0, 8, device=device)
@@ -149,6 +149,39 @@ def _fractions(x):
 def _cut_fraction(x):
     half = int(x.shape[0] * 0.75)
     return torch.vmap(lambda row: row * 2)(x[:half]) * half
+
+
+def _rewritten(x, scale):
+    y = torch.sin(x).mul_(x)
+    grid = torch.linspace(0, 1, 8, device=x.device)[-100:]
+    return checkpoint(torch.tanh, y, use_reentrant=False) * grid * scale * torch.round(x.detach())
+
+
+def test_checkpointed_functions(backend, device):
+    """All that is rewritten in a graph is in that of such a function. Thunder does not take the constant `scale`."""
+    model = Around(lambda x: checkpoint(_rewritten, x, 2.0, use_reentrant=False)).to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(2, 8, device=device), backend))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_checkpointed_functions_that_write_in_place(backend, device, trains):
+    """Without a gradient, they are part of the graph. Thunder computes them wrong otherwise."""
+
+    def fn(x):
+        y = x.detach() * 2
+        first = y[0]
+        y[:, 0].add_(1)
+        return x * first + y * torch.linspace(0, 1, 4, device=x.device)
+
+    graphed = thunderfx(lambda x: checkpoint(fn, x, use_reentrant=False), backend=backend)
+    x, y = (torch.ones(2, 4, device=device, requires_grad=trains) for _ in range(2))
+    found, expected = graphed(x), fn(y)
+    same(found.detach(), expected.detach())
+    if trains:
+        found.sum().backward()
+        expected.sum().backward()
+        same(x.grad, y.grad)
+    assert ("writes in place in a checkpointed function" in str(explain(graphed))) is trains
 
 
 @pytest.mark.parametrize(
@@ -473,8 +506,9 @@ def test_pooling_with_ceil_mode(backend, device, fn):
         lambda x: x.repeat_interleave(2, dim=0, output_size=4) * 2,
         lambda x: torch.repeat_interleave(x, 3, -1) * 2,
         lambda x: torch._weight_norm(x, x[:, :1], 0) * 2,
+        lambda x: x.norm(p=2, dim=-1, keepdim=True) * torch.norm(x, dim=0),
     ],
-    ids=["avg_pool2d", "repeat_interleave", "repeat_interleave of the last", "weight_norm"],
+    ids=["avg_pool2d", "repeat_interleave", "repeat_interleave of the last", "weight_norm", "norm"],
 )
 def test_arguments_that_thunder_refuses(backend, device, fn):
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
@@ -879,12 +913,13 @@ def test_tensors_made_of_numbers(backend, device):
 
 def test_a_function_that_thunder_does_not_know_is_left_to_inductor(backend, device):
     def fn(x):
-        return torch.tanh(x)[torch.randperm(8, device=x.device)].sort(0).values * 2
+        y = torch.tanh(x)[torch.randperm(8, device=x.device)].sort(0).values * 2
+        return y.unfold(0, 4, 2) * 2  # Thunder takes the method for the function of that name
 
     graphed = thunderfx(fn, backend=backend)
     x = torch.randn(8, device=device)
-    torch.testing.assert_close(graphed(x), torch.tanh(x).sort().values * 2)
-    assert [part.operator for part in explain(graphed).outside] == ["randperm"]
+    torch.testing.assert_close(graphed(x), (torch.tanh(x).sort().values * 2).unfold(0, 4, 2) * 2)
+    assert [part.operator for part in explain(graphed).outside] == ["randperm", "unfold"]
 
 
 def test_a_float_whose_value_an_operator_has_to_know(backend, device):

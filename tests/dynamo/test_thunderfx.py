@@ -177,6 +177,20 @@ def test_a_float_that_an_operator_has_to_know_is_constant(backend, device):
     assert not any(op.name == "Tensor.item" for trace in explain(graphed).traces for op in trace.ops)
 
 
+def test_a_float_that_thunder_would_guess_is_a_constant():
+    """Thunder takes an `alpha` that it does not know for 1. Dynamo does not compile for each value by itself here."""
+
+    def fn(x, number):
+        return checkpoint(lambda y, alpha: torch.add(torch.sin(y), y, alpha=alpha), x, number, use_reentrant=False) * 2
+
+    graphed = thunderfx(fn, backend="tape")
+    with torch.no_grad():
+        for number in (0.1, 0.3, 0.3):
+            x = torch.randn(3, 4)
+            torch.testing.assert_close(graphed(x, number), fn(x, number))
+    assert [trace.counts["eager"] for trace in explain(graphed).traces] == [0, 0]
+
+
 def test_graph_breaks(pair, device):
     class Broken(nn.Module):
         def __init__(self) -> None:
@@ -260,7 +274,7 @@ def test_options_reach_whom_they_are_for(backend, device):
     [
         (lambda x: torch.hstack([x, x * 2]), "a list of tensors, whose gradients"),
         (lambda x: torch.nn.functional.dropout1d(x[None])[0], "would draw again in its backward"),
-        (lambda x: torch.norm(x, dim=0), "gets other gradients"),
+        (lambda x: torch.norm(x, "nuc"), "gets other gradients"),
         (lambda x: x / torch.dot(x[0], x[1]), "gradient Thunder does not sum"),  # as spectral_norm divides a weight
     ],
     ids=["list", "draws", "norm", "0-dim"],

@@ -9,16 +9,20 @@ from __future__ import annotations
 import inspect
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch._dynamo import cache_size, config, convert_frame, pgo
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.source import AttrSource
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables import ConstantVariable, builder, misc
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-__all__ = ["dynamo_callback", "scope_dynamo"]
+__all__ = ["TensorifyScalarRestartAnalysis", "dynamo_callback", "scope_dynamo", "specialize"]
 
 _LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
 _call_method_of_logger = misc.LoggingLoggerVariable.call_method
@@ -109,6 +113,26 @@ def _floats_constant_at_first() -> AbstractContextManager[Any]:
 def _logging_after_graphs() -> AbstractContextManager[Any]:
     """Has a call of a logger made after the graph, in each call. Dynamo would end the graph there."""
     return patch.object(misc.LoggingLoggerVariable, "call_method", _log_after_graph)
+
+
+def specialize(numbers: Iterable[Any]) -> None:
+    """Has Dynamo trace the frame anew with the Python floats that these are computed from as constants.
+
+    Inductor does so for each float that it cannot make a tensor of. Sizes are not affected, nor floats that are fixed.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: Dynamo is to catch it, and there is a float among them.
+    """
+    floats = [number for number in numbers if isinstance(number, (torch.SymFloat, torch.SymBool, torch.SymInt))]
+    symbols = {symbol.name for each in floats for symbol in each.node.expr.free_symbols if _is_float(symbol)}
+    if new := [symbol for symbol in symbols if not TensorifyState.should_specialize(symbol)]:
+        for symbol in new:
+            TensorifyState.specialize(symbol)
+        raise TensorifyScalarRestartAnalysis
+
+
+def _is_float(symbol: Any) -> bool:
+    return bool(symbol_is_type(symbol, SymT.FLOAT))
 
 
 def _log_after_graph(logger: Any, tx: Any, name: str, args: list[Any], kwargs: dict[str, Any]) -> Any:

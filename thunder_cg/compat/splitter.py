@@ -23,6 +23,7 @@ from thunder_cg.compat.torch import tree_leaves
 __all__ = [
     "can_trace",
     "can_trace_all",
+    "checkpoints",
     "compute_again",
     "compute_without_gradient",
     "example",
@@ -66,6 +67,7 @@ def for_splitter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     call.__name__ = call.__qualname__ = name.replace(".", "_")
     call.thunder_supported = True  # type: ignore[attr-defined]
+    call.__module__ = "builtins"  # in a checkpointed function, Thunder replaces what is not, by symbols of its own
     return call
 
 
@@ -81,8 +83,9 @@ def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any])
 
 
 def is_supported(node: Node, options: dict[str, Any]) -> bool:
-    """Whether Thunder's symbol for what the node calls takes the node's arguments."""
-    supported, _ = utils.is_node_supported_by_thunder(node, options)
+    """Whether Thunder's symbol for what the node calls, or its fallback, takes the node's arguments."""
+    with patch.object(utils, "auto_register_ops", frozenset()):
+        supported, _ = utils.is_node_supported_by_thunder(node, options)
     return bool(supported)
 
 
@@ -168,7 +171,7 @@ def keeping_fallbacks(
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
         if (problem := objection(node)) is None:
-            return is_supported(node, options)
+            return (True, None) if is_for_splitter(node.target) else is_supported(node, options)
         info = f"node with name: {node.name} and target: {node.target} {problem}"
         return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info)
 
@@ -258,6 +261,11 @@ def can_trace_all(module: GraphModule, options: dict[str, Any]) -> bool:
     """Whether Thunder can trace all of a graph, without fallbacks."""
     can, _ = utils.is_graphmodule_supported_by_thunder(module, options)
     return bool(can) and not any(loses_wait(node, options) for node in module.graph.nodes)
+
+
+def checkpoints(graph: Graph) -> list[Node]:
+    """The calls of checkpointed functions, whose graphs are submodules."""
+    return [*graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)]
 
 
 def inside_transforms(graph: Graph) -> frozenset[str]:

@@ -16,9 +16,10 @@ import torch
 
 from thunder_cg.analysis.sources import described
 from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs
+from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
 from thunder_cg.compat.splitter import keeping_fallbacks
 from thunder_cg.dynamo.fallbacks import objections
-from thunder_cg.dynamo.numbers import take_out_numbers, take_out_numbers_of_parts
+from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import order_counts
 from thunder_cg.errors import CaptureError, TransformConflictError
@@ -49,13 +50,16 @@ class Compiler(ThunderCompiler):
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
         try:
+            specialize_floats(module)
             rewrite(module, self.thunder_options)
             put_back = take_out_numbers(module)
             with (
-                keeping_fallbacks(objections(module.graph, self.thunder_options), take_out_numbers_of_parts),
+                keeping_fallbacks(objections(module, self.thunder_options), take_out_numbers_of_parts),
                 Stage(lambda: "splitting a graph of Dynamo's"),
             ):
                 compiled = self._split(module, *inputs)
+        except TensorifyScalarRestartAnalysis:
+            raise
         except Exception as error:
             self.failures, self.failure = self.failures + 1, described(error)
             raise

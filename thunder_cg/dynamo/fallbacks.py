@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.splitter import (
+    checkpoints,
     example,
     fallback_of,
     inside_transforms,
@@ -44,12 +45,26 @@ from thunder_cg.dynamo.writes import (
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
 
-def objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | None]:
-    """Says of a node of the graph why it is left to Inductor, to be read after its name; None if Thunder traces it.
+def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node], str | None]:
+    """Says of a node of a graph why it is left to Inductor, to be read after its name; None if Thunder traces it.
 
     Args:
+        module: the graph, with those of functions that it calls, such as checkpointed ones.
         options: those of ``thunder.jit`` that the graph is to be compiled with.
     """
+    modules = [each for each in module.modules() if isinstance(each, GraphModule)]
+    of_graph = {each.graph: _objections(each.graph, options) for each in modules}
+    checkpointed = {module.get_submodule(str(call.args[0])).graph for call in checkpoints(module.graph)}
+
+    def objection(node: Node) -> str | None:
+        if node.graph in checkpointed and written_by(node):
+            return "writes in place in a checkpointed function, and Thunder does not see who reads it there"
+        return of_graph[node.graph](node)
+
+    return objection
+
+
+def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | None]:
     transformed = inside_transforms(graph)
     lost_views = [example(node) for node in _views_lost_before_writes(graph)]
     lost, untracked = untracked_writes(graph), without_gradient(graph)
@@ -64,6 +79,8 @@ def objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str | 
             return "communicates for other ranks alone, and Thunder would drop it, as nothing here uses the result"
         if loses_wait(node, options):
             return "waits for a collective that Thunder does not trace, and Thunder would not wait"
+        if node.op == "call_method" and node.target == "unfold":
+            return "is a method that Thunder takes for torch.nn.functional.unfold, which is another function"
         if is_unknown(node.target):
             return "didn't have any mapping in thunder"
         if node.name in lost:

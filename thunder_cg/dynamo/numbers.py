@@ -15,9 +15,31 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from thunder_cg.compat.splitter import compute_again
+from thunder_cg.compat.dynamo_scope import specialize
+from thunder_cg.compat.splitter import compute_again, operator_name
+from thunder_cg.dynamo.writes import IN_PLACE
 
 Compiled = Callable[..., Any]
+
+# What Thunder computes with a number that it does not know, of a tensor or of another number.
+_ARITHMETIC = {"add", "sub", "mul", "truediv", "div", "neg", "eq", "ne", "lt", "le", "gt", "ge"}
+
+
+def specialize_floats(whole: GraphModule) -> None:
+    """Has floats that change be constants of the graph where an operator needs to know them, as dropout its ``p``.
+
+    Dynamo passes such a float as a tensor, and the graph reads it. Thunder does not ask for the value while it traces,
+    so that some of its operators refuse the number, and others take the wrong branch, as ``torch.add(x, y, alpha=p)``.
+
+    Raises:
+        TensorifyScalarRestartAnalysis: Dynamo is to trace anew.
+    """
+    modules = [each for each in whole.modules() if isinstance(each, GraphModule)]  # of checkpointed functions, too
+    for node in (node for module in modules for node in module.graph.nodes):
+        name = operator_name(node)
+        is_arithmetic = name.removesuffix("_") in _ARITHMETIC or node.target in IN_PLACE
+        if node.op != "output" and (node.kwargs or not is_arithmetic):
+            specialize(source.meta.get("example_value") for source in node.all_input_nodes)
 
 
 def take_out_numbers(module: GraphModule) -> Callable[[Compiled], Compiled]:
@@ -67,6 +89,7 @@ def take_out_numbers_of_parts(whole: GraphModule) -> None:
             if _is_number(result) and _compute_before(call, result, item):
                 whole.graph.erase_node(item)
             elif _is_number(result):
+                specialize([result.meta["example_value"]])
                 kept.append(result)
         for item in [*call.users]:
             item.update_arg(1, kept.index(results[item.args[1]]))
@@ -88,4 +111,4 @@ def _is_number(node: Node) -> bool:
     return isinstance(node.meta.get("example_value"), (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-__all__ = ["take_out_numbers", "take_out_numbers_of_parts"]
+__all__ = ["specialize_floats", "take_out_numbers", "take_out_numbers_of_parts"]

@@ -17,7 +17,14 @@ from torch.nn import functional as F
 
 from thunder_cg.communication import functional
 from thunder_cg.compat.splitter import for_splitter
-from thunder_cg.compat.thunder import OperatorExecutor, register_function, to_torch_device, to_torch_dtype
+from thunder_cg.compat.thunder import (
+    OperatorExecutor,
+    current_trace,
+    register_function,
+    to_torch_device,
+    to_torch_dtype,
+    trace_as,
+)
 from thunder_cg.compat.torch import grouped_mm, library_name, weight_norm
 
 # Thunder's symbols refuse some arguments, such as ceil_mode.
@@ -76,7 +83,17 @@ def _by_autograd(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         made = register_function(_executor, name, _with_torchs_types(function), differentiable=False)
     else:
         made = register_function(_executor, name, function)
-    return for_splitter(made, name)
+    return for_splitter(_callable(made, function), name)
+
+
+def _callable(symbol: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """The symbol in a trace; the function where Inductor got the checkpointed function that it is called in."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if current_trace() is None else symbol)(*args, **kwargs)
+
+    trace_as(call, call)  # Thunder calls it as it is
+    return call
 
 
 def _with_torchs_types(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -99,7 +116,8 @@ def _bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
 @cache
 def bernoulli() -> Callable[..., Any]:
     """``x.bernoulli_(p)`` of a tensor that nothing else sees, in a new one. It has no gradient."""
-    return for_splitter(register_function(_executor, "bernoulli", _bernoulli, differentiable=False), "bernoulli")
+    symbol = register_function(_executor, "bernoulli", _bernoulli, differentiable=False)
+    return for_splitter(_callable(symbol, _bernoulli), "bernoulli")
 
 
 @cache

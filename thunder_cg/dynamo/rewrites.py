@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from thunder_cg.compat.splitter import (
     can_trace,
     can_trace_all,
+    checkpoints,
     compute_without_gradient,
     example,
     fixed_float,
@@ -59,14 +60,17 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
+def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bool = False) -> None:
     """Rewrites the graph in place.
 
     Args:
         options: those of ``thunder.jit`` that the graph is to be compiled with.
+        is_checkpointed: whether it is the graph of a checkpointed function, of which Inductor gets all or nothing.
     """
     for node in module.graph.find_nodes(op="call_method", target="item"):
         _write_number(node)
+    for call in checkpoints(module.graph):
+        _rewrite_checkpointed(call, module, options)
     transformed = inside_transforms(module.graph)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
@@ -88,21 +92,59 @@ def rewrite(module: GraphModule, options: dict[str, Any]) -> None:
             _write_out(node)
         elif node.target in _OF_NUMBERS and isinstance(_value(node), (int, float, torch.SymInt, torch.SymFloat)):
             node.target = _OF_NUMBERS[node.target]
-        elif node.target is torch.ops.higher_order.tag_activation_checkpoint:
-            _write_out_all(module.get_submodule(node.args[0].target))
         elif node.target is torch.tensor:
             _fill_with_number(node)
+        elif node.target in ("norm", torch.norm):
+            _name_vector_norm(node)
         elif node.target is F.embedding:
             _count_padding_from_start(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
             _draw_out_of_place(node)
-        elif node.target is torch.ops.higher_order.autograd_function_apply:
+        elif node.target is torch.ops.higher_order.autograd_function_apply and not is_checkpointed:
             _write_as_before(node, module, options)
         elif is_collective(node):
             _wait_in_trace(node, options)
         elif node.op == "call_function" or node.target in ("repeat_interleave", "mul"):
             _use_own_operator(node, options)
     _leave_out_of_backward(module.graph, transformed, options)
+
+
+def _rewrite_checkpointed(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
+    """Rewrites a checkpointed function, which is a graph of its own.
+
+    Its constants go there: Thunder takes tensors and numbers of the graph alone. What is checkpointed inside of it is
+    written out, and so is the function if there is no gradient.
+    """
+    function: Any = call.args[0]
+    body: Any = module.get_submodule(function.target)
+    for placeholder, arg in zip(body.graph.find_nodes(op="placeholder"), call.args[1:]):
+        if not isinstance(arg, Node):
+            _replace(placeholder, arg)
+    call.args = (function, *(arg for arg in call.args[1:] if isinstance(arg, Node)))
+    for inner in checkpoints(body.graph):
+        _rewrite_checkpointed(inner, body, options)
+    for inner in checkpoints(body.graph):
+        _write_out_checkpointed(inner, body)
+    calls = [node for node in body.graph.nodes if node.op.startswith("call")]
+    if any(requires_grad(_value(node)) for node in calls):
+        rewrite(body, options, is_checkpointed=True)
+        body.recompile()
+    elif not body.graph.find_nodes(op="get_attr"):
+        _write_out_checkpointed(call, module)
+
+
+def _write_out_checkpointed(call: Node, module: GraphModule) -> None:
+    function: Any = call.args[0]
+    body: Any = module.get_submodule(function.target)
+    values: dict[Node, Any] = dict(zip(body.graph.find_nodes(op="placeholder"), call.args[1:]))
+    with call.graph.inserting_before(call):
+        results: Any = call.graph.graph_copy(body.graph, values)
+    for item in [*call.users]:
+        item.replace_all_uses_with(results[item.args[1]])
+        call.graph.erase_node(item)
+    call.graph.erase_node(call)
+    if not function.users:
+        call.graph.erase_node(function)
 
 
 def _write_number(node: Node) -> None:
@@ -140,7 +182,8 @@ def _compute_out_of_place(node: Node) -> None:
     fresh = on_examples(function, example(node.args), example(kwargs))
     if (fresh.dtype, fresh.shape, fresh.stride()) != (result.dtype, result.shape, result.stride()):
         return
-    node.op, node.target, node.kwargs = "call_function", function, kwargs
+    node.op, node.target = _called(function)
+    node.kwargs = kwargs
     for user in later.intersection(written.users):
         user.replace_input_with(written, node)
 
@@ -168,7 +211,7 @@ def _write_slice_as_item(node: Node) -> None:
         return
     with node.graph.inserting_before(node):
         if function is not None:
-            item = node.graph.call_function(function, node.args, node.kwargs)
+            item = node.graph.create_node(*_called(function), node.args, node.kwargs)
             item.meta["example_value"] = fresh
         node.graph.call_function(operator.setitem, (whole, index, item))
         again = node.graph.call_function(operator.getitem, (whole, index))
@@ -189,6 +232,12 @@ def _out_of_place(node: Node) -> Callable[..., Any] | None:
         function = getattr(torch.Tensor, str(node.target)[:-1], None)
         return function if callable(function) else None
     return None
+
+
+def _called(function: Callable[..., Any]) -> tuple[str, Any]:
+    """The kind and the target of a node that calls a function, or a method of tensors."""
+    is_method = inspect.ismethoddescriptor(function)
+    return ("call_method", function.__name__) if is_method else ("call_function", function)
 
 
 def _later(node: Node) -> set[Node]:
@@ -257,12 +306,6 @@ def _is_size(node: Node) -> bool:
     return node.op.startswith("call") and isinstance(_value(node), torch.Size)
 
 
-def _write_out_all(checkpointed: Any) -> None:
-    for node in filter(_is_size, [*checkpointed.graph.nodes]):
-        _write_out(node)
-    checkpointed.recompile()
-
-
 def _write_out(size: Node) -> None:
     """``x.view(y.size())`` is ``x.view((y.size(0), 4))``: of a size, Thunder's splitter takes only numbers."""
     numbers: Any = size.args[0] if size.target is torch.Size and len(size.args) == 1 else None
@@ -302,6 +345,18 @@ def _fill_with_number(node: Node) -> None:
     if result.dtype in fits.get(kind, ()) and not node.kwargs.keys() - {"dtype", "device"}:
         node.target, node.args = torch.full, (tuple(result.shape), number)
         node.kwargs = {"dtype": result.dtype, "device": result.device}
+
+
+def _name_vector_norm(node: Node) -> None:
+    """``x.norm(dim=-1)`` is ``torch.linalg.vector_norm(x, 2, dim=-1)``: Thunder has other gradients of the former."""
+    signature = inspect.signature(torch.Tensor.norm if node.target == "norm" else torch.norm)
+    bound = signature.bind(*node.args, **node.kwargs)
+    bound.apply_defaults()
+    tensor, p, dim, keepdim, *others = bound.arguments.values()
+    if p != "nuc" and all(other is None for other in others) and not (isinstance(dim, (list, tuple)) and len(dim) > 2):
+        node.op, node.target = "call_function", torch.linalg.vector_norm
+        node.args = tensor, 2 if p in ("fro", None) else p
+        node.kwargs = {"dim": dim, "keepdim": keepdim}
 
 
 def _draw_out_of_place(node: Node) -> None:
