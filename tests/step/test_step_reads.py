@@ -231,6 +231,15 @@ def test_a_step_that_sets_the_random_state(step_twins, how):
         assert "sets the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
 
 
+@pytest.mark.parametrize("read", [lambda: torch.get_rng_state()[0], torch.initial_seed])
+def test_a_step_that_reads_the_random_state(step_twins, read):
+    step = step_twins.graphed(make_step(lambda y: y * read())(step_twins.model()))
+    for _ in range(5):
+        step(*step_twins.batch())
+    assert step.captures == 0
+    assert "reads the state of a generator of random numbers, at test_step_reads.py:" in str(explain(step))
+
+
 def test_all_of_numpys_random_state():
     """However NumPy prints an array."""
     kept, key = np.random.get_state(), np.arange(624)
@@ -444,7 +453,8 @@ def a_method_of_a_class():
 
 
 def a_module_that_is_passed_on():
-    return lambda y: y * getattr(sys.modules[__name__], "SCALE"), set_scale  # noqa: B009
+    this = sys.modules[__name__]
+    return lambda y: y * getattr(this, "SCALE"), set_scale  # noqa: B009
 
 
 def an_import_in_a_function():
@@ -656,6 +666,20 @@ def test_a_tensor_on_the_host_of_a_step_on_a_gpu(write, made):
     with torch.inference_mode():
         write(values)
     assert not state.holds()
+
+
+def test_a_big_tensor_on_the_host_of_a_step_on_a_gpu():
+    values = torch.ones(20_000)
+    (objection,) = state_of(lambda y: y * values[0].item(), "cuda").objections
+    assert objection.startswith("values is a tensor of 80,000 bytes on the CPU") and objection.endswith("to cuda")
+    assert not state_of(lambda y: y * values[0].item()).objections  # beside the graph's own memory
+
+
+def test_names_of_all_modules():
+    state = state_of(lambda y: y * len(sys.modules))
+    assert state.objections == [
+        "sys.modules leads to all modules, which are not compared before a replay; import those that the step needs"
+    ]
 
 
 def test_names_that_globals_gives():

@@ -260,6 +260,15 @@ cudnn_attention: Any = torch.ops.aten._scaled_dot_product_cudnn_attention
 cudnn_attention_backward: Any = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
+def is_of_capture(event: torch.cuda.Event) -> bool:
+    """Whether an event was recorded last in a capture that is over: CUDA says nothing else about it."""
+    try:
+        event.query()
+    except RuntimeError:
+        return True
+    return False
+
+
 def chooses_cudnn_attention(
     device: torch.device, layouts: Sequence[tuple[Sequence[int], torch.dtype]], is_causal: bool, scale: float | None
 ) -> bool:

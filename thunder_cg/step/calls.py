@@ -16,6 +16,7 @@ import os
 import sys
 import time
 import types
+import weakref
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from thunder_cg.step.reads import Called, is_installed
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
+_READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 # What they return is another value in each call.
 _UNSTEADY = frozenset({datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom})
-_PASS_ON = {"random", "secrets", "uuid"}  # modules that return it to their callers
+_PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}  # modules that return it to their callers
 _UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
 
 
@@ -39,11 +41,13 @@ class Calls:
     Attributes:
         found: each function, and what it is bound to.
         objection: something that runs and that no replay would do, in words; None if nothing does.
+        events: of CUDA, that were recorded, and where.
     """
 
     def __init__(self) -> None:
         self.found: dict[tuple[int, int], Called] = {}
         self.objection: str | None = None
+        self.events: list[tuple[weakref.ref[torch.cuda.Event], str]] = []
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
@@ -80,10 +84,19 @@ class Calls:
         elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
             problem = f"what globals() gives is not compared before a replay{_line(frame)}"
             self.objection = f"{problem}; name what the step needs"
-        elif event == "c_call" and isinstance(getattr(called, "__self__", None), torch.Generator):
-            if called.__name__ not in _SEEDS or is_restored_by_dynamo(frame):
-                return
-            problem = f"the step sets the state of a generator of random numbers{_line(frame)}"
+        elif event == "c_call" and isinstance(owner := getattr(called, "__self__", None), torch.Generator):
+            self._note_generator(frame, called.__name__)
+        elif event == "c_call" and isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
+            self.events.append((weakref.ref(owner), _line(frame)))
+
+    def _note_generator(self, frame: types.FrameType, method: str) -> None:
+        does = None
+        if method in _SEEDS and not is_restored_by_dynamo(frame):
+            does = "sets"
+        elif method in _READS_OF_SEEDS and _is_called_by_user(frame):
+            does = "reads"
+        if does is not None:
+            problem = f"the step {does} the state of a generator of random numbers{_line(frame)}"
             self.objection = f"{problem}, which no replay would do; do it outside of the step"
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:

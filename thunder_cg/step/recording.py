@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.random import fork_rng
 
+from thunder_cg.compat.cuda import is_of_capture
 from thunder_cg.compat.torch import (
     Settings,
     has_storage,
@@ -467,6 +468,10 @@ class StepCapture:
         state = self.state
         if self.calls.objection is not None:
             raise CaptureRefused(self.calls.objection)
+        for reference, line in self.calls.events:
+            if (event := reference()) is not None and is_of_capture(event):
+                problem = f"the step records an event that is used outside of it{line}, and no replay would"
+                raise CaptureRefused(f"{problem}; make it with torch.cuda.Event(external=True)")
         after = state.again().facts | states_outside(state.device)
         if (change := change_between(state.facts | outside, after)) is not None:
             fix = fix_of_change(change, state.facts, {}, in_step=True)

@@ -138,6 +138,9 @@ class _Collector:
             self.facts[label] = type(value), repr(value) if isinstance(value, (float, complex)) else value
         elif isinstance(value, Tensor):
             self._add_tensor(label, value, depth)
+        elif value is sys.modules:
+            problem = f"{label} leads to all modules, which are not compared before a replay"
+            self.objections.append(f"{problem}; import those that the step needs")
         elif isinstance(value, (nn.Module, Optimizer)):
             self.facts[label] = Same(value)
             self.roots.setdefault(id(value), (label, value))
@@ -186,11 +189,19 @@ class _Collector:
         elif not tensor.is_inference():  # a graph has its values baked in
             self.facts[f"{label} (version)"] = version(tensor)
             self.versions.append((tensor, version(tensor)))
-        if tensor.device.type == "cpu" != self._device_type and has_storage(tensor) and tensor.nbytes <= _MAX_ARRAY:
-            get = partial(_bytes_of, tensor)  # its memory may be that of an array
+        if tensor.device.type == "cpu" != self._device_type and has_storage(tensor):  # its memory may be an array's
+            self._add_tensor_on_host(label, tensor, depth)
+        self._note_hooks(label, tensor)
+
+    def _add_tensor_on_host(self, label: str, tensor: Tensor, depth: int) -> None:
+        if tensor.nbytes <= _MAX_ARRAY:
+            get = partial(_bytes_of, tensor)
             self.facts[f"what {label} holds"] = Content(get())
             self.values.append((get, get()))
-        self._note_hooks(label, tensor)
+        elif depth == 0:
+            problem = f"{label} is a tensor of {tensor.nbytes:,} bytes on the CPU, of which a graph has the values"
+            limit = f"up to {_MAX_ARRAY:,} are compared before a replay"
+            self.objections.append(f"{problem} baked in, and {limit}; move it to {self._device_type}")
 
     def _add_own_attributes(self, label: str, value: Any, depth: int) -> None:
         """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
@@ -545,8 +556,10 @@ _kernel_settings = kernel_settings(Settings.ALL)
 
 def states_outside(device: torch.device) -> Facts:
     """What a step may change that is neither an argument nor read by a name, and that no replay would change."""
-    settings = {"what PyTorch chooses kernels by": _kernel_settings()}
-    return random_states(device) | thread_states() | settings
+    facts: Facts = {"what PyTorch chooses kernels by": _kernel_settings()}
+    if device.type != "cpu":
+        facts |= {"the current stream": torch.cuda.current_stream(), "the current device": torch.cuda.current_device()}
+    return random_states(device) | thread_states() | facts
 
 
 def random_states(device: torch.device) -> Facts:

@@ -192,7 +192,8 @@ class CudaPool:
             graph.copy_in()
             copy = partial(self._capture_early_copy, graph)
             copier = EarlyCopier(self._device, copy, EARLY_COPY_BYTES, graph.may_copy_early)
-            outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
+            with torch.cuda.stream(self._capture_stream.stream):  # again, since `fn` may leave another one
+                outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
             if copied_out is not None:
                 graph.copy_out(copied_out(outputs)[graph.copied_out :])
         except BaseException:
