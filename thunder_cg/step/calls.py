@@ -16,7 +16,6 @@ import os
 import sys
 import time
 import types
-import weakref
 from typing import Any
 
 import torch
@@ -41,13 +40,13 @@ class Calls:
     Attributes:
         found: each function, and what it is bound to.
         objection: something that runs and that no replay would do, in words; None if nothing does.
-        events: of CUDA, that were recorded, and where.
+        events: of CUDA, that were recorded, and where, by identity.
     """
 
     def __init__(self) -> None:
         self.found: dict[tuple[int, int], Called] = {}
         self.objection: str | None = None
-        self.events: list[tuple[weakref.ref[torch.cuda.Event], str]] = []
+        self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
@@ -87,7 +86,7 @@ class Calls:
         elif event == "c_call" and isinstance(owner := getattr(called, "__self__", None), torch.Generator):
             self._note_generator(frame, called.__name__)
         elif event == "c_call" and isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
-            self.events.append((weakref.ref(owner), _line(frame)))
+            self.events[id(owner)] = owner, _line(frame)
 
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
         does = None

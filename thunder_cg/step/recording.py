@@ -48,6 +48,7 @@ from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_t
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
 from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 
+_OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _TENSOR = object()
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
 
@@ -468,8 +469,8 @@ class StepCapture:
         state = self.state
         if self.calls.objection is not None:
             raise CaptureRefused(self.calls.objection)
-        for reference, line in self.calls.events:
-            if (event := reference()) is not None and is_of_capture(event):
+        for event, line in self.calls.events.values():
+            if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
                 problem = f"the step records an event that is used outside of it{line}, and no replay would"
                 raise CaptureRefused(f"{problem}; make it with torch.cuda.Event(external=True)")
         after = state.again().facts | states_outside(state.device)
