@@ -10,6 +10,7 @@ import pytest
 import thunder.dynamo
 import torch
 from support import fast_path_calls, programs, regions, replays, same, same_training
+from thunder.core import transforms
 from thunder.dynamo import utils
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -59,6 +60,38 @@ def test_the_signature_is_that_of_what_was_compiled(backend):
     model = Fallbacks()
     assert inspect.signature(thunderfx(model, backend=backend)) == inspect.signature(model.forward)
     assert inspect.signature(thunderfx(model.forward, backend=backend)) == inspect.signature(model.forward)
+
+
+def test_layers_that_repeat_are_tried_once(backend, device, monkeypatch):
+    """A trial traces and differentiates an operator."""
+    tried = []
+    value_and_grad = transforms.value_and_grad
+    monkeypatch.setattr(transforms, "value_and_grad", lambda fn: tried.append(fn) or value_and_grad(fn))
+
+    def trials(layers: int) -> int:
+        tried.clear()
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU()) for _ in range(layers)))
+        compiled = thunderfx(model.to(device), backend=backend)
+        compiled(torch.randn(3, 4, device=device)).sum().backward()
+        assert not outside(compiled)
+        return len(tried)
+
+    assert trials(5) == trials(2) > 0
+
+
+def test_an_operator_is_tried_with_each_kind_of_arguments(pair, device):
+    """Thunder traces only the first two."""
+
+    class Pads(nn.Module):
+        def forward(self, x):
+            pad = nn.functional.pad
+            return pad(x, (1, 1)) + pad(x, (1, 1), value=2.0) + pad(x, (1, 1), mode="reflect")
+
+    model, _, _, compiled = pair(Pads())
+    x = torch.randn(2, 3, 4, requires_grad=True, device=device)
+    same(compiled(x), model(x))
+    (left,) = outside(compiled)
+    assert left.startswith("pad at ") and "Mode" in left
 
 
 def test_a_deep_copy_is_compiled_itself(backend, device):

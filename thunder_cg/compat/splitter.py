@@ -18,7 +18,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-from thunder_cg.compat.torch import tree_leaves
+from thunder_cg.compat.torch import tree_flatten, tree_leaves
 
 __all__ = [
     "can_trace",
@@ -160,6 +160,7 @@ def keeping_fallbacks(
         rewrite: gets each graph that was split, before its parts are compiled.
     """
     is_supported = utils.is_node_supported_by_thunder
+    try_symbol, succeeded = utils.try_execute_thunder_symbol, set()
     split = splitter.split_module
 
     def split_balanced(*args: Any, **kwargs: Any) -> GraphModule:
@@ -169,6 +170,15 @@ def keeping_fallbacks(
         rewrite(whole)
         return whole
 
+    def try_once(symbol: Any, node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
+        key = _trial(symbol, node)
+        if key is not None and key in succeeded:
+            return True, None
+        result = try_symbol(symbol, node, options)
+        if key is not None and result[0]:
+            succeeded.add(key)
+        return result
+
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
         if (problem := objection(node)) is None:
             return (True, None) if is_for_splitter(node.target) else is_supported(node, options)
@@ -177,11 +187,34 @@ def keeping_fallbacks(
 
     with (
         patch.object(utils, "auto_register_ops", frozenset()),
+        patch.object(utils, "try_execute_thunder_symbol", try_once),
         patch.object(utils, "is_node_supported_by_thunder", is_kept),
         patch.object(splitter, "is_node_supported_by_thunder", is_kept),
         patch.object(splitter, "split_module", split_balanced),
     ):
         yield
+
+
+def _trial(symbol: Any, node: Node) -> Any:
+    """All that Thunder's trial of a symbol with a node's arguments depends on; None if that is not known to be all.
+
+    A model repeats its layers, and a trial takes a tenth of a second: it traces and differentiates the symbol.
+    """
+    leaves, structure = tree_flatten((node.args, node.kwargs))
+    values = [leaf.meta.get("example_value") if isinstance(leaf, Node) else leaf for leaf in leaves]
+    known: list[Any] = []
+    for value in values:
+        if type(value) in (FakeTensor, torch.nn.Parameter) and all(type(size) is int for size in value.shape):
+            known.append((value.shape, value.dtype, value.device, value.requires_grad))
+        elif isinstance(value, (bool, int, float, complex, str, type(None), torch.dtype, torch.device, type(...))):
+            known.append((type(value), repr(value)))
+        elif isinstance(value, slice) and all(
+            type(part) in (int, type(None)) for part in (value.start, value.stop, value.step)
+        ):
+            known.append(repr(value))
+        else:
+            return None
+    return symbol, structure, (*known,)
 
 
 def _restore_grad_mode(part: GraphModule) -> None:
