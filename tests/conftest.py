@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
-import subprocess
-import sys
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import speed  # noqa: F401
 import torch
 from support import twice
-from thunder.core import interpreter
-from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from thunder_cg import cudagraph_transform
-from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.runtime.cuda import pool
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it before CUDA starts
@@ -27,32 +21,6 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic alg
 # Inductor times a few ways to run a kernel and keeps the fastest on disk. Were that another process's by the time that
 # a model's twin is compiled, their sums would differ in the last bit.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{cache_dir()}/{os.environ.get('PYTEST_XDIST_WORKER', 'tests')}"
-
-
-# Plain functions, and references without graphs, compile in half of the time as well.
-_faster = faster_tracing()
-_faster.__enter__()
-
-
-def _callers(context: int = 1) -> list[inspect.Traceback]:
-    """The function that calls this one, and two more."""
-    frames = [sys._getframe(depth) for depth in (1, 2, 3)]
-    return [inspect.getframeinfo(frame, context=0) for frame in frames]
-
-
-# It asks for the whole stack, with source lines, to know who called: a tenth of the time, as pytest's stack is deep.
-interpreter.inspect = types.SimpleNamespace(**{**vars(inspect), "stack": _callers})
-
-# Whether what was compiled for the processor's instructions can be loaded, it asks ten processes that import PyTorch.
-cpu_vec_isa.subprocess = types.SimpleNamespace(
-    **{**vars(subprocess), "check_call": lambda command, **_: exec(command[-1], {})}
-)
-
-if not torch.cuda.is_available():  # each seed would be kept, with a traceback, for three kinds of devices
-    torch.manual_seed = torch.default_generator.manual_seed
-
-# Each worker of `pytest -n 2` has one core.
-torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

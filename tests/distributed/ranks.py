@@ -83,14 +83,13 @@ def _serve(rank: int, size: int, device: str, store: str, collective: float, pip
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/inductor_{os.getpid()}"
     import torch
 
-    torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     import thunder  # noqa: F401
 
     import thunder_cg  # noqa: F401
 
-    importlib.import_module("conftest")  # what makes Thunder compile faster
+    importlib.import_module("speed")
     begin_group(rank, size, device, store, collective)
     pipe.send((True, None))
     while True:
