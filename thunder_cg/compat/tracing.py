@@ -83,13 +83,12 @@ def _patch() -> None:
 
 
 def _look_up_global(variables: Any, name: Any) -> Any:
-    known, wanted = interpreter.unwrap(variables), interpreter.unwrap(name)
-    if wanted in known and type(known) is dict:
-        return interpreter._interpret_call(dict.__getitem__, variables, name)
-    if wanted not in known and known.get("__builtins__") in (builtins, vars(builtins)):
-        builtin = vars(builtins).get(wanted)
-        if callable(builtin):
-            return interpreter.wrap_const(builtin)
+    wanted, scope = interpreter.unwrap(name), variables
+    if type(interpreter.unwrap(variables)) is dict and wanted not in interpreter.unwrap(variables):
+        scope = interpreter._interpret_call(dict.__getitem__, variables, interpreter.wrap_const("__builtins__"))
+    known = interpreter.unwrap(scope)
+    if type(known) is dict and wanted in known:
+        return interpreter._interpret_call(dict.__getitem__, scope, name)
     return _look_up(variables, name)
 
 
@@ -106,6 +105,9 @@ def _arguments(values: Any) -> list[Any]:
     if type(values.value) not in (tuple, list):
         return _wrap_arguments(values)
     values.track_items()
+    for each in values.item_wrappers:
+        if isinstance(each.value, tuple):  # on Thunder's stack, it is tracked as well
+            each.track_items()
     return [*values.item_wrappers]
 
 
