@@ -13,7 +13,7 @@ import pytest
 import thunder
 import torch
 from support import replays, same, same_state
-from thunder.core import interpreter
+from thunder.core import interpreter, symbol
 from thunder.dynamo import thunderfx
 from torch import nn
 
@@ -174,6 +174,10 @@ def test_faster_tracing_changes_no_trace(transform, device, monkeypatch):
         slow, many = traces()
         with monkeypatch.context() as context:
             context.setattr(tracing, "_inside", 0)
+            with monkeypatch.context() as interrupt, pytest.raises(AttributeError):
+                interrupt.delattr(symbol, "tree_flatten_with_dataclass")  # the last that is patched
+                with tracing.faster_tracing():
+                    pass
             with tracing.faster_tracing():
                 with tracing.faster_tracing():
                     pass

@@ -48,9 +48,9 @@ def faster_tracing() -> Iterator[None]:
     """Inside, on any thread, Thunder keeps what it disassembles and inspects, and calls methods of builtins itself."""
     global _inside
     with _lock:
-        _inside += 1
-        if _inside == 1:
+        if not _inside:
             _patch()
+        _inside += 1  # only now: what an interrupt leaves patched, the end of the next compilation takes back
     try:
         yield
     finally:
