@@ -174,10 +174,10 @@ def test_faster_tracing_changes_no_trace(transform, device, monkeypatch):
         slow, many = traces()
         with monkeypatch.context() as context:
             context.setattr(tracing, "_inside", 0)
-            with monkeypatch.context() as interrupt, pytest.raises(AttributeError):
+            with monkeypatch.context() as interrupt:
                 interrupt.delattr(symbol, "tree_flatten_with_dataclass")  # the last that is patched
-                with tracing.faster_tracing():
-                    pass
+                with pytest.raises(AttributeError):
+                    tracing.faster_tracing().__enter__()
             with tracing.faster_tracing():
                 with tracing.faster_tracing():
                     pass

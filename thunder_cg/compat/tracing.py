@@ -3,9 +3,10 @@
 Thunder (0.2.6) interprets the model's Python. A third of the time that it takes to compile a language model, it
 disassembles functions, each time anew that one is called. Most of the rest goes to Python that it interprets for what
 is one method of a builtin type, such as to look up ``len``, or to ask eight times in each call of a module whether a
-dict of hooks is empty. All find the same every time, and no guard comes of any. For each exception, such as the one at
-the end of a loop, it waits busily for a thread of its own, which keeps that thread from running. Its passes over traces
-look for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call.
+dict of hooks is empty. All find the same every time, and no guard comes of any. With ``sharp_edges="warn"``, fewer
+warnings come: none about values of Python that is no longer interpreted. For each exception, such as the one at the end
+of a loop, it waits busily for a thread of its own, which keeps that thread from running. Its passes over traces look
+for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call.
 """
 
 from __future__ import annotations
