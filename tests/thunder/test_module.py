@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dis
 import gc
 import re
@@ -12,7 +13,7 @@ import pytest
 import thunder
 import torch
 from support import replays, same, same_state
-from thunder.core import interpreter
+from thunder.core import interpreter, symbol
 from thunder.dynamo import thunderfx
 from torch import nn
 
@@ -142,6 +143,7 @@ class Builtins(nn.Module):
         x = x if mask or not self.ordered or "c" not in self.ordered or "z" in self.factors else x * self.ordered["c"]
         nothing, known = {}, {"k": self.two}
         parts = self.parts(x, *more, **nothing, **known)
+        x = x * more[0] + more[-1][-2]
         try:
             x = x + parts[-1] + parts[:2][1] + self.factors["none"]
         except KeyError:
@@ -162,7 +164,7 @@ def test_faster_tracing_changes_no_trace(transform, device, monkeypatch):
     def traces() -> tuple[str, int]:
         interpreted.clear()
         model = thunder.jit(Builtins().to(device), transforms=[transform()])
-        model(torch.ones(2, 4, device=device), 1, scale=3).sum().backward()
+        model(torch.ones(2, 4, device=device), 1, (2, 3), scale=3).sum().backward()
         made = thunder.last_prologue_traces(model) + thunder.last_traces(model) + thunder.last_backward_traces(model)
         return re.sub(r"took \d+ milliseconds|0x[0-9a-f]+", "", "\n".join(map(str, made))), len(interpreted)
 
@@ -172,6 +174,10 @@ def test_faster_tracing_changes_no_trace(transform, device, monkeypatch):
         slow, many = traces()
         with monkeypatch.context() as context:
             context.setattr(tracing, "_inside", 0)
+            with monkeypatch.context() as interrupt:
+                interrupt.delattr(symbol, "tree_flatten_with_dataclass")  # the last that is patched
+                with pytest.raises(AttributeError):
+                    tracing.faster_tracing().__enter__()
             with tracing.faster_tracing():
                 with tracing.faster_tracing():
                     pass
@@ -181,3 +187,17 @@ def test_faster_tracing_changes_no_trace(transform, device, monkeypatch):
         tracing._patch()
     assert slow == fast and "check_literal_like" in fast
     assert few < many / 2
+
+
+def test_faster_tracing_keeps_the_guards_of_what_is_found_through_builtins(transform, device, monkeypatch):
+    """A value that a builtin is the key of, and one that a function uses which somebody put among the builtins."""
+    factors, shift = {float: 2.0}, [1.0]
+    monkeypatch.setattr(builtins, "shifted", lambda x: x + shift[0], raising=False)
+
+    class Uses(nn.Module):
+        def forward(self, x):
+            return shifted(x * factors[float])  # noqa: F821
+
+    graphed = thunder.jit(Uses(), transforms=[transform()])
+    for factors[float], shift[0] in [(2.0, 1.0), (3.0, 1.0), (3.0, 4.0)]:
+        assert graphed(torch.ones(2, device=device)).tolist() == [factors[float] + shift[0]] * 2

@@ -3,9 +3,10 @@
 Thunder (0.2.6) interprets the model's Python. A third of the time that it takes to compile a language model, it
 disassembles functions, each time anew that one is called. Most of the rest goes to Python that it interprets for what
 is one method of a builtin type, such as to look up ``len``, or to ask eight times in each call of a module whether a
-dict of hooks is empty. All find the same every time, and no guard comes of any. For each exception, such as the one at
-the end of a loop, it waits busily for a thread of its own, which keeps that thread from running. Its passes over traces
-look for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call.
+dict of hooks is empty. All find the same every time, and no guard comes of any. With ``sharp_edges="warn"``, fewer
+warnings come: none about values of Python that is no longer interpreted. For each exception, such as the one at the end
+of a loop, it waits busily for a thread of its own, which keeps that thread from running. Its passes over traces look
+for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ def faster_tracing() -> Iterator[None]:
     """Inside, on any thread, Thunder keeps what it disassembles and inspects, and calls methods of builtins itself."""
     global _inside
     with _lock:
-        _inside += 1
-        if _inside == 1:
+        if not _inside:
             _patch()
+        _inside += 1  # only now: what an interrupt leaves patched, the end of the next compilation takes back
     try:
         yield
     finally:
@@ -83,13 +84,12 @@ def _patch() -> None:
 
 
 def _look_up_global(variables: Any, name: Any) -> Any:
-    known, wanted = interpreter.unwrap(variables), interpreter.unwrap(name)
-    if wanted in known and type(known) is dict:
-        return interpreter._interpret_call(dict.__getitem__, variables, name)
-    if wanted not in known and known.get("__builtins__") in (builtins, vars(builtins)):
-        builtin = vars(builtins).get(wanted)
-        if callable(builtin):
-            return interpreter.wrap_const(builtin)
+    wanted, scope = interpreter.unwrap(name), variables
+    if type(interpreter.unwrap(variables)) is dict and wanted not in interpreter.unwrap(variables):
+        scope = interpreter._interpret_call(dict.__getitem__, variables, interpreter.wrap_const("__builtins__"))
+    known = interpreter.unwrap(scope)
+    if type(known) is dict and wanted in known:
+        return interpreter._interpret_call(dict.__getitem__, scope, name)
     return _look_up(variables, name)
 
 
@@ -106,6 +106,9 @@ def _arguments(values: Any) -> list[Any]:
     if type(values.value) not in (tuple, list):
         return _wrap_arguments(values)
     values.track_items()
+    for each in values.item_wrappers:
+        if isinstance(each.value, tuple):  # on Thunder's stack, it is tracked as well
+            each.track_items()
     return [*values.item_wrappers]
 
 
