@@ -352,19 +352,26 @@ def test_multi_head_attention_trains(backend, device, dropout):
     assert one_region_each_way(graphed)
 
 
-def test_grouped_query_attention(backend, device, deterministic):
+# With the least dropout, other kernels run, and nothing is dropped.
+DROPOUTS = [0.0, 1e-30]
+
+
+@pytest.mark.parametrize("dropout", DROPOUTS)
+def test_grouped_query_attention(backend, device, deterministic, dropout):
     """Two heads of queries for each head of keys and values."""
 
     def attend(x):
         q = x.view(2, 5, 4, 2).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q[:, :2], q[:, 2:], is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, q[:, :2], q[:, 2:], None, dropout, True, enable_gqa=True)
 
-    graphed = trains_alike(Around(attend).to(device), lambda: torch.randn(2, 5, 8, device=device), backend)
+    model, rounding = Around(attend).to(device), 1e-5 if dropout else 0.0
+    graphed = trains_alike(model, lambda: torch.randn(2, 5, 8, device=device), backend, rounding)
     assert one_region_each_way(graphed)
 
 
+@pytest.mark.parametrize("dropout", DROPOUTS)
 @pytest.mark.parametrize("kind", [bool, float])
-def test_attention_to_nothing_on_the_cpu(kind):
+def test_attention_to_nothing_on_the_cpu(kind, dropout):
     """As of padding on the left: PyTorch has zeros there. On GPUs, Thunder takes PyTorch's kernels."""
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
     mask[..., :2, :] = False
@@ -372,9 +379,24 @@ def test_attention_to_nothing_on_the_cpu(kind):
 
     def attend(x):
         q = x.view(2, 5, 2, 4).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=dropout)
 
-    graphed = trains_alike(Around(attend), lambda: torch.randn(2, 5, 8), "tape")
+    graphed = trains_alike(Around(attend), lambda: torch.randn(2, 5, 8), "tape", 1e-5 if dropout else 0.0)
+    assert one_region_each_way(graphed)
+
+
+@pytest.mark.parametrize("dropout", DROPOUTS)
+@pytest.mark.parametrize("kind", [bool, float])
+def test_multi_head_attention_to_nothing_on_the_cpu(kind, dropout):
+    model = Attention(dropout)
+    masks = (torch.ones(5, 5, dtype=torch.bool).triu(1), torch.tensor([[False] * 5, [True] * 2 + [False] * 3]))
+    if kind is float:
+        masks = tuple(torch.zeros(mask.shape).masked_fill(mask, -torch.inf) for mask in masks)
+
+    def attend(x):
+        return model.attention(x, x, x, masks[1], attn_mask=masks[0], need_weights=False)[0]
+
+    graphed = trains_alike(Around(attend), lambda: torch.randn(2, 5, 8), "tape", 1e-5)
     assert one_region_each_way(graphed)
 
 

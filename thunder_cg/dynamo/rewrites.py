@@ -405,10 +405,13 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
 
 def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
     if node.target is F.multi_head_attention_forward:
-        _trace_attention(node)
+        _trace_multi_head_attention(node)
         return
     if node.target is F.scaled_dot_product_attention:
-        if not _is_better_as_torchs_attention(node):
+        if not _is_more_than_symbol(node):
+            return
+        if (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0:
+            node.target = operators.attention  # the backward of PyTorch's operator would draw again
             return
         if len(node.args) == 3 and "attn_mask" in node.kwargs:  # Thunder takes no keyword that may have a gradient
             others = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
@@ -474,25 +477,24 @@ def _is_right_cross_entropy(node: Node) -> bool:
     return not is_sum and not node.kwargs.get("label_smoothing") and _value(node.args[0]).dim() in (1, 2, 4)
 
 
-def _is_better_as_torchs_attention(node: Node) -> bool:
-    """Whether PyTorch's operator takes the place of Thunder's symbol, whose kernels are better in training.
+def _is_more_than_symbol(attention: Node) -> bool:
+    """Whether Thunder's symbol for attention, whose kernels are better in training, gets it wrong.
 
-    The symbol takes no ``enable_gqa``. On the CPU, it is written out, and NaN for what a mask keeps from attending to
-    anything, as the padding on the left. With dropout, the operator's backward would draw again.
+    It takes no ``enable_gqa``. On the CPU, it is written out, and NaN for what a mask keeps from attending to anything,
+    as the padding on the left.
     """
-    draws = (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    is_masked_on_cpu = mask is not None and _value(node).device.type == "cpu"
-    return not draws and (bool(node.kwargs.get("enable_gqa")) or is_masked_on_cpu)
+    mask = attention.args[3] if len(attention.args) > 3 else attention.kwargs.get("attn_mask")
+    is_masked_on_cpu = mask is not None and _value(attention).device.type == "cpu"
+    return bool(attention.kwargs.get("enable_gqa")) or is_masked_on_cpu
 
 
-def _trace_attention(node: Node) -> None:
+def _trace_multi_head_attention(node: Node) -> None:
     """Thunder traces the function. Without the weights, it returns the output alone: the splitter wants no None."""
     values = _value(node)
     if not isinstance(values, tuple) or values[1] is not None:
-        node.target = operators.attention()
+        node.target = operators.multi_head_attention()
         return
-    node.target = operators.attention(output_only=True)
+    node.target = operators.multi_head_attention(output_only=True)
     _return_first_alone(node)
 
 
