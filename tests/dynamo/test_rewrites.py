@@ -104,6 +104,27 @@ def test_what_thunder_cannot_differentiate_of_floats_without_a_gradient(backend,
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend))
 
 
+@torch.no_grad
+def _finite_and_smallest(y):
+    return y.isfinite(), y.argmin(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y: torch.where(y.isfinite(), y, 0.0),
+        lambda y: y * y.argmin(-1, keepdim=True),
+        lambda y: y * sum(_finite_and_smallest(y)),
+        lambda y: checkpoint(lambda z: torch.where(z.isfinite(), torch.sin(z), 0.0), y, use_reentrant=False),
+    ],
+    ids=["isfinite", "argmin", "under no_grad", "checkpointed"],
+)
+def test_results_without_a_gradient_of_what_has_one(backend, device, fn):
+    model = Around(fn).to(device)
+    graphed = trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6)
+    assert one_region_each_way(graphed)
+
+
 def test_stochastic_depth(backend, device):
     """As timm and torchvision have it. The draw is not repeated in the backward."""
 

@@ -32,7 +32,7 @@ from thunder_cg.compat.splitter import (
     operator_name,
     without_gradient,
 )
-from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage, tree_leaves
+from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage, tensors_in, tree_leaves
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.writes import (
@@ -451,9 +451,10 @@ def _wait_in_trace(collective: Node, options: dict[str, Any]) -> None:
 
 
 def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: dict[str, Any]) -> None:
-    """Of floats without a gradient, Thunder differentiates what it can, such as ``x * 2``, and raises for the rest.
+    """Of what has no gradient, Thunder differentiates what it can, such as ``x * 2``, and raises for the rest.
 
-    The rest, such as ``x.round()`` and ``x.argmin()``, is computed under ``torch.no_grad``, of which it knows.
+    The rest, such as ``x.round()`` of a float without one, and ``x.isfinite()`` of any, is computed under
+    ``torch.no_grad``, of which it knows.
     """
     nodes = [*graph.nodes]
     if not any(requires_grad(example(node)) for node in nodes):
@@ -461,13 +462,12 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
     untracked = transformed | without_gradient(graph)
     for node in nodes:
         inputs = example(node.all_input_nodes)
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        has_no_gradient = not any(map(requires_grad, (*tensors, *tree_leaves(_value(node)))))
         is_call = node.op in ("call_function", "call_method") and node.name not in untracked
-        if not (is_call and has_no_gradient and any(tensor.is_floating_point() for tensor in tensors)):
+        has_gradient = any(map(requires_grad, tree_leaves(_value(node))))
+        if not is_call or has_gradient or not any(tensor.is_floating_point() for tensor in tensors_in(inputs)):
             continue
         is_fresh = not (written_by(node) or shares_memory(inputs, _value(node)))
-        if is_fresh and is_supported(node, options) and not is_differentiable(node, options):
+        if is_fresh and is_supported(node, options, with_gradient=False) and not is_differentiable(node, options):
             compute_without_gradient(node)
 
 
