@@ -143,6 +143,29 @@ def test_sizes_by_name(backend, device):
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
 
 
+def _with_factories(x):
+    made = torch.zeros(size=(4, 8), device=x.device), torch.full(size=(4, 8), fill_value=2.0, device=x.device)
+    return sum(made, x) + torch.ones(size=(8,), device=x.device)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _with_factories,
+        lambda x: torch.broadcast_to(x, size=(2, 4, 8)) * 2,
+        lambda x: x.split(split_size=2)[0] * torch.split(tensor=x, split_size_or_sections=2)[1],
+        lambda x: torch.cat([x.mean(axis=0), torch.sum(x, axis=-1, keepdims=True)[:, 0]]),
+        lambda x: torch.stack(tensors=[torch.softmax(input=x, dim=0), x]) * torch.tril(input=x, diagonal=1),
+        lambda x: torch.where(condition=x > 0, input=x, other=torch.sin(x)) @ torch.argmax(x, axis=0).to(x.dtype),
+        lambda x: F.linear(input=torch.matmul(input=x, other=x.T), weight=x.T),
+    ],
+    ids=["factories", "broadcast_to", "split", "axis", "stack", "where", "linear"],
+)
+def test_other_names_of_arguments(backend, device, fn):
+    model = Around(fn).to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5))
+
+
 def _with_sizes(x):
     rows = x.reshape(-1, 8)
     return rows.view(x.size()) + rows.new_ones(x.shape[1:])

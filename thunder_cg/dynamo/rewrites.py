@@ -7,6 +7,7 @@ import math
 import operator
 import types
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from thunder_cg.compat.splitter import (
     inside_transforms,
     is_collective,
     is_differentiable,
+    is_for_splitter,
     is_supported,
     is_unused,
     is_wait,
@@ -32,7 +34,14 @@ from thunder_cg.compat.splitter import (
     operator_name,
     without_gradient,
 )
-from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage, tensors_in, tree_leaves
+from thunder_cg.compat.torch import (
+    any_autocast_enabled,
+    library_name,
+    parameters_of,
+    shares_storage,
+    tensors_in,
+    tree_leaves,
+)
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.writes import (
@@ -44,7 +53,22 @@ from thunder_cg.dynamo.writes import (
     written_by,
 )
 
-_SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
+# Names of arguments that Thunder's operators do not have: PyTorch's own, and those of NumPy, which PyTorch takes, too.
+_UNKNOWN = frozenset(
+    [
+        "condition",
+        "dims",
+        "input",
+        "repeats",
+        "shape",
+        "size",
+        "split_size",
+        "split_size_or_sections",
+        "tensor",
+        "tensors",
+    ]
+)
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def _truncated(number: Any) -> Any:
@@ -80,7 +104,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         if node.name not in untracked:
             _compute_out_of_place(node)
             _write_slice_as_item(node)
-        _pass_sizes_by_position(node)
+        _pass_by_position(node)
     for node in nodes:
         if node.op == "call_function" and node.target is torch.cat:
             _drop_empty_parts(node)
@@ -256,12 +280,20 @@ def _has_other_names(tensor: torch.Tensor, later: set[Node], known: tuple[Node, 
     return False
 
 
-def _pass_sizes_by_position(node: Node) -> None:
+def _pass_by_position(node: Node) -> None:
     """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
-    keyword = _SIZES.get(operator_name(node))
-    if keyword in node.kwargs and len(node.args) == 1:
-        node.args = (*node.args, node.kwargs[keyword])
-        node.kwargs = {key: value for key, value in node.kwargs.items() if key != keyword}
+    if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target):
+        return
+    if not isinstance(node.target, types.FunctionType):
+        node.kwargs = {_OF_NUMPY.get(name, name): value for name, value in node.kwargs.items()}
+    if not (unknown := _UNKNOWN.intersection(node.kwargs)):
+        return
+    for names in parameters_of(node.target, operator_name(node)):
+        moved = [*takewhile(node.kwargs.__contains__, names[len(node.args) :])]
+        if unknown.issubset(moved):
+            node.args = (*node.args, *map(node.kwargs.__getitem__, moved))
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name not in moved}
+            return
 
 
 def _drop_empty_parts(node: Node) -> None:
