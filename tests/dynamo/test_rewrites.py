@@ -166,6 +166,25 @@ def test_other_names_of_arguments(backend, device, fn):
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5))
 
 
+def test_a_tensor_of_numbers_alone():
+    """As Longformer counts its chunks. Another part gets it, as Inductor gets the operator between."""
+
+    def fn(x):
+        chunks = torch.div(x.shape[0], 2, rounding_mode="trunc") - 1
+        y = torch.sin(x)
+        return torch.cumprod(y, 0) * y * chunks, chunks
+
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(3):
+        x = torch.randn(8, 8, requires_grad=True)
+        twin = x.detach().clone().requires_grad_()
+        (found, count), (expected, expected_count) = graphed(x), fn(twin)
+        same(count, expected_count)
+        found.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(x.grad, twin.grad)
+
+
 def _with_sizes(x):
     rows = x.reshape(-1, 8)
     return rows.view(x.size()) + rows.new_ones(x.shape[1:])

@@ -84,6 +84,9 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
 }
 
 
+_ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
+
+
 def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bool = False) -> None:
     """Rewrites the graph in place.
 
@@ -118,6 +121,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             node.target = _OF_NUMBERS[node.target]
         elif node.target is torch.tensor:
             _fill_with_number(node)
+        elif node.target in _ARITHMETIC:
+            _compute_of_numbers(node)
         elif node.target in ("norm", torch.norm):
             _name_vector_norm(node)
         elif node.target is F.embedding:
@@ -376,6 +381,15 @@ def _fill_with_number(node: Node) -> None:
     kind, _, number = numbers[0]
     if result.dtype in fits.get(kind, ()) and not node.kwargs.keys() - {"dtype", "device"}:
         node.target, node.args = torch.full, (tuple(result.shape), number)
+        node.kwargs = {"dtype": result.dtype, "device": result.device}
+
+
+def _compute_of_numbers(node: Node) -> None:
+    """``torch.div(8, 4)`` is ``torch.full((), 2.0)``: PyTorch makes a tensor of numbers, Thunder a number."""
+    if isinstance(_value(node), torch.Tensor) and not node.all_input_nodes:
+        function: Any = node.target
+        result = function(*node.args, **node.kwargs)
+        node.target, node.args = torch.full, ((), result.item())
         node.kwargs = {"dtype": result.dtype, "device": result.device}
 
 
