@@ -104,6 +104,27 @@ def test_what_thunder_cannot_differentiate_of_floats_without_a_gradient(backend,
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend))
 
 
+@torch.no_grad
+def _finite_and_smallest(y):
+    return y.isfinite(), y.argmin(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y: torch.where(y.isfinite(), y, 0.0),
+        lambda y: y * y.argmin(-1, keepdim=True),
+        lambda y: y * sum(_finite_and_smallest(y)),
+        lambda y: checkpoint(lambda z: torch.where(z.isfinite(), torch.sin(z), 0.0), y, use_reentrant=False),
+    ],
+    ids=["isfinite", "argmin", "under no_grad", "checkpointed"],
+)
+def test_results_without_a_gradient_of_what_has_one(backend, device, fn):
+    model = Around(fn).to(device)
+    graphed = trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6)
+    assert one_region_each_way(graphed)
+
+
 def test_stochastic_depth(backend, device):
     """As timm and torchvision have it. The draw is not repeated in the backward."""
 
@@ -120,6 +141,48 @@ def test_sizes_by_name(backend, device):
         return y[:1].expand(size=(3, 8)) + x.view(size=(2, 8))[:1]
 
     assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend))
+
+
+def _with_factories(x):
+    made = torch.zeros(size=(4, 8), device=x.device), torch.full(size=(4, 8), fill_value=2.0, device=x.device)
+    return sum(made, x) + torch.ones(size=(8,), device=x.device)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _with_factories,
+        lambda x: torch.broadcast_to(x, size=(2, 4, 8)) * 2,
+        lambda x: x.split(split_size=2)[0] * torch.split(tensor=x, split_size_or_sections=2)[1],
+        lambda x: torch.cat([x.mean(axis=0), torch.sum(x, axis=-1, keepdims=True)[:, 0]]),
+        lambda x: torch.stack(tensors=[torch.softmax(input=x, dim=0), x]) * torch.tril(input=x, diagonal=1),
+        lambda x: torch.where(condition=x > 0, input=x, other=torch.sin(x)) @ torch.argmax(x, axis=0).to(x.dtype),
+        lambda x: F.linear(input=torch.matmul(input=x, other=x.T), weight=x.T),
+    ],
+    ids=["factories", "broadcast_to", "split", "axis", "stack", "where", "linear"],
+)
+def test_other_names_of_arguments(backend, device, fn):
+    model = Around(fn).to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5))
+
+
+def test_a_tensor_of_numbers_alone():
+    """As Longformer counts its chunks. Another part gets it, as Inductor gets the operator between."""
+
+    def fn(x):
+        chunks = torch.div(x.shape[0], 2, rounding_mode="trunc") - 1
+        y = torch.sin(x)
+        return torch.cumprod(y, 0) * y * chunks, chunks
+
+    graphed = thunderfx(fn, backend="tape")
+    for _ in range(3):
+        x = torch.randn(8, 8, requires_grad=True)
+        twin = x.detach().clone().requires_grad_()
+        (found, count), (expected, expected_count) = graphed(x), fn(twin)
+        same(count, expected_count)
+        found.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(x.grad, twin.grad)
 
 
 def _with_sizes(x):
@@ -352,19 +415,26 @@ def test_multi_head_attention_trains(backend, device, dropout):
     assert one_region_each_way(graphed)
 
 
-def test_grouped_query_attention(backend, device, deterministic):
+# With the least dropout, other kernels run, and nothing is dropped.
+DROPOUTS = [0.0, 1e-30]
+
+
+@pytest.mark.parametrize("dropout", DROPOUTS)
+def test_grouped_query_attention(backend, device, deterministic, dropout):
     """Two heads of queries for each head of keys and values."""
 
     def attend(x):
         q = x.view(2, 5, 4, 2).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q[:, :2], q[:, 2:], is_causal=True, enable_gqa=True)
+        return F.scaled_dot_product_attention(q, q[:, :2], q[:, 2:], None, dropout, True, enable_gqa=True)
 
-    graphed = trains_alike(Around(attend).to(device), lambda: torch.randn(2, 5, 8, device=device), backend)
+    model, rounding = Around(attend).to(device), 1e-5 if dropout else 0.0
+    graphed = trains_alike(model, lambda: torch.randn(2, 5, 8, device=device), backend, rounding)
     assert one_region_each_way(graphed)
 
 
+@pytest.mark.parametrize("dropout", DROPOUTS)
 @pytest.mark.parametrize("kind", [bool, float])
-def test_attention_to_nothing_on_the_cpu(kind):
+def test_attention_to_nothing_on_the_cpu(kind, dropout):
     """As of padding on the left: PyTorch has zeros there. On GPUs, Thunder takes PyTorch's kernels."""
     mask = torch.ones(1, 1, 5, 5, dtype=torch.bool).tril()
     mask[..., :2, :] = False
@@ -372,9 +442,24 @@ def test_attention_to_nothing_on_the_cpu(kind):
 
     def attend(x):
         q = x.view(2, 5, 2, 4).transpose(1, 2)
-        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=dropout)
 
-    graphed = trains_alike(Around(attend), lambda: torch.randn(2, 5, 8), "tape")
+    graphed = trains_alike(Around(attend), lambda: torch.randn(2, 5, 8), "tape", 1e-5 if dropout else 0.0)
+    assert one_region_each_way(graphed)
+
+
+@pytest.mark.parametrize("dropout", DROPOUTS)
+@pytest.mark.parametrize("kind", [bool, float])
+def test_multi_head_attention_to_nothing_on_the_cpu(kind, dropout):
+    model = Attention(dropout)
+    masks = (torch.ones(5, 5, dtype=torch.bool).triu(1), torch.tensor([[False] * 5, [True] * 2 + [False] * 3]))
+    if kind is float:
+        masks = tuple(torch.zeros(mask.shape).masked_fill(mask, -torch.inf) for mask in masks)
+
+    def attend(x):
+        return model.attention(x, x, x, masks[1], attn_mask=masks[0], need_weights=False)[0]
+
+    graphed = trains_alike(Around(attend), lambda: torch.randn(2, 5, 8), "tape", 1e-5)
     assert one_region_each_way(graphed)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -82,11 +83,15 @@ def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any])
     return can
 
 
-def is_supported(node: Node, options: dict[str, Any]) -> bool:
+def is_supported(node: Node, options: dict[str, Any], *, with_gradient: bool = True) -> bool:
     """Whether Thunder's symbol for what the node calls, or its fallback, takes the node's arguments."""
     with patch.object(utils, "auto_register_ops", frozenset()):
-        supported, _ = utils.is_node_supported_by_thunder(node, options)
+        supported, _ = utils.is_node_supported_by_thunder(node, options if with_gradient else _untracked(options))
     return bool(supported)
+
+
+def _untracked(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "disable_torch_autograd": True}
 
 
 def is_wait(node: Node) -> bool:
@@ -162,6 +167,7 @@ def keeping_fallbacks(
     is_supported = utils.is_node_supported_by_thunder
     try_symbol, succeeded = utils.try_execute_thunder_symbol, set()
     split = splitter.split_module
+    untracked = cache(without_gradient)
 
     def split_balanced(*args: Any, **kwargs: Any) -> GraphModule:
         whole = split(*args, **kwargs)
@@ -181,6 +187,7 @@ def keeping_fallbacks(
 
     def is_kept(node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
         if (problem := objection(node)) is None:
+            options = _untracked(options) if node.name in untracked(node.graph) else options
             return (True, None) if is_for_splitter(node.target) else is_supported(node, options)
         info = f"node with name: {node.name} and target: {node.target} {problem}"
         return False, SplitReason(SplitReasonType.MISSING_OP_SUPPORT, info)

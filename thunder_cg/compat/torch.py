@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import gc
+import inspect
 import linecache
 import re
 import sys
@@ -367,6 +368,22 @@ def is_cudagraph_unsafe(function: Any) -> bool:
     if isinstance(function, torch._ops.OpOverloadPacket):
         return any(is_cudagraph_unsafe(getattr(function, name)) for name in function.overloads())
     return isinstance(function, torch._ops.OpOverload) and torch.Tag.cudagraph_unsafe in function.tags
+
+
+def parameters_of(function: Any, name: str) -> list[list[str]]:
+    """The names of the arguments that an operator of PyTorch's takes by position, for each of its overloads.
+
+    Args:
+        function: a function, or the name of a method.
+        name: the name of the function or method.
+    """
+    if isinstance(function, types.FunctionType):
+        return [[each for each, parameter in inspect.signature(function).parameters.items() if parameter.kind < 2]]
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{name}")
+    return [
+        ["input" if each.name == "self" else each.name for each in schema.arguments if not each.kwarg_only]
+        for schema in schemas
+    ]
 
 
 def library_names(function: Any) -> tuple[str, ...]:

@@ -120,14 +120,44 @@ def bernoulli() -> Callable[..., Any]:
     return for_splitter(_callable(symbol, _bernoulli), "bernoulli")
 
 
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` in what Thunder's symbol takes, and zeros for what attends to nothing.
+
+    On the CPU, Thunder writes the symbol out, and there are NaNs without this.
+    """
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (torch.repeat_interleave(each, groups, -3) for each in (key, value))
+    if attn_mask is None or query.device.type != "cpu":
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    attends = attn_mask != -torch.inf if attn_mask.is_floating_point() else attn_mask
+    idle = torch.logical_not(torch.any(attends, -1, keepdim=True))
+    mask = attn_mask.masked_fill(idle, 0.0 if attn_mask.is_floating_point() else True)
+    attended = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, scale=scale)
+    return attended.masked_fill(idle, 0.0)
+
+
+attention = for_splitter(_attention, "scaled_dot_product_attention")
+
+
 @cache
-def attention(*, output_only: bool = False) -> Callable[..., Any]:
+def multi_head_attention(*, output_only: bool = False) -> Callable[..., Any]:
     """``F.multi_head_attention_forward``, or the first of its results, as a function that Thunder traces into.
 
     Thunder knows the original and calls it as it is, so this is a copy of it.
     """
     original = F.multi_head_attention_forward
-    copy = types.FunctionType(original.__code__, original.__globals__, original.__name__, original.__defaults__)
+    names = {**original.__globals__, "scaled_dot_product_attention": _attention}
+    copy = types.FunctionType(original.__code__, names, original.__name__, original.__defaults__)
     copy.__kwdefaults__ = original.__kwdefaults__
     traced = (lambda *args, **kwargs: copy(*args, **kwargs)[0]) if output_only else copy
     return for_splitter(traced, "multi_head_attention_forward")

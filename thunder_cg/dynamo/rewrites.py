@@ -7,6 +7,7 @@ import math
 import operator
 import types
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from thunder_cg.compat.splitter import (
     inside_transforms,
     is_collective,
     is_differentiable,
+    is_for_splitter,
     is_supported,
     is_unused,
     is_wait,
@@ -32,7 +34,14 @@ from thunder_cg.compat.splitter import (
     operator_name,
     without_gradient,
 )
-from thunder_cg.compat.torch import any_autocast_enabled, library_name, shares_storage, tree_leaves
+from thunder_cg.compat.torch import (
+    any_autocast_enabled,
+    library_name,
+    parameters_of,
+    shares_storage,
+    tensors_in,
+    tree_leaves,
+)
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
 from thunder_cg.dynamo.writes import (
@@ -44,7 +53,22 @@ from thunder_cg.dynamo.writes import (
     written_by,
 )
 
-_SIZES = {"reshape": "shape", "view": "size", "expand": "size", "permute": "dims", "repeat": "repeats"}
+# Names of arguments that Thunder's operators do not have: PyTorch's own, and those of NumPy, which PyTorch takes, too.
+_UNKNOWN = frozenset(
+    [
+        "condition",
+        "dims",
+        "input",
+        "repeats",
+        "shape",
+        "size",
+        "split_size",
+        "split_size_or_sections",
+        "tensor",
+        "tensors",
+    ]
+)
+_OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
 
 
 def _truncated(number: Any) -> Any:
@@ -58,6 +82,9 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     torch.sym_int: for_splitter(_truncated, "int"),
     torch.sym_float: for_splitter(lambda number: number / 1, "float"),
 }
+
+
+_ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
 
 
 def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bool = False) -> None:
@@ -80,7 +107,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         if node.name not in untracked:
             _compute_out_of_place(node)
             _write_slice_as_item(node)
-        _pass_sizes_by_position(node)
+        _pass_by_position(node)
     for node in nodes:
         if node.op == "call_function" and node.target is torch.cat:
             _drop_empty_parts(node)
@@ -94,6 +121,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             node.target = _OF_NUMBERS[node.target]
         elif node.target is torch.tensor:
             _fill_with_number(node)
+        elif node.target in _ARITHMETIC:
+            _compute_of_numbers(node)
         elif node.target in ("norm", torch.norm):
             _name_vector_norm(node)
         elif node.target is F.embedding:
@@ -256,12 +285,20 @@ def _has_other_names(tensor: torch.Tensor, later: set[Node], known: tuple[Node, 
     return False
 
 
-def _pass_sizes_by_position(node: Node) -> None:
+def _pass_by_position(node: Node) -> None:
     """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
-    keyword = _SIZES.get(operator_name(node))
-    if keyword in node.kwargs and len(node.args) == 1:
-        node.args = (*node.args, node.kwargs[keyword])
-        node.kwargs = {key: value for key, value in node.kwargs.items() if key != keyword}
+    if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target):
+        return
+    if not isinstance(node.target, types.FunctionType):
+        node.kwargs = {_OF_NUMPY.get(name, name): value for name, value in node.kwargs.items()}
+    if not (unknown := _UNKNOWN.intersection(node.kwargs)):
+        return
+    for names in parameters_of(node.target, operator_name(node)):
+        moved = [*takewhile(node.kwargs.__contains__, names[len(node.args) :])]
+        if unknown.issubset(moved):
+            node.args = (*node.args, *map(node.kwargs.__getitem__, moved))
+            node.kwargs = {name: value for name, value in node.kwargs.items() if name not in moved}
+            return
 
 
 def _drop_empty_parts(node: Node) -> None:
@@ -347,6 +384,15 @@ def _fill_with_number(node: Node) -> None:
         node.kwargs = {"dtype": result.dtype, "device": result.device}
 
 
+def _compute_of_numbers(node: Node) -> None:
+    """``torch.div(8, 4)`` is ``torch.full((), 2.0)``: PyTorch makes a tensor of numbers, Thunder a number."""
+    if isinstance(_value(node), torch.Tensor) and not node.all_input_nodes:
+        function: Any = node.target
+        result = function(*node.args, **node.kwargs)
+        node.target, node.args = torch.full, ((), result.item())
+        node.kwargs = {"dtype": result.dtype, "device": result.device}
+
+
 def _name_vector_norm(node: Node) -> None:
     """``x.norm(dim=-1)`` is ``torch.linalg.vector_norm(x, 2, dim=-1)``: Thunder has other gradients of the former."""
     signature = inspect.signature(torch.Tensor.norm if node.target == "norm" else torch.norm)
@@ -405,10 +451,13 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
 
 def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
     if node.target is F.multi_head_attention_forward:
-        _trace_attention(node)
+        _trace_multi_head_attention(node)
         return
     if node.target is F.scaled_dot_product_attention:
-        if not _is_better_as_torchs_attention(node):
+        if not _is_more_than_symbol(node):
+            return
+        if (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0:
+            node.target = operators.attention  # the backward of PyTorch's operator would draw again
             return
         if len(node.args) == 3 and "attn_mask" in node.kwargs:  # Thunder takes no keyword that may have a gradient
             others = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
@@ -448,9 +497,10 @@ def _wait_in_trace(collective: Node, options: dict[str, Any]) -> None:
 
 
 def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: dict[str, Any]) -> None:
-    """Of floats without a gradient, Thunder differentiates what it can, such as ``x * 2``, and raises for the rest.
+    """Of what has no gradient, Thunder differentiates what it can, such as ``x * 2``, and raises for the rest.
 
-    The rest, such as ``x.round()`` and ``x.argmin()``, is computed under ``torch.no_grad``, of which it knows.
+    The rest, such as ``x.round()`` of a float without one, and ``x.isfinite()`` of any, is computed under
+    ``torch.no_grad``, of which it knows.
     """
     nodes = [*graph.nodes]
     if not any(requires_grad(example(node)) for node in nodes):
@@ -458,13 +508,12 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
     untracked = transformed | without_gradient(graph)
     for node in nodes:
         inputs = example(node.all_input_nodes)
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        has_no_gradient = not any(map(requires_grad, (*tensors, *tree_leaves(_value(node)))))
         is_call = node.op in ("call_function", "call_method") and node.name not in untracked
-        if not (is_call and has_no_gradient and any(tensor.is_floating_point() for tensor in tensors)):
+        has_gradient = any(map(requires_grad, tree_leaves(_value(node))))
+        if not is_call or has_gradient or not any(tensor.is_floating_point() for tensor in tensors_in(inputs)):
             continue
         is_fresh = not (written_by(node) or shares_memory(inputs, _value(node)))
-        if is_fresh and is_supported(node, options) and not is_differentiable(node, options):
+        if is_fresh and is_supported(node, options, with_gradient=False) and not is_differentiable(node, options):
             compute_without_gradient(node)
 
 
@@ -474,25 +523,24 @@ def _is_right_cross_entropy(node: Node) -> bool:
     return not is_sum and not node.kwargs.get("label_smoothing") and _value(node.args[0]).dim() in (1, 2, 4)
 
 
-def _is_better_as_torchs_attention(node: Node) -> bool:
-    """Whether PyTorch's operator takes the place of Thunder's symbol, whose kernels are better in training.
+def _is_more_than_symbol(attention: Node) -> bool:
+    """Whether Thunder's symbol for attention, whose kernels are better in training, gets it wrong.
 
-    The symbol takes no ``enable_gqa``. On the CPU, it is written out, and NaN for what a mask keeps from attending to
-    anything, as the padding on the left. With dropout, the operator's backward would draw again.
+    It takes no ``enable_gqa``. On the CPU, it is written out, and NaN for what a mask keeps from attending to anything,
+    as the padding on the left.
     """
-    draws = (node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)) != 0.0
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    is_masked_on_cpu = mask is not None and _value(node).device.type == "cpu"
-    return not draws and (bool(node.kwargs.get("enable_gqa")) or is_masked_on_cpu)
+    mask = attention.args[3] if len(attention.args) > 3 else attention.kwargs.get("attn_mask")
+    is_masked_on_cpu = mask is not None and _value(attention).device.type == "cpu"
+    return bool(attention.kwargs.get("enable_gqa")) or is_masked_on_cpu
 
 
-def _trace_attention(node: Node) -> None:
+def _trace_multi_head_attention(node: Node) -> None:
     """Thunder traces the function. Without the weights, it returns the output alone: the splitter wants no None."""
     values = _value(node)
     if not isinstance(values, tuple) or values[1] is not None:
-        node.target = operators.attention()
+        node.target = operators.multi_head_attention()
         return
-    node.target = operators.attention(output_only=True)
+    node.target = operators.multi_head_attention(output_only=True)
     _return_first_alone(node)
 
 
