@@ -279,9 +279,11 @@ def test_in_a_browser(page: Any, report: Report, large: Report, tmp_path: Path) 
     wide = _measured(page, tmp_path / "wide.html", shown, 1400, "light")
     shown = replace(_with_crossings(report), memory=ledger)
     narrow = _measured(page, tmp_path / "narrow.html", shown, 500, "dark")
+    least = _measured(page, tmp_path / "least.html", shown, 80, "light")
     changes = _measured(page, tmp_path / "changes.html", large.differences(report), 500, "dark")
     most = _measured(page, tmp_path / "large.html", large, 1400, "light")
-    assert all(each["width"] <= each["window"] for each in (wide, narrow, most, changes)), "it scrolls to the side"
+    shown_all = (wide, narrow, least, most, changes)
+    assert all(each["width"] <= each["window"] for each in shown_all), "it scrolls to the side"
     assert len(wide["columns"]) == 1 and len(most["columns"]) == 1, "columns are not aligned"
     assert (wide["background"], wide["color"]) == ("rgb(255, 255, 255)", "rgb(31, 35, 40)")
     assert (narrow["background"], narrow["color"]) == ("rgb(20, 23, 28)", "rgb(227, 230, 234)")

@@ -61,7 +61,8 @@ body { font-family: system-ui, sans-serif; max-width: 100em; margin: 0 auto; pad
 def render(report: Report) -> str:
     """A fragment; safe to place in any page, all text in it is escaped."""
     first, *rest = opening.opening(report).splitlines()
-    said = "".join(f'<div style="margin-left: {_indent(line)}ch">{escape(line.strip())}</div>' for line in rest)
+    starts = (f'<div style="margin-left: min({_indent(line)}ch, 25%)">' for line in rest)
+    said = "".join(f"{start}{escape(line.strip())}</div>" for start, line in zip(starts, rest))
     traces = "".join(map(_trace, report.traces))
     above = f"<p><b>{escape(first)}</b></p>{said}"
     return f'<div class="thunder-cg"><style>{_STYLE}</style>{above}{traces}{_pre(text.memory(report.memory))}</div>'
