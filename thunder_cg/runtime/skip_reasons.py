@@ -80,7 +80,7 @@ def is_watched() -> bool:
 def pools_in_use(limit: int) -> str:
     """The reason where calls in flight hold all memory pools that a function may have, with what changes it."""
     held = f"all {limit} memory pools are in use, each" if limit > 1 else "the only memory pool is in use"
-    fix = "drop outputs that need no backward, call it under torch.no_grad() if none follows, or raise max_arenas"
+    fix = "drop or detach() what needs no backward, call it under torch.no_grad() if none follows, or raise max_arenas"
     return f"{held} until its backward; {fix}"
 
 

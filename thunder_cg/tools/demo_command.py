@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--gpus", type=positive, metavar="N", help="ranks: one for each GPU; gloo on the CPU where there are fewer"
     )
-    parser.add_argument("--parallel", choices=PARALLEL, default="ddp", help="on several ranks; default: ddp")
+    parser.add_argument("--parallel", choices=PARALLEL, help="on several ranks; default: ddp")
     arguments = parser.parse_args(argv)
     return _run(arguments, device_of(arguments, parser), parser)
 
@@ -41,11 +41,14 @@ def _run(arguments: argparse.Namespace, device: torch.device, parser: Parser) ->
 
     here = Rank.of_torchrun()
     if here is None and arguments.gpus is None:
+        if arguments.parallel is not None:
+            parser.error(f"--parallel {arguments.parallel} is for several ranks; give --gpus N, too")
         return demo.run(demo.settings_for(device))
     if here is not None and arguments.gpus is not None:
         parser.error("--gpus: torchrun has started the ranks; leave it out")
     ranks = arguments.gpus if here is None else int(os.environ["LOCAL_WORLD_SIZE"])
     settings = demo.settings_for(torch.device(device.type if ranks <= torch.cuda.device_count() else "cpu"))
+    parallel = arguments.parallel or PARALLEL[0]
     if here is None:
-        return demo_ranks.run(settings, arguments.parallel, arguments.gpus)
-    return demo_ranks.run_here(settings, arguments.parallel, replace(here, device_type=settings.device.type))
+        return demo_ranks.run(settings, parallel, arguments.gpus)
+    return demo_ranks.run_here(settings, parallel, replace(here, device_type=settings.device.type))

@@ -15,6 +15,8 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.gpus is not None:
         return _on_ranks(arguments, parser)
+    if arguments.layers or arguments.tokens:
+        parser.error("--layers and --tokens are for cases on several ranks; give --gpus N, too")
     from thunder_cg.tools.bench.run import BenchmarkSettings, run
 
     settings = BenchmarkSettings(
