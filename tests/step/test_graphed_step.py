@@ -818,6 +818,17 @@ def test_scaler(step_twins, dtype):
     assert step.captures == 1 and step.replays >= 10, why(step)
 
 
+def test_anomaly_detection(step_twins):
+    """No replay looks for NaN."""
+    model, (x, y) = step_twins.model(), step_twins.batch()
+    step = step_twins.graphed(usual_step(model))
+    for _ in range(4):
+        step(x, y)
+    with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan"):
+        step(x * float("nan"), y)
+    assert step.captures == 1 and step.replays == 2
+
+
 @pytest.mark.parametrize("outside", [False, True])
 def test_autocast(step_twins, outside):
     def make(model):

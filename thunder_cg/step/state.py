@@ -542,6 +542,7 @@ def thread_states() -> Facts:
             torch.is_grad_enabled,
             torch.is_inference_mode_enabled,
             torch.is_autocast_cache_enabled,
+            torch.is_anomaly_enabled,
             torch.get_default_dtype,
             torch.get_default_device,
         )
