@@ -822,11 +822,12 @@ def test_anomaly_detection(step_twins):
     """No replay looks for NaN."""
     model, (x, y) = step_twins.model(), step_twins.batch()
     step = step_twins.graphed(usual_step(model))
-    for _ in range(4):
+    for _ in range(5):
         step(x, y)
+    replays = step.replays
     with torch.autograd.set_detect_anomaly(True), pytest.raises(RuntimeError, match="returned nan"):
         step(x * float("nan"), y)
-    assert step.captures == 1 and step.replays == 2
+    assert step.captures == 1 and step.replays == replays > 0
 
 
 @pytest.mark.parametrize("outside", [False, True])
