@@ -94,6 +94,21 @@ def test_an_operator_is_tried_with_each_kind_of_arguments(pair, device):
     assert left.startswith("pad at ") and "Mode" in left
 
 
+def test_an_operator_is_tried_with_a_gradient_after_one_without(pair, device):
+    """Thunder has no derivative of it."""
+
+    class Truncates(nn.Module):
+        def forward(self, x):
+            with torch.no_grad():
+                start = torch.div(x, 2, rounding_mode="trunc")
+            return start + x + torch.div(x, 2, rounding_mode="trunc")
+
+    model, _, _, compiled = pair(Truncates())
+    x = torch.randn(3, 4, requires_grad=True, device=device)
+    same(compiled(x), model(x))
+    assert [each.split(" at ")[0] for each in outside(compiled)] == ["div"]
+
+
 def test_a_deep_copy_is_compiled_itself(backend, device):
     """Also one of a model whose forward is compiled: it has its own parameters."""
     model = Fallbacks().to(device)

@@ -177,7 +177,7 @@ def keeping_fallbacks(
         return whole
 
     def try_once(symbol: Any, node: Node, options: dict[str, Any]) -> tuple[bool, SplitReason | None]:
-        key = _trial(symbol, node)
+        key = _trial(symbol, node, options)
         if key is not None and key in succeeded:
             return True, None
         result = try_symbol(symbol, node, options)
@@ -202,7 +202,7 @@ def keeping_fallbacks(
         yield
 
 
-def _trial(symbol: Any, node: Node) -> Any:
+def _trial(symbol: Any, node: Node, options: dict[str, Any]) -> Any:
     """All that Thunder's trial of a symbol with a node's arguments depends on; None if that is not known to be all.
 
     A model repeats its layers, and a trial takes a tenth of a second: it traces and differentiates the symbol.
@@ -221,7 +221,7 @@ def _trial(symbol: Any, node: Node) -> Any:
             known.append(repr(value))
         else:
             return None
-    return symbol, structure, (*known,)
+    return symbol, structure, (*known,), options.get("disable_torch_autograd")
 
 
 def _restore_grad_mode(part: GraphModule) -> None:
