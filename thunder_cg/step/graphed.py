@@ -110,7 +110,7 @@ class GraphedStep:
             except CaptureRefused as error:
                 self._warn(str(error))
                 return self._run(args, kwargs, str(error))
-            layout = (*batch.layout, *thread_states().values())
+            layout = (*batch.layout, *thread_states())
             recording = next((each for each in self.recordings if each.is_for(layout)), None)
             if recording is None:
                 return self._observe(batch, layout, args, kwargs)

@@ -195,9 +195,7 @@ class _Collector:
 
     def _add_tensor_on_host(self, label: str, tensor: Tensor, depth: int) -> None:
         if tensor.nbytes <= _MAX_ARRAY:
-            get = partial(_bytes_of, tensor)
-            self.facts[f"what {label} holds"] = Content(get())
-            self.values.append((get, get()))
+            self._add_content(label, partial(_bytes_of, tensor))
         elif depth == 0:
             problem = f"{label} is a tensor of {tensor.nbytes:,} bytes on the CPU, of which a graph has the values"
             limit = f"up to {_MAX_ARRAY:,} are compared before a replay"
@@ -217,6 +215,9 @@ class _Collector:
             problem = f"{label} is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
             self.objections.append(f"{problem}; make it a tensor before the step")
             return
+        self._add_content(label, get)
+
+    def _add_content(self, label: str, get: Callable[[], Any]) -> None:
         content = get()
         self.facts[f"what {label} holds"] = Content(content)
         self.values.append((get, content))
@@ -534,22 +535,27 @@ def _is_iterator(value: Any) -> bool:
     return (is_queue or isinstance(value, Iterator)) and not isinstance(value, io.IOBase) and not _is_users(value)
 
 
-def thread_states() -> Facts:
+def _autocast(kind: str) -> Any:
+    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+
+
+_thread_states: dict[str, Callable[[], Any]] = {
+    f"torch.{get.__name__}()": get
+    for get in (
+        torch.is_grad_enabled,
+        torch.is_inference_mode_enabled,
+        torch.is_autocast_cache_enabled,
+        torch.is_anomaly_enabled,
+        torch.get_default_dtype,
+        torch.get_default_device,
+    )
+}
+_thread_states |= {f"autocast for {kind}": partial(_autocast, kind) for kind in ("cuda", "cpu")}
+
+
+def thread_states() -> tuple[Any, ...]:
     """What PyTorch has set for this thread, and for what it makes without being told of which kind."""
-    facts: Facts = {
-        f"torch.{get.__name__}()": get()
-        for get in (
-            torch.is_grad_enabled,
-            torch.is_inference_mode_enabled,
-            torch.is_autocast_cache_enabled,
-            torch.is_anomaly_enabled,
-            torch.get_default_dtype,
-            torch.get_default_device,
-        )
-    }
-    for kind in ("cuda", "cpu"):
-        facts[f"autocast for {kind}"] = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    return facts
+    return tuple(get() for get in _thread_states.values())
 
 
 _kernel_settings = kernel_settings(Settings.ALL)
@@ -560,7 +566,7 @@ def states_outside(device: torch.device) -> Facts:
     facts: Facts = {"what PyTorch chooses kernels by": _kernel_settings()}
     if device.type != "cpu":
         facts |= {"the current stream": torch.cuda.current_stream(), "the current device": torch.cuda.current_device()}
-    return random_states(device) | thread_states() | facts
+    return random_states(device) | dict(zip(_thread_states, thread_states())) | facts
 
 
 def random_states(device: torch.device) -> Facts:
