@@ -208,9 +208,8 @@ def _trial(symbol: Any, node: Node, options: dict[str, Any]) -> Any:
     A model repeats its layers, and a trial takes a tenth of a second: it traces and differentiates the symbol.
     """
     leaves, structure = tree_flatten((node.args, node.kwargs))
-    values = [leaf.meta.get("example_value") if isinstance(leaf, Node) else leaf for leaf in leaves]
     known: list[Any] = []
-    for value in values:
+    for value in map(example, leaves):
         if type(value) in (FakeTensor, torch.nn.Parameter) and all(type(size) is int for size in value.shape):
             known.append((value.shape, value.dtype, value.device, value.requires_grad))
         elif isinstance(value, (bool, int, float, complex, str, type(None), torch.dtype, torch.device, type(...))):
