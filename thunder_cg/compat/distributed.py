@@ -32,6 +32,8 @@ __all__ = [
     "groups",
     "is_alive",
     "is_distributed",
+    "is_torchs_own",
+    "is_wait",
     "method_of_group",
     "progress",
     "store",
@@ -98,6 +100,7 @@ _METHODS = {
         *_POINT_TO_POINT,
     )
 }
+_WAITS = {getattr(vars(kind).get("wait"), "__func__", None) for kind in (Work, FakeWork)}
 _OF_DDP = DistributedDataParallel.forward.__code__
 _CALLS_OF_OPERATORS = (torch._ops.OpOverload.__call__.__code__, torch._ops.OpOverloadPacket.__call__.__code__)
 
@@ -107,12 +110,24 @@ def method_of_group(called: Any) -> str | None:
     return _METHODS.get(called)
 
 
+def is_torchs_own(frame: FrameType) -> bool:
+    """Whether a frame is of `torch.distributed`, which keeps the group and the tensors in variables of known names."""
+    return frame.f_globals is vars(torch.distributed.distributed_c10d)
+
+
+def is_wait(called: Any) -> bool:
+    """Whether ``called`` is the method that waits for a collective."""
+    return called in _WAITS
+
+
 def uncapturable(frame: FrameType, method: str | None = None) -> tuple[str, str] | None:
     """Why no graph of a whole step holds what is called in a frame, and the fix; None if it is nothing of that kind.
 
     Args:
         method: of a group, that the frame calls.
     """
+    if method in ("barrier", "monitored_barrier"):
+        return f"the host waits for the other ranks ({method})", "do that outside of the step"
     if method in _POINT_TO_POINT:
         return f"it communicates from point to point ({method})", "do that outside of the step"
     if frame.f_code is _OF_DDP:

@@ -83,6 +83,7 @@ class Round:
     def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
         self._asks = asks
         self._prefixes = {group: _states[group].next_call for group in groups}
+        self._written: dict[tuple[ProcessGroup, str], None] = {}
 
     def decline(self, reason: str) -> None:
         """Says that this rank captures nothing in this call."""
@@ -95,7 +96,14 @@ class Round:
     def _put(self, stage: str, vote: str) -> None:
         for group, prefix in self._prefixes.items():
             if self._asks and distributed.is_alive(group):
-                distributed.store(group).set(f"{prefix}/{stage}/{group.rank()}", vote)
+                distributed.store(group).set(key := f"{prefix}/{stage}/{group.rank()}", vote)
+                self._written[group, key] = None
+
+    def withdraw(self, groups: Collection[ProcessGroup]) -> None:
+        """Takes back what was said in other groups than these: the call does not communicate there, after all."""
+        for group, key in self._written:
+            if group not in groups and distributed.is_alive(group):
+                distributed.store(group).delete_key(key)
 
     def ask(self, stage: str, subject: str) -> None:
         """Votes for ``subject`` at ``stage``, and waits.
@@ -232,12 +240,12 @@ _runs_a_step = threading.RLock()
 
 
 @contextmanager
-def call_of_step(opened: Collection[ProcessGroup], device_type: str, *, is_capture: bool = False) -> Iterator[StepCall]:
+def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bool = False) -> Iterator[StepCall]:
     """Around a step that runs in Python, or that is captured: all that communicates in it is one call of each group.
 
     Args:
-        opened: groups in which this rank has said something of the call, which counts in them in any case.
         device_type: of the graphs.
+        votes: what this rank has said of the call.
         is_capture: then nothing has been communicated, so nothing counts.
     """
     groups = distributed.groups()
@@ -258,8 +266,9 @@ def call_of_step(opened: Collection[ProcessGroup], device_type: str, *, is_captu
     finally:
         call.look()
         for group, state, (place, calls) in zip(groups, states, before):
-            is_counted = not is_capture and (group in opened or group in call.groups)
-            state.place, state.calls = place, calls + is_counted
+            state.place, state.calls = place, calls + (not is_capture and group in call.groups)
+        if votes is not None:
+            votes.withdraw(call.groups)
         _runs_a_step.release()
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thunder_cg.compat.distributed import ProcessGroup, method_of_group, uncapturable
+from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, is_wait, method_of_group, uncapturable
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.reads import Called, is_installed
@@ -44,6 +44,8 @@ class Calls:
         objection: something that runs and that no replay would do, in words; None if nothing does.
         collectives: their names, in order.
         groups: that they communicate in.
+        begun: where those with ``async_op=True`` are called.
+        waits: how often one of these was waited for.
         communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
         events: of CUDA, that were recorded, and where, by identity.
     """
@@ -54,6 +56,8 @@ class Calls:
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
         self.collectives: list[str] = []
         self.groups: dict[ProcessGroup, None] = {}
+        self.begun: list[str] = []
+        self.waits = 0
         self.communicated: dict[int, str] = {}
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
@@ -88,6 +92,8 @@ class Calls:
                 self._note_function(frame, code_before_dynamo(code))
         elif event == "c_call" and (method := method_of_group(called)) is not None:
             self._note_collective(frame, method)
+        elif event == "c_call" and is_wait(called):
+            self.waits += _is_async(frame, True)  # a collective that waits at once does so itself
         elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
             self.objection = f"{problem}; call it outside of the step, and pass a tensor"
@@ -109,7 +115,9 @@ class Calls:
         self._object_to(frame, method)
         self.collectives.append(method)
         values = frame.f_locals
-        if isinstance(group := values.get("group"), ProcessGroup):
+        if _is_async(frame, False):
+            self.begun.append(_line(frame))
+        if is_torchs_own(frame) and isinstance(group := values.get("group"), ProcessGroup):
             self.groups[group] = None
         else:
             problem = f"it calls a method of a process group itself{_line(frame)}"
@@ -140,6 +148,12 @@ class Calls:
         if key not in self._seen:
             self._seen.add(key)
             self.found |= {(id(each), id(owner)): Called(each, owner) for each in _functions(frame, code)}
+
+
+def _is_async(frame: types.FrameType, default: bool) -> bool:
+    """What the function of `torch.distributed` in the frame was told; ``default`` if it is none."""
+    values = frame.f_locals
+    return bool(values.get("async_op", values.get("async_ops", default)))
 
 
 def _is_called_by_user(frame: types.FrameType | None) -> bool:

@@ -127,9 +127,10 @@ class GraphedStep:
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, layout: Any = None) -> Any:
         """Runs the step in Python. The compiled modules in it have their own graphs."""
         self.in_python[reason] += 1
-        groups = self._groups(layout) or []
-        Round(groups, asks=True).decline(reason)
-        with call_of_step(groups, self._backend.device_type) as call:
+        groups = self._groups(layout if layout in self._communicates else None)
+        votes = Round(groups or [], asks=True)
+        votes.decline(reason)
+        with call_of_step(self._backend.device_type, votes) as call:
             result = _detached(self._fn(*args, **kwargs))
         self._communicates[layout] = self._communicates[None] = call
         _forget_oldest(self._communicates)
@@ -276,8 +277,8 @@ class GraphedStep:
         def check() -> None:
             self._make_room(arena, state.device, layout)
             captured.look()
-            if not set(groups).issuperset([*captured.groups, *calls.groups]):
-                raise CaptureRefused("it communicates in a group that it has not communicated in before")
+            if set(groups) != {*captured.groups, *calls.groups}:
+                raise CaptureRefused("it communicates in other groups than in an earlier call")
             votes.ask(_AFTER, " ".join(calls.collectives))
 
         if any_autocast_enabled():
@@ -287,15 +288,15 @@ class GraphedStep:
             capture = StepCapture(self._fn, batch, state, self._backend, arena, self.recordings, check, calls)
             with (
                 Stage(lambda: f"capturing the step {self.name}"),
-                call_of_step(groups, self._backend.device_type, is_capture=True) as captured,
+                call_of_step(self._backend.device_type, is_capture=True) as captured,
             ):
                 recording = capture.run()
         except (CaptureLater, NoRoom, RanksDiffer):
             raise
         except CaptureRefused as error:
-            raise CaptureRefused(f"{error}{where(error)}") from error
+            raise CaptureRefused(calls.objection or f"{error}{where(error)}") from error
         except Exception as error:
-            raise CaptureRefused(f"{_said(error)}{where(error)}") from error
+            raise CaptureRefused(calls.objection or f"{_said(error)}{where(error)}") from error
         finally:
             if any_autocast_enabled():  # it holds weights in the pool
                 torch.clear_autocast_cache()

@@ -316,9 +316,11 @@ class _Body:
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch()
-        with known_to_be_positive(self._state.averages):
-            result = self._batch.call(self._fn, self._buffers)
-        self._calls.end()
+        try:
+            with known_to_be_positive(self._state.averages):
+                result = self._batch.call(self._fn, self._buffers)
+        finally:
+            self._calls.end()
         leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
@@ -474,6 +476,9 @@ class StepCapture:
         state = self.state
         if self.calls.objection is not None:
             raise CaptureRefused(self.calls.objection)
+        if self.calls.waits < len(self.calls.begun):  # on a GPU, its memory would be used again while it runs
+            problem = f"a collective is not waited for in the step{self.calls.begun[-1]}"
+            raise CaptureRefused(f"{problem}; call wait() of what it returns")
         for event, line in self.calls.events.values():
             if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
                 problem = f"the step records an event that is used outside of it{line}, and no replay would"
