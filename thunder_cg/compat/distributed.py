@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
@@ -27,6 +28,7 @@ __all__ = [
     "capture_problem",
     "coalesce",
     "coalescing",
+    "default_group",
     "functional_collectives",
     "group_named",
     "groups",
@@ -70,6 +72,12 @@ def capture_problem_of_settings() -> tuple[str, str] | None:
 def groups() -> list[ProcessGroup]:
     """The groups that this process is in, oldest first."""
     return [*_world.pg_map]
+
+
+def default_group() -> weakref.ref[ProcessGroup] | None:
+    """The group that collectives use by default, by which ranks are numbered. One that is made anew is another one."""
+    group = _world.default_pg
+    return None if group is None else weakref.ref(group)
 
 
 def progress(group: ProcessGroup) -> dict[str, int]:

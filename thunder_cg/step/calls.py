@@ -54,17 +54,21 @@ class Calls:
         self.found: dict[tuple[int, int], Called] = {}
         self.objection: str | None = None
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
-        self.collectives: list[str] = []
-        self.groups: dict[ProcessGroup, None] = {}
-        self.begun: list[str] = []
-        self.waits = 0
-        self.communicated: dict[int, str] = {}
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
         self._seen: set[Any] = set()
         self._is_over = False
+        self.forget_collectives()
         self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
+
+    def forget_collectives(self) -> None:
+        """Before a capture, which may be the second one of a call."""
+        self.collectives: list[str] = []
+        self.groups: dict[ProcessGroup, None] = {}
+        self.begun: list[str] = []
+        self.waits = 0
+        self.communicated: dict[int, str] = {}
 
     def watch(self) -> None:
         """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else."""

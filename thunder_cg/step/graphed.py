@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from thunder_cg.compat.distributed import ProcessGroup, is_alive
+from thunder_cg.compat.distributed import ProcessGroup, default_group, is_alive
 from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
 from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, RanksDiffer, ReplayRefused
 from thunder_cg.options import StepOptions
@@ -113,7 +113,7 @@ class GraphedStep:
             except CaptureRefused as error:
                 self._warn(str(error))
                 return self._run(args, kwargs, str(error))
-            layout = (*batch.layout, *thread_states())
+            layout = (*batch.layout, *thread_states(), default_group())
             recording = next((each for each in self.recordings if each.is_for(layout)), None)
             if recording is None:
                 return self._observe(batch, layout, args, kwargs)

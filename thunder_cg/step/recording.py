@@ -387,6 +387,7 @@ class StepCapture:
 
     def _attempt(self) -> StepRecording:
         state = self.state
+        self.calls.forget_collectives()
         state.guard_tensors(self.batch.tensors)
         _refuse_sparse_gradients(state)
         on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)

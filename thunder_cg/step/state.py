@@ -327,7 +327,8 @@ class _Collector:
             at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
             self._hooks += 1
-            self.objections.append(f"{where} has a hook{at}, which runs Python in each step; remove it")
+            fix = "take thunder.distributed instead" if "torch/distributed/" in at else "remove it"
+            self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
 
 
 class StepState:
