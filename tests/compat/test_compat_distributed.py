@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg.compat import distributed
@@ -26,8 +29,36 @@ def test_what_a_graph_can_hold(group: dist.ProcessGroup, monkeypatch: pytest.Mon
     assert "gloo" in problem and "NCCL" in fix
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     assert distributed.capture_problem(group, "cuda") is None
-    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-    assert "TORCH_NCCL_BLOCKING_WAIT" in distributed.capture_problem(group, "cuda")[1]
+    with monkeypatch.context() as patch:
+        patch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+        assert "TORCH_NCCL_BLOCKING_WAIT" in distributed.capture_problem(group, "cuda")[1]
+    monkeypatch.setattr(distributed, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in distributed.capture_problem(group, "cuda")[0]
+
+
+def test_what_a_profiler_is_told_of_collectives(group: dist.ProcessGroup) -> None:
+    """And how many there have been."""
+    seen, x = [], torch.ones(2)
+
+    def note(frame: FrameType, event: str, called: object) -> None:
+        if event == "c_call" and (method := distributed.method_of_group(called)) is not None:
+            seen.append((method, distributed.is_torchs_own(frame), frame.f_locals["group"] is group))
+        elif event == "c_call" and distributed.is_wait(called):
+            seen.append("wait")
+        elif event == "call" and (found := distributed.uncapturable(frame)) is not None:
+            seen.append(found[0])
+
+    before = distributed.progress(group)["cpu"]
+    sys.setprofile(note)
+    dist.all_reduce(x)
+    work = dist.broadcast(x, 0, async_op=True)
+    work.wait()
+    functional.wait_tensor(functional.all_reduce(x, "sum", group))
+    sys.setprofile(None)
+    assert seen[:4] == [("allreduce", True, True), "wait", ("broadcast", True, True), "wait"]
+    assert seen[4].startswith("it calls _c10d_functional.all_reduce")
+    assert distributed.progress(group)["cpu"] == before + 3 and distributed.groups() == [group]
+    assert distributed.default_group() is not None and distributed.default_group()() is group
 
 
 def test_time_out_of_a_group_without_gpus(group: dist.ProcessGroup) -> None:

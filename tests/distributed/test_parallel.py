@@ -47,39 +47,3 @@ def test_no_sync(ranks: Ranks, builder: str) -> None:
     for differing, traces in ranks.run(same_bits, builder, 4, 3):
         assert not differing
         assert all(trace["replays"] and min(trace["replays"]) >= 3 for trace in traces)
-
-
-def graphed(steps: int) -> tuple[int, dict[str, int], int]:
-    """Trains a step of ddp that is to be one graph; what differs, why it ran in Python, and what its modules replay."""
-    import parallel
-    import torch
-
-    from thunder_cg import graphed_step
-
-    def losses(compiled, wrap):
-        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.1)
-
-        def step(tokens):
-            optimizer.zero_grad()
-            loss = compiled(tokens).square().mean()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        step = wrap(step, modules=compiled, optimizers=optimizer)
-        return [step(parallel.tokens(i)).clone() for i in range(steps)], step
-
-    compiled = parallel.ddp(parallel.transform())
-    kind = "tape" if parallel.device().type == "cpu" else "cuda"
-    ours, step = losses(compiled, lambda step, **state: graphed_step(step, backend=kind, **state))
-    theirs, _ = losses(parallel.ddp(), lambda step, **state: step)
-    replays = min(trace["replays"][0] for trace in parallel.summary(compiled))
-    return parallel.differing(ours, theirs), dict(step.in_python), replays
-
-
-@pytest.mark.nightly
-def test_a_graphed_step_leaves_collectives_to_its_modules(ranks: Ranks) -> None:
-    for differing, in_python, replays in ranks.run(graphed, 4):
-        assert not differing and replays == 3
-        ((reason, count),) = in_python.items()
-        assert count == 4 and "a step's graph holds no collectives" in reason

@@ -8,7 +8,7 @@ from torch.distributed import HashStore
 from thunder_cg.compat import distributed
 from thunder_cg.errors import RanksDiffer
 from thunder_cg.runtime import agreement
-from thunder_cg.runtime.agreement import Collectives
+from thunder_cg.runtime.agreement import Collectives, Round, call_of_step
 
 
 class Group:
@@ -88,6 +88,35 @@ def test_functions_of_one_group_count_together(store: HashStore, group: Group) -
     first.count_replay()
     second.next_round().decline("it warms up")
     assert store.get("thunder_cg/2//0") == b"no: it warms up"
+
+
+def test_a_step_is_one_call(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is in it, replayed or in Python. A capture is none, and neither is a step that does not communicate."""
+    issued = {"cpu": 0}
+    monkeypatch.setattr(distributed, "groups", lambda: [group])
+    monkeypatch.setattr(distributed, "progress", lambda group: dict(issued))
+    monkeypatch.setattr(distributed, "capture_problem", lambda group, device_type: None)
+    collectives = Collectives([group], asks=True, watch=watched)
+    for communicates in (collectives.count_replay, lambda: issued.update(cpu=1)):
+        votes = Round([group], asks=True)
+        votes.decline("it runs in Python")
+        with call_of_step("cpu", votes) as call:
+            communicates()
+            collectives.next_round().decline("it warms up")
+        assert call.groups == [group] and call.objection is None
+    assert store.num_keys() == 4
+    assert all(store.check([f"thunder_cg/{key}//0"]) for key in ("1", "1/2", "2", "2/1"))
+    collectives.count_replay()
+    for is_capture in (True, False):
+        votes = Round([group], asks=True)
+        votes.decline("it runs in Python")
+        with call_of_step("cpu", None if is_capture else votes, is_capture=is_capture) as call:
+            if is_capture:
+                collectives.next_round().decline("inside another capture")
+        assert call.groups == [group] * is_capture
+    assert store.check(["thunder_cg/4/captured/1//0"]) and not store.check(["thunder_cg/4//0"])
+    Other(store).says(4, "before", "subject")
+    collectives.next_round().ask("before", "subject")
 
 
 def test_nobody_is_asked_where_the_user_vouches_for_all(store: HashStore, group: Group) -> None:

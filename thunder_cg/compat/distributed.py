@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from types import FrameType
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import FakeWork, Store, Work, _resolve_process_group
+from torch._C._distributed_c10d import DebugLevel, FakeWork, Store, Work, _resolve_process_group, get_debug_level
 from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import _maybe_wrap_tensor as wrap_functional, wait_tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _coalescing_manager, _get_process_group_store, _world
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
+    "DDP",
+    "DistributedDataParallel",
     "ProcessGroup",
     "Store",
     "before_shutdown",
@@ -23,12 +28,19 @@ __all__ = [
     "capture_problem",
     "coalesce",
     "coalescing",
+    "default_group",
     "functional_collectives",
     "group_named",
+    "groups",
     "is_alive",
     "is_distributed",
+    "is_torchs_own",
+    "is_wait",
+    "method_of_group",
+    "progress",
     "store",
     "timeout",
+    "uncapturable",
     "wait",
     "wait_tensor",
     "wrap_functional",
@@ -52,6 +64,84 @@ def capture_problem_of_settings() -> tuple[str, str] | None:
     """Why no graph can hold collectives with the variables that are set, and the fix; None if one can."""
     if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "true", "y", "yes"):
         return "TORCH_NCCL_BLOCKING_WAIT=1 makes the host wait in each collective", "unset TORCH_NCCL_BLOCKING_WAIT"
+    if get_debug_level() == DebugLevel.DETAIL:
+        return "TORCH_DISTRIBUTED_DEBUG=DETAIL has the hosts of all ranks meet in each collective", "set it to INFO"
+    return None
+
+
+def groups() -> list[ProcessGroup]:
+    """The groups that this process is in, oldest first."""
+    return [*_world.pg_map]
+
+
+def default_group() -> weakref.ref[ProcessGroup] | None:
+    """The group that collectives use by default, by which ranks are numbered. One that is made anew is another one."""
+    group = _world.default_pg
+    return None if group is None else weakref.ref(group)
+
+
+def progress(group: ProcessGroup) -> dict[str, int]:
+    """For each kind of device, how many collectives PyTorch has issued there: those in a replayed graph do not count.
+
+    A backend that does not count, such as one that is not torch's own, is left out.
+    """
+    counts: dict[str, int] = {}
+    for device in group._device_types:
+        with suppress(RuntimeError):
+            backend: Any = group._get_backend(device)  # torch's stub lacks the method
+            counts[device.type] = backend._get_sequence_number_for_group()
+    return counts
+
+
+# Why no graph of a whole step holds that, and the fix.
+DDP = (
+    "DistributedDataParallel counts gradients in C++ as they come, and a capture that fails would leave it in between",
+    "take thunder.distributed.ddp instead of it",
+)
+_POINT_TO_POINT = ("recv", "recv_anysource", "send")
+_METHODS = {
+    getattr(vars(ProcessGroup).get(name), "__func__", name): name
+    for name in (
+        *("_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced", "allreduce", "barrier"),
+        *("allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast"),
+        *("gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter"),
+        *_POINT_TO_POINT,
+    )
+}
+_WAITS = {getattr(vars(kind).get("wait"), "__func__", None) for kind in (Work, FakeWork)}
+_OF_DDP = DistributedDataParallel.forward.__code__
+_CALLS_OF_OPERATORS = (torch._ops.OpOverload.__call__.__code__, torch._ops.OpOverloadPacket.__call__.__code__)
+
+
+def method_of_group(called: Any) -> str | None:
+    """The name of a group's method that communicates, given what a profiler of Python is told to be called."""
+    return _METHODS.get(called)
+
+
+def is_torchs_own(frame: FrameType) -> bool:
+    """Whether a frame is of `torch.distributed`, which keeps the group and the tensors in variables of known names."""
+    return frame.f_globals is vars(torch.distributed.distributed_c10d)
+
+
+def is_wait(called: Any) -> bool:
+    """Whether ``called`` is the method that waits for a collective."""
+    return called in _WAITS
+
+
+def uncapturable(frame: FrameType, method: str | None = None) -> tuple[str, str] | None:
+    """Why no graph of a whole step holds what is called in a frame, and the fix; None if it is nothing of that kind.
+
+    Args:
+        method: of a group, that the frame calls.
+    """
+    if method in ("barrier", "monitored_barrier"):
+        return f"the host waits for the other ranks ({method})", "do that outside of the step"
+    if method in _POINT_TO_POINT:
+        return f"it communicates from point to point ({method})", "do that outside of the step"
+    if frame.f_code is _OF_DDP:
+        return DDP
+    if frame.f_code in _CALLS_OF_OPERATORS and str(operator := frame.f_locals["self"]).startswith("_c10d_functional"):
+        return f"it calls {operator}, a functional collective", "call that of torch.distributed, or have it compiled"
     return None
 
 

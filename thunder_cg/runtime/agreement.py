@@ -9,6 +9,11 @@ Note [Agreement of ranks]
     that replays says nothing, so steady calls cost nothing. Who waits for it, or for a rank that is late, runs eagerly
     after a while, and asks again at its next call, a few times, for half as long each time.
 
+Note [Steps that communicate]
+    A step, whose whole graph holds its collectives, is one call in each of its groups, whatever is in it. What runs in
+    it in Python is numbered within it. So ranks number alike, whether they replay the step or run it. Which groups it
+    communicates in shows when it runs in Python: each group counts what PyTorch issues, and what programs do in it.
+
 Note [The end of a group]
     NCCL's communicator waits, on its way out, until all graphs that hold it are gone. So before a group is shut down or
     aborted, all recordings that hold it are closed. Calls run eagerly from then on, as they would without graphs.
@@ -16,9 +21,11 @@ Note [The end of a group]
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from typing import Protocol
 
 from thunder_cg.compat import distributed
@@ -42,10 +49,16 @@ class _GroupState:
     """What this process knows of one group."""
 
     def __init__(self) -> None:
+        self.place = "thunder_cg"  # what its calls are numbered within
         self.calls = 0  # that communicate in it
         self.timeouts = 0
         self.is_closed = False  # whether it has been shut down or aborted
         self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
+        self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
+
+    @property
+    def next_call(self) -> str:
+        return f"{self.place}/{self.calls + 1}"
 
 
 _states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
@@ -61,7 +74,7 @@ def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
 
 
 class Round:
-    """The votes of one call, in each of the groups that it communicates in.
+    """The votes of the next call, in each of the groups that it communicates in.
 
     Args:
         asks: whether the other ranks have a say; otherwise the user vouches for them.
@@ -69,10 +82,8 @@ class Round:
 
     def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
         self._asks = asks
-        self._prefixes: dict[ProcessGroup, str] = {}
-        for group in groups:
-            _states[group].calls += 1
-            self._prefixes[group] = f"thunder_cg/{_states[group].calls}"
+        self._prefixes = {group: _states[group].next_call for group in groups}
+        self._written: dict[tuple[ProcessGroup, str], None] = {}
 
     def decline(self, reason: str) -> None:
         """Says that this rank captures nothing in this call."""
@@ -85,7 +96,14 @@ class Round:
     def _put(self, stage: str, vote: str) -> None:
         for group, prefix in self._prefixes.items():
             if self._asks and distributed.is_alive(group):
-                distributed.store(group).set(f"{prefix}/{stage}/{group.rank()}", vote)
+                distributed.store(group).set(key := f"{prefix}/{stage}/{group.rank()}", vote)
+                self._written[group, key] = None
+
+    def withdraw(self, groups: Collection[ProcessGroup]) -> None:
+        """Takes back what was said in other groups than these: the call does not communicate there, after all."""
+        for group, key in self._written:
+            if group not in groups and distributed.is_alive(group):
+                distributed.store(group).delete_key(key)
 
     def ask(self, stage: str, subject: str) -> None:
         """Votes for ``subject`` at ``stage``, and waits.
@@ -171,14 +189,102 @@ class Collectives:
 
     def next_round(self) -> Round:
         """To be called once for each call that communicates, before its first collective."""
-        return Round(self._groups, asks=self._asks)
+        opened = Round(self._groups, asks=self._asks)
+        self._count()
+        return opened
+
+    def _count(self) -> None:
+        for group in self._groups:
+            _states[group].calls += 1
 
     def count_replay(self) -> None:
         """Counts a call that only replays, which says nothing."""
-        for group in self._groups:
-            _states[group].calls += 1
+        self._count()
         self.watch()
 
     def watch(self) -> None:
         """Has a replay watched."""
         self._watch(self._groups)
+
+
+def keep_eager(groups: Sequence[ProcessGroup], program: object) -> None:
+    """No graph of a step is to hold collectives of these groups, as long as there is the program."""
+    for group in groups:
+        _states.setdefault(group, _GroupState()).keep_eager.add(program)
+
+
+class StepCall:
+    """What a call of a step communicates in: see Note [Steps that communicate].
+
+    Attributes:
+        groups: oldest first.
+        objection: why no graph of the step is to hold that, with the fix.
+    """
+
+    def __init__(self, device_type: str = "", before: Sequence[tuple[ProcessGroup, Mapping[str, int]]] = ()) -> None:
+        self._device_type, self._before = device_type, before
+        self.groups: list[ProcessGroup] = []
+        self.objection: str | None = None
+
+    def look(self) -> None:
+        """Finds what it has communicated in by now."""
+        self.groups = []
+        for group, progress in self._before:
+            kinds = _changed(progress, group) if distributed.is_alive(group) else set()
+            if _states[group].calls or kinds:
+                self.groups.append(group)
+                self.objection = self.objection or _objection(group, kinds, self._device_type)
+
+
+_runs_a_step = threading.RLock()
+
+
+@contextmanager
+def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bool = False) -> Iterator[StepCall]:
+    """Around a step that runs in Python, or that is captured: all that communicates in it is one call of each group.
+
+    Args:
+        device_type: of the graphs.
+        votes: what this rank has said of the call.
+        is_capture: then nothing has been communicated, so nothing counts.
+    """
+    groups = distributed.groups()
+    if not groups:
+        yield StepCall()
+        return
+    if not _runs_a_step.acquire(blocking=False):
+        yield (call := StepCall())
+        call.objection = "another thread runs a step, so it is not known what this one communicates"
+        return
+    states = [_states.setdefault(group, _GroupState()) for group in groups]
+    call = StepCall(device_type, [(group, distributed.progress(group)) for group in groups])
+    before = [(state.place, state.calls) for state in states]
+    for state in states:
+        state.place, state.calls = state.next_call + "/captured" * is_capture, 0
+    try:
+        yield call
+    finally:
+        call.look()
+        for group, state, (place, calls) in zip(groups, states, before):
+            state.place, state.calls = place, calls + (not is_capture and group in call.groups)
+        if votes is not None:
+            votes.withdraw(call.groups)
+        _runs_a_step.release()
+
+
+def _changed(before: Mapping[str, int], group: ProcessGroup) -> set[str]:
+    """The kinds of devices that the group has communicated on since."""
+    return {kind for kind, count in distributed.progress(group).items() if count != before.get(kind, 0)}
+
+
+def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> str | None:
+    if _states[group].is_closed:
+        return DESTROYED
+    if _states[group].keep_eager:
+        problem = 'a module that communicates in the same group was compiled with capture_collectives="never"'
+        return f"{problem}; compile it without that option"
+    if (found := distributed.capture_problem(group, device_type)) is not None:
+        return "; ".join(found)
+    if "cpu" in kinds and device_type != "cpu":
+        return f"it communicates on the CPU, and its graph is on {device_type}; do that outside of the step"
+    return None

@@ -25,7 +25,7 @@ from thunder_cg.errors import CaptureError
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.agreement import DESTROYED, Collectives
+from thunder_cg.runtime.agreement import DESTROYED, Collectives, keep_eager
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
@@ -148,8 +148,10 @@ class Program:
     def _find_collectives(self) -> Collectives | None:
         """What it communicates. All ranks count the same calls, so those whose collectives are eager count, too."""
         captures = self.options.capture_collectives
-        groups = process_groups(self.ops.ops) if captures != "never" else []
-        if not groups:
+        groups = process_groups(self.ops.ops)
+        if captures == "never":
+            keep_eager(groups, self)
+        if captures == "never" or not groups:
             return None
         collectives = Collectives(groups, asks=captures == "auto", watch=self.backend.watch_collectives)
         collectives.held_by(self.pair)

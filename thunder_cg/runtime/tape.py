@@ -28,6 +28,7 @@ _aten = torch.ops.aten
 # Operators that copy a result to the host inside their CUDA kernels' launch code, or read host memory at capture.
 # Measured under torch.cuda.set_sync_debug_mode("error") on an H200, torch 2.11.
 _HOST_SYNC = {_aten._linalg_svd, _aten._linalg_eigh, _aten.histc, _aten.repeat_interleave, _aten.lift_fresh}
+_HOST_SYNC |= {torch.ops.c10d.barrier, torch.ops.c10d.monitored_barrier_}
 _MASKED = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_, _aten._unsafe_index_put}
 
 # They change a tensor's shape or strides and no memory. Each recorded call has the tensor as it was at that call.
@@ -239,6 +240,8 @@ class _Tape(_Reuse):
             bad = bad and not (packet is _aten.histc and len(args) == 4 and args[2] != args[3])  # the range is given
             # ``x[0] = 1.0`` lifts the number, which is a fill on a GPU. A list of numbers is a copy from the host.
             bad = bad and not (packet is _aten.lift_fresh and args[0].dim() == 0)
+        if func.namespace.startswith("_c10d_functional"):  # it would run here, and nowhere else
+            raise CaptureRefused(f"{func} is a functional collective, whose result nobody has yet")
         if bad:
             raise CaptureRefused(f"{func} makes the host wait for data, which a graph cannot hold")
         for leaf in compat.tree_leaves((args, kwargs)):

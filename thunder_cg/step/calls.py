@@ -19,8 +19,10 @@ import types
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from thunder_cg.compat.torch import code_before_dynamo, is_restored_by_dynamo
+from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, is_wait, method_of_group, uncapturable
+from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.reads import Called, is_installed
 
@@ -40,6 +42,11 @@ class Calls:
     Attributes:
         found: each function, and what it is bound to.
         objection: something that runs and that no replay would do, in words; None if nothing does.
+        collectives: their names, in order.
+        groups: that they communicate in.
+        begun: where those with ``async_op=True`` are called.
+        waits: how often one of these was waited for.
+        communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
         events: of CUDA, that were recorded, and where, by identity.
     """
 
@@ -52,7 +59,16 @@ class Calls:
         self._new: set[int] = set()  # objects that are made in the step
         self._seen: set[Any] = set()
         self._is_over = False
+        self.forget_collectives()
         self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
+
+    def forget_collectives(self) -> None:
+        """Before a capture, which may be the second one of a call."""
+        self.collectives: list[str] = []
+        self.groups: dict[ProcessGroup, None] = {}
+        self.begun: list[str] = []
+        self.waits = 0
+        self.communicated: dict[int, str] = {}
 
     def watch(self) -> None:
         """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else."""
@@ -75,8 +91,13 @@ class Calls:
             code = frame.f_code
             if code.co_name == "__init__" and code.co_argcount:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
+            self._object_to(frame)
             if code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
+        elif event == "c_call" and (method := method_of_group(called)) is not None:
+            self._note_collective(frame, method)
+        elif event == "c_call" and is_wait(called):
+            self.waits += _is_async(frame, True)  # a collective that waits at once does so itself
         elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
             self.objection = f"{problem}; call it outside of the step, and pass a tensor"
@@ -87,6 +108,26 @@ class Calls:
             self._note_generator(frame, called.__name__)
         elif event == "c_call" and isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
             self.events[id(owner)] = owner, _line(frame)
+
+    def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
+        if (found := uncapturable(frame, method)) is not None:
+            problem, fix = found
+            self.objection = f"{problem}{_line(frame)}; {fix}"
+
+    def _note_collective(self, frame: types.FrameType, method: str) -> None:
+        """Notes what `torch.distributed` has called, which keeps the group and the tensors in variables."""
+        self._object_to(frame, method)
+        self.collectives.append(method)
+        values = frame.f_locals
+        if _is_async(frame, False):
+            self.begun.append(_line(frame))
+        if is_torchs_own(frame) and isinstance(group := values.get("group"), ProcessGroup):
+            self.groups[group] = None
+        else:
+            problem = f"it calls a method of a process group itself{_line(frame)}"
+            self.objection = f"{problem}; call the function of torch.distributed"
+        tensors = tensors_in([value for value in values.values() if isinstance(value, (list, tuple, Tensor))])
+        self.communicated |= {tensor.data_ptr(): method for tensor in tensors if has_storage(tensor)}
 
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
         does = None
@@ -111,6 +152,12 @@ class Calls:
         if key not in self._seen:
             self._seen.add(key)
             self.found |= {(id(each), id(owner)): Called(each, owner) for each in _functions(frame, code)}
+
+
+def _is_async(frame: types.FrameType, default: bool) -> bool:
+    """What the function of `torch.distributed` in the frame was told; ``default`` if it is none."""
+    values = frame.f_locals
+    return bool(values.get("async_op", values.get("async_ops", default)))
 
 
 def _is_called_by_user(frame: types.FrameType | None) -> bool:

@@ -7,7 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial, update_wrapper
+from functools import update_wrapper
 from inspect import currentframe
 from traceback import walk_stack
 from typing import Any
@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from thunder_cg.compat.distributed import is_distributed
+from thunder_cg.compat.distributed import ProcessGroup, default_group, is_alive
 from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
-from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, ReplayRefused
+from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, RanksDiffer, ReplayRefused
 from thunder_cg.options import StepOptions
 from thunder_cg.progress import Stage
+from thunder_cg.runtime.agreement import Collectives, Round, StepCall, call_of_step
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.failures import note_replay
@@ -37,6 +38,7 @@ _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; 
 _MAX_CAPTURES = 16  # if they do not pay
 _LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
+_BEFORE, _AFTER = "before the capture of the step", "after the capture of the step"  # what ranks agree at
 _FIRST = "the first call of its kind: what the step does is noted"
 
 
@@ -91,6 +93,7 @@ class GraphedStep:
         self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
         self._ready: dict[Any, _Ready] = {}  # by layout
+        self._communicates: dict[Any, StepCall] = {}  # by layout: the last call in Python; None: whatever its layout
         self._refused: dict[Any, _Refusal] = {}  # by layout
         self._warned: set[str] = set()
         self._unstable = 0  # calls in a row
@@ -103,34 +106,40 @@ class GraphedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with self._lock:
             self.calls += 1
-            if (reason := self._skip_reason()) is not None:
+            if (reason := skip_reason(self._backend, saves=True)) is not None:
                 return self._run(args, kwargs, reason)
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
                 self._warn(str(error))
                 return self._run(args, kwargs, str(error))
-            layout = (*batch.layout, *thread_states())
+            layout = (*batch.layout, *thread_states(), default_group())
             recording = next((each for each in self.recordings if each.is_for(layout)), None)
             if recording is None:
                 return self._observe(batch, layout, args, kwargs)
             if (reason := recording.why_not(batch)) is not None:
-                return self._run(args, kwargs, reason)
+                return self._run(args, kwargs, reason, layout)
             try:
                 return self._replay(recording, batch)
             except ReplayRefused as error:
-                return self._run(args, kwargs, str(error))
+                return self._run(args, kwargs, str(error), layout)
 
-    def _skip_reason(self) -> str | None:
-        """Why no step on this thread can be one graph now."""
-        if is_distributed():
-            return "several processes train together, and a step's graph holds no collectives: those of its modules do"
-        return skip_reason(self._backend, saves=True)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str) -> Any:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, layout: Any = None) -> Any:
         """Runs the step in Python. The compiled modules in it have their own graphs."""
         self.in_python[reason] += 1
-        return _detached(self._fn(*args, **kwargs))
+        groups = self._groups(layout if layout in self._communicates else None)
+        votes = Round(groups or [], asks=True)
+        votes.decline(reason)
+        with call_of_step(self._backend.device_type, votes) as call:
+            result = _detached(self._fn(*args, **kwargs))
+        self._communicates[layout] = self._communicates[None] = call
+        _forget_oldest(self._communicates)
+        return result
+
+    def _groups(self, layout: Any) -> list[ProcessGroup] | None:
+        """Those that a call with the layout communicates in; None if that is not known, or one of them is gone."""
+        known = self._communicates.get(layout)
+        return known.groups if known is not None and all(map(is_alive, known.groups)) else None
 
     def _replay(self, recording: StepRecording, batch: Batch) -> Any:
         recording.arena.enter()
@@ -144,19 +153,19 @@ class GraphedStep:
         """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
         refusal = self._refused.get(layout)
         if refusal is not None and self.calls < refusal.next_look:
-            return self._run(args, kwargs, refusal.reason)
+            return self._run(args, kwargs, refusal.reason, layout)
         hopeless = self._unstable >= _MAX_UNSTABLE
         if hopeless and self.calls % _LOOK_AGAIN:
-            return self._run(args, kwargs, self._hopeless)
+            return self._run(args, kwargs, self._hopeless, layout)
         state = self._state()
         if refusal is not None and refusal.facts == state.facts:
             refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
-            return self._run(args, kwargs, refusal.reason)
+            return self._run(args, kwargs, refusal.reason, layout)
         known = self._ready.get(layout)
         if not self.captures_pay():
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
             self._refuse(layout, state.facts, said)
-        elif known is not None and known.facts == state.facts:
+        elif known is not None and known.facts == state.facts and self._groups(layout) is not None:
             return self._try_capture(state, batch, layout, known, args, kwargs)
         with held_back(not hopeless):
             return self._note(state, batch, layout, args, kwargs)
@@ -169,28 +178,60 @@ class GraphedStep:
         self, state: StepState, batch: Batch, layout: Any, ready: _Ready, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Captures a call, or runs it in Python and notes why."""
-        calls = Calls()
+        groups, calls = self._groups(layout) or [], Calls()
+        votes = Round(groups, asks=True)
         try:
-            return self._capture(state, batch, layout, ready, calls)
-        except CaptureRefused as error:  # its frames hold the tensors of the step, so it has to go before
-            problem, is_final, calls_more = str(error), not error.may_pass, isinstance(error, CallsMore)
+            if (objection := next(iter(state.objections), self._communicates[layout].objection)) is not None:
+                raise CaptureRefused(objection)
+            votes.ask(_BEFORE, self.name)
+            recording = self._capture(state, batch, layout, ready, calls, groups, votes)
+        except (
+            CaptureRefused,
+            RanksDiffer,
+        ) as error:  # its frames hold the tensors of the step, so it has to go before
+            problem, may_pass, calls_more = str(error), error.may_pass, isinstance(error, CallsMore)
+            is_ranks = isinstance(error, RanksDiffer)
+        else:
+            return self._replay_first(recording, batch, layout, args, kwargs)
         if not self.recordings:
             self.release()
+        if not is_ranks:
+            votes.refuse(_AFTER, problem, may_pass=may_pass)
         if calls_more:
             del self._ready[layout]
             self._called |= calls.found
-            self._unstable += 1
+        if calls_more or (is_ranks and may_pass):
+            self._count_unstable(problem)
+        if calls_more:
             return self._observe(batch, layout, args, kwargs)
-        if is_final:
+        if not may_pass:
             self._refuse(layout, state.facts, problem)
-        return self._run(args, kwargs, problem)
+        return self._run(args, kwargs, problem, layout)
+
+    def _replay_first(
+        self, recording: StepRecording, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The first replay of a recording: the capture has run nothing."""
+        try:
+            result = self._launch(recording, batch)
+        except ReplayRefused as error:
+            return self._run(args, kwargs, str(error), layout)
+        self._unstable = 0
+        return result
+
+    def _count_unstable(self, reason: str, fix: str = "") -> None:
+        """Counts a call that does not lead to a replay, and why."""
+        self._unstable += 1
+        if self._unstable == _MAX_UNSTABLE:
+            self._hopeless = f"{reason}, in each step{fix}"
+            self._warn(self._hopeless)
 
     def _note(self, state: StepState, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
         reason, fix = self._what_is_new(layout, self._ready.get(layout), state)
         outside = states_outside(state.device)
         python = PythonCall(state, self._backend)
-        result = self._run(args, kwargs, reason)
+        result = self._run(args, kwargs, reason, layout)
         after = state.again()
         change = change_between(state.facts | outside, after.facts | states_outside(state.device))
         if change is None:
@@ -201,10 +242,8 @@ class GraphedStep:
             fix = fix_of_change(change, state.facts, self._roots, in_step=True)
             self.in_python[reason] -= 1
             self.in_python[f"{change}, in the step{fix}"] += 1
-        self._unstable += change is not None or reason != _FIRST
-        if self._unstable == _MAX_UNSTABLE:
-            self._hopeless = f"{change or reason}, in each step{fix}"
-            self._warn(self._hopeless)
+        if change is not None or reason != _FIRST:
+            self._count_unstable(change or reason, fix)
         return result
 
     def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[str, str]:
@@ -217,37 +256,58 @@ class GraphedStep:
             return f"an argument changed from {then!r:.80} to {now!r:.80}", f"; {fix_of_changed_argument(now)}"
         return _FIRST, ""
 
-    def _capture(self, state: StepState, batch: Batch, layout: Any, ready: _Ready, calls: Calls) -> Any:
-        """Captures the step and replays it. `CaptureRefused` if that cannot be; then nothing has happened."""
+    def _capture(
+        self,
+        state: StepState,
+        batch: Batch,
+        layout: Any,
+        ready: _Ready,
+        calls: Calls,
+        groups: list[ProcessGroup],
+        votes: Round,
+    ) -> StepRecording:
+        """Captures the step, which runs nothing. `CaptureRefused` or `RanksDiffer` if that cannot be."""
         while len(self.recordings) >= self._max_recordings:
             self.recordings.pop().close()
         if self.arena is None:
             self.arena = self._arenas.single()
-        make_room = partial(self._make_room, self.arena, state.device, layout)
-        make_room(ready.needs)
+        arena = self.arena
+        self._make_room(arena, state.device, layout, ready.needs)
+
+        def check() -> None:
+            self._make_room(arena, state.device, layout)
+            captured.look()
+            if set(groups) != {*captured.groups, *calls.groups}:
+                raise CaptureRefused("it communicates in other groups than in an earlier call")
+            votes.ask(_AFTER, " ".join(calls.collectives))
+
         if any_autocast_enabled():
             torch.clear_autocast_cache()
         try:
             self.arena.pool(state.device).enter()
-            capture = StepCapture(self._fn, batch, state, self._backend, self.arena, self.recordings, make_room, calls)
-            with Stage(lambda: f"capturing the step {self.name}"):
+            capture = StepCapture(self._fn, batch, state, self._backend, arena, self.recordings, check, calls)
+            with (
+                Stage(lambda: f"capturing the step {self.name}"),
+                call_of_step(self._backend.device_type, is_capture=True) as captured,
+            ):
                 recording = capture.run()
-        except (CaptureLater, NoRoom):
+        except (CaptureLater, NoRoom, RanksDiffer):
             raise
         except CaptureRefused as error:
-            raise CaptureRefused(f"{error}{where(error)}") from error
+            raise CaptureRefused(calls.objection or f"{error}{where(error)}") from error
         except Exception as error:
-            raise CaptureRefused(f"{_said(error)}{where(error)}") from error
+            raise CaptureRefused(calls.objection or f"{_said(error)}{where(error)}") from error
         finally:
             if any_autocast_enabled():  # it holds weights in the pool
                 torch.clear_autocast_cache()
         recording.layout, recording.nbytes, recording.without_graphs = layout, ready.needs, ready.without_graphs
+        if groups:
+            recording.collectives = Collectives(groups, asks=True, watch=self._backend.watch_collectives)
+            recording.collectives.held_by(self)
         self.recordings.insert(0, recording)
         self.captures += 1
         self._refused.pop(layout, None)
-        result = self._launch(recording, batch)
-        self._unstable = 0
-        return result
+        return recording
 
     def _launch(self, recording: StepRecording, batch: Batch) -> Any:
         try:
@@ -297,6 +357,18 @@ class GraphedStep:
     def name(self) -> str:
         """That of the step's function."""
         return getattr(self._fn, "__name__", type(self._fn).__name__)
+
+    def close_recordings(self, *, may_wait: bool) -> None:
+        """Before a process group goes: destroys the graphs that may hold its communicator.
+
+        It takes no lock: another thread may be in a call that waits for ranks that are gone.
+        """
+        closed = [recording for recording in self.recordings if recording.collectives is not None]
+        self.recordings = [recording for recording in self.recordings if recording.collectives is None]
+        for recording in closed:
+            recording.close(may_wait=may_wait)
+        self._ready.clear()
+        self._communicates.clear()
 
     def release(self) -> None:
         """Gives the memory of all graphs of the step back. A later call captures anew."""

@@ -33,6 +33,7 @@ from thunder_cg.compat.torch import (
     version,
 )
 from thunder_cg.errors import CaptureLater, CaptureRefused
+from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.guards import Guard
@@ -112,8 +113,8 @@ class _GradientsBefore:
     It holds the memory of the gradients, and not the tensors, whose end shows that the step has dropped them.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], backend: Backend) -> None:
-        self._parameters, self._backend = parameters, backend
+    def __init__(self, parameters: Sequence[Tensor], backend: Backend, calls: Calls) -> None:
+        self._parameters, self._backend, self._calls = parameters, backend, calls
         self.memory = [None if (gradient := each.grad) is None else gradient.detach() for each in parameters]
         self._unread: set[int] = set()
         self._seen: tuple[int, Addresses] | None = None
@@ -129,7 +130,7 @@ class _GradientsBefore:
 
     def _addresses(self) -> Addresses:
         """Of what has been captured up to now."""
-        names = self._backend.captured_addresses()
+        names = {**self._backend.captured_addresses(), **self._calls.communicated}
         if self._seen is None or self._seen[0] != len(names):
             self._seen = len(names), Addresses(names)
         return self._seen[1]
@@ -235,6 +236,7 @@ class StepRecording(RecordingUse):
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
+    collectives: Collectives | None = None  # that it holds
 
     def arenas(self) -> list[Arena]:
         """The one that all recordings of the step use."""
@@ -278,10 +280,10 @@ class StepRecording(RecordingUse):
                 return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
 
-    def close(self) -> None:
-        """Destroys the graph, after its work is done."""
+    def close(self, *, may_wait: bool = True) -> None:
+        """Destroys the graph, after its work is done if that may be waited for."""
         with _Gradient.recounted():
-            self.graph.close(may_wait=True)
+            self.graph.close(may_wait=may_wait)
             self.gradients.clear()
 
     def replay(self, batch: Batch) -> Any:
@@ -289,6 +291,8 @@ class StepRecording(RecordingUse):
         results: list[Any] = [None] * self.structure[1]
         targets = self.outputs.allocate(results)
         self.graph.replay([each.source(batch.tensors) for each in self.sources], targets)
+        if self.collectives is not None:
+            self.collectives.count_replay()
         self.outputs.derive(results, [*batch.tensors, *self.state.tensors])
         for parameter, gradient in zip(self.state.parameters, self.gradients):
             if gradient is None or parameter.grad is not gradient.tensor:
@@ -312,9 +316,11 @@ class _Body:
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch()
-        with known_to_be_positive(self._state.averages):
-            result = self._batch.call(self._fn, self._buffers)
-        self._calls.end()
+        try:
+            with known_to_be_positive(self._state.averages):
+                result = self._batch.call(self._fn, self._buffers)
+        finally:
+            self._calls.end()
         leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
@@ -326,7 +332,7 @@ class _Body:
             elif not isinstance(leaf, ATOMS):
                 raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
         self.structure = structure, len(leaves)
-        self.addresses = backend.captured_addresses()
+        self.addresses = {**backend.captured_addresses(), **self._calls.communicated}
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
@@ -346,7 +352,7 @@ class StepCapture:
 
     Args:
         others: the recordings that use the arena already.
-        check_memory: is called when the graph has its memory; raises `CaptureRefused` if that is too much.
+        check: is called when the graph has its memory; raises `CaptureRefused` if that is too much, or `RanksDiffer`.
         calls: is told of the functions of the user's that run.
     """
 
@@ -356,7 +362,7 @@ class StepCapture:
     backend: Backend
     arena: Arena
     others: Sequence[StepRecording]
-    check_memory: Callable[[], None]
+    check: Callable[[], None]
     calls: Calls
 
     def run(self) -> StepRecording:
@@ -364,6 +370,7 @@ class StepCapture:
 
         Raises:
             CaptureRefused: no replay would be right, or the graph takes too much memory.
+            RanksDiffer: another rank does not capture it.
             Exception: what ``fn`` raised.
 
         In both cases tensors, gradients, PyTorch's random states and the containers of the state are as before. What
@@ -380,18 +387,19 @@ class StepCapture:
 
     def _attempt(self) -> StepRecording:
         state = self.state
+        self.calls.forget_collectives()
         state.guard_tensors(self.batch.tensors)
         _refuse_sparse_gradients(state)
         on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
         with _Gradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
-            before = _GradientsBefore(state.parameters, self.backend)
+            before = _GradientsBefore(state.parameters, self.backend, self.calls)
             try:
                 if state.device.type != "cpu":  # whose backwards run on the thread that calls them
                     on_thread_of_backwards(state.device, self.calls.watch)
                 on_thread_of_backwards(state.device, clear_stack)
                 recording = self._record(before)
-                self.check_memory()
+                self.check()
             except BaseException:
                 state.restore()
                 before.restore()
@@ -469,6 +477,9 @@ class StepCapture:
         state = self.state
         if self.calls.objection is not None:
             raise CaptureRefused(self.calls.objection)
+        if self.calls.waits < len(self.calls.begun):  # on a GPU, its memory would be used again while it runs
+            problem = f"a collective is not waited for in the step{self.calls.begun[-1]}"
+            raise CaptureRefused(f"{problem}; call wait() of what it returns")
         for event, line in self.calls.events.values():
             if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
                 problem = f"the step records an event that is used outside of it{line}, and no replay would"

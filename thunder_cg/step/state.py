@@ -45,6 +45,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from thunder_cg.compat.distributed import DDP, DistributedDataParallel
 from thunder_cg.compat.torch import (
     Settings,
     addresses_equal,
@@ -303,6 +304,8 @@ class _Collector:
                 self.add(f"{where}.{name}", tensor)
             if isinstance(module, AveragedModel):
                 self._add_averages(where, module)
+            if isinstance(module, DistributedDataParallel):
+                self.objections.append(f"{where}: {'; '.join(DDP)}")
             self._add_attributes(where, module, (parameters, buffers, modules))
 
     def _add_attributes(self, where: str, value: Any, besides: Sequence[Any]) -> None:
@@ -324,7 +327,8 @@ class _Collector:
             at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
             self._hooks += 1
-            self.objections.append(f"{where} has a hook{at}, which runs Python in each step; remove it")
+            fix = "take thunder.distributed instead" if "torch/distributed/" in at else "remove it"
+            self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
 
 
 class StepState:

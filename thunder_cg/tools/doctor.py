@@ -130,7 +130,10 @@ def _nvfuser(fuser: str, *, is_used: bool, has_driver: bool) -> Finding:
 
 
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_NAMES = (*_ALLOCATOR, "PYTORCH_NO_CUDA_MEMORY_CACHING", "CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING")
+_NAMES = (
+    *_ALLOCATOR,
+    *("CUBLAS_WORKSPACE_CONFIG", "CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING", "TORCH_DISTRIBUTED_DEBUG"),
+)
 _PREFIXES = ("NCCL_", "TORCH_NCCL_")
 
 
@@ -151,7 +154,7 @@ def _fix_of(name: str, value: str) -> str:
         return "unset it: graphs need the private pools of the caching allocator"
     if name == "CUDA_LAUNCH_BLOCKING" and value != "0":
         return "unset it: the host waits for each launch"
-    if name == "TORCH_NCCL_BLOCKING_WAIT" and (problem := capture_problem_of_settings()) is not None:
+    if (problem := capture_problem_of_settings()) is not None and problem[0].startswith(f"{name}="):
         return f"{problem[1]}: {problem[0]}"
     if name == "TORCH_NCCL_ASYNC_ERROR_HANDLING" and value == "0":
         return "unset it: a process whose collectives in a graph never end goes on"

@@ -1,0 +1,346 @@
+"""Whole steps with their collectives as one graph on each rank: the bits of the plain loop, whatever another rank does.
+
+| hazard                                                     | test                                         |
+| ---------------------------------------------------------- | -------------------------------------------- |
+| a rank captures, which runs nothing, while another waits   | test_a_rank_that_cannot_capture              |
+| a rank replays while another runs Python                   | test_ranks_that_differ                       |
+| calls are numbered otherwise where they are replayed       | test_ranks_that_differ                       |
+| a graph holds the communicator of a group that goes        | test_a_group_that_is_destroyed               |
+| memory is used again while a collective runs               | test_what_is_not_captured                    |
+| a capture that fails leaves C++ in between                 | test_what_is_not_captured                    |
+| NCCL reads memory that is nobody's argument               | test_what_is_not_captured                    |
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from ranks import Ranks
+from test_ranks_differ import Watched
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.nn.parallel import DistributedDataParallel
+
+from thunder_cg import graphed_step
+from thunder_cg.runtime import agreement
+
+nightly = pytest.mark.nightly
+_OBSERVED = {"the first call of its kind: what the step does is noted": 1}
+_OBSERVED |= {"len(optimizer.state) changed from 0 to 7, in the step": 1}
+
+
+def graphed(fn: Callable[..., Any], **options: Any) -> Any:
+    import parallel
+
+    return graphed_step(fn, backend="tape" if parallel.device().type == "cpu" else "cuda", **options)
+
+
+def training_step(model: Any) -> Callable[..., Any]:
+    """A step of all micro-batches, of which the last communicates; it returns the mean of the loss over the ranks."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(*batches):
+        optimizer.zero_grad()
+        for i, tokens in enumerate(batches):
+            with model.no_sync() if i < len(batches) - 1 else nullcontext():
+                loss = model(tokens).square().mean()
+                loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return mean
+
+    return step
+
+
+def step_of_own(model: Any, group: Any = None) -> Callable[..., Any]:
+    """The usual step of one who reduces gradients with torch.distributed."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(tokens):
+        optimizer.zero_grad()
+        loss = model(tokens).square().mean()
+        loss.backward()
+        works = [dist.all_reduce(p.grad, group=group, async_op=True) for p in model.parameters()]
+        for work in works:
+            work.wait()
+        optimizer.step()
+        return loss.detach()
+
+    step.optimizer = optimizer
+    return step
+
+
+def state_of(model: Any) -> list[torch.Tensor]:
+    return [t.detach().clone() for p in model.parameters() for t in (p, p.grad)]
+
+
+# Each kind of parallelism
+
+
+def same_bits(builder: str, steps: int, micro: int) -> tuple[int, int, dict[str, int]]:
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    for graphs in ([], [parallel.transform()]):
+        model = parallel.BUILDERS[builder](*graphs)
+        step = training_step(model)
+        step = graphed(step, modules=model) if graphs else step
+        found.append([])
+        for i in range(steps):
+            tokens = (parallel.tokens(i * micro + j, shared="tensor" in builder) for j in range(micro))
+            found[-1] += [step(*tokens).clone(), *state_of(model)]
+    return parallel.differing(*found), step.replays, dict(step.in_python)
+
+
+@pytest.mark.parametrize(
+    ("builder", "micro"),
+    [("ddp", 2), *(pytest.param(builder, 1, marks=nightly) for builder in ("fsdp zero2", "tensor parallel"))],
+)
+def test_same_bits(ranks: Ranks, builder: str, micro: int) -> None:
+    for differing, replays, in_python in ranks.run(same_bits, builder, 6, micro):
+        assert not differing and replays == 3 and in_python == _OBSERVED
+
+
+# Ranks that differ
+
+
+def what_runs(what: str, steps: int = 10) -> dict[str, Any]:
+    """Trains without and with graphs, while rank 1 does something else, and then captures another step."""
+    import parallel
+
+    is_other, found = parallel.RANK() == 1, []
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        fn = step_of_own(model)
+        step, values, held = wrap(fn), [], []
+        with patch.object(agreement, "_TIMEOUT", 0.25), patched_capture(what, is_other):
+            for i in range(steps):
+                if what == "evaluates" and is_other and i % 2:
+                    with torch.no_grad():
+                        values.append(model(parallel.tokens(i, batch=2)))
+                if what == "another learning rate" and is_other and i == 6:
+                    fn.optimizer.param_groups[0]["lr"] = 0.2
+                if what == "holds a gradient" and is_other and i == 6:
+                    held.append(next(model.parameters()).grad)
+                watched = Watched() if what == "is watched" and is_other and i in (2, 6) else nullcontext()
+                batch = 3 if what == "uneven batches" and is_other and i % 3 == 2 else 4
+                with watched:
+                    values += [step(parallel.tokens(i, batch=batch)).clone(), *state_of(model)]
+        found.append(values)
+    after = graphed(step_of_own(parallel.model()))
+    for i in range(4):
+        after(parallel.tokens(i))
+    return {
+        "differing": parallel.differing(*found),
+        "replays": step.replays,
+        "captures": step.captures,
+        "in_python": [reason for reason, count in step.in_python.items() for _ in range(count)],
+        "after": after.captures,
+    }
+
+
+def patched_capture(what: str, is_other: bool) -> Any:
+    """On rank 1, steps cannot be captured."""
+    import parallel
+
+    pool = parallel.pool_class()
+    capture = pool.capture
+
+    def fails(self: Any, fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(fn, functools.partial):
+            capture(self, fn, *args, **kwargs)
+            raise torch.OutOfMemoryError("none is left")
+        return capture(self, fn, *args, **kwargs)
+
+    return patch.object(pool, "capture", fails) if what == "cannot capture" and is_other else nullcontext()
+
+
+def test_a_rank_that_cannot_capture(ranks: Ranks) -> None:
+    first, second = ranks.run(what_runs, "cannot capture")
+    for found in (first, second):
+        assert not found["differing"] and not found["captures"] and found["after"] == 1
+    assert first["in_python"][2:] == [f"rank 1 does not capture it: {second['in_python'][2]}"] * 8
+    assert second["in_python"][2].startswith("OutOfMemoryError: none is left")
+
+
+@pytest.mark.parametrize(
+    ("what", "replays"),
+    [
+        ("is watched", (6, 5)),
+        ("uneven batches", (6, 4)),
+        *(
+            pytest.param(what, replays, marks=nightly)
+            for what, replays in (
+                ("evaluates", (7, 7)),
+                ("another learning rate", (7, 3)),
+                ("holds a gradient", (7, 3)),
+            )
+        ),
+    ],
+)
+def test_ranks_that_differ(ranks: Ranks, what: str, replays: tuple[int, int]) -> None:
+    """One replays while the other runs Python, and they number their calls alike, so that both capture later."""
+    answers = ranks.run(what_runs, what)
+    for rank, found in enumerate(answers):
+        assert not found["differing"] and found["captures"] == found["after"] == 1
+        assert found["replays"] == replays[rank], found["in_python"]
+    reasons = answers[what == "uneven batches"]["in_python"]
+    if what == "is watched":
+        assert any("rank 1 does not capture it: a torch dispatch" in reason for reason in reasons)
+    if what == "uneven batches":
+        assert any(re.search(r"rank 0 did not answer within 0.25 s", reason) for reason in reasons)
+
+
+# Groups that go
+
+
+def destroy_and_begin_anew() -> dict[str, Any]:
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    counts = []
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        for _ in range(2):
+            group = dist.new_group([0, 1])
+            step = wrap(step_of_own(model, group))
+            found.append([step(parallel.tokens(i)).clone() for i in range(5)])
+            dist.destroy_process_group(group)  # which hangs if a graph holds a communicator of NCCL
+            if wrap is graphed:
+                counts.append((step.captures, step.replays, len(step.recordings)))
+    return {"differing": parallel.differing(found[0] + found[1], found[2] + found[3]), "counts": counts}
+
+
+def test_a_group_that_is_destroyed(ranks: Ranks) -> None:
+    for found in ranks.run(destroy_and_begin_anew):
+        assert not found["differing"] and found["counts"] == [(1, 2, 0)] * 2
+
+
+# What is not captured
+
+
+def refused(what: str) -> tuple[int, int, list[str]]:
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        step = wrap(STEPS[what](model, dist.group.WORLD))
+        values = []
+        for i in range(5):
+            values += [step(parallel.tokens(i)).clone(), *state_of(model)]
+        found.append(values)
+    return parallel.differing(*found), step.captures, [reason for reason, count in step.in_python.items() if count > 1]
+
+
+def _with(communicate: Callable[..., Any]) -> Callable[..., Any]:
+    """A step that calls this on the gradient of a parameter, and the group."""
+
+    def made(model: Any, group: Any) -> Callable[..., Any]:
+        first = next(model.parameters())
+        training = step_of_own(model)
+
+        def step(tokens):
+            loss = training(tokens)
+            communicate(first.grad, group)
+            return loss
+
+        return step
+
+    return made
+
+
+def _send(gradient: torch.Tensor, group: Any) -> None:
+    if dist.get_rank() == 0:
+        dist.send(gradient, 1)
+    else:
+        dist.recv(gradient, 0)
+
+
+def _data_parallel(model: Any, group: Any) -> Callable[..., Any]:
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def step(tokens):
+        optimizer.zero_grad()
+        loss = ddp(tokens).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def _kept_eager(model: Any, group: Any) -> Callable[..., Any]:
+    import parallel
+
+    if "kept eager" not in _compiled:
+        _compiled["kept eager"] = parallel.ddp(parallel.transform(capture_collectives="never"))
+    compiled = _compiled["kept eager"]
+    return lambda tokens: _loss_with_gradients(compiled, model, tokens)
+
+
+_compiled: dict[str, Any] = {}
+
+
+def _loss_with_gradients(compiled: Any, model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    compiled.zero_grad()
+    model.zero_grad()
+    loss = compiled(tokens).square().mean() + model(tokens).square().mean()
+    loss.backward()
+    return loss
+
+
+def _hidden(model: Any, group: Any) -> Callable[..., Any]:
+    import parallel
+
+    hidden = functools.lru_cache(lambda: torch.zeros((), device=parallel.device()))
+    hidden()
+    step = step_of_own(model)
+
+    def with_it(tokens):
+        loss = step(tokens)
+        dist.all_reduce(hidden())
+        return loss
+
+    return with_it
+
+
+STEPS: dict[str, Callable[..., Any]] = {
+    "point to point": _with(_send),
+    "functional": _with(lambda gradient, group: gradient.copy_(functional.all_reduce(gradient, "sum", group))),
+    "barrier": _with(lambda gradient, group: dist.barrier(group)),
+    "not waited for": _with(lambda gradient, group: dist.all_reduce(gradient.clone(), group=group, async_op=True)),
+    "a method": _with(lambda gradient, group: group.allreduce([gradient]).wait()),
+    "DistributedDataParallel": _data_parallel,
+    "kept eager": _kept_eager,
+    "unknown origin": _hidden,
+}
+
+
+REASONS = {
+    "not waited for": r"a collective is not waited for in the step, at .*; call wait\(\) of what it returns",
+    "DistributedDataParallel": r"DistributedDataParallel counts gradients in C\+\+.*; take thunder.distributed.ddp",
+    "kept eager": r'was compiled with capture_collectives="never"; compile it without that option',
+    "functional": r"it calls _c10d_functional.all_reduce, a functional collective.*; call that of torch.distributed",
+    "point to point": r"it communicates from point to point \((send|recv)\), at .*; do that outside of the step",
+    "barrier": r"the host waits for the other ranks \(barrier\), at .*; do that outside of the step",
+    "a method": r"it calls a method of a process group itself, at .*; call the function of torch.distributed",
+    "unknown origin": r"the step uses a tensor \(\) of float32 in .*, and it is not known where from",
+}
+
+
+@pytest.mark.parametrize("what", [*[*REASONS][:3], *(pytest.param(what, marks=nightly) for what in [*REASONS][3:])])
+def test_what_is_not_captured(ranks: Ranks, what: str) -> None:
+    for differing, captures, in_python in ranks.run(refused, what):
+        assert not differing and not captures
+        assert len(in_python) == 1 and re.search(REASONS[what], in_python[0]), in_python
