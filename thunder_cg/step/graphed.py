@@ -185,15 +185,13 @@ class GraphedStep:
                 raise CaptureRefused(objection)
             votes.ask(_BEFORE, self.name)
             recording = self._capture(state, batch, layout, ready, calls, groups, votes)
-        except (
-            CaptureRefused,
-            RanksDiffer,
-        ) as error:  # its frames hold the tensors of the step, so it has to go before
+        except (CaptureRefused, RanksDiffer) as error:
+            # Its frames hold the tensors of the step, and maybe a graph, so it has to go before anything else.
             problem, may_pass, calls_more = str(error), error.may_pass, isinstance(error, CallsMore)
             is_ranks = isinstance(error, RanksDiffer)
         else:
             return self._replay_first(recording, batch, layout, args, kwargs)
-        if not self.recordings:
+        if not self.recordings and self.arena is not None:
             self.release()
         if not is_ranks:
             votes.refuse(_AFTER, problem, may_pass=may_pass)
@@ -277,8 +275,11 @@ class GraphedStep:
         def check() -> None:
             self._make_room(arena, state.device, layout)
             captured.look()
-            if set(groups) != {*captured.groups, *calls.groups}:
-                raise CaptureRefused("it communicates in other groups than in an earlier call")
+            if not set(groups) == calls.groups.keys() >= {*captured.groups}:
+                problem = (
+                    "it does not communicate in the groups in which an earlier call has, or C++ calls the collectives"
+                )
+                raise CaptureRefused(f"{problem}; call the functions of torch.distributed")
             votes.ask(_AFTER, " ".join(calls.collectives))
 
         if any_autocast_enabled():

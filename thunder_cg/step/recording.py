@@ -321,6 +321,9 @@ class _Body:
                 result = self._batch.call(self._fn, self._buffers)
         finally:
             self._calls.end()
+        if self._calls.waits < len(self._calls.begun):  # on a GPU, its memory would be used again while it runs
+            problem = f"a collective is not waited for in the step{self._calls.begun[-1]}"
+            raise CaptureRefused(f"{problem}; call wait() of what it returns")
         leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
@@ -477,9 +480,6 @@ class StepCapture:
         state = self.state
         if self.calls.objection is not None:
             raise CaptureRefused(self.calls.objection)
-        if self.calls.waits < len(self.calls.begun):  # on a GPU, its memory would be used again while it runs
-            problem = f"a collective is not waited for in the step{self.calls.begun[-1]}"
-            raise CaptureRefused(f"{problem}; call wait() of what it returns")
         for event, line in self.calls.events.values():
             if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
                 problem = f"the step records an event that is used outside of it{line}, and no replay would"
