@@ -79,8 +79,8 @@ class Ranks:
 
 def _serve(rank: int, size: int, device: str, store: str, collective: float, pipe: connection.Connection) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    if device == "cuda":  # Inductor measures which kernels to take, and would take what the other rank found last
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/inductor_{os.getpid()}"
+    if device == "cuda":  # Inductor times several kernels, and may take another one when it compiles the same again
+        os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
     import torch
 
     if device == "cuda":

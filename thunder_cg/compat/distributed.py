@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -35,11 +36,10 @@ __all__ = [
     "is_alive",
     "is_distributed",
     "is_torchs_own",
-    "is_wait",
-    "method_of_group",
     "progress",
     "store",
     "timeout",
+    "told_of_collectives",
     "uncapturable",
     "wait",
     "wait_tensor",
@@ -99,33 +99,52 @@ DDP = (
     "take thunder.distributed.ddp instead of it",
 )
 _POINT_TO_POINT = ("recv", "recv_anysource", "send")
-_METHODS = {
-    getattr(vars(ProcessGroup).get(name), "__func__", name): name
-    for name in (
-        *("_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced", "allreduce", "barrier"),
-        *("allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast"),
-        *("gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter"),
-        *_POINT_TO_POINT,
-    )
-}
-_WAITS = {getattr(vars(kind).get("wait"), "__func__", None) for kind in (Work, FakeWork)}
+_METHODS = (
+    *("_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced", "allreduce", "barrier"),
+    *("allgather_into_tensor_coalesced", "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast"),
+    *("gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter"),
+    *_POINT_TO_POINT,
+)
 _OF_DDP = DistributedDataParallel.forward.__code__
 _CALLS_OF_OPERATORS = (torch._ops.OpOverload.__call__.__code__, torch._ops.OpOverloadPacket.__call__.__code__)
 
 
-def method_of_group(called: Any) -> str | None:
-    """The name of a group's method that communicates, given what a profiler of Python is told to be called."""
-    return _METHODS.get(called)
+@contextmanager
+def told_of_collectives(
+    begins: Callable[[str, FrameType, tuple[Any, ...]], None], waits: Callable[[FrameType], None]
+) -> Iterator[None]:
+    """Inside, on all threads, the arguments are called before a group communicates, and before somebody waits for it.
+
+    A profiler of Python is told of such methods, which are C++, before Python 3.12 only.
+
+    Args:
+        begins: gets the name of the group's method, the frame that calls it, and the method's arguments.
+        waits: gets the frame.
+    """
+
+    def told(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if name == "wait":
+                waits(frame)
+            else:
+                begins(name, frame, (*args, *kwargs.values()))
+            return original(self, *args, **kwargs)
+
+        return method
+
+    with ExitStack() as stack:
+        for kind, names in ((ProcessGroup, _METHODS), (Work, ("wait",)), (FakeWork, ("wait",))):
+            for name in names:
+                if name in vars(kind):
+                    stack.callback(setattr, kind, name, vars(kind)[name])
+                    setattr(kind, name, told(getattr(kind, name), name))
+        yield
 
 
 def is_torchs_own(frame: FrameType) -> bool:
     """Whether a frame is of `torch.distributed`, which keeps the group and the tensors in variables of known names."""
     return frame.f_globals is vars(torch.distributed.distributed_c10d)
-
-
-def is_wait(called: Any) -> bool:
-    """Whether ``called`` is the method that waits for a collective."""
-    return called in _WAITS
 
 
 def uncapturable(frame: FrameType, method: str | None = None) -> tuple[str, str] | None:

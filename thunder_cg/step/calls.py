@@ -21,14 +21,15 @@ import gc
 import inspect
 import os
 import sys
+import threading
 import time
 import types
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, is_wait, method_of_group, uncapturable
+from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, told_of_collectives, uncapturable
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.reads import Called, is_installed
@@ -66,6 +67,7 @@ class Calls:
         self._new: set[int] = set()  # objects that are made in the step
         self._seen: set[Any] = set()
         self._is_over = False
+        self._threads: set[int] = set()
         self.forget_collectives()
         self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
 
@@ -83,11 +85,13 @@ class Calls:
             problem = "a profiler of Python is active, and a capture needs to be told what the step calls"
             raise CaptureLater(f"{problem}; begin to profile after the step has been captured")
         self._is_over = False
+        self._threads.add(threading.get_ident())
         sys.setprofile(self._callback)
 
     def end(self) -> None:
         """Ends it on the calling thread, and on others at the next call there."""
         self._is_over = True
+        self._threads.clear()
         if sys.getprofile() is self._callback:
             sys.setprofile(None)
 
@@ -101,10 +105,6 @@ class Calls:
             self._object_to(frame)
             if code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
-        elif event == "c_call" and (method := method_of_group(called)) is not None:
-            self._note_collective(frame, method)
-        elif event == "c_call" and is_wait(called):
-            self.waits += _is_async(frame, True)  # a collective that waits at once does so itself
         elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
             self.objection = f"{problem}; call it outside of the step, and pass a tensor"
@@ -117,12 +117,22 @@ class Calls:
             self.events[id(owner)] = owner, _line(frame)
 
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
-        if (found := uncapturable(frame, method)) is not None:
+        if self.objection is None and (found := uncapturable(frame, method)) is not None:
             problem, fix = found
             self.objection = f"{problem}{_line(frame)}; {fix}"
 
-    def _note_collective(self, frame: types.FrameType, method: str) -> None:
-        """Notes what `torch.distributed` has called, which keeps the group and the tensors in variables."""
+    def told_of_collectives(self) -> AbstractContextManager[None]:
+        """Inside, the collectives of the threads that are watched are noted."""
+        return told_of_collectives(self._note_collective, self._note_wait)
+
+    def _note_wait(self, frame: types.FrameType) -> None:
+        if threading.get_ident() in self._threads:
+            self.waits += _is_async(frame, True)  # a collective that waits at once does so itself
+
+    def _note_collective(self, method: str, frame: types.FrameType, args: tuple[Any, ...]) -> None:
+        """Notes what `torch.distributed` calls, which keeps the group in a variable."""
+        if threading.get_ident() not in self._threads:
+            return
         self._object_to(frame, method)
         self.collectives.append(method)
         values = frame.f_locals
@@ -133,8 +143,7 @@ class Calls:
         else:
             problem = f"it calls a method of a process group itself{_line(frame)}"
             self.objection = f"{problem}; call the function of torch.distributed"
-        tensors = tensors_in([value for value in values.values() if isinstance(value, (list, tuple, Tensor))])
-        self.communicated |= {tensor.data_ptr(): method for tensor in tensors if has_storage(tensor)}
+        self.communicated |= {tensor.data_ptr(): method for tensor in tensors_in(args) if has_storage(tensor)}
 
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
         does = None

@@ -319,7 +319,7 @@ class _Body:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch()
         try:
-            with known_to_be_positive(self._state.averages):
+            with known_to_be_positive(self._state.averages), self._calls.told_of_collectives():
                 result = self._batch.call(self._fn, self._buffers)
         finally:
             self._calls.end()

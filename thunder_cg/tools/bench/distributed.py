@@ -34,12 +34,13 @@ from thunder_cg.tools.bench.measure import (
 )
 from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankStep, RankSubject, prepare
 from thunder_cg.tools.bench.rank_cases import RankCase
-from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER
+from thunder_cg.tools.bench.variants import GRAPHED_STEP, OURS, REDUCE_OVERHEAD, THUNDER
 from thunder_cg.tools.demo import same_bits
 from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor, failure_text
 
 FEWEST_STEPS = 5  # of a turn
+_WITH_THUNDERS_KERNELS = (COLLECTIVES_EAGER, OURS, GRAPHED_STEP)  # and graphs
 
 
 @dataclass(slots=True)
@@ -277,7 +278,7 @@ def _bits(contender: RankContender, expected: list[list[Tensor]]) -> str:
     """Compares with plain Thunder, whose results it keeps in `expected`."""
     if contender.name == THUNDER:
         expected += [contender.results(), contender.results()]
-    if contender.name not in (COLLECTIVES_EAGER, OURS) or not expected:
+    if contender.name not in _WITH_THUNDERS_KERNELS or not expected:
         return ""
     found = contender.results()
     if any(_same(found, each) for each in expected):
@@ -300,5 +301,5 @@ def _fill(row: RankRow, contender: RankContender, control: dist.ProcessGroup) ->
     row.steps = len(contender.samples.ends)
     said = {rank.bits for rank in ranks}
     row.bits = next((word for word in ("different", "thunder varies", "same") if word in said), "")
-    if contender.name in (COLLECTIVES_EAGER, OURS):
+    if contender.name in _WITH_THUNDERS_KERNELS:
         row.captured = str(explain(contender.step.compiled)).splitlines()[0].partition(": ")[2]

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thunder_cg import cudagraph_transform, executors
+from thunder_cg import cudagraph_transform, executors, graphed_step
 from thunder_cg.compat.distributed import coalescing
 from thunder_cg.tools.bench.variants import (
     COMPILE,
     EAGER,
     FLOOR,
     FLOOR_OF_THUNDER,
+    GRAPHED_STEP,
+    GRAPHED_STEP_FUSED,
     OURS,
     OURS_FUSED,
     REDUCE_OVERHEAD,
@@ -50,20 +52,22 @@ class RankSubject(Subject):
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """A step that can be called; it returns the loss or the output. For Thunder also the compiled module."""
+    """A step that can be called; it returns the loss or the output. For Thunder also what `explain` takes."""
 
     call: Callable[[], Any]
     parameters: Sequence[nn.Parameter]
     compiled: Any = None
 
 
-def variants(parallel: str, device: torch.device, quick: bool) -> Sequence[str]:
+def variants(device: torch.device, quick: bool, trains: bool) -> Sequence[str]:
     """The names of the variants, the hand-made graphs last, because they are the lower bounds."""
+    steps = (GRAPHED_STEP, GRAPHED_STEP_FUSED) if trains else ()
     if device.type == "cpu":
-        return (EAGER, THUNDER, COLLECTIVES_EAGER, OURS)
+        return (EAGER, THUNDER, COLLECTIVES_EAGER, OURS, *steps[:1])
     if quick:
-        return (EAGER, THUNDER, OURS, FLOOR_OF_THUNDER, FLOOR)
-    return (EAGER, COMPILE, REDUCE_OVERHEAD, THUNDER, COLLECTIVES_EAGER, OURS, OURS_FUSED, FLOOR_OF_THUNDER, FLOOR)
+        return (EAGER, THUNDER, OURS, *steps[:1], FLOOR_OF_THUNDER, FLOOR)
+    torchs = (EAGER, COMPILE, REDUCE_OVERHEAD)
+    return (*torchs, THUNDER, COLLECTIVES_EAGER, OURS, OURS_FUSED, *steps, FLOOR_OF_THUNDER, FLOOR)
 
 
 def prepare(name: str, subject: RankSubject) -> RankStep:
@@ -163,6 +167,12 @@ def _thunder(subject: RankSubject, collectives: str | None = None, **options: An
         kind = kinds.ZERO2 if subject.parallel == ZERO2 else kinds.ZERO3
         compiled = thunder_distributed.fsdp(compiled, device=subject.device, sharding_strategy=kind)
     return _step(subject, compiled, [*compiled.parameters()], compiled)
+
+
+def _graphed(subject: RankSubject, **options: Any) -> RankStep:
+    step = _thunder(subject, collectives="auto", **options)
+    call = graphed_step(step.call, modules=[step.compiled])
+    return RankStep(call, step.parameters, call)
 
 
 # -------------------------------------------------------------------------------------------------------------- by hand
@@ -317,6 +327,8 @@ _VARIANTS: Mapping[str, Callable[[RankSubject], RankStep]] = {
     COLLECTIVES_EAGER: partial(_thunder, collectives="never"),
     OURS: partial(_thunder, collectives="auto"),
     OURS_FUSED: partial(_thunder, collectives="auto", executors=executors()),
+    GRAPHED_STEP: _graphed,
+    GRAPHED_STEP_FUSED: partial(_graphed, executors=executors()),
     FLOOR_OF_THUNDER: partial(_hand_made, make_step=_thunder),
     FLOOR: partial(_hand_made, make_step=step_by_hand),
 }
