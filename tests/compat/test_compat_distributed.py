@@ -36,28 +36,31 @@ def test_what_a_graph_can_hold(group: dist.ProcessGroup, monkeypatch: pytest.Mon
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in distributed.capture_problem(group, "cuda")[0]
 
 
-def test_what_a_profiler_is_told_of_collectives(group: dist.ProcessGroup) -> None:
+def test_what_a_capture_is_told_of_collectives(group: dist.ProcessGroup) -> None:
     """And how many there have been."""
     seen, x = [], torch.ones(2)
 
+    def begins(method: str, frame: FrameType, args: tuple[object, ...]) -> None:
+        given = args[0][0] if isinstance(args[0], list) else args[0]
+        seen.append((method, distributed.is_torchs_own(frame), frame.f_locals["group"] is group, given is x))
+
     def note(frame: FrameType, event: str, called: object) -> None:
-        if event == "c_call" and (method := distributed.method_of_group(called)) is not None:
-            seen.append((method, distributed.is_torchs_own(frame), frame.f_locals["group"] is group))
-        elif event == "c_call" and distributed.is_wait(called):
-            seen.append("wait")
-        elif event == "call" and (found := distributed.uncapturable(frame)) is not None:
+        if event == "call" and (found := distributed.uncapturable(frame)) is not None:
             seen.append(found[0])
 
     before = distributed.progress(group)["cpu"]
-    sys.setprofile(note)
+    with distributed.told_of_collectives(begins, lambda frame: seen.append("wait")):
+        dist.all_reduce(x)
+        work = dist.broadcast(x, 0, async_op=True)
+        work.wait()
+    assert seen == [("allreduce", True, True, True), "wait", ("broadcast", True, True, True), "wait"]
     dist.all_reduce(x)
-    work = dist.broadcast(x, 0, async_op=True)
-    work.wait()
+    assert len(seen) == 4
+    sys.setprofile(note)
     functional.wait_tensor(functional.all_reduce(x, "sum", group))
     sys.setprofile(None)
-    assert seen[:4] == [("allreduce", True, True), "wait", ("broadcast", True, True), "wait"]
     assert seen[4].startswith("it calls _c10d_functional.all_reduce")
-    assert distributed.progress(group)["cpu"] == before + 3 and distributed.groups() == [group]
+    assert distributed.progress(group)["cpu"] == before + 4 and distributed.groups() == [group]
     assert distributed.default_group() is not None and distributed.default_group()() is group
 
 

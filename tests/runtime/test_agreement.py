@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import DistNetworkError, HashStore
 
 from thunder_cg.compat import distributed
 from thunder_cg.errors import RanksDiffer
@@ -124,6 +126,19 @@ def test_nobody_is_asked_where_the_user_vouches_for_all(store: HashStore, group:
     round_.ask("before", "subject")
     round_.decline("it warms up")
     assert store.num_keys() == 0
+
+
+def test_a_store_that_is_gone(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*args: object) -> None:
+        raise DistNetworkError("connection reset")
+
+    votes = Collectives([group], asks=True, watch=watched).next_round()
+    votes.decline("it warms up")
+    monkeypatch.setattr(distributed, "store", lambda group: SimpleNamespace(set=gone, check=gone, delete_key=gone))
+    votes.decline("it warms up")
+    votes.withdraw([])
+    with pytest.raises(RanksDiffer, match="the store of its group fails: connection reset"):
+        votes.ask("before", "subject")
 
 
 def test_time_outs_are_bounded(store: HashStore, group: Group) -> None:

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 from thunder_cg.compat import distributed
@@ -96,14 +96,17 @@ class Round:
     def _put(self, stage: str, vote: str) -> None:
         for group, prefix in self._prefixes.items():
             if self._asks and distributed.is_alive(group):
-                distributed.store(group).set(key := f"{prefix}/{stage}/{group.rank()}", vote)
-                self._written[group, key] = None
+                key = f"{prefix}/{stage}/{group.rank()}"
+                with suppress(RuntimeError):  # the store is gone with the rank that had it, and so is who would read it
+                    distributed.store(group).set(key, vote)
+                    self._written[group, key] = None
 
     def withdraw(self, groups: Collection[ProcessGroup]) -> None:
         """Takes back what was said in other groups than these: the call does not communicate there, after all."""
         for group, key in self._written:
             if group not in groups and distributed.is_alive(group):
-                distributed.store(group).delete_key(key)
+                with suppress(RuntimeError):
+                    distributed.store(group).delete_key(key)
 
     def ask(self, stage: str, subject: str) -> None:
         """Votes for ``subject`` at ``stage``, and waits.
@@ -134,7 +137,10 @@ def _compare(group: ProcessGroup, prefix: str, stage: str, subject: str) -> None
     for rank in range(group.size()):
         if rank == group.rank():
             continue
-        vote = _vote(group, [f"{prefix}/{each}/{rank}" for each in (stage, "")], deadline)
+        try:
+            vote = _vote(group, [f"{prefix}/{each}/{rank}" for each in (stage, "")], deadline)
+        except RuntimeError as error:
+            raise RanksDiffer(f"the store of its group fails: {error}", may_pass=True) from error
         if vote is None:
             state.timeouts += 1
             problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"

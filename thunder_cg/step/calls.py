@@ -5,6 +5,13 @@ Note [Functions that no bytecode names]
     what stands behind an operator or a property, and what autograd calls in the backward. So a capture is watched. If
     functions run that read more from outside than is compared before a replay, the capture is given up, and the step is
     looked at anew, these functions included.
+
+Note [Collectives in a step]
+    A graph holds what `torch.distributed` launches, and nothing of what it does on the host. So these are not captured:
+    what the host waits in, what it communicates itself, and DistributedDataParallel, whose reducer counts gradients in
+    C++: a capture that fails would leave it in the middle of a backward. Nor is a collective that nobody waits for. In
+    Python, PyTorch keeps its memory until it is done; in a graph, later kernels would get it. NCCL's kernels may find
+    the addresses of tensors in memory and not among their arguments, so those that collectives get are noted.
 """
 
 from __future__ import annotations

@@ -433,6 +433,9 @@ def graphed_step(
     the step prints or writes to files is there twice. A call for which no graph is right runs in Python, with the
     graphs of the compiled modules in it, and :func:`thunder_cg.explain` says why.
 
+    Of several processes, each captures its step with the collectives in it, if all ranks of their groups do. Call the
+    step on all ranks alike.
+
     Args:
         fn: takes tensors on one device, in any nesting, and returns tensors, in any nesting. It finds what it needs
             besides as globals, variables of closures, or attributes of what it is bound to.

@@ -125,6 +125,8 @@ class _GradientsBefore:
     def _drop(self, i: int, _: Any) -> None:
         memory = self.memory[i]
         assert memory is not None
+        if not self._backend.busy():  # another thread has held it for longer; `expected` finds out
+            return
         if self._addresses().user_of(memory) is None:
             self._unread.add(i)
 
