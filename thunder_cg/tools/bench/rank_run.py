@@ -18,16 +18,7 @@ from thunder_cg.tools.bench.measure import EVERY_VARIANT
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
 from thunder_cg.tools.bench.report import line
-from thunder_cg.tools.bench.variants import (
-    COMPILE,
-    FLOOR,
-    FLOOR_OF_THUNDER,
-    GRAPHED_STEP_FUSED,
-    OURS,
-    OURS_FUSED,
-    THUNDER,
-    is_meant,
-)
+from thunder_cg.tools.bench.variants import COMPILE, FLOOR, FLOOR_OF_THUNDER, OURS, OURS_FUSED, THUNDER, is_meant
 from thunder_cg.tools.ranks import Rank, RankFailed, run_on_ranks
 from thunder_cg.tools.results import MeasuredResults, environment
 from thunder_cg.tools.turns import Turns
@@ -187,7 +178,7 @@ def overview(rows: Sequence[RankRow]) -> str:
     """All cases as two Markdown tables: times, and how far ranks are apart with the memory that is reserved."""
     measured = [*dict.fromkeys(row.variant for row in rows)]
     times = _overview(rows, "ms, back to back", measured, lambda row: f"{row.back_to_back_ms:.2f}")
-    compared = (THUNDER, OURS, OURS_FUSED, GRAPHED_STEP_FUSED, FLOOR)
+    compared = (THUNDER, OURS, OURS_FUSED, FLOOR)
     others = _overview(rows, "p99 of ms between the ranks; MB reserved", compared, _skew_and_memory)
     return f"{times}\n\n{others}"
 
