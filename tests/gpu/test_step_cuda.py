@@ -124,3 +124,25 @@ def test_a_capture_that_leaves_another_stream_behind():
     graph, (y,) = pool.capture(lambda x: [x * 3], [x])
     graph.replay()
     assert y.tolist() == [3.0] * 4
+
+
+def test_memory_that_calls_in_python_have_cached():
+    """It goes back to the device before the capture: beside the step's pool there is only what the step names."""
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.GELU()))).cuda()
+    x = torch.randn(16384, 1024, device="cuda")  # 64 MiB, as each activation
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fn(x):
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    torch.cuda.empty_cache()
+    before, step = torch.cuda.memory_reserved(), graphed_step(fn)
+    for _ in range(6):
+        step(x)
+    assert step.replays
+    pools = explain(step).memory.pools
+    assert torch.cuda.memory_reserved() - before - pools < x.nbytes

@@ -268,6 +268,7 @@ class GraphedStep:
         while len(self.recordings) >= self._max_recordings:
             self.recordings.pop().close()
         if self.arena is None:
+            self._backend.give_back()  # what calls in Python have left in PyTorch's cache, which the pool cannot use
             self.arena = self._arenas.single()
         arena = self.arena
         self._make_room(arena, state.device, layout, ready.needs)
