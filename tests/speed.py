@@ -33,8 +33,8 @@ cpu_vec_isa.subprocess = types.SimpleNamespace(
     **{**vars(subprocess), "check_call": lambda command, **_: exec(command[-1], {})}
 )
 
-# It times several ways to run a kernel and takes the fastest. A model's twin would get another one, whose sums differ in
-# the last bit. So all are equally fast, and it takes the first.
+# It times several ways to run a kernel and takes the fastest. A model's twin would get another one, whose sums
+# differ in the last bit. So all are equally fast, and it takes the first.
 CachingAutotuner.bench = lambda self, *args, **kwargs: 1.0
 
 if not torch.cuda.is_available():  # each seed would be kept, with a traceback, for three kinds of devices
