@@ -150,11 +150,45 @@ def _dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
     return partial(manager.check, scope)
 
 
-def _add_guard(add: Callable[..., None], value: Any) -> None:
+def attribute_guard(values: Sequence[tuple[Any, Mapping[str, Any]]], missing: object) -> Callable[[], bool]:
+    """A check that objects have their types, and these very values as attributes of their own.
+
+    The values have to be kept alive. Classes with a lookup of their own are not supported.
+
+    Args:
+        values: objects, each with the attributes in its dictionary and its slots.
+        missing: stands for an attribute that an object does not have.
+    """
+    scope = tuple(value for value, _ in values)
+    manager = _guards.RootGuardManager()
+    kind = GuardManagerType.GUARD_MANAGER
+    for i, (value, attributes) in enumerate(values):
+        guard: Any = manager.tuple_getitem_manager(i, str(i), value, kind)
+        _add_guard(guard.add_type_match_guard, id(type(value)))
+        dictionary = getattr(value, "__dict__", None)
+        inner = None
+        for name, attribute in attributes.items():
+            source = f"{i}.{name}"
+            if inspect.ismemberdescriptor(inspect.getattr_static(type(value), name, None)):
+                if attribute is missing:
+                    _add_guard(guard.add_no_hasattr_guard, name)
+                else:
+                    _add_guard(guard.getattr_manager(name, source, attribute, kind).add_id_match_guard, id(attribute))
+            elif dictionary is not None:
+                inner = inner or guard.get_generic_dict_manager(f"{i}.__dict__", dictionary, kind)
+                if attribute is missing:
+                    _add_guard(inner.add_dict_contains_guard, False, name)
+                else:
+                    item = inner.dict_getitem_manager(name, source, attribute, kind)
+                    _add_guard(item.add_id_match_guard, id(attribute))
+    return partial(manager.check, scope)
+
+
+def _add_guard(add: Callable[..., None], *values: Any) -> None:
     try:
-        add(value, [], None)
+        add(*values, [], None)
     except TypeError:  # torch before 2.11
-        add(value, [])
+        add(*values, [])
 
 
 def dictionary_of(value: type | types.ModuleType) -> dict[str, Any]:
@@ -534,6 +568,29 @@ def keep_with_storage(tensor: torch.Tensor, kept: Any) -> None:
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def before_dynamo_compiles(callback: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``callback`` is called before Dynamo compiles a frame."""
+
+    def call(_: Any) -> None:
+        callback()
+
+    handler = torch._dynamo.callback.callback_handler
+    handler.register_start_callback(call)
+    try:
+        yield
+    finally:
+        handler.remove_start_callback(call)
+
+
+def is_compiled_by_dynamo(value: Any) -> bool:
+    """Whether a function or a module is what ``torch.compile`` returns, or was compiled in place."""
+    attributes = getattr(value, "__dict__", {})
+    names = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
+    is_module = isinstance(value, torch.nn.Module)
+    return any(attributes.get(name) is not None for name in names) or (is_module and "_orig_mod" in value._modules)
 
 
 def code_before_dynamo(code: types.CodeType) -> types.CodeType:

@@ -40,6 +40,7 @@ class Calls:
     Attributes:
         found: each function, and what it is bound to.
         objection: something that runs and that no replay would do, in words; None if nothing does.
+        is_compiled: whether something ran that Dynamo has compiled.
         events: of CUDA, that were recorded, and where, by identity.
     """
 
@@ -47,6 +48,7 @@ class Calls:
         self.found: dict[tuple[int, int], Called] = {}
         self.objection: str | None = None
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
+        self.is_compiled = False
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
@@ -99,6 +101,7 @@ class Calls:
             self.objection = f"{problem}, which no replay would do; do it outside of the step"
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
+        self.is_compiled |= code is not frame.f_code
         if not _is_users(code, frame.f_globals):
             self._foreign.add(frame.f_code)
             return

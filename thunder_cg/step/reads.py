@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from glob import escape as glob_escape, glob
@@ -26,7 +26,7 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg.compat.torch import module_dictionaries
+from thunder_cg.compat.torch import is_compiled_by_dynamo, module_dictionaries
 
 
 def _folders_of_packages() -> list[str]:
@@ -70,6 +70,7 @@ class Read:
     get: Callable[[], Any]
     is_owner: bool = False  # of methods that were looked into, so that what they read of it is known
     place: Any = None  # equal for reads of the same variable
+    is_compiled: bool = False  # whether Thunder or Dynamo compiles what reads it
 
 
 class Called(NamedTuple):
@@ -89,16 +90,22 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
     found: dict[Any, Read] = {}
     seen: set[Any] = set()
     rooted: set[int] = set()  # modules of which all attributes are facts
-    waiting: list[Any] = [*called, *modules, fn]  # the last comes first
+    compiled: set[Any] = set()  # places that compiled functions read
+    waiting: list[tuple[Any, bool]] = [(each, False) for each in (*called, *modules, fn)]  # the last comes first
     while waiting:
-        next_fn = waiting.pop()
+        next_fn, in_compiled = waiting.pop()
+        in_compiled = in_compiled or is_compiled(next_fn)
         if isinstance(next_fn, nn.Module):
             rooted.update(map(id, next_fn.modules()))
-            waiting += [Called(f, m) for m in next_fn.modules() if (f := _forward_of(m)) is not None]
+            below = compiled_modules(next_fn)
+            for module in next_fn.modules():
+                if (forward := _forward_of(module)) is not None:
+                    waiting.append((Called(forward, module), in_compiled or id(module) in below))
         for name, value in _bound_by_partial(next_fn):
             found.setdefault((id(next_fn), name), Read(name, partial(_attribute, value, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
-        if function is None or (key := (function.__code__, id(owner), *map(id, function.__closure__ or ()))) in seen:
+        key = function and (function.__code__, id(owner), *map(id, function.__closure__ or ()), in_compiled)
+        if function is None or key in seen:
             continue
         seen.add(key)
         for place, read in _reads_in(function, owner, id(owner) in rooted):
@@ -108,16 +115,18 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             called_function, _ = _function_of(value)
             runs = called_function is not None and not is_installed(called_function.__code__.co_filename)
             if runs or isinstance(value, nn.Module):
-                waiting.append(value)
+                waiting.append((value, in_compiled))
+            if in_compiled:
+                compiled.update((place, (place, "owner")))
             if isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType):
                 label = read.label.rpartition(".")[0] or read.label
                 found.setdefault((place, "owner"), Read(label, partial(_owner_of, read.get), runs))
             elif called_function is None or runs or not _is_function(value):
                 found.setdefault(place, read)
-    return _with_names(found)
+    return _with_names(found, compiled)
 
 
-def _with_names(found: dict[Any, Read]) -> list[Read]:
+def _with_names(found: dict[Any, Read], compiled: Set[Any]) -> list[Read]:
     """The reads, with another label where several have the same."""
     labels: Counter[str] = Counter()
     reads = []
@@ -125,8 +134,18 @@ def _with_names(found: dict[Any, Read]) -> list[Read]:
         labels[read.label] += 1
         count = labels[read.label]
         label = read.label if count == 1 else f"{read.label} (the {count}. of this name)"
-        reads.append(replace(read, label=label, place=place))
+        reads.append(replace(read, label=label, place=place, is_compiled=place in compiled))
     return reads
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether Thunder or Dynamo compiles a function or a module."""
+    return thunder.compile_data(value) is not None or is_compiled_by_dynamo(value)
+
+
+def compiled_modules(root: nn.Module) -> set[int]:
+    """The identities of the modules in another one that Thunder or Dynamo compiles, with those inside of them."""
+    return {id(inner) for module in root.modules() if is_compiled(module) for inner in module.modules()}
 
 
 def _forward_of(module: nn.Module) -> types.FunctionType | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -312,7 +312,9 @@ class _Body:
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch()
-        with known_to_be_positive(self._state.averages):
+        attributes = self._state.attributes
+        watched = nullcontext() if attributes is None else attributes.watched(self._state.objects)
+        with known_to_be_positive(self._state.averages), watched:
             result = self._batch.call(self._fn, self._buffers)
         self._calls.end()
         leaves, structure = tree_flatten(result)
@@ -473,12 +475,14 @@ class StepCapture:
             if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
                 problem = f"the step records an event that is used outside of it{line}, and no replay would"
                 raise CaptureRefused(f"{problem}; make it with torch.cuda.Event(external=True)")
+        if state.attributes is not None and self.calls.is_compiled:  # it looks attributes up where nobody sees it
+            state.attributes.add_all()
+        if not state.knows([*self.calls.found.values()]):
+            raise CallsMore("functions that the step calls read more from outside than was compared")
         after = state.again().facts | states_outside(state.device)
         if (change := change_between(state.facts | outside, after)) is not None:
             fix = fix_of_change(change, state.facts, {}, in_step=True)
             raise CaptureRefused(f"Python changes in each step: {change}{fix}")
-        if not state.knows([*self.calls.found.values()]):
-            raise CallsMore("functions that the step calls read more from outside than was compared")
 
     def _held_elsewhere(self) -> list[Tensor]:
         """Tensors that may be in the arena, besides those of the new graph."""

@@ -10,10 +10,11 @@ Note [Cheap checks of a state]
 
 Note [Objects]
     The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
-    Then all attributes of the object are facts, if its class is the user's, a namespace, or PyTorch's, and so is what
-    such a class or a module of the user's defines. Of an object of another package, such as a progress bar, only
-    numbers, strings and flags are, or its items, if it is a mapping or a sequence. Modules and optimizers that any of
-    these lead to are looked at whole. An optimizer may wrap another one, as those of Lightning and Accelerate do.
+    Then the attributes that a run has looked up are facts if its class is the user's (see attributes.py), and all if
+    the class cannot be watched, or is PyTorch's; and so is what such a class or a module of the user's defines. Of an
+    object of another package, such as a progress bar, only numbers, strings and flags are, or its items, if it is a
+    mapping or a sequence. Modules and optimizers that any of these lead to are looked at, optimizers whole. An
+    optimizer may wrap another one, as those of Lightning and Accelerate do.
 
 Note [Values that nobody reports]
     An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
@@ -35,10 +36,11 @@ import types
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import starmap
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,7 @@ from torch.optim.swa_utils import AveragedModel
 from thunder_cg.compat.torch import (
     Settings,
     addresses_equal,
+    attribute_guard,
     dictionary_guard,
     dictionary_of,
     global_hooks,
@@ -62,13 +65,15 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import is_leaf_with_grad
-from thunder_cg.step.reads import Called, Read, is_installed, is_users, reads_of
+from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
+from thunder_cg.step.reads import MISSING, Called, Read, compiled_modules, is_installed, is_users, reads_of
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
+_OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
 _random: Any = random.random  # of the generator of the process
@@ -115,11 +120,25 @@ class Content:
         return "something else"
 
 
+class _LookedUp(NamedTuple):
+    """An object and its class, and what it has as the attributes that count: `MISSING` if it has none."""
+
+    value: Any
+    kind: type
+    attributes: dict[str, Any]
+
+    def is_unchanged(self) -> bool:
+        """Whether the attributes are equal to what they were."""
+        now = own_attributes(self.value)
+        pairs = ((now.get(name, MISSING), then) for name, then in self.attributes.items())
+        return type(self.value) is self.kind and all(starmap(_is_equal, pairs))
+
+
 class _Collector:
     """Collects the facts of values, and which tensors, modules, optimizers and hooks they lead to."""
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    def __init__(self, device_type: str, names: Names) -> None:
+        self._device_type, self._names = device_type, names
         self.facts: Facts = {}
         self.tensors: dict[int, Tensor] = {}
         self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
@@ -128,14 +147,18 @@ class _Collector:
         self.containers: list[tuple[Any, Any]] = []  # with a copy of each
         self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
         self.values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
-        self.is_opaque = False  # whether there are attributes whose writes nobody reports
+        self.looked_up: list[_LookedUp] = []
+        self.kinds: dict[type, None] = {}  # of the user's objects
+        self.compiled_kinds: dict[type, None] = {}  # those of them that what is compiled may read
+        self.objects: list[Any] = []
+        self.in_compiled = False
         self.objections: list[str] = []  # why no graph would be right
         self._hooks = 0
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
 
     def add(self, label: str, value: Any, depth: int = 0) -> None:
         if isinstance(value, ATOMS):
-            self.facts[label] = type(value), repr(value) if isinstance(value, (float, complex)) else value
+            self.facts[label] = _fact_of(value)
         elif isinstance(value, Tensor):
             self._add_tensor(label, value, depth)
         elif value is sys.modules:
@@ -169,8 +192,9 @@ class _Collector:
             self._add_value(label, value, get)
         elif isinstance(value, (Mapping, Sequence)) and value is not os.environ and not _is_users(value):
             self.facts[label] = Same(value)
-            self.is_opaque = True
             copied: Any = dict if isinstance(value, Mapping) else list
+            if len(value) <= _MAX_ITEMS:
+                self.values.append((partial(_items_of, value), _items_of(value)))
             self._add_container(label, value if len(value) > _MAX_ITEMS else copied(value), depth)
         elif _is_iterator(value):
             self.facts[label] = Same(value)
@@ -230,17 +254,32 @@ class _Collector:
             return
         self._objects.add(id(value))
         self.add_class(label, value, depth)
-        attributes = dict(getattr(value, "__dict__", {}))
-        if hasattr(value, "__dict__"):
+        attributes = own_attributes(value) if of_user else dict(getattr(value, "__dict__", {}))
+        if of_user and (names := self._names_of(value)) is not None:
+            attributes = self._only(names, value, attributes)
+        elif hasattr(value, "__dict__"):
             self.watched.append(value)
         if is_torchs:
             self.containers.append((vars(value), attributes.copy()))
-        if of_user and (slots := {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}):
-            attributes |= slots
-            self.is_opaque = True
         for name, attribute in attributes.items():
             if of_user or is_torchs or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1)
+
+    def _names_of(self, value: Any) -> Iterable[str] | None:
+        """The attributes of a user's object that count; None for all of them."""
+        (self.compiled_kinds if self.in_compiled else self.kinds)[type(value)] = None
+        self.objects.append(value)
+        if (names := self._names.get(type(value))) is not None:
+            return names
+        if slots := slots_of(type(value)):  # whose writes nobody reports
+            self._only(slots, value, own_attributes(value))
+        return None
+
+    def _only(self, names: Iterable[str], value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of an object's attributes with these names, which are compared one by one before a replay."""
+        found = {name: attributes.get(name, MISSING) for name in names}
+        self.looked_up.append(_LookedUp(value, type(value), found))
+        return {name: attribute for name, attribute in found.items() if attribute is not MISSING}
 
     def add_class(self, label: str, value: Any, depth: int = 0) -> None:
         """What an object has of its class, if that is the user's."""
@@ -288,25 +327,33 @@ class _Collector:
         if isinstance(root, Optimizer):
             self.watched.append(root)
             self._note_hooks(label, root)
-            self._add_attributes(label, root, ())
+            self._add_attributes(label, vars(root), ())
             return
+        compiled = compiled_modules(root)
         for path, module in root.named_modules():
+            self.in_compiled = id(module) in compiled
             where = f"{label}.{path}" if path else label
             self.facts[f"type({where})"] = Same(type(module))
             self.add_class(where, module)
             self.facts[f"{where}.training"] = bool, module.training
             attributes, parameters, buffers, modules = module_dictionaries(module)
-            self.watched += [module, parameters, buffers, modules]
+            looked_up: Mapping[str, Any] = attributes
+            if is_users(type(module)) and (names := self._names_of(module)) is not None:
+                looked_up = self._only({*_OF_MODULES, *names}, module, attributes)
+            else:
+                self.watched.append(module)
+            self.watched += [parameters, buffers, modules]
             self.containers += [(each, each.copy()) for each in (attributes, parameters, buffers, modules)]
             self._note_hooks(where, module)
             for name, tensor in (*parameters.items(), *buffers.items()):
                 self.add(f"{where}.{name}", tensor)
             if isinstance(module, AveragedModel):
                 self._add_averages(where, module)
-            self._add_attributes(where, module, (parameters, buffers, modules))
+            self._add_attributes(where, looked_up, (parameters, buffers, modules))
+        self.in_compiled = False
 
-    def _add_attributes(self, where: str, value: Any, besides: Sequence[Any]) -> None:
-        for name, attribute in vars(value).items():
+    def _add_attributes(self, where: str, attributes: Mapping[str, Any], besides: Sequence[Any]) -> None:
+        for name, attribute in attributes.items():
             if "hooks" in name or name in ("training", "_opt_called") or any(attribute is each for each in besides):
                 continue  # other facts, or none that a step depends on
             self.add(f"{where}.{name}", attribute, 1)
@@ -335,9 +382,12 @@ class StepState:
         roots: modules and optimizers by name, besides those that the function reads.
         device_type: of the graphs. Tensors elsewhere have their values baked in.
         called: functions of the user's that the step has been seen to call.
+        attributes: of the user's objects that count; None for all of them.
 
     Attributes:
         facts: of everything.
+        kinds, compiled_kinds: classes of the user's objects, and those of objects that what is compiled may read.
+        objects: of all of these classes.
         tensors: all that were found on the graphs' device.
         parameters: those of them that get gradients.
         averages: moving averages of models that have been updated once.
@@ -345,14 +395,22 @@ class StepState:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], roots: Mapping[str, Any], device_type: str, called: Sequence[Called] = ()
+        self,
+        fn: Callable[..., Any],
+        roots: Mapping[str, Any],
+        device_type: str,
+        called: Sequence[Called] = (),
+        attributes: Attributes | None = None,
     ) -> None:
         self._fn, self._given, self._device_type, self._called = fn, roots, device_type, called
+        self.attributes = attributes
+        self._names: Names
+        self._seen, self._names = (0, {}) if attributes is None else (attributes.seen, attributes.by_class())
         reads = [(read, read.get()) for read in self._reads(called)]
         self._places = {read.place for read, _ in reads}
         self._simple = [(read, value) for read, value in reads if read.is_owner or self._is_simple(value)]
         self._others = [(read, value) for read, value in reads if not (read.is_owner or self._is_simple(value))]
-        simple = _Collector(device_type)
+        simple = _Collector(device_type, self._names)
         for read, value in self._simple:
             if read.is_owner and not isinstance(value, (nn.Module, Optimizer)):
                 simple.facts[read.label] = Same(value)
@@ -370,16 +428,20 @@ class StepState:
         self.parameters = [tensor for tensor in self.tensors if is_leaf_with_grad(tensor)]
         self._containers = [*others.containers, *heavy.containers]
         self.averages = heavy.averages
+        self.kinds, self.compiled_kinds = others.kinds | heavy.kinds, others.compiled_kinds | heavy.compiled_kinds
+        self.objects = [*others.objects, *heavy.objects]
 
     def again(self) -> StepState:
         """The state as it is by now."""
-        return StepState(self._fn, self._given, self._device_type, self._called)
+        return StepState(self._fn, self._given, self._device_type, self._called, self.attributes)
 
     def _reads(self, called: Sequence[Called]) -> list[Read]:
         return reads_of(self._fn, [root for root in self._given.values() if isinstance(root, nn.Module)], called)
 
     def knows(self, called: Sequence[Called]) -> bool:
-        """Whether all that these functions read from outside is part of the state."""
+        """Whether all that these functions read, and what was looked up, is part of the state."""
+        if self.attributes is not None and self.attributes.seen != self._seen:
+            return False
         return self._places.issuperset(read.place for read in self._reads([*self._called, *called]))
 
     @property
@@ -399,16 +461,18 @@ class StepState:
         return not (isinstance(value, _CONTAINERS) or is_object(value) or (is_bare and is_users(value)))
 
     def _collect_others(self) -> _Collector:
-        collector = _Collector(self._device_type)
+        collector = _Collector(self._device_type, self._names)
         for read, _ in self._others:
+            collector.in_compiled = read.is_compiled
             collector.add(read.label, read.get())
+        collector.in_compiled = False
         for read, value in self._simple:
             if read.is_owner:
                 collector.add_class(read.label, value)
         return collector
 
     def _collect_roots(self) -> _Collector:
-        collector = _Collector(self._device_type)
+        collector = _Collector(self._device_type, self._names)
         waiting = [*self._roots]
         seen = {id(root) for _, root in waiting}
         while waiting:
@@ -427,16 +491,17 @@ class StepState:
         self._lists = [(now, then) for now, then in containers if not isinstance(now, dict)]
         self._versions = [pair for collector in collectors for pair in collector.versions]
         self._values = [pair for collector in collectors for pair in collector.values]
-        self._is_opaque = any(collector.is_opaque for collector in collectors)
+        self._looked_up = [each for collector in collectors for each in collector.looked_up]
+        self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
         self._hooks_registered = registered_hooks()
 
     def _is_untouched(self) -> bool:
         """Whether nothing was written to that facts were collected from."""
         return (
-            not self._is_opaque
-            and registered_hooks() == self._hooks_registered
+            registered_hooks() == self._hooks_registered
             and all(read.get() is value for read, value in self._others)
             and self._unchanged()
+            and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
             and all(map(_is_unchanged, self._lists))
             and all(version(tensor) == then for tensor, then in self._versions)
             and all(get() == then for get, then in self._values)
@@ -463,8 +528,7 @@ class StepState:
     def holds(self) -> bool:
         """Whether nothing has changed: see Note [Cheap checks of a state]."""
         for read, value in self._simple:
-            now = read.get()
-            if now is not value and (not isinstance(value, ATOMS) or type(now) is not type(value) or now != value):
+            if (now := read.get()) is not value and not _is_equal(now, value):
                 return False
         if not self._is_untouched():
             others, heavy = self._collect_others(), self._collect_roots()
@@ -604,12 +668,6 @@ def is_object(value: Any) -> bool:
     return not (callable(value) and hasattr(value, "__qualname__")) and not isinstance(value, (*_OPAQUE, *ATOMS))
 
 
-def _slots(value: Any) -> Iterator[str]:
-    for kind in type(value).__mro__:
-        names = vars(kind).get("__slots__", ())
-        yield from [names] if isinstance(names, str) else names
-
-
 def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
     return type(value).__module__.startswith("torch.") and hasattr(value, "__dict__")
 
@@ -619,6 +677,22 @@ def _is_users(value: Any) -> bool:
     if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
         return True
     return is_users(type(value))
+
+
+def _fact_of(value: Any) -> Any:
+    """A value without what it refers to: of a plain one its content."""
+    if not isinstance(value, ATOMS):
+        return Same(value)
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def _is_equal(now: Any, then: Any) -> bool:
+    return now is then or bool(_fact_of(now) == _fact_of(then))
+
+
+def _items_of(value: Any) -> list[Any]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return [(_fact_of(key), _fact_of(item)) for key, item in items]
 
 
 def _is_unchanged(container: tuple[Any, Any]) -> bool:
