@@ -28,6 +28,7 @@ _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs an
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
+_UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 # What they return is another value in each call.
 _UNSTEADY = frozenset({datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom})
 _PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}  # modules that return it to their callers
@@ -40,7 +41,8 @@ class Calls:
     Attributes:
         found: each function, and what it is bound to.
         objection: something that runs and that no replay would do, in words; None if nothing does.
-        is_compiled: whether something ran that Dynamo has compiled.
+        looks_up_unseen: whether something ran that looks attributes up in another way than Python's: what Dynamo has
+            compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
     """
 
@@ -48,7 +50,7 @@ class Calls:
         self.found: dict[tuple[int, int], Called] = {}
         self.objection: str | None = None
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
-        self.is_compiled = False
+        self.looks_up_unseen = False
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
@@ -101,10 +103,11 @@ class Calls:
             self.objection = f"{problem}, which no replay would do; do it outside of the step"
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
-        self.is_compiled |= code is not frame.f_code
+        self.looks_up_unseen |= code is not frame.f_code
         if not _is_users(code, frame.f_globals):
             self._foreign.add(frame.f_code)
             return
+        self.looks_up_unseen |= code.co_name != "__init__" and not _UNSEEN.isdisjoint(code.co_names)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
         if code in self._inner:
             return

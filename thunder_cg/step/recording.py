@@ -475,7 +475,7 @@ class StepCapture:
             if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
                 problem = f"the step records an event that is used outside of it{line}, and no replay would"
                 raise CaptureRefused(f"{problem}; make it with torch.cuda.Event(external=True)")
-        if state.attributes is not None and self.calls.is_compiled:  # it looks attributes up where nobody sees it
+        if state.attributes is not None and self.calls.looks_up_unseen:
             state.attributes.add_all()
         if not state.knows([*self.calls.found.values()]):
             raise CallsMore("functions that the step calls read more from outside than was compared")
