@@ -116,7 +116,7 @@ def own_attributes(value: Any) -> dict[str, Any]:
 def slots_of(kind: type) -> list[str]:
     """The names of a class's slots. Private ones have the name of the class in front."""
     members = [pair for each in kind.__mro__ for pair in dictionary_of(each).items()]
-    return [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+    return [name for name, each in members if isinstance(each, types.MemberDescriptorType) and name != "__dict__"]
 
 
 def _resolved(kind: type, name: str) -> Any:
