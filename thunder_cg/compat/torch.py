@@ -151,12 +151,12 @@ def _dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
 
 
 def attribute_guard(values: Sequence[tuple[Any, Mapping[str, Any]]], missing: object) -> Callable[[], bool]:
-    """A check that objects have their types, and these very values as attributes of their own.
+    """A check that objects have their types, and these very values as attributes of their own or as items.
 
     The values have to be kept alive. Classes with a lookup of their own are not supported.
 
     Args:
-        values: objects, each with the attributes in its dictionary and its slots.
+        values: objects, each with the attributes in its dictionary and its slots; dictionaries, each with items.
         missing: stands for an attribute that an object does not have.
     """
     scope = tuple(value for value, _ in values)
@@ -164,12 +164,14 @@ def attribute_guard(values: Sequence[tuple[Any, Mapping[str, Any]]], missing: ob
     kind = GuardManagerType.GUARD_MANAGER
     for i, (value, attributes) in enumerate(values):
         guard: Any = manager.tuple_getitem_manager(i, str(i), value, kind)
-        _add_guard(guard.add_type_match_guard, id(type(value)))
-        dictionary = getattr(value, "__dict__", None)
-        inner = None
+        is_dictionary = type(value) is dict
+        if not is_dictionary:
+            _add_guard(guard.add_type_match_guard, id(type(value)))
+        dictionary = value if is_dictionary else getattr(value, "__dict__", None)
+        inner = guard if is_dictionary else None
         for name, attribute in attributes.items():
             source = f"{i}.{name}"
-            if inspect.ismemberdescriptor(inspect.getattr_static(type(value), name, None)):
+            if not is_dictionary and inspect.ismemberdescriptor(inspect.getattr_static(type(value), name, None)):
                 if attribute is missing:
                     _add_guard(guard.add_no_hasattr_guard, name)
                 else:

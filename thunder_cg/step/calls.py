@@ -10,12 +10,17 @@ Note [Functions that no bytecode names]
 from __future__ import annotations
 
 import datetime
+import decimal
 import gc
+import importlib
 import inspect
+import io
 import os
 import sys
 import time
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -31,8 +36,48 @@ _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 # What they return is another value in each call.
 _UNSTEADY = frozenset({datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom})
-_PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}  # modules that return it to their callers
+# Modules that return it to their callers.
+_PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
+_PASS_ON |= {
+    "os",
+    "posixpath",
+    "ntpath",
+    "genericpath",
+    "pathlib",
+    "glob",
+    "io",
+    "shutil",
+    "decimal",
+    "torch.serialization",
+}
+_PASS_ON |= {"importlib", "_collections_abc"}
 _UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
+
+
+# What they return is not compared before a replay, and may be another value in a later call.
+_UNCOMPARED = {
+    eval,
+    exec,
+    __import__,
+    input,
+    open,
+    decimal.getcontext,
+    torch.get_num_threads,
+    torch.get_num_interop_threads,
+}
+_UNCOMPARED |= {*(vars(os)[name] for name in ("cpu_count", "getloadavg", "sched_getaffinity") if hasattr(os, name))}
+_OF_FILES = {"posix", "nt"}  # modules whose functions read files and what the process is
+_NO_READS = {"fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"}
+_ENVIRONMENT = {
+    type(os.environ).__getitem__.__code__,
+    type(os.environ).__iter__.__code__,
+    type(os.environ).__len__.__code__,
+}
+
+
+def _of_environment(environ: Any) -> Any:
+    """Reads what `os.environ` holds."""
+    return environ._data
 
 
 class Calls:
@@ -79,7 +124,12 @@ class Calls:
             code = frame.f_code
             if code.co_name == "__init__" and code.co_argcount:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
-            if code not in self._foreign:
+            if code in _ENVIRONMENT and _is_called_by_user(frame):
+                owner = frame.f_locals[code.co_varnames[0]]
+                self.found[id(_of_environment), id(owner)] = Called(_of_environment, owner)
+            elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
+                self._refuse_uncompared(frame, "import_module")
+            elif code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
         elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
@@ -87,10 +137,16 @@ class Calls:
         elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
             problem = f"what globals() gives is not compared before a replay{_line(frame)}"
             self.objection = f"{problem}; name what the step needs"
+        elif event == "c_call" and _is_uncompared(called) and _is_called_by_user(frame):
+            self._refuse_uncompared(frame, called.__name__)
         elif event == "c_call" and isinstance(owner := getattr(called, "__self__", None), torch.Generator):
             self._note_generator(frame, called.__name__)
         elif event == "c_call" and isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
             self.events[id(owner)] = owner, _line(frame)
+
+    def _refuse_uncompared(self, frame: types.FrameType, name: str) -> None:
+        problem = f"what {name}() gives is not compared before a replay{_line(frame)}"
+        self.objection = f"{problem}; call it outside of the step, and have the step read the result by a name"
 
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
         does = None
@@ -117,6 +173,17 @@ class Calls:
         if key not in self._seen:
             self._seen.add(key)
             self.found |= {(id(each), id(owner)): Called(each, owner) for each in _functions(frame, code)}
+
+
+def _is_uncompared(called: Any) -> bool:
+    """Whether a function of C reads a file, or anything else that is not compared."""
+    owner = getattr(called, "__self__", None)
+    if isinstance(owner, io.IOBase):
+        return bool(called.__name__.startswith("read"))
+    if isinstance(owner, types.ModuleType):
+        is_of_files = owner.__name__ in _OF_FILES and called.__name__ not in _NO_READS
+        return is_of_files or called in _UNCOMPARED
+    return False
 
 
 def _is_called_by_user(frame: types.FrameType | None) -> bool:
@@ -147,9 +214,21 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
     return None
 
 
+@contextmanager
+def unfrozen() -> Iterator[None]:
+    """Inside, the garbage collector knows the objects that `gc.freeze` has hidden from it."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
+
+
 def _functions(frame: types.FrameType, code: types.CodeType) -> list[types.FunctionType]:
     """The function that runs, with those that nobody can tell from it; none if it is gone, or was made by the step."""
-    functions = [each for each in gc.get_referrers(code) if isinstance(each, types.FunctionType)]
+    with unfrozen():
+        functions = [each for each in gc.get_referrers(code) if isinstance(each, types.FunctionType)]
     found = [each for each in functions if each.__code__ is code and _has_variables(each, frame)]
     return found or ([] if code.co_freevars else [types.FunctionType(code, frame.f_globals)])
 

@@ -26,7 +26,7 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg.compat.torch import is_compiled_by_dynamo, module_dictionaries
+from thunder_cg.compat.torch import dictionary_of, is_compiled_by_dynamo, module_dictionaries
 
 
 def _folders_of_packages() -> list[str]:
@@ -70,6 +70,7 @@ class Read:
     get: Callable[[], Any]
     is_owner: bool = False  # of methods that were looked into, so that what they read of it is known
     place: Any = None  # equal for reads of the same variable
+    path: tuple[Any, tuple[str, ...]] | None = None  # a namespace, a cell or an object, and the names from there on
     is_compiled: bool = False  # whether Thunder or Dynamo compiles what reads it
 
 
@@ -118,11 +119,14 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 waiting.append((value, in_compiled))
             if in_compiled:
                 compiled.update((place, (place, "owner")))
-            if isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType):
+            if isinstance(value, _METHODS) and not isinstance(value.__self__, (types.ModuleType, type)):
                 label = read.label.rpartition(".")[0] or read.label
-                found.setdefault((place, "owner"), Read(label, partial(_owner_of, read.get), runs))
-            elif called_function is None or runs or not _is_function(value):
-                found.setdefault(place, read)
+                found.setdefault(
+                    (place, "owner"), replace(read, label=label, get=partial(_owner_of, read.get), is_owner=runs)
+                )
+                found.setdefault(place, replace(read, get=partial(_method_of, read.get)))
+            else:
+                found.setdefault(place, read if _is_function(value) else replace(read, path=None))
     return _with_names(found, compiled)
 
 
@@ -173,6 +177,40 @@ def _owner_of(get: Callable[[], Any]) -> Any:
     return getattr(get(), "__self__", MISSING)
 
 
+def _method_of(get: Callable[[], Any]) -> Any:
+    """Which function of its owner a method is."""
+    method = get()
+    return getattr(method, "__func__", None) or getattr(method, "__name__", MISSING)
+
+
+def links_of(path: tuple[Any, tuple[str, ...]]) -> list[tuple[Any, str, Any]] | None:
+    """What has to be the same for names to lead to the same function or method; None if they lead through anything else.
+
+    Each is a namespace, a cell or an object, a name, and what it has of its own under the name.
+    """
+    value, names = path
+    links: list[tuple[Any, str, Any]] = []
+    if isinstance(value, types.CellType):
+        links.append((value, "", value := _in_cell(value, ())))
+    for i, name in enumerate(names):
+        if isinstance(value, type) or value is MISSING:
+            return None
+        own = value if type(value) is dict else getattr(value, "__dict__", {})
+        links.append((own if isinstance(value, (dict, types.ModuleType)) else value, name, own.get(name, MISSING)))
+        if name in own:
+            value = own[name]
+            continue
+        for kind in type(value).__mro__:
+            names_of_kind = dictionary_of(kind)
+            links.append((names_of_kind, name, found := names_of_kind.get(name, MISSING)))
+            if found is not MISSING:
+                break
+        is_method = found is not MISSING and (_is_function(found) or isinstance(_unwrapped(found), types.FunctionType))
+        if not is_method or i < len(names) - 1:
+            return None
+    return links
+
+
 def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
     """The Python function that a call of ``value`` runs, and what it is bound to; None for anything else."""
     while isinstance(value, partial):
@@ -219,15 +257,19 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
         where, attributes = f"{chain.name}{''.join('.' + name for name in chain.attributes)}", chain.attributes
         if chain.name in bound and chain.scope != "global":
             if not (is_rooted and attributes and _has(owner, attributes[0])):
-                yield (id(owner), attributes), Read(where, partial(_attribute, owner, attributes))
+                read = Read(where, partial(_attribute, owner, attributes), path=(owner, attributes))
+                yield (id(owner), attributes), read
         elif chain.scope == "cell" and chain.name in cells:
             cell = cells[chain.name]
-            yield (id(cell), attributes), Read(where, partial(_in_cell, cell, attributes))
+            read = Read(where, partial(_in_cell, cell, attributes), path=(cell, attributes))
+            yield (id(cell), attributes), read
         elif chain.scope == "global" and (chain.name in variables or not hasattr(builtins, chain.name)):
-            read = Read(where, partial(_in_globals, variables, chain.name, attributes))
+            path = variables, (chain.name, *attributes)
+            read = Read(where, partial(_in_globals, variables, chain.name, attributes), path=path)
             yield (id(variables), chain.name, attributes), read
         elif chain.scope == "import" and (module := _imported(chain.name, variables)) is not None:
-            read = Read(".".join((module, *attributes)), partial(_in_globals, sys.modules, module, attributes))
+            get, path = partial(_in_globals, sys.modules, module, attributes), (sys.modules, (module, *attributes))
+            read = Read(".".join((module, *attributes)), get, path=path)
             yield (id(sys.modules), module, attributes), read
     for what in ("__code__", "__defaults__", "__kwdefaults__"):
         if getattr(function, what) is not None:

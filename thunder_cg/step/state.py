@@ -66,7 +66,7 @@ from thunder_cg.compat.torch import (
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import is_leaf_with_grad
 from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
-from thunder_cg.step.reads import MISSING, Called, Read, compiled_modules, is_installed, is_users, reads_of
+from thunder_cg.step.reads import MISSING, Called, Read, compiled_modules, is_installed, is_users, links_of, reads_of
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -154,6 +154,7 @@ class _Collector:
         self.in_compiled = False
         self.objections: list[str] = []  # why no graph would be right
         self._hooks = 0
+        self._forwards: set[type] = set()
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
 
     def add(self, label: str, value: Any, depth: int = 0) -> None:
@@ -335,6 +336,7 @@ class _Collector:
             where = f"{label}.{path}" if path else label
             self.facts[f"type({where})"] = Same(type(module))
             self.add_class(where, module)
+            self._add_forward(type(module))
             self.facts[f"{where}.training"] = bool, module.training
             attributes, parameters, buffers, modules = module_dictionaries(module)
             looked_up: Mapping[str, Any] = attributes
@@ -351,6 +353,18 @@ class _Collector:
                 self._add_averages(where, module)
             self._add_attributes(where, looked_up, (parameters, buffers, modules))
         self.in_compiled = False
+
+    def _add_forward(self, kind: type) -> None:
+        """What a class of modules runs. Somebody may replace that of a package, too."""
+        if kind in self._forwards:
+            return
+        self._forwards.add(kind)
+        self.facts[f"{kind.__name__}.forward (the {len(self._forwards)}. class)"] = Same(getattr(kind, "forward", None))
+        for each in kind.__mro__:
+            names = dictionary_of(each)
+            self.watched.append(names)
+            if "forward" in names:
+                break
 
     def _add_attributes(self, where: str, attributes: Mapping[str, Any], besides: Sequence[Any]) -> None:
         for name, attribute in attributes.items():
@@ -416,6 +430,7 @@ class StepState:
                 simple.facts[read.label] = Same(value)
             else:
                 simple.add(read.label, value)
+        self._link()
         others = self._collect_others()
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
         self._roots = [*roots_found.values()]
@@ -430,6 +445,26 @@ class StepState:
         self.averages = heavy.averages
         self.kinds, self.compiled_kinds = others.kinds | heavy.kinds, others.compiled_kinds | heavy.compiled_kinds
         self.objects = [*others.objects, *heavy.objects]
+
+    def _link(self) -> None:
+        """One check in C++ of the functions and methods that names lead to, in the place of one for each."""
+        self._cells: dict[int, tuple[types.CellType, Any]] = {}
+        self._linked: list[tuple[Read, Any]] = []
+        self._others_simple: list[tuple[Read, Any]] = []
+        found: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for read, value in self._simple:
+            links = None if read.path is None or read.get() is MISSING else links_of(read.path)
+            if links is None:
+                self._others_simple.append((read, value))
+                continue
+            self._linked.append((read, value))
+            for container, name, own in links:
+                if isinstance(container, types.CellType):
+                    self._cells[id(container)] = container, own
+                else:
+                    found.setdefault(id(container), (container, {}))[1][name] = own
+        self._links = [*found.values()]  # which keeps what is compared by identity
+        self._are_linked = attribute_guard(self._links, MISSING)
 
     def again(self) -> StepState:
         """The state as it is by now."""
@@ -527,7 +562,10 @@ class StepState:
 
     def holds(self) -> bool:
         """Whether nothing has changed: see Note [Cheap checks of a state]."""
-        for read, value in self._simple:
+        reads = self._others_simple
+        if not (self._are_linked() and all(_content(cell) is then for cell, then in self._cells.values())):
+            reads = self._simple
+        for read, value in reads:
             if (now := read.get()) is not value and not _is_equal(now, value):
                 return False
         if not self._is_untouched():
@@ -677,6 +715,13 @@ def _is_users(value: Any) -> bool:
     if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
         return True
     return is_users(type(value))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return MISSING
 
 
 def _fact_of(value: Any) -> Any:
