@@ -595,6 +595,15 @@ def is_compiled_by_dynamo(value: Any) -> bool:
     return any(attributes.get(name) is not None for name in names) or (is_module and "_orig_mod" in value._modules)
 
 
+def function_before_dynamo(value: Any) -> Any:
+    """What ``torch.compile`` was given to make a function; None for anything else."""
+    original = getattr(value, "__dict__", {}).get("_torchdynamo_orig_callable")
+    code = getattr(original, "__code__", None)
+    if code is not None and code.co_freevars == ("fn",) and original.__module__.startswith("torch._dynamo"):
+        return original.__closure__[0].cell_contents  # of what is no function by itself
+    return original
+
+
 def code_before_dynamo(code: types.CodeType) -> types.CodeType:
     """The code of a function whose code Dynamo has replaced; other code itself."""
     module: Any = sys.modules.get("torch._dynamo.convert_frame")

@@ -50,7 +50,7 @@ _PASS_ON |= {
     "decimal",
     "torch.serialization",
 }
-_PASS_ON |= {"importlib", "_collections_abc"}
+_PASS_ON |= {"importlib", "collections.abc"}
 _UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
 
 
@@ -126,7 +126,7 @@ class Calls:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
             if code in _ENVIRONMENT and _is_called_by_user(frame):
                 owner = frame.f_locals[code.co_varnames[0]]
-                self.found[id(_of_environment), id(owner)] = Called(_of_environment, owner)
+                self.found[id(_of_environment), id(owner)] = Called(_of_environment, owner)  # type: ignore[arg-type]
             elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
                 self._refuse_uncompared(frame, "import_module")
             elif code not in self._foreign:

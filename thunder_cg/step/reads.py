@@ -26,7 +26,7 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg.compat.torch import dictionary_of, is_compiled_by_dynamo, module_dictionaries
+from thunder_cg.compat.torch import dictionary_of, function_before_dynamo, is_compiled_by_dynamo, module_dictionaries
 
 
 def _folders_of_packages() -> list[str]:
@@ -102,7 +102,7 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             for module in next_fn.modules():
                 if (forward := _forward_of(module)) is not None:
                     waiting.append((Called(forward, module), in_compiled or id(module) in below))
-        for name, value in _bound_by_partial(next_fn):
+        for name, value in _bound_by_partial(_compiled_from(next_fn) or next_fn):
             found.setdefault((id(next_fn), name), Read(name, partial(_attribute, value, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
         key = function and (function.__code__, id(owner), *map(id, function.__closure__ or ()), in_compiled)
@@ -184,9 +184,10 @@ def _method_of(get: Callable[[], Any]) -> Any:
 
 
 def links_of(path: tuple[Any, tuple[str, ...]]) -> list[tuple[Any, str, Any]] | None:
-    """What has to be the same for names to lead to the same function or method; None if they lead through anything else.
+    """What has to be the same for names to lead to the same function or method.
 
-    Each is a namespace, a cell or an object, a name, and what it has of its own under the name.
+    Each is a namespace, a cell or an object, a name, and what it has of its own under the name. None if the names lead
+    through anything else, such as a property.
     """
     value, names = path
     links: list[tuple[Any, str, Any]] = []
@@ -213,8 +214,8 @@ def links_of(path: tuple[Any, tuple[str, ...]]) -> list[tuple[Any, str, Any]] | 
 
 def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
     """The Python function that a call of ``value`` runs, and what it is bound to; None for anything else."""
-    while isinstance(value, partial):
-        value = value.func
+    while (inner := value.func if isinstance(value, partial) else _compiled_from(value)) is not None:
+        value = inner
     if isinstance(value, types.MethodType):
         function = _unwrapped(value.__func__)
         return (function, value.__self__) if isinstance(function, types.FunctionType) else (None, None)
@@ -222,6 +223,12 @@ def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
         return value, None
     call = getattr(type(value), "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
     return (call, value) if isinstance(call, types.FunctionType) else (None, None)
+
+
+def _compiled_from(value: Any) -> Any:
+    """The method, or function with arguments bound to it, that Dynamo has compiled to ``value``; None for others."""
+    original = function_before_dynamo(value)
+    return original if isinstance(original, (partial, types.MethodType)) else None
 
 
 def _unwrapped(value: Any) -> Any:

@@ -27,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextvars
 import enum
+import gc
 import io
 import os
 import pickle
@@ -37,9 +38,10 @@ import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from decimal import Decimal, getcontext
+from functools import lru_cache, partial, singledispatchmethod
 from itertools import starmap
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -76,6 +78,7 @@ _MAX_DEPTH = 8
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
+_Cached = type(lru_cache(len))
 _random: Any = random.random  # of the generator of the process
 
 Facts = dict[str, Any]
@@ -160,6 +163,8 @@ class _Collector:
     def add(self, label: str, value: Any, depth: int = 0) -> None:
         if isinstance(value, ATOMS):
             self.facts[label] = _fact_of(value)
+            if isinstance(value, enum.Enum) and is_users(type(value)):
+                self._add_own_attributes(label, value, depth)
         elif isinstance(value, Tensor):
             self._add_tensor(label, value, depth)
         elif value is sys.modules:
@@ -180,6 +185,12 @@ class _Collector:
             self.facts[label] = Same(value)
             if not is_installed(value.__code__.co_filename):
                 self._add_own_attributes(label, value, depth)
+            elif isinstance(registry := vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
+                self.add(f"{label}.registry", registry, depth + 1)
+        elif isinstance(value, singledispatchmethod):
+            self.add(label, value.dispatcher, depth)
+        elif isinstance(value, _Cached):
+            self._add_cached(label, value, depth)
         elif isinstance(value, partial):
             self.facts[label] = Same(value)
             self.add(f"{label}.args", value.args, depth + 1)
@@ -205,6 +216,19 @@ class _Collector:
             self._add_object(label, value, depth)
         else:
             self.facts[label] = Same(value)
+
+    def _add_cached(self, label: str, value: Any, depth: int) -> None:
+        """What a function of `lru_cache` has cached: Python does not run for it, so nobody sees what it has read."""
+        self.facts[label] = Same(value)
+        for cached in gc.get_referents(value):
+            if type(cached) is not dict or cached is vars(value):
+                continue
+            self.watched.append(cached)
+            self.facts[f"what {label} has cached"] = Content([(_fact_of(k), _fact_of(v)) for k, v in cached.items()])
+            for i, result in enumerate(cached.values()):
+                inner = gc.get_referents(result) if type(result).__name__ == "_lru_list_elem" else [result]
+                for each in inner:
+                    self.add(f"what {label} has cached ({i})", each, depth + 1)
 
     def _add_tensor(self, label: str, tensor: Tensor, depth: int) -> None:
         self.facts[label] = Same(tensor)
@@ -490,6 +514,10 @@ class StepState:
             return value.device.type == self._device_type and not vars(value)
         if isinstance(value, types.FunctionType):
             return not vars(value)
+        if isinstance(value, enum.Enum) and is_users(type(value)):
+            return False
+        if isinstance(value, (_Cached, singledispatchmethod, Decimal)):
+            return False
         if isinstance(value, (nn.Module, Optimizer)):
             return True  # its facts are those of a root
         is_bare = isinstance(value, (types.ModuleType, type))
@@ -607,6 +635,8 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
         return lambda: value.get_state().numpy().tobytes()
     if isinstance(value, array):
         return value.tobytes
+    if isinstance(value, Decimal):
+        return lambda: (str(value), _CONTEXT(getcontext()))
     if isinstance(value, (bytearray, memoryview)):
         return lambda: bytes(value)
     if (numpy := sys.modules.get("numpy")) is None:
@@ -617,6 +647,9 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, generators) and value is not numpy.random.rand.__self__:
         return lambda: pickle.dumps(value)
     return None
+
+
+_CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
@@ -634,7 +667,10 @@ def _referent_of(value: Any) -> Callable[[], Any] | None:
 def _is_iterator(value: Any) -> bool:
     """Whether somebody else's code keeps how far the value has been read. A file is for what is written to it."""
     is_queue = hasattr(type(value), "get_nowait")
-    return (is_queue or isinstance(value, Iterator)) and not isinstance(value, io.IOBase) and not _is_users(value)
+    if isinstance(value, io.IOBase):
+        is_written = value in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        return not is_written and not value.closed and value.readable()
+    return (is_queue or isinstance(value, Iterator)) and not _is_users(value)
 
 
 def _autocast(kind: str) -> Any:
