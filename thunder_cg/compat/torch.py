@@ -28,6 +28,7 @@ import torch
 from torch._C._dynamo import guards as _guards
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.guards import GuardManagerType
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -598,10 +599,12 @@ def is_compiled_by_dynamo(value: Any) -> bool:
 def function_before_dynamo(value: Any) -> Any:
     """What ``torch.compile`` was given to make a function; None for anything else."""
     original = getattr(value, "__dict__", {}).get("_torchdynamo_orig_callable")
-    code = getattr(original, "__code__", None)
-    if code is not None and code.co_freevars == ("fn",) and original.__module__.startswith("torch._dynamo"):
-        return original.__closure__[0].cell_contents  # of what is no function by itself
+    if isinstance(original, types.FunctionType) and original.__code__ is _inlined:  # what was given is no function
+        return (original.__closure__ or ())[0].cell_contents
     return original
+
+
+_inlined = wrap_inline(len).__code__
 
 
 def code_before_dynamo(code: types.CodeType) -> types.CodeType:
