@@ -251,26 +251,14 @@ def test_writes_to_other_attributes_collect_nothing(step_twins, monkeypatch):
 
 def test_what_dynamo_compiles_looks_attributes_up_unseen(step_twins):
     class Options:
-        smoothing = 0.0
+        smoothing = 0.5
 
-    config = Options()
-    compiled = torch.compile(lambda y, config: y * (1 + config.smoothing), backend="eager")
-
-    def make(model):
-        optimizer = SGD(model.parameters(), 0.1)
-
-        def step(x, y):
-            optimizer.zero_grad()
-            loss = cross_entropy(compiled(model(x), config), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        config.smoothing = 0.0
-        return step
-
-    def between(i, *_):
-        if i == 5:
-            config.smoothing = 0.5
-
-    assert step_twins.train(make, 8, between).captures >= 1
+    options = Options()
+    compiled = torch.compile(lambda y, options: y * (1 + options.smoothing), backend="eager")
+    step = step_twins.graphed(lambda x, y: compiled(x, options))
+    for _ in range(5):
+        step(*step_twins.batch())
+    state = step.recordings[0].state
+    assert step._attributes.by_class() == {} and state.holds()
+    options.unseen = 1
+    assert not state.holds()

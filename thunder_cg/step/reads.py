@@ -119,7 +119,7 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 waiting.append((value, in_compiled))
             if in_compiled:
                 compiled.update((place, (place, "owner")))
-            if isinstance(value, _METHODS) and not isinstance(value.__self__, (types.ModuleType, type)):
+            if isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType):
                 label = read.label.rpartition(".")[0] or read.label
                 found.setdefault(
                     (place, "owner"), replace(read, label=label, get=partial(_owner_of, read.get), is_owner=runs)
