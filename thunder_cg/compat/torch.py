@@ -200,6 +200,12 @@ def dictionary_of(value: type | types.ModuleType) -> dict[str, Any]:
     return names if isinstance(names, dict) else gc.get_referents(names)[0]
 
 
+def variables_of(environ: Any) -> dict[Any, Any]:
+    """The dictionary behind `os.environ`."""
+    variables: dict[Any, Any] = environ._data
+    return variables
+
+
 def module_dictionaries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
     """The dictionaries with a module's attributes, parameters, buffers and children."""
     return vars(module), module._parameters, module._buffers, module._modules

@@ -16,12 +16,12 @@ Note [How lookups are seen]
 
 from __future__ import annotations
 
-import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
+from inspect import currentframe
 from typing import Any
 
 from torch import nn
@@ -82,7 +82,7 @@ class Attributes:
     def _note(self, kind: type, name: str) -> None:
         if (names := self._names.get(kind)) is None or name in names:
             return
-        if name in _EVERYTHING and sys._getframe(2).f_code not in _FOR_ONE:
+        if name in _EVERYTHING and _code_of_caller() not in _FOR_ONE:
             self._add_all(kind)
         elif name not in _EVERYTHING:
             names[name] = None
@@ -128,6 +128,14 @@ def _resolved(kind: type, name: str) -> Any:
 def _can_be_hooked(kind: type) -> bool:
     can_be_changed = kind.__flags__ & _CHANGEABLE and not kind.__flags__ & _IMMUTABLE
     return bool(can_be_changed) and _resolved(kind, "__getattribute__") is object.__getattribute__
+
+
+def _code_of_caller() -> types.CodeType | None:
+    """That of the function which has caused a lookup: this one, `Attributes._note` and the hook are called for it."""
+    frame = currentframe()
+    for _ in range(3):
+        frame = frame and frame.f_back
+    return frame and frame.f_code
 
 
 class _Hook:

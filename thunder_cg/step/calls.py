@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from thunder_cg.compat.torch import code_before_dynamo, is_restored_by_dynamo
+from thunder_cg.compat.torch import code_before_dynamo, is_restored_by_dynamo, variables_of
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.reads import Called, is_installed
 
@@ -75,11 +75,6 @@ _ENVIRONMENT = {
 }
 
 
-def _of_environment(environ: Any) -> Any:
-    """Reads what `os.environ` holds."""
-    return environ._data
-
-
 class Calls:
     """The user's functions that run between `watch` and `end`, as a profiler of Python is told of them.
 
@@ -126,7 +121,7 @@ class Calls:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
             if code in _ENVIRONMENT and _is_called_by_user(frame):
                 owner = frame.f_locals[code.co_varnames[0]]
-                self.found[id(_of_environment), id(owner)] = Called(_of_environment, owner)  # type: ignore[arg-type]
+                self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
             elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
                 self._refuse_uncompared(frame, "import_module")
             elif code not in self._foreign:
