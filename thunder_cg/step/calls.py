@@ -96,6 +96,7 @@ class Calls:
         self._new: set[int] = set()  # objects that are made in the step
         self._seen: set[Any] = set()
         self._is_over = False
+        gc.collect()  # `_functions` finds garbage, too
         self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
 
     def watch(self) -> None:
