@@ -5,6 +5,7 @@ from __future__ import annotations
 import array
 import copy
 import cProfile
+import gc
 import itertools
 import os
 import queue
@@ -19,7 +20,10 @@ from collections import OrderedDict, UserList, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from datetime import datetime
-from functools import partial
+from decimal import Context, Decimal, setcontext
+from enum import Enum
+from functools import lru_cache, partial, singledispatch
+from importlib import import_module
 from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import ClassVar
 
@@ -582,7 +586,104 @@ def an_attribute_of_a_parameter():
     return lambda y: y * layer.weight * layer.weight.scale, partial(setattr, layer.weight, "scale", 2.0)
 
 
+LOSS = torch.nn.functional.mse_loss
+
+
+def another_function_of_a_package():
+    return lambda y: LOSS(y, y), partial(globals().__setitem__, "LOSS", torch.nn.functional.l1_loss)
+
+
+def another_function_of_c():
+    functions = SimpleNamespace(f=torch.sin)
+    return lambda y: functions.f(y), partial(setattr, functions, "f", torch.cos)
+
+
+def another_method_of_an_object():
+    settings = [1.0]
+    method = settings.count
+
+    def change():
+        nonlocal method
+        method = settings.index
+
+    return lambda y: y * method(1.0), change
+
+
+def a_function_of_a_package_that_is_replaced():
+    return lambda y: nn.functional.softplus(y), partial(setattr, nn.functional, "softplus", torch.sin)
+
+
+def a_method_of_a_package_that_is_replaced():
+    layer = nn.Linear(1, 1)
+    return lambda y: layer(y), partial(setattr, nn.Linear, "forward", lambda self, y: y)
+
+
+def a_variable_of_the_environment():
+    return lambda y: y * float(os.getenv("SCALE", "1")), partial(os.environ.__setitem__, "SCALE", "2")
+
+
+@lru_cache
+def cached(scale):
+    return scale
+
+
+def a_cache_that_is_cleared():
+    cached(1.0)
+    return lambda y: y * cached(1.0), cached.cache_clear
+
+
+def a_function_that_is_registered():
+    @singledispatch
+    def function(y):
+        return y
+
+    return lambda y: function(y), lambda: function.register(torch.Tensor, lambda y: y * 2)
+
+
+def an_attribute_of_an_enum():
+    scale = Enum("Scale", "ONE").ONE
+    scale.scale = 1.0
+    return lambda y: weigh(scale, y), partial(setattr, scale, "scale", 2.0)
+
+
+def a_context_of_decimals():
+    third = Decimal(1) / 3
+    return lambda y: y * float(third + 1), partial(setcontext, Context(prec=5))
+
+
+def a_function_that_is_frozen():
+    scale = 1.0
+
+    def scaled(y):
+        return y * scale
+
+    def change():
+        nonlocal scale
+        scale = 2.0
+
+    functions = {"f": scaled}
+    return lambda y: functions["f"](y), change
+
+
+def what_is_compiled_with_an_argument_bound():
+    settings = SimpleNamespace(scale=1.0)
+    compiled = torch.compile(partial(weigh, settings), backend="eager")
+    return lambda y: compiled(y), partial(setattr, settings, "scale", 2.0)
+
+
 FAR = (
+    another_function_of_a_package,
+    another_function_of_c,
+    another_method_of_an_object,
+    a_function_of_a_package_that_is_replaced,
+    a_method_of_a_package_that_is_replaced,
+    a_variable_of_the_environment,
+    a_cache_that_is_cleared,
+    a_function_that_is_registered,
+    an_attribute_of_an_enum,
+    a_context_of_decimals,
+    a_function_that_is_frozen,
+    what_is_compiled_with_an_argument_bound,
     an_attribute_of_a_class,
     a_table_of_a_class,
     a_class_that_is_passed_on,
@@ -613,11 +714,13 @@ FAR = (
 def state_of(fn, device_type="cpu"):
     """The state of a step that has been called once."""
     calls = Calls()
+    gc.freeze()  # as servers do
     calls.watch()
     try:
         fn(torch.ones(1))
     finally:
         calls.end()
+        gc.unfreeze()
     state = StepState(fn, {}, device_type, [*calls.found.values()])
     if state.tensors:
         state.guard_tensors([])
@@ -630,6 +733,10 @@ def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.setattr(Settings, "table", {"scale": 1.0})
     monkeypatch.setattr(Settings, "weigh", Settings.weigh)
     monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.setitem(globals(), "LOSS", LOSS)
+    monkeypatch.setattr(nn.functional, "softplus", nn.functional.softplus)
+    monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)
+    monkeypatch.setenv("SCALE", "1")
     step, change = make()
     state = state_of(step)
     assert state.holds() and state.again().facts == state.facts and not state.objections
@@ -688,6 +795,32 @@ def test_names_that_globals_gives():
     globals()["SCALE"]
     calls.end()
     assert calls.objection.startswith("what globals() gives is not compared before a replay, at test_step_reads.py:")
+
+
+UNCOMPARED = {
+    "open": lambda: open(__file__).close(),
+    "stat": lambda: os.path.exists(__file__),
+    "getcwd": os.getcwd,
+    "eval": lambda: eval("1"),
+    "import_module": lambda: import_module("os"),
+    "get_num_threads": torch.get_num_threads,
+}
+
+
+@pytest.mark.parametrize("name", UNCOMPARED)
+def test_what_is_not_compared(name):
+    calls = Calls()
+    calls.watch()
+    (lambda: UNCOMPARED[name]())()
+    calls.end()
+    assert calls.objection is not None
+    assert calls.objection.startswith(f"what {name}() gives is not compared before a replay, at test_step_reads.py:")
+
+
+def test_a_file_that_is_read():
+    with open(__file__) as file:
+        (objection,) = StepState(lambda y: y * len(file.readline()), {}, "cpu").objections
+    assert "file is a TextIOWrapper, which no replay would advance" in objection
 
 
 def test_what_is_too_deep_to_compare():

@@ -28,6 +28,7 @@ import torch
 from torch._C._dynamo import guards as _guards
 from torch._C._dynamo.guards import TensorGuards
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo.external_utils import wrap_inline
 from torch._dynamo.guards import GuardManagerType
 from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -150,17 +151,59 @@ def _dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
     return partial(manager.check, scope)
 
 
-def _add_guard(add: Callable[..., None], value: Any) -> None:
+def attribute_guard(values: Sequence[tuple[Any, Mapping[str, Any]]], missing: object) -> Callable[[], bool]:
+    """A check that objects have their types, and these very values as attributes of their own or as items.
+
+    The values have to be kept alive. Classes with a lookup of their own are not supported.
+
+    Args:
+        values: objects, each with the attributes in its dictionary and its slots; dictionaries, each with items.
+        missing: stands for an attribute that an object does not have.
+    """
+    scope = tuple(value for value, _ in values)
+    manager = _guards.RootGuardManager()
+    kind = GuardManagerType.GUARD_MANAGER
+    for i, (value, attributes) in enumerate(values):
+        guard: Any = manager.tuple_getitem_manager(i, str(i), value, kind)
+        is_dictionary = type(value) is dict
+        if not is_dictionary:
+            _add_guard(guard.add_type_match_guard, id(type(value)))
+        dictionary = value if is_dictionary else getattr(value, "__dict__", None)
+        inner = guard if is_dictionary else None
+        for name, attribute in attributes.items():
+            source = f"{i}.{name}"
+            if not is_dictionary and inspect.ismemberdescriptor(inspect.getattr_static(type(value), name, None)):
+                if attribute is missing:
+                    _add_guard(guard.add_no_hasattr_guard, name)
+                else:
+                    _add_guard(guard.getattr_manager(name, source, attribute, kind).add_id_match_guard, id(attribute))
+            elif dictionary is not None:
+                inner = inner or guard.get_generic_dict_manager(f"{i}.__dict__", dictionary, kind)
+                if attribute is missing:
+                    _add_guard(inner.add_dict_contains_guard, False, name)
+                else:
+                    item = inner.dict_getitem_manager(name, source, attribute, kind)
+                    _add_guard(item.add_id_match_guard, id(attribute))
+    return partial(manager.check, scope)
+
+
+def _add_guard(add: Callable[..., None], *values: Any) -> None:
     try:
-        add(value, [], None)
+        add(*values, [], None)
     except TypeError:  # torch before 2.11
-        add(value, [])
+        add(*values, [])
 
 
 def dictionary_of(value: type | types.ModuleType) -> dict[str, Any]:
     """The dictionary of a class, which Python shows as a proxy, or of a module."""
     names = vars(value)
     return names if isinstance(names, dict) else gc.get_referents(names)[0]
+
+
+def variables_of(environ: Any) -> dict[Any, Any]:
+    """The dictionary behind `os.environ`."""
+    variables: dict[Any, Any] = environ._data
+    return variables
 
 
 def module_dictionaries(module: torch.nn.Module) -> tuple[dict[str, Any], ...]:
@@ -534,6 +577,40 @@ def keep_with_storage(tensor: torch.Tensor, kept: Any) -> None:
 def tensors_in(tree: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of a tree."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+@contextmanager
+def before_dynamo_compiles(callback: Callable[[], None]) -> Iterator[None]:
+    """Inside, ``callback`` is called before Dynamo compiles a frame."""
+
+    def call(_: Any) -> None:
+        callback()
+
+    handler = torch._dynamo.callback.callback_handler
+    handler.register_start_callback(call)
+    try:
+        yield
+    finally:
+        handler.remove_start_callback(call)
+
+
+def is_compiled_by_dynamo(value: Any) -> bool:
+    """Whether a function or a module is what ``torch.compile`` returns, or was compiled in place."""
+    attributes = getattr(value, "__dict__", {})
+    names = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")
+    is_module = isinstance(value, torch.nn.Module)
+    return any(attributes.get(name) is not None for name in names) or (is_module and "_orig_mod" in value._modules)
+
+
+def function_before_dynamo(value: Any) -> Any:
+    """What ``torch.compile`` was given to make a function; None for anything else."""
+    original = getattr(value, "__dict__", {}).get("_torchdynamo_orig_callable")
+    if isinstance(original, types.FunctionType) and original.__code__ is _inlined:  # what was given is no function
+        return (original.__closure__ or ())[0].cell_contents
+    return original
+
+
+_inlined = wrap_inline(len).__code__
 
 
 def code_before_dynamo(code: types.CodeType) -> types.CodeType:

@@ -17,20 +17,24 @@ Note [Collectives in a step]
 from __future__ import annotations
 
 import datetime
+import decimal
 import gc
+import importlib
 import inspect
+import io
 import os
 import sys
 import threading
 import time
 import types
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, told_of_collectives, uncapturable
-from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in
+from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.reads import Called, is_installed
 
@@ -38,10 +42,46 @@ _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs an
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
+_UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 # What they return is another value in each call.
 _UNSTEADY = frozenset({datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom})
-_PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}  # modules that return it to their callers
+# Modules that return it to their callers.
+_PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
+_PASS_ON |= {
+    "os",
+    "posixpath",
+    "ntpath",
+    "genericpath",
+    "pathlib",
+    "glob",
+    "io",
+    "shutil",
+    "decimal",
+    "torch.serialization",
+}
+_PASS_ON |= {"importlib", "collections.abc"}
 _UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
+
+
+# What they return is not compared before a replay, and may be another value in a later call.
+_UNCOMPARED = {
+    eval,
+    exec,
+    __import__,
+    input,
+    open,
+    decimal.getcontext,
+    torch.get_num_threads,
+    torch.get_num_interop_threads,
+}
+_UNCOMPARED |= {*(vars(os)[name] for name in ("cpu_count", "getloadavg", "sched_getaffinity") if hasattr(os, name))}
+_OF_FILES = {"posix", "nt"}  # modules whose functions read files and what the process is
+_NO_READS = {"fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"}
+_ENVIRONMENT = {
+    type(os.environ).__getitem__.__code__,
+    type(os.environ).__iter__.__code__,
+    type(os.environ).__len__.__code__,
+}
 
 
 class Calls:
@@ -55,6 +95,8 @@ class Calls:
         begun: where those with ``async_op=True`` are called.
         waits: how often one of these was waited for.
         communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
+        looks_up_unseen: whether something ran that looks attributes up in another way than Python's: what Dynamo has
+            compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
     """
 
@@ -62,6 +104,7 @@ class Calls:
         self.found: dict[tuple[int, int], Called] = {}
         self.objection: str | None = None
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
+        self.looks_up_unseen = False
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
@@ -69,6 +112,7 @@ class Calls:
         self._is_over = False
         self._threads: set[int] = set()
         self.forget_collectives()
+        gc.collect()  # `_functions` finds garbage, too
         self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
 
     def forget_collectives(self) -> None:
@@ -103,7 +147,12 @@ class Calls:
             if code.co_name == "__init__" and code.co_argcount:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
             self._object_to(frame)
-            if code not in self._foreign:
+            if code in _ENVIRONMENT and _is_called_by_user(frame):
+                owner = frame.f_locals[code.co_varnames[0]]
+                self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
+            elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
+                self._refuse_uncompared(frame, "import_module")
+            elif code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
         elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
@@ -111,6 +160,8 @@ class Calls:
         elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
             problem = f"what globals() gives is not compared before a replay{_line(frame)}"
             self.objection = f"{problem}; name what the step needs"
+        elif event == "c_call" and _is_uncompared(called) and _is_called_by_user(frame):
+            self._refuse_uncompared(frame, called.__name__)
         elif event == "c_call" and isinstance(owner := getattr(called, "__self__", None), torch.Generator):
             self._note_generator(frame, called.__name__)
         elif event == "c_call" and isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
@@ -145,6 +196,10 @@ class Calls:
             self.objection = f"{problem}; call the function of torch.distributed"
         self.communicated |= {tensor.data_ptr(): method for tensor in tensors_in(args) if has_storage(tensor)}
 
+    def _refuse_uncompared(self, frame: types.FrameType, name: str) -> None:
+        problem = f"what {name}() gives is not compared before a replay{_line(frame)}"
+        self.objection = f"{problem}; call it outside of the step, and have the step read the result by a name"
+
     def _note_generator(self, frame: types.FrameType, method: str) -> None:
         does = None
         if method in _SEEDS and not is_restored_by_dynamo(frame):
@@ -156,9 +211,11 @@ class Calls:
             self.objection = f"{problem}, which no replay would do; do it outside of the step"
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
+        self.looks_up_unseen |= code is not frame.f_code
         if not _is_users(code, frame.f_globals):
             self._foreign.add(frame.f_code)
             return
+        self.looks_up_unseen |= code.co_name != "__init__" and not _UNSEEN.isdisjoint(code.co_names)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
         if code in self._inner:
             return
@@ -174,6 +231,17 @@ def _is_async(frame: types.FrameType, default: bool) -> bool:
     """What the function of `torch.distributed` in the frame was told; ``default`` if it is none."""
     values = frame.f_locals
     return bool(values.get("async_op", values.get("async_ops", default)))
+
+
+def _is_uncompared(called: Any) -> bool:
+    """Whether a function of C reads a file, or anything else that is not compared."""
+    owner = getattr(called, "__self__", None)
+    if isinstance(owner, io.IOBase):
+        return bool(called.__name__.startswith("read"))
+    if isinstance(owner, types.ModuleType):
+        is_of_files = owner.__name__ in _OF_FILES and called.__name__ not in _NO_READS
+        return is_of_files or called in _UNCOMPARED
+    return False
 
 
 def _is_called_by_user(frame: types.FrameType | None) -> bool:
@@ -204,9 +272,21 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
     return None
 
 
+@contextmanager
+def unfrozen() -> Iterator[None]:
+    """Inside, the garbage collector knows the objects that `gc.freeze` has hidden from it."""
+    frozen = gc.get_freeze_count()
+    if frozen:
+        gc.unfreeze()
+    yield
+    if frozen:
+        gc.freeze()
+
+
 def _functions(frame: types.FrameType, code: types.CodeType) -> list[types.FunctionType]:
     """The function that runs, with those that nobody can tell from it; none if it is gone, or was made by the step."""
-    functions = [each for each in gc.get_referrers(code) if isinstance(each, types.FunctionType)]
+    with unfrozen():
+        functions = [each for each in gc.get_referrers(code) if isinstance(each, types.FunctionType)]
     found = [each for each in functions if each.__code__ is code and _has_variables(each, frame)]
     return found or ([] if code.co_freevars else [types.FunctionType(code, frame.f_globals)])
 

@@ -26,6 +26,7 @@ from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
+from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, where
@@ -98,6 +99,7 @@ class GraphedStep:
         self._warned: set[str] = set()
         self._unstable = 0  # calls in a row
         self._called: dict[Any, Called] = {}  # functions that no bytecode names
+        self._attributes = Attributes()  # that were looked up
         self._hopeless = ""  # why the calls after that many run in Python
         self._new_layout: Any = None  # the last one
         self.calls = self.replays = self.captures = 0
@@ -171,8 +173,12 @@ class GraphedStep:
             return self._note(state, batch, layout, args, kwargs)
 
     def _state(self) -> StepState:
-        state = StepState(self._fn, self._roots, self._backend.device_type, [*self._called.values()])
+        state = self._whole_state(self._attributes)
         return state.again() if move_counters(state.averages, state.device) else state
+
+    def _whole_state(self, attributes: Attributes | None = None) -> StepState:
+        """The state with all attributes of the user's objects, or with those that count."""
+        return StepState(self._fn, self._roots, self._backend.device_type, [*self._called.values()], attributes)
 
     def _try_capture(
         self, state: StepState, batch: Batch, layout: Any, ready: _Ready, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -227,14 +233,21 @@ class GraphedStep:
     def _note(self, state: StepState, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
         reason, fix = self._what_is_new(layout, self._ready.get(layout), state)
-        outside = states_outside(state.device)
-        python = PythonCall(state, self._backend)
-        result = self._run(args, kwargs, reason, layout)
+        whole = self._whole_state()
+        self._attributes.observe(whole.kinds, whole.compiled_kinds)
+        seen = self._attributes.seen
+        outside = states_outside(whole.device)
+        python = PythonCall(whole, self._backend)
+        with self._attributes.watched(whole.objects):
+            result = self._run(args, kwargs, reason, layout)
+        if is_new := self._attributes.seen != seen:
+            state = whole
         after = state.again()
         change = change_between(state.facts | outside, after.facts | states_outside(state.device))
         if change is None:
             needs = python.allocated(after)
-            self._ready[layout] = _Ready(state.facts, needs + nbytes(batch.tensors), needs)
+            facts = self._state().facts if is_new else state.facts
+            self._ready[layout] = _Ready(facts, needs + nbytes(batch.tensors), needs)
             _forget_oldest(self._ready)
         else:
             fix = fix_of_change(change, state.facts, self._roots, in_step=True)

@@ -26,6 +26,7 @@ from thunder_cg.compat.torch import has_memory, storage_id, storage_use_count, v
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import address, address_if_any
+from thunder_cg.step.calls import unfrozen
 
 
 class Addresses:
@@ -158,10 +159,5 @@ def _all_tensors() -> list[Tensor]:
 
 
 def _known_to_collector() -> list[Tensor]:
-    frozen = gc.get_freeze_count()
-    if frozen:
-        gc.unfreeze()
-    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and has_memory(each)]
-    if frozen:
-        gc.freeze()
-    return tensors
+    with unfrozen():
+        return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and has_memory(each)]

@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from glob import escape as glob_escape, glob
@@ -26,7 +26,7 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg.compat.torch import module_dictionaries
+from thunder_cg.compat.torch import dictionary_of, function_before_dynamo, is_compiled_by_dynamo, module_dictionaries
 
 
 def _folders_of_packages() -> list[str]:
@@ -70,6 +70,8 @@ class Read:
     get: Callable[[], Any]
     is_owner: bool = False  # of methods that were looked into, so that what they read of it is known
     place: Any = None  # equal for reads of the same variable
+    path: tuple[Any, tuple[str, ...]] | None = None  # a namespace, a cell or an object, and the names from there on
+    is_compiled: bool = False  # whether Thunder or Dynamo compiles what reads it
 
 
 class Called(NamedTuple):
@@ -89,16 +91,22 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
     found: dict[Any, Read] = {}
     seen: set[Any] = set()
     rooted: set[int] = set()  # modules of which all attributes are facts
-    waiting: list[Any] = [*called, *modules, fn]  # the last comes first
+    compiled: set[Any] = set()  # places that compiled functions read
+    waiting: list[tuple[Any, bool]] = [(each, False) for each in (*called, *modules, fn)]  # the last comes first
     while waiting:
-        next_fn = waiting.pop()
+        next_fn, in_compiled = waiting.pop()
+        in_compiled = in_compiled or is_compiled(next_fn)
         if isinstance(next_fn, nn.Module):
             rooted.update(map(id, next_fn.modules()))
-            waiting += [Called(f, m) for m in next_fn.modules() if (f := _forward_of(m)) is not None]
-        for name, value in _bound_by_partial(next_fn):
+            below = compiled_modules(next_fn)
+            for module in next_fn.modules():
+                if (forward := _forward_of(module)) is not None:
+                    waiting.append((Called(forward, module), in_compiled or id(module) in below))
+        for name, value in _bound_by_partial(_compiled_from(next_fn) or next_fn):
             found.setdefault((id(next_fn), name), Read(name, partial(_attribute, value, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
-        if function is None or (key := (function.__code__, id(owner), *map(id, function.__closure__ or ()))) in seen:
+        key = function and (function.__code__, id(owner), *map(id, function.__closure__ or ()), in_compiled)
+        if function is None or key in seen:
             continue
         seen.add(key)
         for place, read in _reads_in(function, owner, id(owner) in rooted):
@@ -108,16 +116,21 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             called_function, _ = _function_of(value)
             runs = called_function is not None and not is_installed(called_function.__code__.co_filename)
             if runs or isinstance(value, nn.Module):
-                waiting.append(value)
+                waiting.append((value, in_compiled))
+            if in_compiled:
+                compiled.update((place, (place, "owner")))
             if isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType):
                 label = read.label.rpartition(".")[0] or read.label
-                found.setdefault((place, "owner"), Read(label, partial(_owner_of, read.get), runs))
-            elif called_function is None or runs or not _is_function(value):
-                found.setdefault(place, read)
-    return _with_names(found)
+                found.setdefault(
+                    (place, "owner"), replace(read, label=label, get=partial(_owner_of, read.get), is_owner=runs)
+                )
+                found.setdefault(place, replace(read, get=partial(_method_of, read.get)))
+            else:
+                found.setdefault(place, read if _is_function(value) else replace(read, path=None))
+    return _with_names(found, compiled)
 
 
-def _with_names(found: dict[Any, Read]) -> list[Read]:
+def _with_names(found: dict[Any, Read], compiled: Set[Any]) -> list[Read]:
     """The reads, with another label where several have the same."""
     labels: Counter[str] = Counter()
     reads = []
@@ -125,8 +138,18 @@ def _with_names(found: dict[Any, Read]) -> list[Read]:
         labels[read.label] += 1
         count = labels[read.label]
         label = read.label if count == 1 else f"{read.label} (the {count}. of this name)"
-        reads.append(replace(read, label=label, place=place))
+        reads.append(replace(read, label=label, place=place, is_compiled=place in compiled))
     return reads
+
+
+def is_compiled(value: Any) -> bool:
+    """Whether Thunder or Dynamo compiles a function or a module."""
+    return thunder.compile_data(value) is not None or is_compiled_by_dynamo(value)
+
+
+def compiled_modules(root: nn.Module) -> set[int]:
+    """The identities of the modules in another one that Thunder or Dynamo compiles, with those inside of them."""
+    return {id(inner) for module in root.modules() if is_compiled(module) for inner in module.modules()}
 
 
 def _forward_of(module: nn.Module) -> types.FunctionType | None:
@@ -154,10 +177,45 @@ def _owner_of(get: Callable[[], Any]) -> Any:
     return getattr(get(), "__self__", MISSING)
 
 
+def _method_of(get: Callable[[], Any]) -> Any:
+    """Which function of its owner a method is."""
+    method = get()
+    return getattr(method, "__func__", None) or getattr(method, "__name__", MISSING)
+
+
+def links_of(path: tuple[Any, tuple[str, ...]]) -> list[tuple[Any, str, Any]] | None:
+    """What has to be the same for names to lead to the same function or method.
+
+    Each is a namespace, a cell or an object, a name, and what it has of its own under the name. None if the names lead
+    through anything else, such as a property.
+    """
+    value, names = path
+    links: list[tuple[Any, str, Any]] = []
+    if isinstance(value, types.CellType):
+        links.append((value, "", value := _in_cell(value, ())))
+    for i, name in enumerate(names):
+        if isinstance(value, type) or value is MISSING:
+            return None
+        own = value if type(value) is dict else getattr(value, "__dict__", {})
+        links.append((own if isinstance(value, (dict, types.ModuleType)) else value, name, own.get(name, MISSING)))
+        if name in own:
+            value = own[name]
+            continue
+        for kind in type(value).__mro__:
+            names_of_kind = dictionary_of(kind)
+            links.append((names_of_kind, name, found := names_of_kind.get(name, MISSING)))
+            if found is not MISSING:
+                break
+        is_method = found is not MISSING and (_is_function(found) or isinstance(_unwrapped(found), types.FunctionType))
+        if not is_method or i < len(names) - 1:
+            return None
+    return links
+
+
 def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
     """The Python function that a call of ``value`` runs, and what it is bound to; None for anything else."""
-    while isinstance(value, partial):
-        value = value.func
+    while (inner := value.func if isinstance(value, partial) else _compiled_from(value)) is not None:
+        value = inner
     if isinstance(value, types.MethodType):
         function = _unwrapped(value.__func__)
         return (function, value.__self__) if isinstance(function, types.FunctionType) else (None, None)
@@ -165,6 +223,12 @@ def _function_of(value: Any) -> tuple[types.FunctionType | None, Any]:
         return value, None
     call = getattr(type(value), "forward" if isinstance(value, torch.nn.Module) else "__call__", None)
     return (call, value) if isinstance(call, types.FunctionType) else (None, None)
+
+
+def _compiled_from(value: Any) -> Any:
+    """The method, or function with arguments bound to it, that Dynamo has compiled to ``value``; None for others."""
+    original = function_before_dynamo(value)
+    return original if isinstance(original, (partial, types.MethodType)) else None
 
 
 def _unwrapped(value: Any) -> Any:
@@ -200,15 +264,19 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
         where, attributes = f"{chain.name}{''.join('.' + name for name in chain.attributes)}", chain.attributes
         if chain.name in bound and chain.scope != "global":
             if not (is_rooted and attributes and _has(owner, attributes[0])):
-                yield (id(owner), attributes), Read(where, partial(_attribute, owner, attributes))
+                read = Read(where, partial(_attribute, owner, attributes), path=(owner, attributes))
+                yield (id(owner), attributes), read
         elif chain.scope == "cell" and chain.name in cells:
             cell = cells[chain.name]
-            yield (id(cell), attributes), Read(where, partial(_in_cell, cell, attributes))
+            read = Read(where, partial(_in_cell, cell, attributes), path=(cell, attributes))
+            yield (id(cell), attributes), read
         elif chain.scope == "global" and (chain.name in variables or not hasattr(builtins, chain.name)):
-            read = Read(where, partial(_in_globals, variables, chain.name, attributes))
+            path = variables, (chain.name, *attributes)
+            read = Read(where, partial(_in_globals, variables, chain.name, attributes), path=path)
             yield (id(variables), chain.name, attributes), read
         elif chain.scope == "import" and (module := _imported(chain.name, variables)) is not None:
-            read = Read(".".join((module, *attributes)), partial(_in_globals, sys.modules, module, attributes))
+            get, path = partial(_in_globals, sys.modules, module, attributes), (sys.modules, (module, *attributes))
+            read = Read(".".join((module, *attributes)), get, path=path)
             yield (id(sys.modules), module, attributes), read
     for what in ("__code__", "__defaults__", "__kwdefaults__"):
         if getattr(function, what) is not None:

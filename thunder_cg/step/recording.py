@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -24,9 +24,11 @@ from torch.random import fork_rng
 from thunder_cg.compat.cuda import is_of_capture
 from thunder_cg.compat.torch import (
     Settings,
+    addresses_equal,
     has_storage,
     storage_id,
     storage_use_count,
+    tensor_guards,
     tensor_use_count,
     tree_flatten,
     tree_unflatten,
@@ -211,12 +213,40 @@ class _Gradient:
                 known._owners = python, cpp, storages
 
     def is_held(self) -> bool:
-        """Whether anybody holds the tensor besides the graphs and the parameter, has a view of it, or has moved it."""
+        """Whether anybody holds the tensor besides the graphs and the parameter, or has a view of it."""
         then = self._owners
         assert then is not None
         now = self._count()
-        has_more = now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
-        return has_more or _place(self.tensor) != self._place
+        return now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
+
+    def is_moved(self) -> bool:
+        """Whether somebody has given the tensor other memory, or another layout."""
+        return _place(self.tensor) != self._place
+
+
+class _Overwritten:
+    """The gradients that a replay overwrites without reading them. It holds none of the tensors."""
+
+    def __init__(self, gradients: Iterable[_Gradient]) -> None:
+        self.gradients = [*{id(each.tensor): each for each in gradients}.values()]
+        tensors = self._tensors()
+        self._metadata = tensor_guards(tensors)
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._indices = [*range(len(tensors))]
+
+    def _tensors(self) -> list[Tensor]:
+        return [each.tensor for each in self.gradients]
+
+    def are_in_use(self) -> bool:
+        """Whether somebody holds one, has a view of it, or has moved it."""
+        if not self.gradients:
+            return False
+        if not self._are_in_place(self._tensors()) and any(each.is_moved() for each in self.gradients):
+            return True
+        return any(each.is_held() for each in self.gradients)
+
+    def _are_in_place(self, tensors: list[Tensor]) -> bool:
+        return bool(addresses_equal(tensors, self._addresses, self._indices) and self._metadata.check(*tensors))
 
 
 @dataclass(slots=True, eq=False)
@@ -234,6 +264,7 @@ class StepRecording(RecordingUse):
     gradients_before: list[Any]
     places_before: list[Any]  # where these were: the user may give a gradient other memory, or other strides
     gradients: list[_Gradient | None]  # that the step leaves, for each parameter
+    overwritten: _Overwritten
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
@@ -276,10 +307,8 @@ class StepRecording(RecordingUse):
             return "the batch is aligned otherwise, or the settings by which PyTorch chooses kernels have changed"
         if batch.is_in(self.memory):
             return _SHARES
-        for gradient, expected in zip(self.gradients, self.gradients_before):
-            adds = gradient is not None and gradient.tensor is expected
-            if gradient is not None and not adds and gradient.is_held():
-                return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
+        if self.overwritten.are_in_use():
+            return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
 
     def close(self, *, may_wait: bool = True) -> None:
@@ -287,6 +316,7 @@ class StepRecording(RecordingUse):
         with _Gradient.recounted():
             self.graph.close(may_wait=may_wait)
             self.gradients.clear()
+            self.overwritten.gradients.clear()
 
     def replay(self, batch: Batch) -> Any:
         """Runs the step again. `ReplayRefused` if nothing of it happened."""
@@ -318,8 +348,10 @@ class _Body:
     def run(self, backend: Backend, copier: Any) -> list[Any]:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch()
+        attributes = self._state.attributes
+        watched = nullcontext() if attributes is None else attributes.watched(self._state.objects)
         try:
-            with known_to_be_positive(self._state.averages), self._calls.told_of_collectives():
+            with known_to_be_positive(self._state.averages), self._calls.told_of_collectives(), watched:
                 result = self._batch.call(self._fn, self._buffers)
         finally:
             self._calls.end()
@@ -442,7 +474,9 @@ class StepCapture:
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.tensors, *batch.tensors, *before.memory]
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
-        gradients, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
+        tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
+        gradients = [None if g is None else _Gradient.of(g, p) for g, p in zip(tensors, state.parameters)]
+        overwritten = [g for g, e in zip(gradients, expected) if g is not None and g.tensor is not e]
         return StepRecording(
             layout=batch.layout,
             arena=self.arena,
@@ -454,10 +488,11 @@ class StepCapture:
             sources=copied,
             gradients_before=expected,
             places_before=[ANY if each is ANY else _place(each) for each in expected],
-            gradients=[None if g is None else _Gradient.of(g, p) for g, p in zip(gradients, state.parameters)],
+            gradients=gradients,
+            overwritten=_Overwritten(overwritten),
             touched=touched,
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
-            gradient_nbytes=nbytes(g for g in gradients if g is not None and _is_in(g, pool)),
+            gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
         )
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -486,12 +521,14 @@ class StepCapture:
             if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
                 problem = f"the step records an event that is used outside of it{line}, and no replay would"
                 raise CaptureRefused(f"{problem}; make it with torch.cuda.Event(external=True)")
+        if state.attributes is not None and self.calls.looks_up_unseen:
+            state.attributes.add_all()
+        if not state.knows([*self.calls.found.values()]):
+            raise CallsMore("functions that the step calls read more from outside than was compared")
         after = state.again().facts | states_outside(state.device)
         if (change := change_between(state.facts | outside, after)) is not None:
             fix = fix_of_change(change, state.facts, {}, in_step=True)
             raise CaptureRefused(f"Python changes in each step: {change}{fix}")
-        if not state.knows([*self.calls.found.values()]):
-            raise CallsMore("functions that the step calls read more from outside than was compared")
 
     def _held_elsewhere(self) -> list[Tensor]:
         """Tensors that may be in the arena, besides those of the new graph."""

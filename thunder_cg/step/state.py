@@ -10,10 +10,11 @@ Note [Cheap checks of a state]
 
 Note [Objects]
     The bytecode tells which attributes the step's code reads of an object. Where an object is passed on, it does not.
-    Then all attributes of the object are facts, if its class is the user's, a namespace, or PyTorch's, and so is what
-    such a class or a module of the user's defines. Of an object of another package, such as a progress bar, only
-    numbers, strings and flags are, or its items, if it is a mapping or a sequence. Modules and optimizers that any of
-    these lead to are looked at whole. An optimizer may wrap another one, as those of Lightning and Accelerate do.
+    Then the attributes that a run has looked up are facts if its class is the user's (see attributes.py), and all if
+    the class cannot be watched, or is PyTorch's; and so is what such a class or a module of the user's defines. Of an
+    object of another package, such as a progress bar, only numbers, strings and flags are, or its items, if it is a
+    mapping or a sequence. Modules and optimizers that any of these lead to are looked at, optimizers whole. An
+    optimizer may wrap another one, as those of Lightning and Accelerate do.
 
 Note [Values that nobody reports]
     An array of NumPy, a tensor of its memory and a generator of random numbers change without a trace in any
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import contextvars
 import enum
+import gc
 import io
 import os
 import pickle
@@ -35,10 +37,12 @@ import types
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
-from operator import is_
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from decimal import Decimal, getcontext
+from functools import lru_cache, partial, singledispatchmethod
+from itertools import starmap
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +53,7 @@ from thunder_cg.compat.distributed import DDP, DistributedDataParallel
 from thunder_cg.compat.torch import (
     Settings,
     addresses_equal,
+    attribute_guard,
     dictionary_guard,
     dictionary_of,
     global_hooks,
@@ -63,15 +68,18 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import is_leaf_with_grad
-from thunder_cg.step.reads import Called, Read, is_installed, is_users, reads_of
+from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
+from thunder_cg.step.reads import MISSING, Called, Read, compiled_modules, is_installed, is_users, links_of, reads_of
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
+_OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
+_Cached = type(lru_cache(len))
 _random: Any = random.random  # of the generator of the process
 
 Facts = dict[str, Any]
@@ -116,11 +124,25 @@ class Content:
         return "something else"
 
 
+class _LookedUp(NamedTuple):
+    """An object and its class, and what it has as the attributes that count: `MISSING` if it has none."""
+
+    value: Any
+    kind: type
+    attributes: dict[str, Any]
+
+    def is_unchanged(self) -> bool:
+        """Whether the attributes are equal to what they were."""
+        now = own_attributes(self.value)
+        pairs = ((now.get(name, MISSING), then) for name, then in self.attributes.items())
+        return type(self.value) is self.kind and all(starmap(_is_equal, pairs))
+
+
 class _Collector:
     """Collects the facts of values, and which tensors, modules, optimizers and hooks they lead to."""
 
-    def __init__(self, device_type: str) -> None:
-        self._device_type = device_type
+    def __init__(self, device_type: str, names: Names) -> None:
+        self._device_type, self._names = device_type, names
         self.facts: Facts = {}
         self.tensors: dict[int, Tensor] = {}
         self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
@@ -129,14 +151,21 @@ class _Collector:
         self.containers: list[tuple[Any, Any]] = []  # with a copy of each
         self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
         self.values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
-        self.is_opaque = False  # whether there are attributes whose writes nobody reports
+        self.looked_up: list[_LookedUp] = []
+        self.kinds: dict[type, None] = {}  # of the user's objects
+        self.compiled_kinds: dict[type, None] = {}  # those of them that what is compiled may read
+        self.objects: list[Any] = []
+        self.in_compiled = False
         self.objections: list[str] = []  # why no graph would be right
         self._hooks = 0
+        self._forwards: set[type] = set()
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
 
     def add(self, label: str, value: Any, depth: int = 0) -> None:
         if isinstance(value, ATOMS):
-            self.facts[label] = type(value), repr(value) if isinstance(value, (float, complex)) else value
+            self.facts[label] = _fact_of(value)
+            if isinstance(value, enum.Enum) and is_users(type(value)):
+                self._add_own_attributes(label, value, depth)
         elif isinstance(value, Tensor):
             self._add_tensor(label, value, depth)
         elif value is sys.modules:
@@ -157,6 +186,12 @@ class _Collector:
             self.facts[label] = Same(value)
             if not is_installed(value.__code__.co_filename):
                 self._add_own_attributes(label, value, depth)
+            elif isinstance(registry := vars(value).get("registry"), types.MappingProxyType):  # of singledispatch
+                self.add(f"{label}.registry", registry, depth + 1)
+        elif isinstance(value, singledispatchmethod):
+            self.add(label, value.dispatcher, depth)
+        elif isinstance(value, _Cached):
+            self._add_cached(label, value, depth)
         elif isinstance(value, partial):
             self.facts[label] = Same(value)
             self.add(f"{label}.args", value.args, depth + 1)
@@ -170,8 +205,9 @@ class _Collector:
             self._add_value(label, value, get)
         elif isinstance(value, (Mapping, Sequence)) and value is not os.environ and not _is_users(value):
             self.facts[label] = Same(value)
-            self.is_opaque = True
             copied: Any = dict if isinstance(value, Mapping) else list
+            if len(value) <= _MAX_ITEMS:
+                self.values.append((partial(_items_of, value), _items_of(value)))
             self._add_container(label, value if len(value) > _MAX_ITEMS else copied(value), depth)
         elif _is_iterator(value):
             self.facts[label] = Same(value)
@@ -181,6 +217,19 @@ class _Collector:
             self._add_object(label, value, depth)
         else:
             self.facts[label] = Same(value)
+
+    def _add_cached(self, label: str, value: Any, depth: int) -> None:
+        """What a function of `lru_cache` has cached: Python does not run for it, so nobody sees what it has read."""
+        self.facts[label] = Same(value)
+        for cached in gc.get_referents(value):
+            if type(cached) is not dict or cached is vars(value):
+                continue
+            self.watched.append(cached)
+            self.facts[f"what {label} has cached"] = Content([(_fact_of(k), _fact_of(v)) for k, v in cached.items()])
+            for i, result in enumerate(cached.values()):
+                inner = gc.get_referents(result) if type(result).__name__ == "_lru_list_elem" else [result]
+                for each in inner:
+                    self.add(f"what {label} has cached ({i})", each, depth + 1)
 
     def _add_tensor(self, label: str, tensor: Tensor, depth: int) -> None:
         self.facts[label] = Same(tensor)
@@ -231,17 +280,32 @@ class _Collector:
             return
         self._objects.add(id(value))
         self.add_class(label, value, depth)
-        attributes = dict(getattr(value, "__dict__", {}))
-        if hasattr(value, "__dict__"):
+        attributes = own_attributes(value) if of_user else dict(getattr(value, "__dict__", {}))
+        if of_user and (names := self._names_of(value)) is not None:
+            attributes = self._only(names, value, attributes)
+        elif hasattr(value, "__dict__"):
             self.watched.append(value)
         if is_torchs:
             self.containers.append((vars(value), attributes.copy()))
-        if of_user and (slots := {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}):
-            attributes |= slots
-            self.is_opaque = True
         for name, attribute in attributes.items():
             if of_user or is_torchs or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1)
+
+    def _names_of(self, value: Any) -> Iterable[str] | None:
+        """The attributes of a user's object that count; None for all of them."""
+        (self.compiled_kinds if self.in_compiled else self.kinds)[type(value)] = None
+        self.objects.append(value)
+        if (names := self._names.get(type(value))) is not None:
+            return names
+        if slots := slots_of(type(value)):  # whose writes nobody reports
+            self._only(slots, value, own_attributes(value))
+        return None
+
+    def _only(self, names: Iterable[str], value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of an object's attributes with these names, which are compared one by one before a replay."""
+        found = {name: attributes.get(name, MISSING) for name in names}
+        self.looked_up.append(_LookedUp(value, type(value), found))
+        return {name: attribute for name, attribute in found.items() if attribute is not MISSING}
 
     def add_class(self, label: str, value: Any, depth: int = 0) -> None:
         """What an object has of its class, if that is the user's."""
@@ -289,15 +353,23 @@ class _Collector:
         if isinstance(root, Optimizer):
             self.watched.append(root)
             self._note_hooks(label, root)
-            self._add_attributes(label, root, ())
+            self._add_attributes(label, vars(root), ())
             return
+        compiled = compiled_modules(root)
         for path, module in root.named_modules():
+            self.in_compiled = id(module) in compiled
             where = f"{label}.{path}" if path else label
             self.facts[f"type({where})"] = Same(type(module))
             self.add_class(where, module)
+            self._add_forward(type(module))
             self.facts[f"{where}.training"] = bool, module.training
             attributes, parameters, buffers, modules = module_dictionaries(module)
-            self.watched += [module, parameters, buffers, modules]
+            looked_up: Mapping[str, Any] = attributes
+            if is_users(type(module)) and (names := self._names_of(module)) is not None:
+                looked_up = self._only({*_OF_MODULES, *names}, module, attributes)
+            else:
+                self.watched.append(module)
+            self.watched += [parameters, buffers, modules]
             self.containers += [(each, each.copy()) for each in (attributes, parameters, buffers, modules)]
             self._note_hooks(where, module)
             for name, tensor in (*parameters.items(), *buffers.items()):
@@ -306,10 +378,23 @@ class _Collector:
                 self._add_averages(where, module)
             if isinstance(module, DistributedDataParallel):
                 self.objections.append(f"{where}: {'; '.join(DDP)}")
-            self._add_attributes(where, module, (parameters, buffers, modules))
+            self._add_attributes(where, looked_up, (parameters, buffers, modules))
+        self.in_compiled = False
 
-    def _add_attributes(self, where: str, value: Any, besides: Sequence[Any]) -> None:
-        for name, attribute in vars(value).items():
+    def _add_forward(self, kind: type) -> None:
+        """What a class of modules runs. Somebody may replace that of a package, too."""
+        if kind in self._forwards:
+            return
+        self._forwards.add(kind)
+        self.facts[f"{kind.__name__}.forward (the {len(self._forwards)}. class)"] = Same(getattr(kind, "forward", None))
+        for each in kind.__mro__:
+            names = dictionary_of(each)
+            self.watched.append(names)
+            if "forward" in names:
+                break
+
+    def _add_attributes(self, where: str, attributes: Mapping[str, Any], besides: Sequence[Any]) -> None:
+        for name, attribute in attributes.items():
             if "hooks" in name or name in ("training", "_opt_called") or any(attribute is each for each in besides):
                 continue  # other facts, or none that a step depends on
             self.add(f"{where}.{name}", attribute, 1)
@@ -339,9 +424,12 @@ class StepState:
         roots: modules and optimizers by name, besides those that the function reads.
         device_type: of the graphs. Tensors elsewhere have their values baked in.
         called: functions of the user's that the step has been seen to call.
+        attributes: of the user's objects that count; None for all of them.
 
     Attributes:
         facts: of everything.
+        kinds, compiled_kinds: classes of the user's objects, and those of objects that what is compiled may read.
+        objects: of all of these classes.
         tensors: all that were found on the graphs' device.
         parameters: those of them that get gradients.
         averages: moving averages of models that have been updated once.
@@ -349,19 +437,28 @@ class StepState:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], roots: Mapping[str, Any], device_type: str, called: Sequence[Called] = ()
+        self,
+        fn: Callable[..., Any],
+        roots: Mapping[str, Any],
+        device_type: str,
+        called: Sequence[Called] = (),
+        attributes: Attributes | None = None,
     ) -> None:
         self._fn, self._given, self._device_type, self._called = fn, roots, device_type, called
+        self.attributes = attributes
+        self._names: Names
+        self._seen, self._names = (0, {}) if attributes is None else (attributes.seen, attributes.by_class())
         reads = [(read, read.get()) for read in self._reads(called)]
         self._places = {read.place for read, _ in reads}
         self._simple = [(read, value) for read, value in reads if read.is_owner or self._is_simple(value)]
         self._others = [(read, value) for read, value in reads if not (read.is_owner or self._is_simple(value))]
-        simple = _Collector(device_type)
+        simple = _Collector(device_type, self._names)
         for read, value in self._simple:
             if read.is_owner and not isinstance(value, (nn.Module, Optimizer)):
                 simple.facts[read.label] = Same(value)
             else:
                 simple.add(read.label, value)
+        self._link()
         others = self._collect_others()
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
         self._roots = [*roots_found.values()]
@@ -374,16 +471,40 @@ class StepState:
         self.parameters = [tensor for tensor in self.tensors if is_leaf_with_grad(tensor)]
         self._containers = [*others.containers, *heavy.containers]
         self.averages = heavy.averages
+        self.kinds, self.compiled_kinds = others.kinds | heavy.kinds, others.compiled_kinds | heavy.compiled_kinds
+        self.objects = [*others.objects, *heavy.objects]
+
+    def _link(self) -> None:
+        """One check in C++ of the functions and methods that names lead to, in the place of one for each."""
+        self._cells: dict[int, tuple[types.CellType, Any]] = {}
+        self._linked: list[tuple[Read, Any]] = []
+        self._others_simple: list[tuple[Read, Any]] = []
+        found: dict[int, tuple[Any, dict[str, Any]]] = {}
+        for read, value in self._simple:
+            links = None if read.path is None or read.get() is MISSING else links_of(read.path)
+            if links is None:
+                self._others_simple.append((read, value))
+                continue
+            self._linked.append((read, value))
+            for container, name, own in links:
+                if isinstance(container, types.CellType):
+                    self._cells[id(container)] = container, own
+                else:
+                    found.setdefault(id(container), (container, {}))[1][name] = own
+        self._links = [*found.values()]  # which keeps what is compared by identity
+        self._are_linked = attribute_guard(self._links, MISSING)
 
     def again(self) -> StepState:
         """The state as it is by now."""
-        return StepState(self._fn, self._given, self._device_type, self._called)
+        return StepState(self._fn, self._given, self._device_type, self._called, self.attributes)
 
     def _reads(self, called: Sequence[Called]) -> list[Read]:
         return reads_of(self._fn, [root for root in self._given.values() if isinstance(root, nn.Module)], called)
 
     def knows(self, called: Sequence[Called]) -> bool:
-        """Whether all that these functions read from outside is part of the state."""
+        """Whether all that these functions read, and what was looked up, is part of the state."""
+        if self.attributes is not None and self.attributes.seen != self._seen:
+            return False
         return self._places.issuperset(read.place for read in self._reads([*self._called, *called]))
 
     @property
@@ -397,22 +518,28 @@ class StepState:
             return value.device.type == self._device_type and not vars(value)
         if isinstance(value, types.FunctionType):
             return not vars(value)
+        if isinstance(value, enum.Enum) and is_users(type(value)):
+            return False
+        if isinstance(value, (_Cached, singledispatchmethod, Decimal)):
+            return False
         if isinstance(value, (nn.Module, Optimizer)):
             return True  # its facts are those of a root
         is_bare = isinstance(value, (types.ModuleType, type))
         return not (isinstance(value, _CONTAINERS) or is_object(value) or (is_bare and is_users(value)))
 
     def _collect_others(self) -> _Collector:
-        collector = _Collector(self._device_type)
+        collector = _Collector(self._device_type, self._names)
         for read, _ in self._others:
+            collector.in_compiled = read.is_compiled
             collector.add(read.label, read.get())
+        collector.in_compiled = False
         for read, value in self._simple:
             if read.is_owner:
                 collector.add_class(read.label, value)
         return collector
 
     def _collect_roots(self) -> _Collector:
-        collector = _Collector(self._device_type)
+        collector = _Collector(self._device_type, self._names)
         waiting = [*self._roots]
         seen = {id(root) for _, root in waiting}
         while waiting:
@@ -431,16 +558,17 @@ class StepState:
         self._lists = [(now, then) for now, then in containers if not isinstance(now, dict)]
         self._versions = [pair for collector in collectors for pair in collector.versions]
         self._values = [pair for collector in collectors for pair in collector.values]
-        self._is_opaque = any(collector.is_opaque for collector in collectors)
+        self._looked_up = [each for collector in collectors for each in collector.looked_up]
+        self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
         self._hooks_registered = registered_hooks()
 
     def _is_untouched(self) -> bool:
         """Whether nothing was written to that facts were collected from."""
         return (
-            not self._is_opaque
-            and registered_hooks() == self._hooks_registered
+            registered_hooks() == self._hooks_registered
             and all(read.get() is value for read, value in self._others)
             and self._unchanged()
+            and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
             and all(map(_is_unchanged, self._lists))
             and all(version(tensor) == then for tensor, then in self._versions)
             and all(get() == then for get, then in self._values)
@@ -466,9 +594,11 @@ class StepState:
 
     def holds(self) -> bool:
         """Whether nothing has changed: see Note [Cheap checks of a state]."""
-        for read, value in self._simple:
-            now = read.get()
-            if now is not value and (not isinstance(value, ATOMS) or type(now) is not type(value) or now != value):
+        reads = self._others_simple
+        if not (self._are_linked() and all(_content(cell) is then for cell, then in self._cells.values())):
+            reads = self._simple
+        for read, value in reads:
+            if (now := read.get()) is not value and not _is_equal(now, value):
                 return False
         if not self._is_untouched():
             others, heavy = self._collect_others(), self._collect_roots()
@@ -509,6 +639,8 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
         return lambda: value.get_state().numpy().tobytes()
     if isinstance(value, array):
         return value.tobytes
+    if isinstance(value, Decimal):
+        return lambda: (str(value), _CONTEXT(getcontext()))
     if isinstance(value, (bytearray, memoryview)):
         return lambda: bytes(value)
     if (numpy := sys.modules.get("numpy")) is None:
@@ -519,6 +651,9 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
     if isinstance(value, generators) and value is not numpy.random.rand.__self__:
         return lambda: pickle.dumps(value)
     return None
+
+
+_CONTEXT = attrgetter("prec", "rounding", "Emin", "Emax", "capitals", "clamp")
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
@@ -536,7 +671,10 @@ def _referent_of(value: Any) -> Callable[[], Any] | None:
 def _is_iterator(value: Any) -> bool:
     """Whether somebody else's code keeps how far the value has been read. A file is for what is written to it."""
     is_queue = hasattr(type(value), "get_nowait")
-    return (is_queue or isinstance(value, Iterator)) and not isinstance(value, io.IOBase) and not _is_users(value)
+    if isinstance(value, io.IOBase):
+        is_written = value in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        return not is_written and not value.closed and value.readable()
+    return (is_queue or isinstance(value, Iterator)) and not _is_users(value)
 
 
 def _autocast(kind: str) -> Any:
@@ -608,12 +746,6 @@ def is_object(value: Any) -> bool:
     return not (callable(value) and hasattr(value, "__qualname__")) and not isinstance(value, (*_OPAQUE, *ATOMS))
 
 
-def _slots(value: Any) -> Iterator[str]:
-    for kind in type(value).__mro__:
-        names = vars(kind).get("__slots__", ())
-        yield from [names] if isinstance(names, str) else names
-
-
 def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
     return type(value).__module__.startswith("torch.") and hasattr(value, "__dict__")
 
@@ -623,6 +755,29 @@ def _is_users(value: Any) -> bool:
     if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
         return True
     return is_users(type(value))
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return MISSING
+
+
+def _fact_of(value: Any) -> Any:
+    """A value without what it refers to: of a plain one its content."""
+    if not isinstance(value, ATOMS):
+        return Same(value)
+    return type(value), repr(value) if isinstance(value, (float, complex)) else value
+
+
+def _is_equal(now: Any, then: Any) -> bool:
+    return now is then or bool(_fact_of(now) == _fact_of(then))
+
+
+def _items_of(value: Any) -> list[Any]:
+    items = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return [(_fact_of(key), _fact_of(item)) for key, item in items]
 
 
 def _is_unchanged(container: tuple[Any, Any]) -> bool:

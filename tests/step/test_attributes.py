@@ -1,0 +1,264 @@
+"""Of objects that are passed on, only the attributes that a run looks up or writes are compared before a replay."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+import pickle
+import threading
+from dataclasses import asdict, dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from thunder_cg import explain
+from thunder_cg.step.attributes import Attributes
+
+
+@dataclass
+class Plain:
+    a: int = 1
+    b: int = 2
+
+    def method(self):
+        return self.a
+
+    @property
+    def twice(self):
+        return self.b * 2
+
+    @functools.cached_property
+    def once(self):
+        return self.b
+
+    def __len__(self):
+        return self.b
+
+
+class Slots:
+    __slots__ = ("__b", "a")
+
+    def __init__(self):
+        self.a = self.__b = 1
+
+    def method(self):
+        return self.__b
+
+
+class Meta(type):
+    def __setattr__(cls, name, value):
+        raise AttributeError(name)
+
+
+class OfMeta(metaclass=Meta):
+    def __init__(self):
+        self.a = 1
+
+
+class Forwards:
+    def __init__(self):
+        self.inner = {"x": 1}
+
+    def __getattr__(self, name):
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return self.inner[name]
+
+
+class OwnLookup:
+    def __getattribute__(self, name):
+        return 1
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k, self.unused, self.linear = 2.0, [], nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.linear(x) * self.k
+
+
+def on_a_thread(value):
+    thread = threading.Thread(target=lambda: value.a)
+    thread.start()
+    thread.join()
+
+
+def set_behind(value):
+    object.__setattr__(value, "c", 3)
+
+
+LOOKUPS = {
+    "a method": (Plain, Plain.method, {"a"}),
+    "a property": (Plain, lambda value: value.twice, {"twice", "b"}),
+    "a cached property": (Plain, lambda value: value.once, {"once", "b"}),
+    "a special method": (Plain, len, {"b"}),
+    "what is not there": (Plain, lambda value: getattr(value, "c", 0), {"c"}),
+    "C code": (Plain, operator.attrgetter("a"), {"a"}),
+    "comparison": (Plain, lambda value: value == Plain(), {"a", "b"}),
+    "fields": (Plain, asdict, {"a", "b"}),
+    "a write": (Plain, lambda value: setattr(value, "c", 1), {"c"}),
+    "a write that goes around": (Plain, set_behind, {"c"}),
+    "a thread": (Plain, on_a_thread, {"a"}),
+    "its dictionary": (Plain, vars, None),
+    "its names": (Plain, dir, None),
+    "a copy": (Plain, copy.copy, None),
+    "a pickle": (Plain, pickle.dumps, None),
+    "slots": (Slots, Slots.method, {"_Slots__b"}),
+    "a metaclass": (OfMeta, lambda value: value.a, {"a"}),
+    "a lookup that is forwarded": (Forwards, lambda value: value.x, {"x", "inner"}),
+    "a lookup of its own": (OwnLookup, lambda value: value.a, None),
+    "a module": (Layer, lambda value: value(torch.ones(1)), {"k", "linear"}),
+}
+
+
+def content(kind):
+    return [(name, id(member)) for name, member in vars(kind).items() if name != "__slotnames__"]
+
+
+@pytest.mark.parametrize("kind", LOOKUPS)
+def test_lookups_and_writes(kind):
+    of, use, names = LOOKUPS[kind]
+    value, attributes, before = of(), Attributes(), content(of)
+    attributes.observe([of], [])
+    with attributes.watched([value]):
+        use(value)
+    assert content(of) == before
+    found = attributes.by_class().get(of)
+    assert found is None if names is None else names <= {*found} and "unused" not in found
+
+
+def test_classes_are_restored():
+    """After watches that overlap, in any order, and after an error."""
+    first, second, before = Attributes(), Attributes(), content(Plain)
+    first.observe([Plain], [])
+    second.observe([Plain], [])
+    outer, inner = first.watched(), second.watched()
+    outer.__enter__()
+    inner.__enter__()
+    Plain().method()
+    outer.__exit__(None, None, None)
+    Plain().twice  # noqa: B018
+    inner.__exit__(None, None, None)
+    assert content(Plain) == before and "twice" not in first.by_class()[Plain] and "twice" in second.by_class()[Plain]
+    with pytest.raises(KeyError), first.watched():
+        raise KeyError
+    assert content(Plain) == before
+
+
+@dataclass
+class Config:
+    smoothing: float = 0.0
+    epoch: int = 0
+    files: list = field(default_factory=lambda: ["file"] * 20_000)  # too many to compare
+
+
+class Trainer:
+    """Counts and keeps things as those of users do. Helpers get all of it."""
+
+    def __init__(self, model):
+        self.model, self.optimizer, self.config = model, SGD(model.parameters(), 0.1), Config()
+        self.global_step, self.history, self.loader = 0, [], iter(range(99))
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        loss = loss_of(self, self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+    def after(self, loss):
+        self.global_step += 1
+        self.config.epoch = self.global_step // 2
+        self.history.append((loss.item(), next(self.loader)))
+
+
+def loss_of(trainer, output, y):
+    scale = getattr(trainer, "scale", 1.0)
+    return cross_entropy(output, y, label_smoothing=trainer.config.smoothing) * scale
+
+
+class Counting(Trainer):
+    def step(self, x, y):
+        loss = super().step(x, y)
+        note(self)
+        return loss
+
+
+def note(trainer):
+    trainer.global_step += 1
+
+
+class Noting(Counting):
+    """Writes what it never reads."""
+
+    def step(self, x, y):
+        loss = Trainer.step(self, x, y)
+        note_loss(self, loss)
+        return loss
+
+
+def note_loss(trainer, loss):
+    trainer.last_loss = loss.detach()
+
+
+def train(step_twins, kind, calls=11):
+    def make(model):
+        return kind(model).step
+
+    def between(i, model, fn, batch):
+        trainer = fn.__self__
+        trainer.after(trainer.model(batch[0]).sum().detach())
+        if i == 4:
+            trainer.config.smoothing = 0.1
+        if i == 7:
+            trainer.scale = 2.0  # it was not there before
+
+    return step_twins.train(make, calls, between)
+
+
+def test_a_trainer_that_counts_and_keeps_things(step_twins):
+    step = train(step_twins, Trainer)
+    assert step.captures == 3 and step.replays >= 3, explain(step)
+    assert "config.smoothing changed from 0.0 to 0.1" in str(explain(step))
+
+
+@pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+@pytest.mark.parametrize(("kind", "changed"), [(Counting, "self.global_step"), (Noting, "self.last_loss")])
+def test_what_a_step_writes_is_a_fact(step_twins, kind, changed):
+    step = step_twins.graphed(kind(step_twins.model()).step)
+    for _ in range(5):
+        step(*step_twins.batch())
+    assert step.captures == 0 and f"{changed} changed from" in str(explain(step)), explain(step)
+
+
+def test_writes_to_other_attributes_collect_nothing(step_twins, monkeypatch):
+    trainer = Trainer(step_twins.model())
+    step = step_twins.graphed(trainer.step)
+    for _ in range(5):
+        step(*step_twins.batch())
+    state = step.recordings[0].state
+    assert state.holds()
+    monkeypatch.setattr(state, "_collect_roots", lambda: 1 / 0)
+    trainer.global_step += 1
+    assert state.holds()
+
+
+def test_what_dynamo_compiles_looks_attributes_up_unseen(step_twins):
+    class Options:
+        smoothing = 0.5
+
+    options = Options()
+    compiled = torch.compile(lambda y, options: y * (1 + options.smoothing), backend="eager")
+    step = step_twins.graphed(lambda x, y: compiled(x, options))
+    for _ in range(5):
+        step(*step_twins.batch())
+    state = step.recordings[0].state
+    assert step._attributes.by_class() == {} and state.holds()
+    options.unseen = 1
+    assert not state.holds()

@@ -1,0 +1,188 @@
+"""Watches which attributes of the user's objects a step looks up or writes.
+
+Note [Attributes that nobody looks up]
+    Python runs only while a step is noted or captured. What it does not look up there is not baked into the graph. So
+    of an object that is passed on, only the attributes that have been seen looked up or written are facts: a trainer
+    may count its steps, and keep a history, a loader and a logger. An attribute that was looked up and not there is a
+    fact, too. A capture that looks up more than is compared is given up, and the step is looked at anew.
+
+Note [How lookups are seen]
+    The class of an object gets a ``__getattribute__`` and a ``__setattr__`` for the time of the run, which all lookups
+    go through, also those of slots, of C code and on other threads. Whoever gets the ``__dict__``, or copies or pickles
+    the object, may have looked up everything. Names are kept by class. All attributes of an object are facts if its
+    class cannot be changed, looks attributes up by itself, or is used in what Thunder or Dynamo compile: they look
+    attributes up where nobody sees it, and Dynamo does not compile what such a class does.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property, partial
+from inspect import currentframe
+from typing import Any
+
+from torch import nn
+
+from thunder_cg.compat.torch import before_dynamo_compiles, dictionary_of
+from thunder_cg.step.reads import MISSING
+
+_CHANGEABLE, _IMMUTABLE = 1 << 9, 1 << 8  # flags of a type in CPython: made by a class statement, and frozen
+_EVERYTHING = {"__dict__", "__reduce__", "__reduce_ex__", "__getstate__"}
+# Functions that get the dictionary of an object for the one attribute that they were asked for.
+_FOR_ONE = {
+    each.__code__
+    for each in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__, cached_property.__get__)
+}
+_ORIGINAL = "original of thunder_cg"
+Names = Mapping[type, Sequence[str]]
+_HOOKED = ("__getattribute__", "__setattr__", "__delattr__")
+
+
+class Attributes:
+    """The attributes that a step has been seen to look up or to write, by class.
+
+    Attributes:
+        seen: how many there are. Whatever makes more of the state facts raises it.
+    """
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self._names: dict[type, dict[str, None]] = {}
+        self._whole: set[type] = set()
+        self._is_whole = False
+
+    def by_class(self) -> Names:
+        """Those that there are by now. Of objects of other classes it may be all."""
+        return {kind: tuple(names) for kind, names in self._names.items()}
+
+    def observe(self, kinds: Iterable[type], whole: Iterable[type]) -> None:
+        """Watches objects of these classes from the next run on, except for those of which everything is compared."""
+        for kind in whole:
+            self._add_all(kind)
+        for kind in kinds:
+            if not self._is_whole and kind not in self._whole and _can_be_hooked(kind):
+                self._names.setdefault(kind, {})
+
+    def add_all(self) -> None:
+        """From now on all attributes of all objects are facts."""
+        self.seen += bool(self._names)
+        self._names, self._is_whole = {}, True
+
+    def _give_up(self, hooks: ExitStack) -> None:
+        self.add_all()
+        hooks.close()
+
+    def _add_all(self, kind: type) -> None:
+        self.seen += self._names.pop(kind, None) is not None
+        self._whole.add(kind)
+
+    def _note(self, kind: type, name: str) -> None:
+        if (names := self._names.get(kind)) is None or name in names:
+            return
+        if name in _EVERYTHING and _code_of_caller() not in _FOR_ONE:
+            self._add_all(kind)
+        elif name not in _EVERYTHING:
+            names[name] = None
+            self.seen += 1
+
+    @contextmanager
+    def watched(self, values: Iterable[Any] = ()) -> Iterator[None]:
+        """Watches what is looked up and written inside, on all threads.
+
+        Args:
+            values: objects of which an attribute counts as written if it is another one afterwards, however it came.
+        """
+        before = [(value, own_attributes(value)) for value in values if type(value) in self._names]
+        with ExitStack() as hooks, before_dynamo_compiles(partial(self._give_up, hooks)):
+            for kind in [*self._names]:
+                hooks.enter_context(_hooked(kind, self._note))
+            yield
+        for value, then in before:
+            now = own_attributes(value)
+            for name in now.keys() | then.keys():
+                if now.get(name, MISSING) is not then.get(name, MISSING):
+                    self._note(type(value), name)
+
+
+def own_attributes(value: Any) -> dict[str, Any]:
+    """What an object has in its dictionary and its slots, by the names that lookups have."""
+    slots = {name: getattr(value, name, MISSING) for name in slots_of(type(value))}
+    return {name: found for name, found in slots.items() if found is not MISSING} | dict(getattr(value, "__dict__", ()))
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names of a class's slots. Private ones have the name of the class in front."""
+    members = [pair for each in kind.__mro__ for pair in dictionary_of(each).items()]
+    return [name for name, each in members if isinstance(each, types.MemberDescriptorType) and name != "__dict__"]
+
+
+def _resolved(kind: type, name: str) -> Any:
+    """What a class or its bases define as a method, without hooks."""
+    found = next(names[name] for each in kind.__mro__ if name in (names := dictionary_of(each)))
+    return getattr(found, _ORIGINAL, found)
+
+
+def _can_be_hooked(kind: type) -> bool:
+    can_be_changed = kind.__flags__ & _CHANGEABLE and not kind.__flags__ & _IMMUTABLE
+    return bool(can_be_changed) and _resolved(kind, "__getattribute__") is object.__getattribute__
+
+
+def _code_of_caller() -> types.CodeType | None:
+    """That of the function which has caused a lookup: this one, `Attributes._note` and the hook are called for it."""
+    frame = currentframe()
+    for _ in range(3):
+        frame = frame and frame.f_back
+    return frame and frame.f_code
+
+
+class _Hook:
+    """What a class has for the time that somebody watches it."""
+
+    lock = threading.RLock()
+    by_class: dict[type, _Hook] = {}  # noqa: RUF012
+
+    def __init__(self, kind: type) -> None:
+        self.notes: tuple[Callable[[type, str], None], ...] = ()
+        self._kind = kind
+        self._own = {name: member for name, member in dictionary_of(kind).items() if name in _HOOKED}
+        self._hooks = {name: self._hook(_resolved(kind, name)) for name in _HOOKED}
+        for name, hook in self._hooks.items():
+            type.__setattr__(kind, name, hook)
+
+    def _hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def hook(value: Any, name: str, *args: Any) -> Any:
+            for note in self.notes:
+                note(type(value), name)
+            return original(value, name, *args)
+
+        vars(hook)[_ORIGINAL] = original
+        return hook
+
+    def remove(self) -> None:
+        for name, hook in self._hooks.items():
+            if dictionary_of(self._kind).get(name) is not hook:
+                continue  # somebody has set another one
+            if name in self._own:
+                type.__setattr__(self._kind, name, self._own[name])
+            else:
+                type.__delattr__(self._kind, name)
+
+
+@contextmanager
+def _hooked(kind: type, note: Callable[[type, str], None]) -> Iterator[None]:
+    with _Hook.lock:
+        hook = _Hook.by_class.get(kind) or _Hook.by_class.setdefault(kind, _Hook(kind))
+        hook.notes = (*hook.notes, note)
+    try:
+        yield
+    finally:
+        with _Hook.lock:
+            notes = [*hook.notes]
+            notes.remove(note)
+            hook.notes = tuple(notes)
+            if not notes:
+                del _Hook.by_class[kind]
+                hook.remove()
