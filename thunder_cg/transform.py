@@ -21,14 +21,14 @@ from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off
-from thunder_cg.analysis.lost import lost, unassigned
+from thunder_cg.analysis.lost import lost, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import Stacks
 from thunder_cg.communication import install as trace_collectives
-from thunder_cg.compat import thunder as compat
+from thunder_cg.compat import containers, thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
@@ -199,7 +199,8 @@ class CudagraphTransform(compat.Transform):
     def _warn_of_what_is_lost(self, trace: TraceCtx, epilogue: TraceCtx | None) -> None:
         """Says once of each thing that Python does and Thunder loses."""
         compilation, stacks = self._compiling.compilation, self._compiling.stacks or {}
-        for said in dict.fromkeys((*lost(trace, self._read), *unassigned(compat.lost_assignments(epilogue), stacks))):
+        unrepeated_ = unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), stacks)
+        for said in dict.fromkeys((*lost(trace, self._read), *unrepeated_)):
             compilation.differs.append(said)
             self._warn(compilation.name, said)
 

@@ -343,29 +343,36 @@ def is_guess(symbol: BoundSymbol) -> bool:
     return isinstance(number, NumberProxy) and number.value is None and symbol.output.value is not None
 
 
-Assignment = tuple[str, Sequence[tuple[str, int]]]  # the attribute, and the stack: files and lines, the innermost last
+Change = tuple[str, Sequence[tuple[str, int]]]  # what it is, and the stack: files and lines, the innermost last
 _assign = _general_jit_lookaside_map[setattr]
-_assignments: WeakKeyDictionary[Any, list[Assignment]] = WeakKeyDictionary()  # of compilations
+_assignments: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # of compilations: the attributes
+_changes: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # the methods that change a container
 
 
 def _note_assignment(owner: Any, name: Any, value: Any) -> Any:
     """Thunder's assignment of an attribute, which it repeats in few calls if the owner is a module."""
-    _, stats = _compile_data.get()
-    if (
-        stats is not None
-        and isinstance(unwrap(owner), torch.nn.Module)
-        and not is_created_during_tracing(owner.provenance)
-    ):
-        frames = [frame for frame in get_interpreterruntimectx().frame_stack if frame.positions is not None]
-        stack = [(frame.code.co_filename, frame.positions.lineno) for frame in frames]
-        _assignments.setdefault(stats, []).append((unwrap(name), stack))
+    if isinstance(unwrap(owner), torch.nn.Module) and not is_created_during_tracing(owner.provenance):
+        _note(_assignments, unwrap(name))
     return _assign(owner, name, value)
 
 
 _general_jit_lookaside_map[setattr] = _note_assignment
 
 
-def lost_assignments(epilogue: TraceCtx | None) -> list[Assignment]:
+def note_change(method: str) -> None:
+    """Notes that the Python code changes a container of its caller's, which Thunder does while it traces."""
+    _note(_changes, method)
+
+
+def _note(changes: WeakKeyDictionary[Any, list[Change]], name: str) -> None:
+    _, stats = _compile_data.get()
+    if stats is not None:
+        frames = [frame for frame in get_interpreterruntimectx().frame_stack if frame.positions is not None]
+        stack = [(frame.code.co_filename, frame.positions.lineno) for frame in frames]
+        changes.setdefault(stats, []).append((name, stack))
+
+
+def lost_assignments(epilogue: TraceCtx | None) -> list[Change]:
     """Assignments of the compilation on this thread, to attributes of modules, that no call repeats.
 
     Args:
@@ -378,6 +385,11 @@ def lost_assignments(epilogue: TraceCtx | None) -> list[Assignment]:
     # Thunder (0.2.6) calls a buffer of the compiled module itself ".name", which there is not.
     kept = {name.rpartition(".")[2] for name in names if not name.startswith(".")}
     return [each for each in _assignments.pop(stats, ()) if each[0] not in kept]
+
+
+def lost_changes() -> list[Change]:
+    """Changes of the caller's containers in the compilation on this thread, which no call repeats."""
+    return _changes.pop(_compile_data.get()[1], [])
 
 
 def is_known_view(function: Any) -> bool:

@@ -1,0 +1,122 @@
+"""Has Thunder check the containers that a function reads, where something of ours is compiled.
+
+Thunder (0.2.6) traces what the Python code does with a list or a dict, and then checks only the items that are read.
+With other items, such as one more in a list, or a key that was missing, it would go on with the trace of the first call.
+What is added to the prologue is one check for each container that the code looks at as a whole: of its length, of the
+keys of a dict, of the items of what Python itself looks into, such as a set of names. Then other items compile anew.
+
+A container that the code changes gets no check: Thunder changes it while it traces, and in no call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from thunder.core import interpreter
+from thunder.core.compile_data import _compile_data
+from thunder.core.interpreter import InterpreterCompileCtx, PseudoInst, WrappedValue
+from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, get_jit_ctx, should_register_for_prologue
+from thunder.core.prims import OpTags, check_len
+from thunder.core.proxies import AnyProxy
+from thunder.extend import OperatorExecutor
+
+from thunder_cg.compat.thunder import note_change
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_LITERALS = (str, int, float, bool, type(None))
+_OF_MODULES = frozenset(vars(torch.nn.Module())) | {"__dict__"}  # Thunder reads them, and writes to them, in ways of its own
+_CHANGING = frozenset(
+    "__delitem__ __iadd__ __iand__ __imul__ __ior__ __isub__ __ixor__ __setitem__ add append appendleft clear "
+    "difference_update discard extend extendleft insert intersection_update pop popitem popleft remove reverse "
+    "setdefault sort symmetric_difference_update update".split()
+)
+_populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
+_look_aside = InterpreterCompileCtx.lookaside
+
+
+def _check_items(container: Any, items: tuple[Any, ...]) -> None:
+    found = tuple(sorted(container, key=repr)) if isinstance(container, (set, frozenset)) else (*container,)
+    if found != items or any(map(_differ_in_type, found, items)):
+        raise RuntimeError(f"Expected {items}, got {found}")
+
+
+def _differ_in_type(one: Any, other: Any) -> bool:
+    return type(one) is not type(other)
+
+
+check_items = OperatorExecutor("cudagraph_containers").register_operator(
+    "check_items", meta=lambda container, items: None, fn=_check_items, tags=(OpTags.DONT_DCE,)
+)
+
+
+def _is_callers(value: WrappedValue) -> bool:
+    """Whether it is a container from outside of what is traced, and something of ours is compiled."""
+    provenance = value.provenance
+    if not isinstance(value.value, _CONTAINERS) or not should_register_for_prologue(provenance):
+        return False
+    if provenance.inst is PseudoInst.LOAD_ATTR:
+        owner, name = provenance.inputs
+        is_module = bool(owner.ext_flag & EXT_FLAG_IS_MODULE)
+        if name.value in _OF_MODULES if is_module else str(name.value).startswith("__"):  # as a function's globals
+            return False
+    data, _ = _compile_data.get()
+    return any(getattr(each, "owns_regions", False) for each in getattr(data, "transforms", None) or ())
+
+
+def _check(value: WrappedValue, *, of_python: bool = False) -> None:
+    """Has the prologue check a container of the caller's as it is now.
+
+    Args:
+        of_python: Python itself looks at the items, so Thunder sees none of them.
+    """
+    if getattr(value, "is_changed", False) or not _is_callers(value):
+        return
+    container = value.value
+    items = tuple(sorted(container, key=repr)) if isinstance(container, (set, frozenset)) else (*container,)
+    proxy = AnyProxy(container, history=value.provenance)
+    if (of_python or isinstance(container, dict)) and all(type(item) in _LITERALS for item in items):
+        get_jit_ctx().add_constraint((check_items, proxy, items))
+    else:
+        get_jit_ctx().add_constraint((check_len, proxy, len(items)))
+
+
+def _forget_check(value: WrappedValue) -> None:
+    """No prologue can check what the code changes."""
+    value.is_changed = True
+    context = get_jit_ctx()
+    context._constraints = [
+        each
+        for each in context._constraints
+        if each[0] not in (check_items, check_len) or each[1].history is not value.provenance
+    ]
+
+
+def _populate_and_check(value: WrappedValue) -> None:
+    if not value.has_item_tracking:
+        _check(value)
+    _populate(value)
+
+
+def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What Thunder calls in the place of ``fn``; None if Python calls it, or Thunder follows it."""
+    kind = getattr(fn, "__objclass__", None)
+    if kind is not None and args and isinstance(args[0], WrappedValue) and issubclass(kind, _CONTAINERS):
+        container = args[0]
+        if fn.__name__ in _CHANGING and _is_callers(container):
+            _forget_check(container)
+            note_change(f"{kind.__name__}.{fn.__name__}")
+        elif fn.__name__ == "__getitem__" and isinstance(container.value, dict) and args[1].value not in container.value:
+            _check(container)
+    found = _look_aside(self, fn, *args, **kwargs)
+    if found is None and interpreter.is_opaque(fn):
+        for each in args:
+            if isinstance(each, WrappedValue) and isinstance(each.value, _CONTAINERS):
+                _check(each, of_python=True)
+    return found
+
+
+interpreter.populate_item_wrappers = _populate_and_check
+InterpreterCompileCtx.lookaside = _look_aside_and_check
