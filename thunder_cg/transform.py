@@ -28,7 +28,7 @@ from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import Stacks
 from thunder_cg.communication import install as trace_collectives
-from thunder_cg.compat import containers, thunder as compat
+from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names

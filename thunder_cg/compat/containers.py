@@ -1,7 +1,7 @@
 """Has Thunder check the containers that a function reads, where something of ours is compiled.
 
 Thunder (0.2.6) traces what the Python code does with a list or a dict, and then checks only the items that are read.
-With other items, such as one more in a list, or a key that was missing, it would go on with the trace of the first call.
+With other items, such as one more in a list, or a key that was missing, it would run the trace of the first call.
 What is added to the prologue is one check for each container that the code looks at as a whole: of its length, of the
 keys of a dict, of the items of what Python itself looks into, such as a set of names. Then other items compile anew.
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from thunder.core import interpreter
 from thunder.core.compile_data import _compile_data
 from thunder.core.interpreter import InterpreterCompileCtx, PseudoInst, WrappedValue
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, get_jit_ctx, should_register_for_prologue
-from thunder.core.prims import OpTags, check_len
+from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy
 from thunder.extend import OperatorExecutor
 
@@ -27,29 +28,45 @@ from thunder_cg.compat.thunder import note_change
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, type(None))
-_OF_MODULES = frozenset(vars(torch.nn.Module())) | {"__dict__"}  # Thunder reads them, and writes to them, in ways of its own
-_CHANGING = frozenset(
-    "__delitem__ __iadd__ __iand__ __imul__ __ior__ __isub__ __ixor__ __setitem__ add append appendleft clear "
-    "difference_update discard extend extendleft insert intersection_update pop popitem popleft remove reverse "
-    "setdefault sort symmetric_difference_update update".split()
-)
+_OF_MODULES = frozenset(vars(torch.nn.Module())) | {"__dict__"}  # which Thunder reads and writes in ways of its own
+_READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
+_CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
 _look_aside = InterpreterCompileCtx.lookaside
 
 
+def _register(name: str, check: Callable[[Any, Any], None]) -> Any:
+    return _executor.register_operator(name, meta=lambda container, expected: None, fn=check, tags=(OpTags.DONT_DCE,))
+
+
+def _check_length(container: Any, length: int) -> None:
+    if len(container) != length:
+        raise RuntimeError(f"Expected {length} items, got {len(container)}")
+
+
+def _check_keys(container: Any, keys: tuple[str, ...]) -> None:
+    if (*container,) != keys:
+        raise RuntimeError(f"Expected the keys {keys}, got {(*container,)}")
+
+
 def _check_items(container: Any, items: tuple[Any, ...]) -> None:
-    found = tuple(sorted(container, key=repr)) if isinstance(container, (set, frozenset)) else (*container,)
-    if found != items or any(map(_differ_in_type, found, items)):
-        raise RuntimeError(f"Expected {items}, got {found}")
+    found = _items(container)
+    if found != items or [*map(type, found)] != [*map(type, items)]:  # 1 is True
+        raise RuntimeError(f"Expected the items {items}, got {found}")
 
 
-def _differ_in_type(one: Any, other: Any) -> bool:
-    return type(one) is not type(other)
+def _items(container: Any) -> tuple[Any, ...]:
+    """Its items, or the keys of a dict; those of a set in one order."""
+    return tuple(sorted(container, key=repr)) if isinstance(container, (set, frozenset)) else (*container,)
 
 
-check_items = OperatorExecutor("cudagraph_containers").register_operator(
-    "check_items", meta=lambda container, items: None, fn=_check_items, tags=(OpTags.DONT_DCE,)
-)
+_executor = OperatorExecutor("cudagraph_containers")
+CHECK_LENGTH = "check_length"
+check_length = _register(CHECK_LENGTH, _check_length)
+check_keys = _register("check_keys", _check_keys)
+check_items = _register("check_items", _check_items)
+_CHECKS = (check_length, check_keys, check_items)
+CHECKS_OF_CONTAINERS = frozenset(each.name for each in _CHECKS)
 
 
 def _is_callers(value: WrappedValue) -> bool:
@@ -72,25 +89,27 @@ def _check(value: WrappedValue, *, of_python: bool = False) -> None:
     Args:
         of_python: Python itself looks at the items, so Thunder sees none of them.
     """
-    if getattr(value, "is_changed", False) or not _is_callers(value):
+    if getattr(value, "is_settled", False) or not _is_callers(value):
         return
-    container = value.value
-    items = tuple(sorted(container, key=repr)) if isinstance(container, (set, frozenset)) else (*container,)
+    value.is_settled = True  # Thunder wraps, and so checks, each literal in what it tracks the items of
+    container, items = value.value, _items(value.value)
     proxy = AnyProxy(container, history=value.provenance)
-    if (of_python or isinstance(container, dict)) and all(type(item) in _LITERALS for item in items):
-        get_jit_ctx().add_constraint((check_items, proxy, items))
+    is_dict = isinstance(container, dict)
+    if is_dict and all(type(item) is str for item in items):
+        constraint: tuple[Any, ...] = check_keys, proxy, items
+    elif (of_python or is_dict) and all(type(item) in _LITERALS for item in items):
+        constraint = check_items, proxy, items
     else:
-        get_jit_ctx().add_constraint((check_len, proxy, len(items)))
+        constraint = check_length, proxy, len(items)
+    get_jit_ctx().add_constraint(constraint)
 
 
 def _forget_check(value: WrappedValue) -> None:
     """No prologue can check what the code changes."""
-    value.is_changed = True
+    value.is_settled = True
     context = get_jit_ctx()
     context._constraints = [
-        each
-        for each in context._constraints
-        if each[0] not in (check_items, check_len) or each[1].history is not value.provenance
+        each for each in context._constraints if each[0] not in _CHECKS or each[1].history is not value.provenance
     ]
 
 
@@ -108,7 +127,9 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
         if fn.__name__ in _CHANGING and _is_callers(container):
             _forget_check(container)
             note_change(f"{kind.__name__}.{fn.__name__}")
-        elif fn.__name__ == "__getitem__" and isinstance(container.value, dict) and args[1].value not in container.value:
+        elif (
+            fn.__name__ == "__getitem__" and isinstance(container.value, dict) and args[1].value not in container.value
+        ):
             _check(container)
     found = _look_aside(self, fn, *args, **kwargs)
     if found is None and interpreter.is_opaque(fn):

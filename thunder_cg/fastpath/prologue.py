@@ -17,12 +17,13 @@ import torch
 
 from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.containers import CHECKS_OF_CONTAINERS
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
 
 _TENSOR_CHECKS = (PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA, "check_tensor_metadata")  # before and after execution
-_VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_value"})
+_VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_value", *CHECKS_OF_CONTAINERS})
 _VALUES = {PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_CACHE_INFO, PrimIDs.UNPACK_FUNCTION_OBJ, PrimIDs.UNPACK_GETITEM}
 _MODULES = {PrimIDs.UNPACK_BUFFER, PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_SUBMODULE, PrimIDs.UNPACK_THUNDER_MODULE}
 _LOOKUPS = _VALUES | _MODULES
