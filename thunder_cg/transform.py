@@ -117,8 +117,10 @@ class CudagraphTransform(compat.Transform):
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
-        self._compiling.parameters = {p.name: str(s.args[1]) for s in symbols for p in s.flat_proxy_outs}
-        self._compiling.compilation = self._compilation(PrologueChecks(prologue_trace))
+        checks = PrologueChecks(prologue_trace)
+        parameters = {p.name: str(s.args[1]) for s in symbols for p in s.flat_proxy_outs}
+        self._compiling.names = {**checks.users_names(data.fn), **parameters}
+        self._compiling.compilation = self._compilation(checks)
         self._compiling.stacks = stacks_of_generated_code(data.fn)
         self._compiling.forward = None
         names_operators = self.options.allow or self.options.deny
@@ -213,7 +215,7 @@ class CudagraphTransform(compat.Transform):
         """What the compilation on this thread is for."""
         data = compat.get_compile_data()
         module = data.fn if isinstance(data.fn, torch.nn.Module) else None
-        known: dict[str, dict[str, Any]] = {"shape": {}, "number": {}, "attribute": {}}
+        known: dict[str, dict[str, Any]] = {"shape": {}, "number": {}, "attribute": {}, "items": {}}
         for kind, name, value in checks.users_values(data.fn):
             known[kind][name] = value
         return Compilation(
@@ -224,6 +226,7 @@ class CudagraphTransform(compat.Transform):
             shapes=known["shape"],
             numbers=known["number"],
             attributes=known["attribute"],
+            items=known["items"],
             parameters={name: str(checks.lookups[name].key) for name in self._compiling.static},
         )
 
@@ -236,7 +239,7 @@ class CudagraphTransform(compat.Transform):
 
     def _read(self, trace: TraceCtx, forward: Ops | None = None) -> Ops:
         its = self._compiling
-        return read(trace, its.static, forward, its.stacks, self._stand_in, its.parameters)
+        return read(trace, its.static, forward, its.stacks, self._stand_in, its.names)
 
     def _program(
         self, trace: PlannedTrace, forward: Program | None, taken: set[str], compilation: Compilation
@@ -313,7 +316,7 @@ class _Compiling(threading.local):
 
     static: frozenset[str] = frozenset()  # names of parameters and buffers
     compilation: Compilation
-    parameters: Mapping[str, str] = MappingProxyType({})  # what the module calls them
+    names: Mapping[str, str] = MappingProxyType({})  # what the module calls them, and the user the inputs
     stacks: Stacks | None = None  # of the lines of Dynamo's graphs
     forward: tuple[set[str], weakref.ref[Program]] | None = None
     before: Ops | None = None  # the trace before Thunder transforms it, if options name operators

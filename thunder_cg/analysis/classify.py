@@ -287,7 +287,7 @@ class _Classifier:
         if (op.id or "").rpartition(".")[2] not in ("item", "ITEM") or not set(op.inputs) & set(self.ops.args):
             return None
         value = self.values[op.inputs[0]]
-        is_dynamos = value.users_name != value.name and (value.device, value.dtype) == ("cpu", "float64")
+        is_dynamos = value.is_dynamos and (value.device, value.dtype) == ("cpu", "float64")
         if not is_dynamos or proxy_shape(value.proxy) != () or ".item" in (self.ops.source(op) or ""):
             return None
         name = value.users_name

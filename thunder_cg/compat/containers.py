@@ -29,6 +29,7 @@ from thunder_cg.compat.thunder import note_change
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, type(None))
 _OF_MODULES = frozenset(vars(torch.nn.Module())) | {"__dict__"}  # which Thunder reads and writes in ways of its own
+_OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
 _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
@@ -73,6 +74,8 @@ def _is_callers(value: WrappedValue) -> bool:
     """Whether it is a container from outside of what is traced, and something of ours is compiled."""
     provenance = value.provenance
     if not isinstance(value.value, _CONTAINERS) or not should_register_for_prologue(provenance):
+        return False
+    if id(value.value) in _OF_TORCH:
         return False
     if provenance.inst is PseudoInst.LOAD_ATTR:
         owner, name = provenance.inputs

@@ -48,6 +48,11 @@ _KINDS = {
         "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or add_; if "
         f"{_AS_TENSOR}",
     ),
+    "items": (
+        "{count} lengths or keys of {names} so far ({shown})",
+        "each new one compiles anew in Thunder{took}, warms up and captures",
+        f"keep the length and the keys of {{first}} as they are; {IF_CACHE}",
+    ),
     "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, _PAD),
     "strides": ("{count} strides of {names} so far ({shown})", _NEW_LAYOUT, "pass {first}.contiguous()"),
     "alignment": (
@@ -150,14 +155,14 @@ class Changes:
 
     def add_between(self, kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> CallChange | None:
         """Counts the inputs whose values differ, if any do."""
-        names = [name for name, value in after.items() if before[name] != value]
+        names = [name for name, value in after.items() if before.get(name, value) != value]
         values = (tuple(each[name] for name in names) for each in (before, after))
         return self.add(kind, names, *values) if names else None
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
     """How many of the values differ."""
-    return sum(value != other[name] for name, value in one.items())
+    return sum(value != other.get(name) for name, value in one.items())
 
 
 # What a `Layout` has, in its order, and the kind of a change of it.
