@@ -78,7 +78,7 @@ def test_a_call_that_fails_after_it_was_compiled(twins, device):
 
 @pytest.mark.parametrize("grad", [True, False])
 def test_a_newer_version_that_checks_less(grad, twins, device):
-    """Both are for the last calls: Thunder does not check whether there is an object, and the newer one read no more."""
+    """Both are for the last calls: Thunder does not check an object, and the newer one read no more."""
 
     class Adapted(nn.Module):
         def __init__(self):
