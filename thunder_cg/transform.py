@@ -35,7 +35,7 @@ from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError, WrongGradientWarning
 from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
-from thunder_cg.options import Options
+from thunder_cg.options import Options, taken_from
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
 from thunder_cg.runtime.compilation import Compilation, name_of
@@ -446,7 +446,7 @@ class CUDAGraphPlugin(compat.Plugin):
     policy = compat.PluginPolicy.POST
 
     def __init__(self, **options: Any) -> None:
-        self._options = options
+        self._options = taken_from(options, "CUDAGraphPlugin", (), may_be_others=False)
 
     def setup_transforms(self) -> list[compat.Transform]:
         return [cudagraph_transform(**self._options)]

@@ -12,6 +12,7 @@ from traceback import walk_tb
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import thunder
 import torch
 from thunder import CacheEntry
 from thunder.clang import maybe_convert_to_dtype
@@ -221,6 +222,16 @@ def drop_self_references(entry: CacheEntry) -> None:
 def compile_only(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Has Thunder compile for these arguments, as a call does if it must. Only the prologue's checks run."""
     compile_data(jitted).get_computation_and_inputs(*args, **kwargs)
+
+
+OPTIONS = frozenset(inspect.signature(thunder.jit).parameters) - {"fn", "compile_options"} | {
+    *("auto_recompute_intermediates", "cudnn_sdpa_bwd_may_cat_grad_qkv", "disable_inplace_copy_check"),
+    *("disable_replace_uniform", "early_transforms", "executors_list", "fusion_type", "is_differentiable_outputs"),
+    *("nv_disable_options", "nv_enable_embedding", "nv_enable_linear", "nv_enable_matmul", "nv_enable_options"),
+    *("nv_enable_scatter", "nv_enable_sdpa", "nv_enable_shape_only_fusion", "nv_save_fake_inputs", "nv_skip_cache"),
+    *("nv_store_fusion_inputs", "sdpa_debug", "skip_inplace_alias_updates", "thunderfx_disable_split_autograd"),
+    *("torch_compile_fullgraph", "use_apex_cross_entropy", "use_cudagraphs"),
+}  # names of the options of ``thunder.jit``, and of those that Thunder and its executors ask for
 
 
 def options_of(jitted: Any) -> dict[str, Any]:

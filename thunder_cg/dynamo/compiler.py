@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import inspect
-import warnings
 from collections.abc import Callable
-from dataclasses import fields
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -18,12 +15,13 @@ from thunder_cg.analysis.sources import described
 from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
 from thunder_cg.compat.splitter import keeping_fallbacks
+from thunder_cg.compat.thunder import OPTIONS
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import order_counts
 from thunder_cg.errors import CaptureError, TransformConflictError
-from thunder_cg.options import Options
+from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name
 from thunder_cg.runtime.compilation import NAME, name_of
@@ -90,24 +88,13 @@ class Compiler(ThunderCompiler):
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """See :func:`thunder_cg.thunderfx`."""
-    ours = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
+    ours = taken_from(options, "thunderfx", {*OPTIONS, *signature(torch.compile).parameters}, may_be_others=True)
     given = options.pop("transforms", None) or ()
     if graphs := [type(each).__name__ for each in given if getattr(each, "owns_regions", False)]:
         fix = "thunder_cg.thunderfx has one itself; pass its options, as in thunderfx(fn, allow=[...])"
         raise TransformConflictError([type(each).__name__ for each in given], [*graphs, "its own"], fix)
-    for name in options:
-        if (nearest := _nearest_option(name)) not in (name, None):
-            said = f"thunderfx({name}=...) goes to Thunder, which ignores options that it does not know"
-            warnings.warn(f"{said}; did you mean {nearest}=?", stacklevel=3)
     transforms = [*given, cudagraph_transform(**ours)]
     return compile_with(fn, transforms=transforms, **options)
-
-
-def _nearest_option(name: str) -> str | None:
-    """The option that has the name, or may be meant by it. Thunder's executors have more than are known here."""
-    known = [field.name for field in fields(Options)]
-    known += [each for of in (thunder.jit, torch.compile) for each in inspect.signature(of).parameters]
-    return next(iter(difflib.get_close_matches(name, known, 1, 0.7)), None)
 
 
 def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
