@@ -95,6 +95,7 @@ def _summary(report: Report) -> Iterator[str]:
     first, *rest = ran(report)
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
+    yield from without_backward(report)
     yield from (f"Other than in PyTorch, with and without graphs: {said}." for said in report.differs)
     yield from failures(report)
     yield from in_python(report)
@@ -175,6 +176,19 @@ def ran(report: Report) -> Iterator[str]:
         yield "All calls after warm-up and capture replay, and no operator is eager: there is nothing to change."
     for reason, fix in {reason: fix for trace in having for reason, fix in trace.fixes.items()}.items():
         yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
+
+
+def without_backward(report: Report) -> Iterator[str]:
+    """The functions whose backward never ran, although the forward did more than once, and what to do about it."""
+    backwards = {
+        (trace.function, trace.entry) for trace in report.traces if trace.kind == "backward" and not trace.calls
+    }
+    for trace in report.traces:
+        if trace.kind == "forward" and (trace.function, trace.entry) in backwards and trace.calls > 1:
+            yield (
+                f"No backward ran of {trace.function}, compiled version {trace.entry}: for inference, call it under "
+                f"torch.no_grad(), or after model.requires_grad_(False), which keeps nothing for a backward."
+            )
 
 
 def _calls_without_regions(report: Report) -> int:
