@@ -24,7 +24,7 @@ from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy
 from thunder.extend import OperatorExecutor
 
-from thunder_cg.compat.thunder import note_change
+from thunder_cg.compat.thunder import is_ours, note_change
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, type(None))
@@ -82,8 +82,7 @@ def _is_callers(value: WrappedValue) -> bool:
         is_module = bool(owner.ext_flag & EXT_FLAG_IS_MODULE)
         if name.value in _OF_MODULES if is_module else str(name.value).startswith("__"):  # as a function's globals
             return False
-    data, _ = _compile_data.get()
-    return any(getattr(each, "owns_regions", False) for each in getattr(data, "transforms", None) or ())
+    return is_ours(_compile_data.get()[0])
 
 
 def _check(value: WrappedValue, *, of_python: bool = False) -> None:

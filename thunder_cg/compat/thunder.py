@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import thunder
 import torch
+import torch.nn.utils.stateless as stateless
 from thunder import CacheEntry
 from thunder.clang import maybe_convert_to_dtype
 from thunder.common import transform_to_torch_types
@@ -82,6 +83,7 @@ from thunder.torch import (
 )
 
 from thunder_cg.compat.torch import library_names
+from thunder_cg.errors import FunctionalCallError
 
 # Traces
 
@@ -181,6 +183,29 @@ compile_stats: Callable[[ThunderModule], Any] = attrgetter("_lc_cs")
 compile_data: Callable[[ThunderModule], Any] = attrgetter("_lc_cd")
 # The function that a compiled module calls in its forward: Thunder's dispatch, or what was put in its place.
 dispatch_of: Callable[[ThunderModule], Callable[..., Any]] = attrgetter("_forward_fn")
+
+
+def changed_since_compiled(module: ThunderModule) -> dict[str, list[str]]:
+    """What was set after Thunder compiled a module, and calls do not see.
+
+    Returns:
+        Two lists of names: attributes of the model that the compiled module has besides; and parts of the model that
+        are others now: submodules, and parameters if no other transform has a say in these.
+    """
+    model = original_module(module)
+    mine, its = ({*vars(each), *each._modules, *each._parameters, *each._buffers} for each in (module, model))
+    before, now = module_cache(module), dict(model.named_modules())
+    others = [name for name in {**before, **now} if before.get(name) is not now.get(name)]
+    if len(compile_data(module).transforms) == 1 and not is_data_parallel(model):
+        known = module_parameters(module)
+        others += [name for name, p in model.named_parameters() if name in known and known[name] is not p]
+    outer = [name for name in others if not any(name.startswith(f"{other}.") for other in others)]
+    return {"attributes": sorted((mine & its) - vars(torch.nn.Module()).keys()), "parts": outer}
+
+
+def is_data_parallel(model: torch.nn.Module) -> bool:
+    """Whether Thunder's ddp or fsdp has the model's parameters."""
+    return bool(getattr(model, "use_ddp", False) or getattr(model, "use_fsdp", False))
 
 
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
@@ -401,6 +426,28 @@ def lost_assignments(epilogue: TraceCtx | None) -> list[Change]:
 def lost_changes() -> list[Change]:
     """Changes of the caller's containers in the compilation on this thread, which no call repeats."""
     return _changes.pop(_compile_data.get()[1], [])
+
+
+_functional_call = stateless._functional_call
+
+
+@wraps(_functional_call)
+def _refuse_functional_call(module: torch.nn.Module, parameters_and_buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses to give other parameters to a module that something of ours is compiled in."""
+    for name, each in module.named_modules():
+        if not isinstance(each, ThunderModule) or not is_ours(compile_data(each)):
+            continue
+        if any(key == name or key.startswith(f"{name}." if name else "") for key in parameters_and_buffers):
+            raise FunctionalCallError(original_module(each))
+    return _functional_call(module, parameters_and_buffers, *args, **kwargs)
+
+
+stateless._functional_call = _refuse_functional_call
+
+
+def is_ours(data: Any) -> bool:
+    """Whether our transform is one of those that something is compiled with."""
+    return any(getattr(each, "owns_regions", False) for each in getattr(data, "transforms", None) or ())
 
 
 def is_known_view(function: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -12,7 +12,7 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs
+from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, users_names
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
 from thunder_cg.compat.splitter import keeping_fallbacks
 from thunder_cg.compat.thunder import OPTIONS
@@ -24,7 +24,7 @@ from thunder_cg.errors import CaptureError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name
-from thunder_cg.runtime.compilation import NAME, name_of
+from thunder_cg.runtime.compilation import NAME, NAMES, name_of
 from thunder_cg.transform import cudagraph_transform
 
 
@@ -47,6 +47,7 @@ class Compiler(ThunderCompiler):
         Raises:
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
+        names = users_names(module.graph)
         try:
             specialize_floats(module)
             rewrite(module, self.thunder_options)
@@ -61,7 +62,7 @@ class Compiler(ThunderCompiler):
         except Exception as error:
             self.failures, self.failure = self.failures + 1, described(error)
             raise
-        self._name_parts()
+        self._name_parts(names)
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
         if any(getattr(each, "strict", None) == "ops" for each in options):
             for outside in outside_of("the graph", self.subgraph_infos[-1]):
@@ -76,14 +77,18 @@ class Compiler(ThunderCompiler):
         with patch.dict(self.thunder_options, fusions):
             return super().__call__(module, *inputs)
 
-    def _name_parts(self) -> None:
-        """Notes on what Thunder will compile of the last graph what the report calls it, for the log and profiles."""
+    def _name_parts(self, names: Mapping[str, str]) -> None:
+        """Notes on what Thunder will compile of the last graph what the report calls it, for the log and profiles.
+
+        Args:
+            names: what the user calls inputs of the graph.
+        """
         graph = graph_name(self.function, len(self.subgraph_infos) - 1)
         parts = self.subgraph_infos[-1].thunder_compiled_fns or ()
         for number, jitted in enumerate(parts):
             module = thunder.compile_data(jitted).fn
             if isinstance(module, torch.fx.GraphModule):
-                module.meta[NAME] = part_name(graph, number, len(parts))
+                module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: names}
 
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:

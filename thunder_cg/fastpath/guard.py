@@ -63,7 +63,7 @@ class PrologueGuard:
         self.keywords = None if others else self._keywords(sorted_checks.others, arguments)
         self.positional = len(arguments) - len(self.keywords or ())
         self.global_state = GlobalStateGuard(
-            checks.cache_info, synchronizes=_synchronizes(compat.original_module(module))
+            checks.cache_info, synchronizes=compat.is_data_parallel(compat.original_module(module))
         )
         self.attributes = sorted_checks.attribute_guard()
 
@@ -117,11 +117,6 @@ class PrologueGuard:
     def makes_exactly(self, names: Sequence[str]) -> bool:
         """Whether these are all the values, in their order."""
         return list(names) == list(self.place)
-
-
-def _synchronizes(model: torch.nn.Module) -> bool:
-    """Whether gradients are synchronized between processes, except in ``no_sync()``: by Thunder's ddp or fsdp."""
-    return bool(getattr(model, "use_ddp", False) or getattr(model, "use_fsdp", False))
 
 
 def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -243,10 +238,10 @@ class _ModuleChecks:
         """The checks of modules' attributes. The compiled module itself is always watched."""
         model = compat.original_module(self._module)
         self._watch(model)
-        check, synchronizes = self.function(self._attributes, ()), _synchronizes(model)
+        check, synchronizes = self.function(self._attributes, ()), compat.is_data_parallel(model)
 
         def check_all() -> None:
-            assert _synchronizes(model) is synchronizes
+            assert compat.is_data_parallel(model) is synchronizes
             check()
 
         return AttributeGuard(check_all, list(self._watched.values()))

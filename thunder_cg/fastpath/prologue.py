@@ -22,6 +22,7 @@ from thunder_cg.compat.containers import CHECKS_OF_CONTAINERS
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
+from thunder_cg.runtime.compilation import NAMES
 
 _TENSOR_CHECKS = (PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA, "check_tensor_metadata")  # before and after execution
 _VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_value", *CHECKS_OF_CONTAINERS})
@@ -158,6 +159,7 @@ class _Arguments:
     """The names of the arguments that a function, or a module's forward, takes by position."""
 
     def __init__(self, function: Any) -> None:
+        self._dynamos = function.meta.get(NAMES, {}) if isinstance(function, torch.fx.GraphModule) else {}
         function = function.forward if isinstance(function, torch.nn.Module) else function
         try:
             parameters = [*inspect.signature(function).parameters.values()]
@@ -169,7 +171,8 @@ class _Arguments:
 
     def name(self, index: int) -> str:
         if index < len(self._names):
-            return Value(self._names[index], "").users_name
+            name = self._names[index]
+            return self._dynamos.get(name) or Value(name, "").users_name
         return f"{self._rest}[{index - len(self._names)}]"
 
 

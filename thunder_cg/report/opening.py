@@ -10,6 +10,7 @@ from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
 from thunder_cg.runtime.changes import IF_CACHE, IF_DROPOUT
+from thunder_cg.runtime.failures import TRANSFORMED
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
 _NO_GRAPH = (
     "Dynamo had no graph for them. It has none of a call under a TorchDispatchMode, such as a FlopCounterMode, nor of "
-    "later ones if the first one ran so, until torch._dynamo.reset(); of a call that computes nothing with tensors; "
+    "later ones if the first one ran so, until torch._dynamo.reset(); of a call inside of torch.func's vmap or grad, "
+    "which the function has to call itself; of a call that computes nothing with tensors; "
     "under torch.compiler.set_stance; or after torch._dynamo.config.recompile_limit was reached by the same code; "
     'TORCH_LOGS="dynamo" says more'
 )
@@ -50,6 +52,12 @@ class _Hint(NamedTuple):
 
 
 _HINTS = (
+    _Hint(("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"), TRANSFORMED),
+    _Hint(
+        ("unhashable type: 'TensorProxy'", "from ProvenanceRecord"),
+        "for torch.func.functional_call, or modules in a list, a dict or a global variable, use thunder_cg.thunderfx, "
+        "or hold the modules in a torch.nn.ModuleList of the module that is compiled",
+    ),
     _Hint(
         ("data dependen", "DataDependentOutput", "tolist"),
         "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, "

@@ -123,7 +123,7 @@ class CallChange:
     def _filled(self, part: int) -> str:
         first, *others = self.names or ("",)
         names = f"{first} and {len(others):,} more" if len(others) > 1 else " and ".join(self.names)
-        shown = [" and ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in self.values]
+        shown = [*map(_shown, self.values)]
         return _KINDS[self.kind][part].format(
             names=names,
             first=first,
@@ -133,6 +133,14 @@ class CallChange:
             times="once" if self.times == 1 else f"{self.times:,} times",
             took=f" ({self.seconds:.2f} s)" if self.seconds else "",
         )
+
+
+def _shown(value: Any) -> str:
+    """The values of all inputs, or one if they are the same."""
+    if not isinstance(value, tuple):
+        return str(value)
+    parts = [*map(str, value)] if len({*map(str, value)}) > 1 else [str(value[0])] if value else ["()"]
+    return " and ".join([*parts[:_SHOWN], *(["..."] * (len(parts) > _SHOWN))])
 
 
 class Changes:

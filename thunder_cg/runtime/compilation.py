@@ -11,6 +11,7 @@ import torch
 from thunder_cg.runtime.changes import CallChange, Changes, differing
 
 NAME = "thunder_cg.name"  # in the `meta` of a graph of Dynamo's: what the report calls it
+NAMES = "thunder_cg.names"  # and what the user calls its inputs, by the names of their nodes
 
 
 def name_of(fn: Any) -> str:
