@@ -34,6 +34,7 @@ _TO_COMPARE = (
     "is compiled, with "
 )
 _THUNDERFX = "thunder_cg.thunderfx"
+_FEW_GRAPHS = 3  # that ran once, as each part of a function does in its first call
 _KEEPS_OUT = {
     False: f"{_THUNDERFX}, which leaves to Python or Inductor what Thunder does not follow",
     True: "torch.compiler.disable around a function of yours that calls it",
@@ -104,6 +105,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
     yield from without_backward(report)
+    yield from graphs_of_one_call(report)
     yield from (f"Other than in PyTorch, with and without graphs: {said}." for said in report.differs)
     yield from failures(report)
     yield from in_python(report)
@@ -197,6 +199,19 @@ def without_backward(report: Report) -> Iterator[str]:
                 f"No backward ran of {trace.function}, compiled version {trace.entry}: for inference, call it under "
                 f"torch.no_grad(), or after model.requires_grad_(False), which keeps nothing for a backward."
             )
+
+
+def graphs_of_one_call(report: Report) -> Iterator[str]:
+    """How many graphs Dynamo made for one call each, and what to do about it."""
+    calls: Counter[str] = Counter()
+    for trace in report.traces if report.is_of_dynamo else ():
+        calls[trace.function] += trace.calls if trace.kind == "forward" else 0
+    once = [function for function, times in calls.items() if times == 1]
+    if len(once) > _FEW_GRAPHS:
+        yield (
+            f"Dynamo made {len(once):,} graphs that ran once, the last of them {once[-1]}: calls bring something new "
+            f'each time; TORCH_LOGS="recompiles" in the environment has Dynamo say what. To change that: {_FEWER}.'
+        )
 
 
 def _calls_without_regions(report: Report) -> int:

@@ -106,8 +106,12 @@ def _split(text: str) -> tuple[Path, str]:
 
 
 @contextmanager
-def _printing_errors() -> Iterator[list[BaseException]]:
-    """Ends the block where it raises, and prints that as Python does. Reports find what Thunder raised there."""
+def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[BaseException]]:
+    """Ends the block where it raises, and prints that as Python does. Reports find what Thunder raised there.
+
+    Args:
+        is_reported: whether a report says where it was raised, so that the stack, which is Thunder's, is left out.
+    """
     raised: list[BaseException] = []
     try:
         yield raised
@@ -117,7 +121,10 @@ def _printing_errors() -> Iterator[list[BaseException]]:
     except Exception as error:
         raised.append(error)
         sys.last_value = error
-        traceback.print_exception(error)
+        if is_reported():
+            print("".join(traceback.format_exception_only(type(error), error)), end="", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
 
 
 def _run_file(file: Path, arguments: Sequence[str], name: str) -> tuple[dict[str, Any], list[BaseException]]:
@@ -131,7 +138,9 @@ def _run_file(file: Path, arguments: Sequence[str], name: str) -> tuple[dict[str
 
 def _make_calls(call: partial[Any], times: int) -> list[BaseException]:
     """Makes the calls, each with its backward. Returns what they raised."""
-    with _printing_errors() as raised:
+    from thunder_cg import explain
+
+    with _printing_errors(lambda: bool(explain(call.func).compile_failures)) as raised:
         for _ in range(times):
             _train(call())
     return raised
