@@ -74,6 +74,11 @@ _HINTS = (
         f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
     ),
     _Hint(
+        ("too few dimensions",),
+        "for a 0-dim tensor on the CPU, whose gradient Thunder gives another shape, compute it under torch.no_grad(), "
+        "or give it a dimension, as with keepdim=True, or use a GPU",
+    ),
+    _Hint(
         ("gradient transform", "VJP for", "automatic registration"),
         "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor",
     ),
