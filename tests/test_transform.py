@@ -206,6 +206,7 @@ def test_nothing_to_capture(twins, device):
         ({"deny": ["torch.tahn"]}, "deny= names 'torch.tahn', .* did you mean 'torch.tanh'"),
         ({"allow": ["my_opp"]}, "allow= names 'my_opp', and the trace has no such operator$"),
         ({"deny": ["geluu"]}, "did you mean 'gelu'"),
+        ({"deny": ["torch.tnah"]}, "did you mean 'torch.tanh'"),
         ({"deny": ["torch.nn.functional.tahn"]}, "did you mean 'torch.tanh'"),
         ({"deny": ["tanh"]}, None),
         ({"deny": ["atanh"]}, None),

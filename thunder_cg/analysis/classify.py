@@ -156,7 +156,8 @@ def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
             alike.setdefault(_last_part(other), []).append(other)
     if is_known(name) and mine not in alike:
         return None
-    if close := difflib.get_close_matches(mine, alike, 1, _SIMILAR):
+    swapped = [each for each in alike if sorted(each) == sorted(mine)]  # letters of a short name
+    if close := difflib.get_close_matches(mine, alike, 1, _SIMILAR) or swapped:
         found = alike[close[0]]
         as_in_advice = (each for each in found if "::" in each)
         return next(as_in_advice, None) or max(found, key=lambda each: _similarity(name, each))
