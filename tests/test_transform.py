@@ -211,7 +211,7 @@ def test_nothing_to_capture(twins, device):
         ({"deny": ["tanh"]}, None),
         ({"deny": ["atanh"]}, None),
     ],
-    ids=["misspelt", "of nobody", "not in the trace", "by its last part", "right", "another"],
+    ids=["misspelt", "of nobody", "not in the trace", "letters swapped", "by its last part", "right", "another"],
 )
 def test_a_misspelt_name_is_a_warning_once(options, said):
     compiled = thunder.jit(lambda x: torch.tanh(x) * 2, transforms=[cudagraph_transform(backend="tape", **options)])

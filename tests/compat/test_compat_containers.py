@@ -136,3 +136,27 @@ def test_thunder_by_itself_stays_as_it_is():
     jitted = thunder.jit(model)
     jitted(torch.ones(2, 4), [A])
     assert "check_length" not in str(thunder.last_prologue_traces(jitted)[-1])
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.scale = nn.Linear(4, 4, bias=False), None, None
+
+    def forward(self, x, mask=None, options=None):
+        x = torch.sin(self.first(x)) * (2 if self.scale is None else self.scale)
+        x = x if mask is None else x * mask
+        return x * 3 if options is not None and options["shift"] is None else x
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword", "item", "attribute"])
+def test_what_was_none(how, transform, device):
+    model = Masked().to(device).eval().requires_grad_(False)
+    jitted = thunder.jit(model, transforms=[transform()])
+    x, mask = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
+    for value in [None, None, None, mask, mask, mask, None, mask]:
+        model.scale = 5.0 if how == "attribute" and value is not None else None
+        args = [x, *([value] if how == "positional" else [])]
+        kwargs = {"keyword": {"mask": value}, "item": {"options": {"shift": value}}}.get(how, {})
+        same(jitted(*args, **kwargs), model(*args, **kwargs))
+    assert thunder.cache_misses(jitted) == 2 and fast_path_calls(jitted) >= 3

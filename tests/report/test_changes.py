@@ -192,6 +192,4 @@ def test_numbers_have_the_names_of_the_users_code(transform, device):
         jitted([torch.ones(2 + k, device=device)], k, by=k)
     number, shape = explain(jitted).changes
     assert (number.names, shape.names) == (("others[0]", "by", "k"), ("x[0]",))
-    assert number.problem.startswith(
-        "2 values of the Python number others[0] and 2 more so far (0, 1)"
-    )
+    assert number.problem.startswith("2 values of the Python number others[0] and 2 more so far (0, 1)")

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from thunder.core import interpreter
 from thunder.core.compile_data import _compile_data
-from thunder.core.interpreter import InterpreterCompileCtx, PseudoInst, WrappedValue
-from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, get_jit_ctx, should_register_for_prologue
+from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx, PseudoInst, WrappedValue
+from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_jit_ctx, should_register_for_prologue
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy
 from thunder.extend import OperatorExecutor
@@ -34,6 +34,7 @@ _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingPr
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
 _look_aside = InterpreterCompileCtx.lookaside
+_wrapped = general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
 
 
 def _register(name: str, check: Callable[[Any, Any], None]) -> Any:
@@ -61,11 +62,17 @@ def _items(container: Any) -> tuple[Any, ...]:
     return tuple(sorted(container, key=repr)) if isinstance(container, (set, frozenset)) else (*container,)
 
 
+def _check_none(value: Any, expected: None) -> None:
+    if value is not None:
+        raise RuntimeError(f"Expected None, got a {type(value).__name__}")
+
+
 _executor = OperatorExecutor("cudagraph_containers")
 CHECK_LENGTH = "check_length"
 check_length = _register(CHECK_LENGTH, _check_length)
 check_keys = _register("check_keys", _check_keys)
 check_items = _register("check_items", _check_items)
+check_none = _register("check_is_none", _check_none)
 _CHECKS = (check_length, check_keys, check_items)
 CHECKS_OF_CONTAINERS = frozenset(each.name for each in _CHECKS)
 
@@ -73,16 +80,46 @@ CHECKS_OF_CONTAINERS = frozenset(each.name for each in _CHECKS)
 def _is_callers(value: WrappedValue) -> bool:
     """Whether it is a container from outside of what is traced, and something of ours is compiled."""
     provenance = value.provenance
-    if not isinstance(value.value, _CONTAINERS) or not should_register_for_prologue(provenance):
+    if not isinstance(value.value, _CONTAINERS) or id(value.value) in _OF_TORCH:
         return False
-    if id(value.value) in _OF_TORCH:
+    if not should_register_for_prologue(provenance) or _is_pythons_or_modules(provenance):
         return False
-    if provenance.inst is PseudoInst.LOAD_ATTR:
-        owner, name = provenance.inputs
-        is_module = bool(owner.ext_flag & EXT_FLAG_IS_MODULE)
-        if name.value in _OF_MODULES if is_module else str(name.value).startswith("__"):  # as a function's globals
-            return False
     return is_ours(_compile_data.get()[0])
+
+
+def _is_pythons_or_modules(provenance: Any) -> bool:
+    """Whether it is an attribute that each module or function has, such as a module's hooks or a function's globals."""
+    if provenance.inst is not PseudoInst.LOAD_ATTR:
+        return False
+    owner, name = provenance.inputs
+    is_module = bool(owner.ext_flag & EXT_FLAG_IS_MODULE)
+    return name.value in _OF_MODULES if is_module else str(name.value).startswith("__")
+
+
+def _path(provenance: Any) -> tuple[Any, ...]:
+    """The look-ups that lead to a value: that of the same value is the same."""
+    return provenance.inst, provenance.value, *map(_path, provenance.inputs)
+
+
+def _is_of_call(provenance: Any) -> bool:
+    """Whether it is an argument, an item of one, or an attribute of a module itself."""
+    if provenance.inst is PseudoInst.LOAD_ATTR:
+        return bool(provenance.inputs[0].ext_flag & EXT_FLAG_IS_MODULE) and not _is_pythons_or_modules(provenance)
+    while provenance.inst is PseudoInst.BINARY_SUBSCR:
+        provenance = provenance.inputs[0]
+    return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
+
+
+def _check_if_none(value: WrappedValue) -> Any:
+    """Has the prologue check that an argument is None, or an attribute of a module, which Thunder does not."""
+    provenance = value.provenance
+    if value.value is None and should_register_for_prologue(provenance) and _is_of_call(provenance):
+        context, path = get_jit_ctx(), _path(provenance)
+        known: set[Any] = vars(context).setdefault("cudagraph_known", set())
+        if is_ours(_compile_data.get()[0]) and path not in known:
+            known.add(path)
+            context.add_constraint((check_none, AnyProxy(None, history=provenance), None))
+    return _wrapped(value)
 
 
 def _check(value: WrappedValue, *, of_python: bool = False) -> None:
@@ -142,4 +179,5 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
 
 
 interpreter.populate_item_wrappers = _populate_and_check
+general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK] = _check_if_none
 InterpreterCompileCtx.lookaside = _look_aside_and_check
