@@ -28,7 +28,7 @@ from thunder_cg.compat.thunder import is_ours, note_change
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, type(None))
-_OF_MODULES = frozenset(vars(torch.nn.Module())) | {"__dict__"}  # which Thunder reads and writes in ways of its own
+_OF_MODULES = frozenset(dir(torch.nn.Module()))  # which Thunder reads and writes in ways of its own
 _OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
 _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
