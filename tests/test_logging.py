@@ -178,8 +178,9 @@ def test_a_number_that_only_python_gets(lines: Any) -> None:
     jfn = compiled(logs)
     for _ in range(3):
         jfn(torch.ones(3))
-    (said,) = (said for level, said in lines() if level == "WARNING")
+    said, changed = (said for level, said in lines() if level == "WARNING")
     line = logs.__code__.co_firstlineno + 2
+    assert f"list.append at test_logging.py:{line} changes a container" in changed
     assert f"Tensor.item at test_logging.py:{line} reads a number that no operator uses" in said and len(seen) == 1
     assert said.endswith("to log a value, return the tensor and read it outside of the compiled function")
     compiled(lambda x: torch.sin(x) * x.sum().item())(torch.ones(3))

@@ -44,6 +44,7 @@ DEVELOPER_TOOLS = ("generation", "operators", "results", "suite")
 # The modules that may know Thunder's internals, so that a new release of it is a change in few places.
 KNOW_THUNDER = {
     "analysis/ops.py",
+    "compat/containers.py",
     "compat/dynamo.py",
     "compat/splitter.py",
     "compat/thunder.py",

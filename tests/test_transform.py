@@ -91,6 +91,8 @@ def test_plugin_of_thunder_compile(backend, device, monkeypatch, by):
     model = mlp().to(device)
     plain = thunder.jit(model)
     plugin = "cudagraph" if by == "name" else CUDAGraphPlugin(backend=backend, debug=True)
+    with pytest.raises(OptionError, match=r"CUDAGraphPlugin\(debgu=True\): .* did you mean debug=\?"):
+        CUDAGraphPlugin(debgu=True)
     graphed = thunder.compile(model, recipe=BaseRecipe(fuser="torch.compile"), plugins=[plugin])
     for _ in range(CALLS):
         x = torch.randn(4, 8, device=device)
@@ -204,11 +206,12 @@ def test_nothing_to_capture(twins, device):
         ({"deny": ["torch.tahn"]}, "deny= names 'torch.tahn', .* did you mean 'torch.tanh'"),
         ({"allow": ["my_opp"]}, "allow= names 'my_opp', and the trace has no such operator$"),
         ({"deny": ["geluu"]}, "did you mean 'gelu'"),
+        ({"deny": ["torch.tnah"]}, "did you mean 'torch.tanh'"),
         ({"deny": ["torch.nn.functional.tahn"]}, "did you mean 'torch.tanh'"),
         ({"deny": ["tanh"]}, None),
         ({"deny": ["atanh"]}, None),
     ],
-    ids=["misspelt", "of nobody", "not in the trace", "by its last part", "right", "another"],
+    ids=["misspelt", "of nobody", "not in the trace", "letters swapped", "by its last part", "right", "another"],
 )
 def test_a_misspelt_name_is_a_warning_once(options, said):
     compiled = thunder.jit(lambda x: torch.tanh(x) * 2, transforms=[cudagraph_transform(backend="tape", **options)])

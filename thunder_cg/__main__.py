@@ -33,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"thunder-cg {_version()}")
     parser.add_argument("command", choices=_COMMANDS, metavar="command", help="see below; command --help says more")
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
     command = parser.parse_args(words[:1]).command
     with warnings.catch_warnings(), _without_log():
         if not sys.warnoptions:  # python -W shows all

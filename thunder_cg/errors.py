@@ -82,6 +82,19 @@ class ShardedModuleError(CudagraphError, TypeError):
         super().__init__(f"{sharded}. {problem}; {fix}")
 
 
+class FunctionalCallError(CudagraphError, TypeError):
+    """``torch.func.functional_call`` was to give a compiled module other parameters, which its calls do not see."""
+
+    def __init__(self, module: object) -> None:
+        name = type(module).__name__
+        problem = f"the {name} that thunder.jit compiled keeps its own parameters, with and without graphs"
+        fix = (
+            "compile a function that makes the call on the module itself: "
+            "thunder_cg.thunderfx(lambda parameters, x: functional_call(module, parameters, (x,)))"
+        )
+        super().__init__(f"torch.func.functional_call: {problem}; {fix}")
+
+
 class DisagreementWarning(UserWarning):
     """`verify` found a graph that does not do what its ops do: earlier replays of it may have been wrong."""
 

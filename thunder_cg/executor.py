@@ -20,9 +20,7 @@ class CudagraphExecutor(compat.FusionExecutor):
         return False
 
     def fusion_pass(self, trace: compat.TraceCtx) -> compat.TraceCtx:
-        data = compat.get_compile_data()
-        transforms = getattr(data, "transforms", None) or ()
-        if not any(getattr(transform, "owns_regions", False) for transform in transforms):
+        if not compat.is_ours(compat.get_compile_data()):
             warnings.warn(
                 "executors=['cudagraph'] alone captures nothing; add transforms=[thunder_cg.cudagraph_transform()]",
                 stacklevel=2,

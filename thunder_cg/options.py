@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from torch import nn
@@ -87,6 +88,28 @@ class StepOptions:
         _check_bound("max_recordings", self.max_recordings, "graphed_step")
         _check_memory_budget(self.memory_budget, "graphed_step")
         _check_choice("backend", self.backend, BACKENDS, "choose one of these", "graphed_step")
+
+
+def taken_from(given: dict[str, Any], function: str, others: Collection[str], *, may_be_others: bool) -> dict[str, Any]:
+    """Takes the options of a transform out of ``given``, in which options of others are left.
+
+    Args:
+        function: that they were given to, of this package.
+        others: the names of the others' options that are known.
+        may_be_others: whether a name that nobody knows may be an option of an executor, if it is like no known one.
+
+    Raises:
+        OptionError: a name that nobody knows, with the nearest that is known.
+    """
+    ours = [field.name for field in fields(Options)]
+    for name, value in given.items():
+        if name in ours or name in others:
+            continue
+        nearest = next(iter(difflib.get_close_matches(name, [*ours, *others], 1, 0.85 if may_be_others else 0.6)), None)
+        if nearest is not None or not may_be_others:
+            expected = "an option of cudagraph_transform" + (" or of Thunder" if others else "")
+            raise OptionError(name, value, expected, f"did you mean {nearest}=?" if nearest else "drop it", function)
+    return {name: given.pop(name) for name in ours if name in given}
 
 
 def _check_choice(name: str, value: object, choices: Collection[str], fix: str, function: str = _TRANSFORM) -> None:

@@ -21,7 +21,7 @@ from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off
-from thunder_cg.analysis.lost import lost, unassigned
+from thunder_cg.analysis.lost import lost, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
@@ -35,7 +35,7 @@ from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError, WrongGradientWarning
 from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
-from thunder_cg.options import Options
+from thunder_cg.options import Options, taken_from
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
 from thunder_cg.runtime.compilation import Compilation, name_of
@@ -117,8 +117,10 @@ class CudagraphTransform(compat.Transform):
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
         self._compiling.static = frozenset(p.name for s in symbols for p in s.flat_proxy_outs)
-        self._compiling.parameters = {p.name: str(s.args[1]) for s in symbols for p in s.flat_proxy_outs}
-        self._compiling.compilation = self._compilation(PrologueChecks(prologue_trace))
+        checks = PrologueChecks(prologue_trace)
+        parameters = {p.name: str(s.args[1]) for s in symbols for p in s.flat_proxy_outs}
+        self._compiling.names = {**checks.users_names(data.fn), **parameters}
+        self._compiling.compilation = self._compilation(checks)
         self._compiling.stacks = stacks_of_generated_code(data.fn)
         self._compiling.forward = None
         names_operators = self.options.allow or self.options.deny
@@ -199,7 +201,8 @@ class CudagraphTransform(compat.Transform):
     def _warn_of_what_is_lost(self, trace: TraceCtx, epilogue: TraceCtx | None) -> None:
         """Says once of each thing that Python does and Thunder loses."""
         compilation, stacks = self._compiling.compilation, self._compiling.stacks or {}
-        for said in dict.fromkeys((*lost(trace, self._read), *unassigned(compat.lost_assignments(epilogue), stacks))):
+        unrepeated_ = unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), stacks)
+        for said in dict.fromkeys((*lost(trace, self._read), *unrepeated_)):
             compilation.differs.append(said)
             self._warn(compilation.name, said)
 
@@ -212,7 +215,7 @@ class CudagraphTransform(compat.Transform):
         """What the compilation on this thread is for."""
         data = compat.get_compile_data()
         module = data.fn if isinstance(data.fn, torch.nn.Module) else None
-        known: dict[str, dict[str, Any]] = {"shape": {}, "number": {}, "attribute": {}}
+        known: dict[str, dict[str, Any]] = {"shape": {}, "number": {}, "attribute": {}, "items": {}}
         for kind, name, value in checks.users_values(data.fn):
             known[kind][name] = value
         return Compilation(
@@ -223,6 +226,7 @@ class CudagraphTransform(compat.Transform):
             shapes=known["shape"],
             numbers=known["number"],
             attributes=known["attribute"],
+            items=known["items"],
             parameters={name: str(checks.lookups[name].key) for name in self._compiling.static},
         )
 
@@ -235,7 +239,7 @@ class CudagraphTransform(compat.Transform):
 
     def _read(self, trace: TraceCtx, forward: Ops | None = None) -> Ops:
         its = self._compiling
-        return read(trace, its.static, forward, its.stacks, self._stand_in, its.parameters)
+        return read(trace, its.static, forward, its.stacks, self._stand_in, its.names)
 
     def _program(
         self, trace: PlannedTrace, forward: Program | None, taken: set[str], compilation: Compilation
@@ -312,7 +316,7 @@ class _Compiling(threading.local):
 
     static: frozenset[str] = frozenset()  # names of parameters and buffers
     compilation: Compilation
-    parameters: Mapping[str, str] = MappingProxyType({})  # what the module calls them
+    names: Mapping[str, str] = MappingProxyType({})  # what the module calls them, and the user the inputs
     stacks: Stacks | None = None  # of the lines of Dynamo's graphs
     forward: tuple[set[str], weakref.ref[Program]] | None = None
     before: Ops | None = None  # the trace before Thunder transforms it, if options name operators
@@ -442,7 +446,7 @@ class CUDAGraphPlugin(compat.Plugin):
     policy = compat.PluginPolicy.POST
 
     def __init__(self, **options: Any) -> None:
-        self._options = options
+        self._options = taken_from(options, "CUDAGraphPlugin", (), may_be_others=False)
 
     def setup_transforms(self) -> list[compat.Transform]:
         return [cudagraph_transform(**self._options)]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from pathlib import Path
 
 import pytest
 import thunder
@@ -80,3 +82,11 @@ def test_a_function_that_thunder_built_is_freed_without_the_collector() -> None:
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_options_that_thunder_asks_for_are_known():
+    sources = "".join(
+        path.read_text() for path in Path(thunder.__file__).parent.rglob("*.py") if "test" not in str(path)
+    )
+    asked = re.findall(r"get_compile_option\(\s*[\"'](\w+)|compile_options\.(?:get|pop)\(\s*[\"'](\w+)", sources)
+    assert {name for names in asked for name in names if name} <= compat.OPTIONS and len(asked) > 20

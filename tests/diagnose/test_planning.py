@@ -114,6 +114,11 @@ def test_options_are_those_of_the_transform_and_of_thunder() -> None:
         plan(thunderfx(work, backend="tape"), x)
     with pytest.raises(OptionError, match="max_arenas=0"):
         plan(work, x, max_arenas=0)
+    with pytest.raises(OptionError, match=r"plan\(typo=3\): expected an option .* or of Thunder; drop it"):
+        plan(work, x, typo=3)
+    with pytest.raises(OptionError, match="did you mean sharp_edges="):
+        plan(work, x, sharp_edge="error")
+    assert plan(torch.nn.ReLU(), x, nv_enable_linear=True, sharp_edges="allow").traces
     with pytest.raises(OptionError, match=r"plan\(input=<class 'torch.Tensor'>\): .* of Linear: pass it in kwargs="):
         plan(Linear(2, 2), input=x)
 

@@ -311,8 +311,11 @@ def test_options_reach_whom_they_are_for(backend, device):
     assert eager[0] == "torch.sin"
     with pytest.raises(OptionError):
         thunderfx(fn, backend="no such")
-    with pytest.warns(UserWarning, match=r"thunderfx\(alow=\.\.\.\) goes to Thunder, .*; did you mean allow="):
+    with pytest.raises(
+        OptionError, match=r"thunderfx\(alow=\['sin'\]\): expected an option of .*; did you mean allow=\?"
+    ):
         thunderfx(fn, backend=backend, alow=["sin"])
+    thunderfx(fn, backend=backend, my_executors_option=1)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         thunderfx(lambda x: (torch._dynamo.graph_break(), x)[1], backend=backend, fullgraph=True)(torch.ones(1))
 

@@ -191,7 +191,5 @@ def test_numbers_have_the_names_of_the_users_code(transform, device):
     for k in range(2):
         jitted([torch.ones(2 + k, device=device)], k, by=k)
     number, shape = explain(jitted).changes
-    assert (number.names, shape.names) == (("args[1]", "by", "k"), ("x[0]",))
-    assert number.problem.startswith(
-        "2 values of the Python number args[1] and 2 more so far (0 and 0 and 0, 1 and 1 and 1)"
-    )
+    assert (number.names, shape.names) == (("others[0]", "by", "k"), ("x[0]",))
+    assert number.problem.startswith("2 values of the Python number others[0] and 2 more so far (0, 1)")

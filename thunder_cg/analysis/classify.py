@@ -156,7 +156,8 @@ def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
             alike.setdefault(_last_part(other), []).append(other)
     if is_known(name) and mine not in alike:
         return None
-    if close := difflib.get_close_matches(mine, alike, 1, _SIMILAR):
+    swapped = [each for each in alike if sorted(each) == sorted(mine)]  # letters of a short name
+    if close := difflib.get_close_matches(mine, alike, 1, _SIMILAR) or swapped:
         found = alike[close[0]]
         as_in_advice = (each for each in found if "::" in each)
         return next(as_in_advice, None) or max(found, key=lambda each: _similarity(name, each))
@@ -287,7 +288,7 @@ class _Classifier:
         if (op.id or "").rpartition(".")[2] not in ("item", "ITEM") or not set(op.inputs) & set(self.ops.args):
             return None
         value = self.values[op.inputs[0]]
-        is_dynamos = value.users_name != value.name and (value.device, value.dtype) == ("cpu", "float64")
+        is_dynamos = value.is_dynamos and (value.device, value.dtype) == ("cpu", "float64")
         if not is_dynamos or proxy_shape(value.proxy) != () or ".item" in (self.ops.source(op) or ""):
             return None
         name = value.users_name

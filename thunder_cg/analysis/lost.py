@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from thunder_cg.analysis.ops import Ops, names_in
 from thunder_cg.analysis.sources import Stacks, line_behind, users
-from thunder_cg.compat.thunder import Assignment, TraceCtx, is_guess
+from thunder_cg.compat.thunder import Change, TraceCtx, is_guess
 
 _READ = (
     "reads a number that no operator uses, and Thunder runs Python only while it traces, without the number; to log a "
@@ -19,6 +19,12 @@ _BRANCH = (
 _ASSIGNED = (
     "is assigned while Thunder traces, and in no call; return the value, or write it into a buffer, as with "
     "self.buffer.copy_(value), or compile with thunder_cg.thunderfx, which assigns it"
+)
+
+_CHANGED = (
+    "changes a container of the caller's or of the module while Thunder traces, and in no call; return what is new, or "
+    "write it into a tensor in place (README, Inference with a KV cache), or compile with thunder_cg.thunderfx, which "
+    "changes it"
 )
 
 
@@ -42,8 +48,12 @@ def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
             yield f"a branch {ops.place(op)} {_BRANCH}"
 
 
-def unassigned(found: Iterable[Assignment], stacks: Stacks) -> Iterator[str]:
-    """Attributes of modules that the function assigns."""
-    for name, stack in found:
-        lines = users(line for file, number in stack if (line := line_behind(file, number, stacks)) is not None)
-        yield f"self.{name} at {lines[-1] if lines else 'an unknown line'} {_ASSIGNED}"
+def unrepeated(assignments: Iterable[Change], changes: Iterable[Change], stacks: Stacks) -> Iterator[str]:
+    """Attributes of modules that the function assigns, and containers that it changes, in no call."""
+    yield from (f"self.{name} at {_line(stack, stacks)} {_ASSIGNED}" for name, stack in assignments)
+    yield from (f"{name} at {_line(stack, stacks)} {_CHANGED}" for name, stack in changes)
+
+
+def _line(stack: Sequence[tuple[str, int]], stacks: Stacks) -> str:
+    lines = users(line for file, number in stack if (line := line_behind(file, number, stacks)) is not None)
+    return str(lines[-1]) if lines else "an unknown line"

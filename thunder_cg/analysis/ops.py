@@ -29,6 +29,7 @@ _BOOKKEEPING = frozenset({
 })  # fmt: skip
 _BOOKKEEPING_PREFIXES = ("UNPACK_", "CHECK_")
 _PYTHON_BOOKKEEPING = frozenset({"clear_mutable_collection", "construct_tuple", "unpack_list", "unpack_tuple"})
+_DYNAMOS = re.compile(r"l_kwargs_(\w+?)_?|[lg]_(\w+)_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +44,19 @@ class Value:
     static: bool = False  # a parameter or buffer of the module: its address outlives the call
     dtype: str | None = None  # Thunder's name, such as "float32" or "bool8"; None unless tensor or future
     proxy: Any = field(default=None, compare=False, repr=False)  # for the transform
+    label: str = ""  # what the user calls it, where the prologue tells
+
+    @property
+    def is_dynamos(self) -> bool:
+        """Whether Dynamo has named it, which knows the user's name."""
+        return _DYNAMOS.fullmatch(self.name) is not None
 
     @property
     def users_name(self) -> str:
         """What the user calls an argument: Thunder calls ``args[1]["a"]`` ``t_1_a``, Dynamo calls ``x`` ``l_x_``."""
-        if (dynamos := re.fullmatch(r"l_kwargs_(\w+?)_?|[lg]_(\w+)_", self.name)) is not None:
+        if self.label:
+            return self.label
+        if (dynamos := _DYNAMOS.fullmatch(self.name)) is not None:
             name = re.sub("^fn(?=_(modules|parameters|buffers)_)", "self", dynamos[1] or dynamos[2])  # a Sequential
             return re.sub("_(modules|parameters|buffers)_", ".", name) if name.startswith("self_") else name
         if self.static or (nested := re.fullmatch(r"t_(\d+)((?:_\d+)*)(?:_(\w+))?", self.name)) is None:
@@ -160,7 +169,7 @@ def read(
     forward: Ops | None = None,
     stacks: Stacks | None = None,
     stand_in: str | None = None,
-    parameters: Mapping[str, str] | None = None,
+    names: Mapping[str, str] | None = None,
 ) -> Ops:
     """Reads ``trace`` in one pass; ``del``s and comments are dropped.
 
@@ -172,9 +181,9 @@ def read(
             backward gets the gradients, so it knows their lines.
         stacks: where code that Dynamo generated comes from.
         stand_in: A type of device, "cpu" or "meta", that stands for "cuda:0" in a trace that is only planned.
-        parameters: What the module calls its parameters and buffers, by the names of their proxies.
+        names: What the module calls its parameters and buffers, and the user the inputs, by the names of their proxies.
     """
-    reader = _TraceReader(static_names, stacks or {}, stand_in, parameters or {})
+    reader = _TraceReader(static_names, stacks or {}, stand_in, names or {})
     leaves, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
     arguments = reader.names(leaf for leaf in leaves if isinstance(leaf, compat.Proxy))
     ops = reader.ops(trace.bound_symbols)
@@ -241,10 +250,10 @@ class _TraceReader:
     """Collects values by name while it turns bound symbols into ops."""
 
     def __init__(
-        self, static_names: frozenset[str], stacks: Stacks, stand_in: str | None, parameters: Mapping[str, str]
+        self, static_names: frozenset[str], stacks: Stacks, stand_in: str | None, names: Mapping[str, str]
     ) -> None:
         self.static_names, self.stacks, self.stand_in = static_names, stacks, stand_in
-        self.parameters = parameters
+        self.known_names = names
         self.values: dict[str, Value] = {}
         self._same: set[tuple[str, ...]] = set()  # inputs and results that are one tensor, of collectives in place
 
@@ -292,7 +301,7 @@ class _TraceReader:
 
     def module(self, names: Sequence[str]) -> str | None:
         """``"self.up"`` for the first of the values that is a parameter or buffer of a submodule."""
-        parameters = (self.parameters.get(name, "") for name in names)
+        parameters = (self.known_names.get(name, "") for name in names if name in self.static_names)
         return next((f"self.{name.rpartition('.')[0]}" for name in parameters if "." in name), None)
 
     def names(self, proxies: Iterable[compat.Proxy]) -> tuple[str, ...]:
@@ -318,6 +327,7 @@ class _TraceReader:
             static=proxy.name in self.static_names or compat.ProxyTag.STATIC_MEMORY_LOCATION in proxy.tags,
             dtype=_dtype(proxy),
             proxy=proxy,
+            label="" if proxy.name in self.static_names else self.known_names.get(proxy.name, ""),
         )
 
 

@@ -29,6 +29,7 @@ __all__ = [
     "break_behind",
     "gave_up",
     "get_torch_compile_kwargs",
+    "users_names",
 ]
 
 
@@ -74,6 +75,23 @@ class CompiledFunction(ThunderFXCompiledObject):
     def calls(self) -> int:
         """How often it was called and returned."""
         return self._count.calls
+
+
+_OF_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+
+
+def users_names(graph: torch.fx.Graph) -> dict[str, str]:
+    """What the user calls the inputs of a graph of Dynamo's, such as ``past[0]``, by the names of their nodes."""
+    found = {}
+    for node in graph.find_nodes(op="placeholder"):
+        name = getattr(getattr(node, "_dynamo_source", None), "name", "")
+        name = name() if callable(name) else name  # torch before 2.10 has a method
+        parts = re.fullmatch(r"[LG]\['([a-zA-Z]\w*)'\](.*)", name)
+        if parts is not None and "__" not in name and "(" not in name:  # sizes have numbers of their own
+            owner, rest = parts.groups()
+            owner = "self" if owner == "fn" and _OF_MODULES.match(rest) else owner  # a Sequential
+            found[node.name] = owner + _OF_MODULES.sub(r".\1", rest)
+    return found
 
 
 class _Count:

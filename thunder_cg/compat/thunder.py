@@ -12,7 +12,9 @@ from traceback import walk_tb
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import thunder
 import torch
+import torch.nn.utils.stateless as stateless
 from thunder import CacheEntry
 from thunder.clang import maybe_convert_to_dtype
 from thunder.common import transform_to_torch_types
@@ -81,6 +83,7 @@ from thunder.torch import (
 )
 
 from thunder_cg.compat.torch import library_names
+from thunder_cg.errors import FunctionalCallError
 
 # Traces
 
@@ -182,6 +185,29 @@ compile_data: Callable[[ThunderModule], Any] = attrgetter("_lc_cd")
 dispatch_of: Callable[[ThunderModule], Callable[..., Any]] = attrgetter("_forward_fn")
 
 
+def changed_since_compiled(module: ThunderModule) -> dict[str, list[str]]:
+    """What was set after Thunder compiled a module, and calls do not see.
+
+    Returns:
+        Two lists of names: attributes of the model that the compiled module has besides; and parts of the model that
+        are others now: submodules, and parameters if no other transform has a say in these.
+    """
+    model = original_module(module)
+    mine, its = ({*vars(each), *each._modules, *each._parameters, *each._buffers} for each in (module, model))
+    before, now = module_cache(module), dict(model.named_modules())
+    others = [name for name in {**before, **now} if before.get(name) is not now.get(name)]
+    if len(compile_data(module).transforms) == 1 and not is_data_parallel(model):
+        known = module_parameters(module)
+        others += [name for name, p in model.named_parameters() if name in known and known[name] is not p]
+    outer = [name for name in others if not any(name.startswith(f"{other}.") for other in others)]
+    return {"attributes": sorted((mine & its) - vars(torch.nn.Module()).keys()), "parts": outer}
+
+
+def is_data_parallel(model: torch.nn.Module) -> bool:
+    """Whether Thunder's ddp or fsdp has the model's parameters."""
+    return bool(getattr(model, "use_ddp", False) or getattr(model, "use_fsdp", False))
+
+
 def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
     """Puts another function in the place of the one that a compiled module calls."""
     module._forward_fn = forward
@@ -221,6 +247,16 @@ def drop_self_references(entry: CacheEntry) -> None:
 def compile_only(jitted: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Has Thunder compile for these arguments, as a call does if it must. Only the prologue's checks run."""
     compile_data(jitted).get_computation_and_inputs(*args, **kwargs)
+
+
+OPTIONS = frozenset(inspect.signature(thunder.jit).parameters) - {"fn", "compile_options"} | {
+    *("auto_recompute_intermediates", "cudnn_sdpa_bwd_may_cat_grad_qkv", "disable_inplace_copy_check"),
+    *("disable_replace_uniform", "early_transforms", "executors_list", "fusion_type", "is_differentiable_outputs"),
+    *("nv_disable_options", "nv_enable_embedding", "nv_enable_linear", "nv_enable_matmul", "nv_enable_options"),
+    *("nv_enable_scatter", "nv_enable_sdpa", "nv_enable_shape_only_fusion", "nv_save_fake_inputs", "nv_skip_cache"),
+    *("nv_store_fusion_inputs", "sdpa_debug", "skip_inplace_alias_updates", "thunderfx_disable_split_autograd"),
+    *("torch_compile_fullgraph", "use_apex_cross_entropy", "use_cudagraphs"),
+}  # names of the options of ``thunder.jit``, and of those that Thunder and its executors ask for
 
 
 def options_of(jitted: Any) -> dict[str, Any]:
@@ -343,29 +379,36 @@ def is_guess(symbol: BoundSymbol) -> bool:
     return isinstance(number, NumberProxy) and number.value is None and symbol.output.value is not None
 
 
-Assignment = tuple[str, Sequence[tuple[str, int]]]  # the attribute, and the stack: files and lines, the innermost last
+Change = tuple[str, Sequence[tuple[str, int]]]  # what it is, and the stack: files and lines, the innermost last
 _assign = _general_jit_lookaside_map[setattr]
-_assignments: WeakKeyDictionary[Any, list[Assignment]] = WeakKeyDictionary()  # of compilations
+_assignments: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # of compilations: the attributes
+_changes: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # the methods that change a container
 
 
 def _note_assignment(owner: Any, name: Any, value: Any) -> Any:
     """Thunder's assignment of an attribute, which it repeats in few calls if the owner is a module."""
-    _, stats = _compile_data.get()
-    if (
-        stats is not None
-        and isinstance(unwrap(owner), torch.nn.Module)
-        and not is_created_during_tracing(owner.provenance)
-    ):
-        frames = [frame for frame in get_interpreterruntimectx().frame_stack if frame.positions is not None]
-        stack = [(frame.code.co_filename, frame.positions.lineno) for frame in frames]
-        _assignments.setdefault(stats, []).append((unwrap(name), stack))
+    if isinstance(unwrap(owner), torch.nn.Module) and not is_created_during_tracing(owner.provenance):
+        _note(_assignments, unwrap(name))
     return _assign(owner, name, value)
 
 
 _general_jit_lookaside_map[setattr] = _note_assignment
 
 
-def lost_assignments(epilogue: TraceCtx | None) -> list[Assignment]:
+def note_change(method: str) -> None:
+    """Notes that the Python code changes a container of its caller's, which Thunder does while it traces."""
+    _note(_changes, method)
+
+
+def _note(changes: WeakKeyDictionary[Any, list[Change]], name: str) -> None:
+    _, stats = _compile_data.get()
+    if stats is not None:
+        frames = [frame for frame in get_interpreterruntimectx().frame_stack if frame.positions is not None]
+        stack = [(frame.code.co_filename, frame.positions.lineno) for frame in frames]
+        changes.setdefault(stats, []).append((name, stack))
+
+
+def lost_assignments(epilogue: TraceCtx | None) -> list[Change]:
     """Assignments of the compilation on this thread, to attributes of modules, that no call repeats.
 
     Args:
@@ -378,6 +421,33 @@ def lost_assignments(epilogue: TraceCtx | None) -> list[Assignment]:
     # Thunder (0.2.6) calls a buffer of the compiled module itself ".name", which there is not.
     kept = {name.rpartition(".")[2] for name in names if not name.startswith(".")}
     return [each for each in _assignments.pop(stats, ()) if each[0] not in kept]
+
+
+def lost_changes() -> list[Change]:
+    """Changes of the caller's containers in the compilation on this thread, which no call repeats."""
+    return _changes.pop(_compile_data.get()[1], [])
+
+
+_functional_call = stateless._functional_call
+
+
+@wraps(_functional_call)
+def _refuse_functional_call(module: torch.nn.Module, parameters_and_buffers: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuses to give other parameters to a module that something of ours is compiled in."""
+    for name, each in module.named_modules():
+        if not isinstance(each, ThunderModule) or not is_ours(compile_data(each)):
+            continue
+        if any(key == name or key.startswith(f"{name}." if name else "") for key in parameters_and_buffers):
+            raise FunctionalCallError(original_module(each))
+    return _functional_call(module, parameters_and_buffers, *args, **kwargs)
+
+
+stateless._functional_call = _refuse_functional_call
+
+
+def is_ours(data: Any) -> bool:
+    """Whether our transform is one of those that something is compiled with."""
+    return any(getattr(each, "owns_regions", False) for each in getattr(data, "transforms", None) or ())
 
 
 def is_known_view(function: Any) -> bool:

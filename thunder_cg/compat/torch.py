@@ -125,12 +125,13 @@ def tensor_guards(tensors: Sequence[torch.Tensor], *, strides: bool = True) -> T
 
 
 def dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
-    """A check that objects have their types and their dictionaries, and that nothing was written to a dictionary.
+    """A check that objects have their types and their dictionaries, that nothing was written to a dictionary, and that
+    lists have their lengths.
 
     The check owns what it watches, except for objects that ``watched`` has weak references to. Where CPython does not
     report writes to attributes, the check is always False unless only dictionaries are watched.
     """
-    if attribute_writes_are_reported() or all(isinstance(item, dict) for item in watched):
+    if attribute_writes_are_reported() or all(isinstance(item, (dict, list)) for item in watched):
         return _dictionary_guard(watched)
     return lambda: False
 
@@ -144,6 +145,9 @@ def _dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
         if isinstance(item, ref):
             item = item()
             guard = guard.weakref_call_manager(f"{i}()", item, kind)
+        if isinstance(item, list):
+            _add_guard(guard.add_length_check_guard, len(item))
+            continue
         if not isinstance(item, dict):
             _add_guard(guard.add_type_match_guard, id(type(item)))
             guard, item = guard.get_generic_dict_manager(f"{i}.__dict__", vars(item), kind), vars(item)

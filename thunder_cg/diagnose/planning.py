@@ -16,7 +16,7 @@ from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
-from thunder_cg.options import Options
+from thunder_cg.options import Options, taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import Report, explain
@@ -58,17 +58,18 @@ def plan(
     Raises:
         NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs; or Thunder's
             fsdp did, and its whole parameters are gone.
-        OptionError: a value that an option cannot have, or an argument of the function among the options.
+        OptionError: a value that an option cannot have, an option that there is not, or an argument of the function
+            among the options.
         BackendError: there are CUDA tensors, and the backend does not work on this machine.
     """
     if _is_of_dynamo(fn_or_module):
         raise NotCompiledError(fn_or_module, "thunderfx made this, and a plan is of what thunder.jit makes", "plan")
-    ours = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
+    source = original(fn_or_module)
+    _refuse_arguments(options, source)
+    ours = taken_from(options, "plan", compat.OPTIONS, may_be_others=False)
     before = transform_of(fn_or_module)
     settings = replace(before.options, **ours) if before is not None else Options(**ours)
     inputs = (example_inputs, dict(kwargs or {}))
-    source = original(fn_or_module)
-    _refuse_arguments(options, source)
     stand_in = _stand_in({each.device.type for each in (*tensors_in(inputs), *_state(source))}, settings.backend)
     if any(tensor.is_meta for tensor in _state(source)):  # as fsdp leaves them
         refuse_sharded(fn_or_module, source, "plan")
@@ -91,9 +92,12 @@ def plan(
 
 
 def _refuse_arguments(options: Mapping[str, Any], source: Any) -> None:
-    """Raises `OptionError` if one of the options is an argument of the function: ``thunder.jit`` takes any option."""
+    """Raises `OptionError` if one of the options is an argument of the function."""
     function = source.forward if isinstance(source, torch.nn.Module) else source
-    parameters = {*signature(function).parameters} - {*signature(thunder.jit).parameters}
+    parameters = {*signature(function).parameters} - {
+        *signature(thunder.jit).parameters,
+        *signature(Options).parameters,
+    }
     for name, value in options.items():
         if name in parameters or isinstance(value, torch.Tensor):
             fix = f"it is an argument of {name_of(source)}: pass it in kwargs="

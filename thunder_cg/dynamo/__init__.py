@@ -41,7 +41,7 @@ def thunderfx(fn: Callable[..., Any], /, **options: Any) -> Any:
         What ``thunder.dynamo.thunderfx`` returns: a callable.
 
     Raises:
-        OptionError: a value that an option cannot have.
+        OptionError: a value that an option cannot have, or a name that is like that of an option.
         BackendError: the backend does not work on this machine.
     """
     from thunder_cg.dynamo import compiler

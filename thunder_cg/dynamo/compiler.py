@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import copy
-import difflib
-import inspect
-import warnings
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 from unittest.mock import patch
 
@@ -15,18 +12,19 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs
+from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, users_names
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
 from thunder_cg.compat.splitter import keeping_fallbacks
+from thunder_cg.compat.thunder import OPTIONS
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import order_counts
 from thunder_cg.errors import CaptureError, TransformConflictError
-from thunder_cg.options import Options
+from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name
-from thunder_cg.runtime.compilation import NAME, name_of
+from thunder_cg.runtime.compilation import NAME, NAMES, name_of
 from thunder_cg.transform import cudagraph_transform
 
 
@@ -49,6 +47,7 @@ class Compiler(ThunderCompiler):
         Raises:
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
+        names = users_names(module.graph)
         try:
             specialize_floats(module)
             rewrite(module, self.thunder_options)
@@ -63,7 +62,7 @@ class Compiler(ThunderCompiler):
         except Exception as error:
             self.failures, self.failure = self.failures + 1, described(error)
             raise
-        self._name_parts()
+        self._name_parts(names)
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
         if any(getattr(each, "strict", None) == "ops" for each in options):
             for outside in outside_of("the graph", self.subgraph_infos[-1]):
@@ -78,36 +77,29 @@ class Compiler(ThunderCompiler):
         with patch.dict(self.thunder_options, fusions):
             return super().__call__(module, *inputs)
 
-    def _name_parts(self) -> None:
-        """Notes on what Thunder will compile of the last graph what the report calls it, for the log and profiles."""
+    def _name_parts(self, names: Mapping[str, str]) -> None:
+        """Notes on what Thunder will compile of the last graph what the report calls it, for the log and profiles.
+
+        Args:
+            names: what the user calls inputs of the graph.
+        """
         graph = graph_name(self.function, len(self.subgraph_infos) - 1)
         parts = self.subgraph_infos[-1].thunder_compiled_fns or ()
         for number, jitted in enumerate(parts):
             module = thunder.compile_data(jitted).fn
             if isinstance(module, torch.fx.GraphModule):
-                module.meta[NAME] = part_name(graph, number, len(parts))
+                module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: names}
 
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """See :func:`thunder_cg.thunderfx`."""
-    ours = {field.name: options.pop(field.name) for field in fields(Options) if field.name in options}
+    ours = taken_from(options, "thunderfx", {*OPTIONS, *signature(torch.compile).parameters}, may_be_others=True)
     given = options.pop("transforms", None) or ()
     if graphs := [type(each).__name__ for each in given if getattr(each, "owns_regions", False)]:
         fix = "thunder_cg.thunderfx has one itself; pass its options, as in thunderfx(fn, allow=[...])"
         raise TransformConflictError([type(each).__name__ for each in given], [*graphs, "its own"], fix)
-    for name in options:
-        if (nearest := _nearest_option(name)) not in (name, None):
-            said = f"thunderfx({name}=...) goes to Thunder, which ignores options that it does not know"
-            warnings.warn(f"{said}; did you mean {nearest}=?", stacklevel=3)
     transforms = [*given, cudagraph_transform(**ours)]
     return compile_with(fn, transforms=transforms, **options)
-
-
-def _nearest_option(name: str) -> str | None:
-    """The option that has the name, or may be meant by it. Thunder's executors have more than are known here."""
-    known = [field.name for field in fields(Options)]
-    known += [each for of in (thunder.jit, torch.compile) for each in inspect.signature(of).parameters]
-    return next(iter(difflib.get_close_matches(name, known, 1, 0.7)), None)
 
 
 def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:

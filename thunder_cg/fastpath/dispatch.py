@@ -31,6 +31,7 @@ from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsup
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.progress import Stage
 from thunder_cg.runtime.compilation import name_of
+from thunder_cg.runtime.failures import TRANSFORMED, note
 from thunder_cg.runtime.program import Program, program_of
 from thunder_cg.runtime.recording import Recording
 
@@ -200,6 +201,8 @@ class Dispatch:
             else:
                 result = self._thunders(*args, **kwargs)
         except Exception as error:
+            if functorch_is_active():
+                note(error, TRANSFORMED)
             if self._failures() > failures:
                 original = compat.original_module(module) if module is not None else None
                 self.compile_failure = described(error, stacks_of_generated_code(original))

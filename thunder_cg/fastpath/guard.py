@@ -11,11 +11,12 @@ from weakref import ref
 import torch
 
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.containers import CHECK_LENGTH
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
 from thunder_cg.compat.torch import attribute_dictionaries
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
-from thunder_cg.fastpath.state import AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
+from thunder_cg.fastpath.state import MISS, AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
 
 _LITERALS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
 _SCALARS = (*_LITERALS, torch.nn.Parameter)
@@ -62,7 +63,7 @@ class PrologueGuard:
         self.keywords = None if others else self._keywords(sorted_checks.others, arguments)
         self.positional = len(arguments) - len(self.keywords or ())
         self.global_state = GlobalStateGuard(
-            checks.cache_info, synchronizes=_synchronizes(compat.original_module(module))
+            checks.cache_info, synchronizes=compat.is_data_parallel(compat.original_module(module))
         )
         self.attributes = sorted_checks.attribute_guard()
 
@@ -118,11 +119,6 @@ class PrologueGuard:
         return list(names) == list(self.place)
 
 
-def _synchronizes(model: torch.nn.Module) -> bool:
-    """Whether gradients are synchronized between processes, except in ``no_sync()``: by Thunder's ddp or fsdp."""
-    return bool(getattr(model, "use_ddp", False) or getattr(model, "use_fsdp", False))
-
-
 def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no two tensors among the arguments share memory."""
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
@@ -160,14 +156,16 @@ class _ModuleChecks:
         self._modules: dict[str, torch.nn.Module] = {}
         self._watched: dict[int, Any] = {}
         self._literals: set[str] = set()  # values that change only together with what is watched
+        self._containers: dict[str, Any] = {}  # lists and dicts that can be replaced only together with it
         self.tensors: set[str] = set()  # names of the module's parameters and buffers
         for name, lookup in checks.lookups.items():
             self._read(name, lookup)
         self.others: list[BoundSymbol] = []  # checks that have to be made at each call
         self._attributes: list[BoundSymbol] = []  # checks that read only what is watched
         for symbol in checks.others:
+            self._watch_container(symbol)
             names = {proxy.name for proxy in symbol.flat_proxy_args}
-            (self._attributes if names and self._literals >= names else self.others).append(symbol)
+            (self._attributes if names and names <= self._literals else self.others).append(symbol)
 
     def home(self, name: str) -> Mapping[str, Any] | None:
         """The dictionary that the tensor is looked up in; None if the module has to search for it."""
@@ -189,30 +187,45 @@ class _ModuleChecks:
             if module is not None:  # otherwise it is looked up at each call, and may be another one then
                 self._modules[name] = module
         elif prim is PrimIDs.UNPACK_ATTR and owner in self._modules:
-            if self._is_literal(self._modules[owner], lookup.key):
+            value = self._watched_attribute(self._modules[owner], lookup.key)
+            if _is_literal(value):
                 self._literals.add(name)
+            elif type(value) in (list, dict):
+                self._containers[name] = value
         elif prim is PrimIDs.UNPACK_GETITEM and owner is not None:
             inputs = {proxy.name for proxy in lookup.symbol.flat_proxy_args}
             if inputs <= self._literals:
                 self._literals.add(name)
 
-    def _is_literal(self, module: Any, key: str) -> bool:
-        """Whether the attribute can change only by a write to one of the module's dictionaries, watched from now on."""
+    def _watched_attribute(self, module: Any, key: str) -> Any:
+        """An attribute that changes only by a write to one of the module's dictionaries, which are watched from now on.
+
+        Returns:
+            the attribute; `MISS` if it may be another one without such a write.
+        """
         if isinstance(module, ThunderModule):
             self._watch(module)
             if key in vars(module) or hasattr(ThunderModule, key):
-                return False
+                return MISS
             module = compat.original_module(module)
         kind: Any = type(module)
         if hasattr(kind, key) or kind.__getattribute__ is not object.__getattribute__:
-            return False
+            return MISS
         self._watch(module)
         for dictionary in attribute_dictionaries(module):
             if dictionary is not vars(module):
                 self._watch(dictionary)
             if key in dictionary:
-                return _is_literal(dictionary[key])
-        return False
+                return dictionary[key]
+        return MISS
+
+    def _watch_container(self, check: BoundSymbol) -> None:
+        """Has the list or dict of an attribute watched, if the check needs only the length of a list."""
+        names = [proxy.name for proxy in check.flat_proxy_args]
+        container = self._containers.get(names[0]) if len(names) == 1 else None
+        if isinstance(container, dict) or (isinstance(container, list) and check.sym.name == CHECK_LENGTH):
+            self._watched[id(container)] = container
+            self._literals.update(names)
 
     def _watch(self, item: Any) -> None:
         """Has a dictionary, or an object and its classes, watched for changes."""
@@ -225,10 +238,10 @@ class _ModuleChecks:
         """The checks of modules' attributes. The compiled module itself is always watched."""
         model = compat.original_module(self._module)
         self._watch(model)
-        check, synchronizes = self.function(self._attributes, ()), _synchronizes(model)
+        check, synchronizes = self.function(self._attributes, ()), compat.is_data_parallel(model)
 
         def check_all() -> None:
-            assert _synchronizes(model) is synchronizes
+            assert compat.is_data_parallel(model) is synchronizes
             check()
 
         return AttributeGuard(check_all, list(self._watched.values()))

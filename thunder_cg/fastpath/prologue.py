@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
+from inspect import Parameter
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -17,12 +18,14 @@ import torch
 
 from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.containers import CHECKS_OF_CONTAINERS
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
+from thunder_cg.runtime.compilation import NAMES
 
 _TENSOR_CHECKS = (PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA, "check_tensor_metadata")  # before and after execution
-_VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_value"})
+_VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_value", *CHECKS_OF_CONTAINERS})
 _VALUES = {PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_CACHE_INFO, PrimIDs.UNPACK_FUNCTION_OBJ, PrimIDs.UNPACK_GETITEM}
 _MODULES = {PrimIDs.UNPACK_BUFFER, PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_SUBMODULE, PrimIDs.UNPACK_THUNDER_MODULE}
 _LOOKUPS = _VALUES | _MODULES
@@ -107,22 +110,35 @@ class PrologueChecks:
         return [[x.name if isinstance(x, Proxy) else "" for x in values] for values in inputs_and_passed_on]
 
     def users_values(self, function: Any) -> Iterator[tuple[str, str, Any]]:
-        """The shapes and Python numbers of inputs, as (kind, the user's name, value); bools, which have few, are none.
+        """What may differ from call to call, as (kind, the user's name, value); bools, which have few values, do not.
 
         Args:
             function: the module or the function that was compiled.
         """
-        arguments, cells = _argument_names(function), getattr(getattr(function, "__code__", None), "co_freevars", ())
+        arguments, cells = _Arguments(function), getattr(getattr(function, "__code__", None), "co_freevars", ())
         for (path, check), value in self.expected.items():
             if _is_of_cache_info(path) or path[0] in _MODULES:
                 continue
             name, is_number = _users_name(path, arguments), check == "number" and not isinstance(value, bool)
+            if (cell := _CELL.fullmatch(name)) is not None:
+                name = dict(enumerate(cells)).get(int(cell[1]), name) + cell[2]
             if check == "tensor" and value.is_static:
                 yield "shape", name, value.shape
-            elif is_number and (cell := _CELL.fullmatch(name)) is not None:
-                yield "number", dict(enumerate(cells)).get(int(cell[1]), name) + cell[2], value
+            elif check in CHECKS_OF_CONTAINERS:
+                yield "items", name, value
             elif is_number and not _DYNAMOS_SIZE.fullmatch(name):  # a shape says the same
-                yield "attribute" if path[0] is PrimIDs.UNPACK_ATTR else "number", name, value
+                is_attribute = path[0] is PrimIDs.UNPACK_ATTR and cell is None
+                yield "attribute" if is_attribute else "number", name, value
+
+    def users_names(self, function: Any) -> dict[str, str]:
+        """What the user calls the tensors that are no parameters or buffers: by their names in the trace.
+
+        Args:
+            function: the module or the function that was compiled.
+        """
+        arguments = _Arguments(function)
+        paths = {name: self.lookups[name].path for name in self.metadata if name in self.lookups}
+        return {n: _users_name(p, arguments) for n, p in paths.items() if p is not None and p[0] not in _MODULES}
 
     def excludes(self, other: PrologueChecks) -> bool:
         """Whether no call can pass the checks of both.
@@ -139,17 +155,28 @@ def _is_of_cache_info(path: Any) -> bool:
     return is_path and (path[0] is PrimIDs.UNPACK_CACHE_INFO or any(map(_is_of_cache_info, path)))
 
 
-def _argument_names(function: Any) -> list[str]:
+class _Arguments:
     """The names of the arguments that a function, or a module's forward, takes by position."""
-    function = function.forward if isinstance(function, torch.nn.Module) else function
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # it is written in C
-        return []
-    return [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+
+    def __init__(self, function: Any) -> None:
+        self._dynamos = function.meta.get(NAMES, {}) if isinstance(function, torch.fx.GraphModule) else {}
+        function = function.forward if isinstance(function, torch.nn.Module) else function
+        try:
+            parameters = [*inspect.signature(function).parameters.values()]
+        except (TypeError, ValueError):  # it is written in C
+            parameters = []
+        kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+        self._names = [each.name for each in parameters if each.kind in kinds]
+        self._rest = next((each.name for each in parameters if each.kind is Parameter.VAR_POSITIONAL), "args")
+
+    def name(self, index: int) -> str:
+        if index < len(self._names):
+            name = self._names[index]
+            return self._dynamos.get(name) or Value(name, "").users_name
+        return f"{self._rest}[{index - len(self._names)}]"
 
 
-def _users_name(path: Path, arguments: Sequence[str]) -> str:
+def _users_name(path: Path, arguments: _Arguments) -> str:
     """How the user's code refers to a value: ``x``, ``options['rate']``, ``self.step``."""
     prim, *steps = path
     if prim is PrimIDs.UNPACK_THUNDER_MODULE:
@@ -163,8 +190,8 @@ def _users_name(path: Path, arguments: Sequence[str]) -> str:
         return str(key)
     if prim in (PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_SUBMODULE):
         return f"{_users_name(owner, arguments)}.{key}"
-    if owner == ("args",) and isinstance(key, int) and key < len(arguments):
-        return Value(arguments[key], "").users_name
+    if owner == ("args",) and isinstance(key, int):
+        return arguments.name(key)
     if owner == ("kwargs",) or owner[-1] == "__globals__":
         return str(key)
     return f"{_users_name(owner, arguments)}[{key!r}]"

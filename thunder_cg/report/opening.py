@@ -10,6 +10,7 @@ from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
 from thunder_cg.runtime.changes import IF_CACHE, IF_DROPOUT
+from thunder_cg.runtime.failures import TRANSFORMED
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 NOTHING_COMPILED = "Nothing is compiled yet: Thunder compiles at the first call. Call the function, then explain again."
 _NO_GRAPH = (
     "Dynamo had no graph for them. It has none of a call under a TorchDispatchMode, such as a FlopCounterMode, nor of "
-    "later ones if the first one ran so, until torch._dynamo.reset(); of a call that computes nothing with tensors; "
+    "later ones if the first one ran so, until torch._dynamo.reset(); of a call inside of torch.func's vmap or grad, "
+    "which the function has to call itself; of a call that computes nothing with tensors; "
     "under torch.compiler.set_stance; or after torch._dynamo.config.recompile_limit was reached by the same code; "
     'TORCH_LOGS="dynamo" says more'
 )
@@ -32,6 +34,7 @@ _TO_COMPARE = (
     "is compiled, with "
 )
 _THUNDERFX = "thunder_cg.thunderfx"
+_FEW_GRAPHS = 3  # that ran once, as each part of a function does in its first call
 _KEEPS_OUT = {
     False: f"{_THUNDERFX}, which leaves to Python or Inductor what Thunder does not follow",
     True: "torch.compiler.disable around a function of yours that calls it",
@@ -50,6 +53,12 @@ class _Hint(NamedTuple):
 
 
 _HINTS = (
+    _Hint(("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"), TRANSFORMED),
+    _Hint(
+        ("unhashable type: 'TensorProxy'", "from ProvenanceRecord"),
+        "for torch.func.functional_call, or modules in a list, a dict or a global variable, use thunder_cg.thunderfx, "
+        "or hold the modules in a torch.nn.ModuleList of the module that is compiled",
+    ),
     _Hint(
         ("data dependen", "DataDependentOutput", "tolist"),
         "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, "
@@ -63,6 +72,11 @@ _HINTS = (
     _Hint(
         ("boolean advanced indexing", "DynamicOutputShape", "only specifying a condition"),
         f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
+    ),
+    _Hint(
+        ("too few dimensions",),
+        "for a 0-dim tensor on the CPU, whose gradient Thunder gives another shape, compute it under torch.no_grad(), "
+        "or give it a dimension, as with keepdim=True, or use a GPU",
     ),
     _Hint(
         ("gradient transform", "VJP for", "automatic registration"),
@@ -95,6 +109,8 @@ def _summary(report: Report) -> Iterator[str]:
     first, *rest = ran(report)
     yield f"CUDA graphs: {first}; {headline(report.traces)}"
     yield from rest
+    yield from without_backward(report)
+    yield from graphs_of_one_call(report)
     yield from (f"Other than in PyTorch, with and without graphs: {said}." for said in report.differs)
     yield from failures(report)
     yield from in_python(report)
@@ -177,6 +193,32 @@ def ran(report: Report) -> Iterator[str]:
         yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
 
 
+def without_backward(report: Report) -> Iterator[str]:
+    """The functions whose backward never ran, although the forward did more than once, and what to do about it."""
+    backwards = {
+        (trace.function, trace.entry) for trace in report.traces if trace.kind == "backward" and not trace.calls
+    }
+    for trace in report.traces:
+        if trace.kind == "forward" and (trace.function, trace.entry) in backwards and trace.calls > 1:
+            yield (
+                f"No backward ran of {trace.function}, compiled version {trace.entry}: for inference, call it under "
+                f"torch.no_grad(), or after model.requires_grad_(False), which keeps nothing for a backward."
+            )
+
+
+def graphs_of_one_call(report: Report) -> Iterator[str]:
+    """How many graphs Dynamo made for one call each, and what to do about it."""
+    calls: Counter[str] = Counter()
+    for trace in report.traces if report.is_of_dynamo else ():
+        calls[trace.function] += trace.calls if trace.kind == "forward" else 0
+    once = [function for function, times in calls.items() if times == 1]
+    if len(once) > _FEW_GRAPHS:
+        yield (
+            f"Dynamo made {len(once):,} graphs that ran once, the last of them {once[-1]}: calls bring something new "
+            f'each time; TORCH_LOGS="recompiles" in the environment has Dynamo say what. To change that: {_FEWER}.'
+        )
+
+
 def _calls_without_regions(report: Report) -> int:
     """Calls of versions in which nothing is captured. Thunder counts all calls, and they are the rest."""
     forwards = [trace for trace in report.traces if trace.kind == "forward"]
@@ -214,6 +256,7 @@ def _not_replayed(report: Report, traces: Sequence[TraceReport], without: int) -
         kinds = {change.kind for change in report.changes}
         same = ["shapes", "strides", *(["alignment"] if "alignment" in kinds else [])]
         same += ["Python numbers"] if kinds & {"number", "attribute"} else []
+        same += ["lengths of lists"] if "items" in kinds else []
         what = f"{', '.join(same[:-1])} and {same[-1]}"
         yield f"the next call{of} with inputs of the same {what} will capture"
 

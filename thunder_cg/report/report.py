@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any, Literal, overload
 from thunder_cg.analysis.classify import shown, unmatched
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
-from thunder_cg.compat.thunder import bound_functions
+from thunder_cg.compat.thunder import ThunderModule, bound_functions, changed_since_compiled, original_module
 from thunder_cg.errors import CudagraphError
 from thunder_cg.kernels.fusion import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
@@ -26,7 +26,7 @@ from thunder_cg.report.dot import dump_dot
 from thunder_cg.report.entries import ChangeReport, InputReport, changes, inputs
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.profile import Times, measure
-from thunder_cg.report.programs import Located, Outside, locate
+from thunder_cg.report.programs import Located, Outside, jitted_parts, locate
 from thunder_cg.report.step import StepReport
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
@@ -280,13 +280,32 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
         python_calls=found.python_calls,
         is_of_dynamo=found.is_of_dynamo,
         uncached=found.uncached,
-        differs=tuple(dict.fromkeys(said for program in programs for said in program.compilation.differs)),
+        differs=(
+            *dict.fromkeys(said for program in programs for said in program.compilation.differs),
+            *(said for jitted in jitted_parts(fn) for said in _set_too_late(jitted)),
+        ),
         compile_failures=found.failures,
         compile_failure=found.failure,
         calls=found.calls,
     )
     object.__setattr__(made, "_function", weakref.ref(fn))
     return made
+
+
+def _set_too_late(jitted: Any) -> Iterator[str]:
+    """What was set on a compiled module, or replaced in its model, which no call sees."""
+    if isinstance(jitted, ThunderModule):
+        found, name = changed_since_compiled(jitted), type(original_module(jitted)).__name__
+        for attribute in found["attributes"]:
+            yield (
+                f"{name}.{attribute} was set on the compiled module, whose calls do not see it, or raise; take it back "
+                f"with del, and set it on the model before thunder.jit compiles it, or write to its tensors in place"
+            )
+        for part in found["parts"]:
+            yield (
+                f"{name}.{part} was added, removed or replaced after thunder.jit compiled the {name}, and calls run as "
+                "before; compile the model anew, or copy into its parameters in place"
+            )
 
 
 def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:

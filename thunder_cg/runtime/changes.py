@@ -48,6 +48,11 @@ _KINDS = {
         "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or add_; if "
         f"{_AS_TENSOR}",
     ),
+    "items": (
+        "{count} lengths or keys of {names} so far ({shown})",
+        "each new one compiles anew in Thunder{took}, warms up and captures",
+        f"keep the length and the keys of {{first}} as they are; {IF_CACHE}",
+    ),
     "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, _PAD),
     "strides": ("{count} strides of {names} so far ({shown})", _NEW_LAYOUT, "pass {first}.contiguous()"),
     "alignment": (
@@ -118,7 +123,7 @@ class CallChange:
     def _filled(self, part: int) -> str:
         first, *others = self.names or ("",)
         names = f"{first} and {len(others):,} more" if len(others) > 1 else " and ".join(self.names)
-        shown = [" and ".join(map(str, value)) if isinstance(value, tuple) else str(value) for value in self.values]
+        shown = [*map(_shown, self.values)]
         return _KINDS[self.kind][part].format(
             names=names,
             first=first,
@@ -128,6 +133,14 @@ class CallChange:
             times="once" if self.times == 1 else f"{self.times:,} times",
             took=f" ({self.seconds:.2f} s)" if self.seconds else "",
         )
+
+
+def _shown(value: Any) -> str:
+    """The values of all inputs, or one if they are the same."""
+    if not isinstance(value, tuple):
+        return str(value)
+    parts = [*map(str, value)] if len({*map(str, value)}) > 1 else [str(value[0])] if value else ["()"]
+    return " and ".join([*parts[:_SHOWN], *(["..."] * (len(parts) > _SHOWN))])
 
 
 class Changes:
@@ -150,14 +163,14 @@ class Changes:
 
     def add_between(self, kind: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> CallChange | None:
         """Counts the inputs whose values differ, if any do."""
-        names = [name for name, value in after.items() if before[name] != value]
+        names = [name for name, value in after.items() if before.get(name, value) != value]
         values = (tuple(each[name] for name in names) for each in (before, after))
         return self.add(kind, names, *values) if names else None
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
     """How many of the values differ."""
-    return sum(value != other[name] for name, value in one.items())
+    return sum(value != other.get(name) for name, value in one.items())
 
 
 # What a `Layout` has, in its order, and the kind of a change of it.

@@ -11,6 +11,7 @@ import torch
 from thunder_cg.runtime.changes import CallChange, Changes, differing
 
 NAME = "thunder_cg.name"  # in the `meta` of a graph of Dynamo's: what the report calls it
+NAMES = "thunder_cg.names"  # and what the user calls its inputs, by the names of their nodes
 
 
 def name_of(fn: Any) -> str:
@@ -18,6 +19,9 @@ def name_of(fn: Any) -> str:
     fn = getattr(fn, "_orig_mod", fn)
     name = fn.meta.get(NAME) if isinstance(fn, torch.fx.GraphModule) else None
     return str(name or getattr(fn, "__qualname__", type(fn).__name__))
+
+
+_CHECKED = {"items": "items", "number": "numbers", "attribute": "attributes", "shape": "shapes"}  # by kind of a change
 
 
 @dataclass(slots=True)
@@ -30,8 +34,8 @@ class Compilation:
         grad: whether gradients were enabled.
         autocast: the dtype of the autocast that was active, such as "bfloat16"; None if none was.
         seconds: from the beginning of Thunder's tracing until the last trace of the entry was partitioned.
-        shapes, numbers, attributes: what the prologue checks of inputs, of Python numbers among them, and of those that
-            a module has: by the user's names.
+        shapes, numbers, attributes, items: what the prologue checks of inputs, of Python numbers among them, of those
+            that a module has, and of lists and dicts: by the user's names.
         parameters: the module's names of parameters and buffers, by their names in the trace.
         changes: of the function, shared by all its versions.
         change: because of which it was compiled, if another version differs only in that.
@@ -47,6 +51,7 @@ class Compilation:
     shapes: Mapping[str, Any] = field(default_factory=dict)
     numbers: Mapping[str, Any] = field(default_factory=dict)
     attributes: Mapping[str, Any] = field(default_factory=dict)
+    items: Mapping[str, Any] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
     change: CallChange | None = None
@@ -65,7 +70,7 @@ class Compilation:
         self.unreplayed = sum(not replays for _, replays in alike)
         if alike:
             nearest, _ = min(alike, key=lambda each: differing(self._values, each[0]._values))
-            for kind, checked in (("number", "numbers"), ("attribute", "attributes"), ("shape", "shapes")):
+            for kind, checked in _CHECKED.items():
                 found = self.changes.add_between(kind, getattr(nearest, checked), getattr(self, checked))
                 self.change = self.change or found
 
@@ -77,10 +82,15 @@ class Compilation:
 
     @property
     def _values(self) -> dict[str, Any]:
-        return {**self.shapes, **self.numbers, **self.attributes}
+        return {**self.shapes, **self.numbers, **self.attributes, **self.items}
 
     @property
     def _kind(self) -> tuple[object, ...]:
         """What two versions have in common that differ in shapes and numbers only."""
-        ranks = tuple((name, len(shape)) for name, shape in self.shapes.items())
-        return self.training, self.grad, self.autocast, ranks, *self.numbers, *self.attributes
+        ranks = tuple((name, len(shape)) for name, shape in self.shapes.items() if not self._is_item(name))
+        numbers = (name for name in (*self.numbers, *self.attributes) if not self._is_item(name))
+        return self.training, self.grad, self.autocast, ranks, *numbers, *self.items
+
+    def _is_item(self, name: str) -> bool:
+        """Whether it is in a list or dict that is checked, so that another version may have none of that name."""
+        return any(name.startswith(f"{container}[") for container in self.items)

@@ -7,7 +7,7 @@ import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from html import escape
@@ -41,7 +41,7 @@ if a result requires grad, each call is followed by a backward of the sum of the
 If FILE raises, or is interrupted, the reports say what happened until then.
 
 Exits with 0 if all operators are captured, 1 if some are eager, a region or a step has no graph, nothing is compiled or
-FILE raises, 2 for wrong arguments, and 130 if it is interrupted."""
+FILE raises, with the reasons on the standard error, 2 for wrong arguments, and 130 if it is interrupted."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +66,10 @@ def main(argv: Sequence[str]) -> int:
     _write(reports, file.name, arguments.html, arguments.json)
     if raised:
         return 130 if isinstance(raised[0], KeyboardInterrupt) else 1
-    return int(not _are_captured(reports.values()))
+    why = _not_captured(reports)
+    for said in why:
+        print(f"not captured: {said}", file=sys.stderr)
+    return int(bool(why))
 
 
 def _parser(of_script: bool = True) -> Parser:
@@ -103,8 +106,12 @@ def _split(text: str) -> tuple[Path, str]:
 
 
 @contextmanager
-def _printing_errors() -> Iterator[list[BaseException]]:
-    """Ends the block where it raises, and prints that as Python does. Reports find what Thunder raised there."""
+def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[BaseException]]:
+    """Ends the block where it raises, and prints that as Python does. Reports find what Thunder raised there.
+
+    Args:
+        is_reported: whether a report says where it was raised, so that the stack, which is Thunder's, is left out.
+    """
     raised: list[BaseException] = []
     try:
         yield raised
@@ -114,7 +121,10 @@ def _printing_errors() -> Iterator[list[BaseException]]:
     except Exception as error:
         raised.append(error)
         sys.last_value = error
-        traceback.print_exception(error)
+        if is_reported():
+            print("".join(traceback.format_exception_only(type(error), error)), end="", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
 
 
 def _run_file(file: Path, arguments: Sequence[str], name: str) -> tuple[dict[str, Any], list[BaseException]]:
@@ -128,7 +138,9 @@ def _run_file(file: Path, arguments: Sequence[str], name: str) -> tuple[dict[str
 
 def _make_calls(call: partial[Any], times: int) -> list[BaseException]:
     """Makes the calls, each with its backward. Returns what they raised."""
-    with _printing_errors() as raised:
+    from thunder_cg import explain
+
+    with _printing_errors(lambda: bool(explain(call.func).compile_failures)) as raised:
         for _ in range(times):
             _train(call())
     return raised
@@ -220,26 +232,39 @@ def _reports(variables: Mapping[str, Any]) -> dict[str, Report | StepReport]:
     return dict(sorted(reports.values(), key=lambda named: isinstance(named[1], Report)))  # steps first
 
 
-def _are_captured(reports: Collection[Report | StepReport]) -> bool:
-    """Whether no operator is eager, and each region and each step has a graph.
+def _not_captured(reports: Mapping[str, Report | StepReport]) -> list[str]:
+    """Why the command exits with 1: operators that are eager, and regions and steps without a graph.
 
-    The graph of a step holds all that ran inside of the step, so nothing else has to.
+    The graph of a step holds all that ran inside of the step, so nothing else has to be captured then.
     """
     from thunder_cg import Report
 
-    of_functions = [report for report in reports if isinstance(report, Report)]
-    of_steps = [report for report in reports if not isinstance(report, Report)]
-    steps_are_captured = bool(of_steps) and all(report.captures for report in of_steps)
-    return (steps_are_captured or not of_steps) and all(_is_captured(each, steps_are_captured) for each in of_functions)
+    of_steps = {label: report for label, report in reports.items() if not isinstance(report, Report)}
+    why = [f"{label}: no call was captured" for label, report in of_steps.items() if not report.captures]
+    steps_are_captured = bool(of_steps) and not why
+    for label, report in reports.items():
+        if isinstance(report, Report):
+            why += (f"{label}: {said}" for said in _not_in_graphs(report, steps_are_captured))
+    return why
 
 
-def _is_captured(report: Report, steps_are_captured: bool) -> bool:
+def _not_in_graphs(report: Report, steps_are_captured: bool) -> Iterator[str]:
+    from thunder_cg.report.units import count
+
     in_steps = {(t.function, t.entry) for t in report.traces if t.is_in_steps and steps_are_captured}
     traces = [trace for trace in report.traces if (trace.function, trace.entry) not in in_steps]
-    regions = [region for trace in traces for region in trace.regions]
-    eager = [op for trace in traces for op in trace.ops if op.verdict == "eager"]
-    graphs = all(region.captures and region.failure is None for region in regions)
-    return graphs and bool(regions or in_steps) and not (eager or report.outside)
+    if not (in_steps or any(trace.regions for trace in traces)):
+        yield "no region was compiled, so there is no graph"
+    if eager := sum(trace.counts["eager"] for trace in traces):
+        yield f"{count(eager, 'op')} eager"
+    if report.outside:
+        yield f"{count(sum(each.count for each in report.outside), 'op')} left to Inductor"
+    for trace in traces:
+        without = [region for region in trace.regions if not region.captures or region.failure is not None]
+        if without:
+            where = f"the {trace.kind} of {trace.function}, compiled version {trace.entry},"
+            ran = f"which ran {count(trace.calls, 'time')}" if trace.calls else "which never ran"
+            yield f"{where} {ran}: {count(len(without), 'region')} without a graph ({without[0].name})"
 
 
 def _print(reports: Mapping[str, Report | StepReport]) -> None:

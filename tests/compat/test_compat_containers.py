@@ -1,0 +1,162 @@
+"""Lists, dicts and sets that calls bring or modules have: other items compile anew, and changes of them are said."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import OrderedDict
+
+import pytest
+import thunder
+import torch
+from torch import nn
+
+from tests.support import fast_path_calls, same
+from thunder_cg import explain
+
+
+class Sums(nn.Module):
+    """Reads ``items`` in many ways, those of the call or its own."""
+
+    def __init__(self, read, items=None):
+        super().__init__()
+        self.first, self.last, self.read, self.items = nn.Linear(4, 4), nn.Linear(4, 4), read, items
+
+    def forward(self, x, items=None):
+        return self.last(self.first(x)) + self.read(x, self.items if items is None else items)
+
+
+def each(x, items):
+    total = x
+    for item in items:
+        total = total + item
+    return total
+
+
+def length(x, items):
+    return x * (1 + len(items))
+
+
+def last(x, items):
+    return x + items[-1] if items else x
+
+
+def star(x, items):
+    return torch.stack([x, *items]).sum(0)
+
+
+def named(x, items):
+    return x * items["mask"] if "mask" in items else x
+
+
+def gets(x, items):
+    mask = items.get("mask")
+    return x if mask is None else x * mask
+
+
+def keys(x, items):
+    return x * 2 if "mask" in sorted(items) else x
+
+
+def values(x, items):
+    return each(x, items.values())
+
+
+A, B, C = (torch.full((2, 4), float(i)) for i in (2, 3, 5))
+WAYS = [
+    *[(read, [[], [A], [A, B], [A]]) for read in (each, length, last, star)],
+    (each, [(), (A, B), (A,)]),
+    *[(read, [{"mask": A}, {"bias": B}, {"mask": C}, {}]) for read in (named, gets, keys, values)],
+    (values, [OrderedDict(a=A), OrderedDict(b=A, a=B)]),
+    (length, [{"a"}, {"a", "b"}]),
+    (lambda x, items: x * 2 if "b" in items else x, [{"a"}, {"b"}, frozenset("b")]),
+]
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["argument", "attribute"])
+@pytest.mark.parametrize(("read", "contents"), WAYS)
+def test_other_items(read, contents, own, transform, device):
+    torch.manual_seed(0)
+    model = Sums(read).to(device).eval().requires_grad_(False)
+    eager, jitted = copy.deepcopy(model), thunder.jit(model, transforms=[transform()])
+    x = torch.randn(2, 4, device=device)
+    moved = [torch.utils._pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), each) for each in contents]
+    for items in [*moved, *moved] if own else [each for each in moved for _ in range(3)]:
+        model.items = items if own else None
+        same(jitted(x) if own else jitted(x, items), eager(x, items))
+    if not own:
+        assert fast_path_calls(jitted) and "items" in {change.kind for change in explain(jitted).changes}
+
+
+def test_a_list_that_a_module_owns_costs_steady_calls_nothing(transform, device):
+    """It is watched together with the module's attributes, and grows under the fast path."""
+    model = Sums(length, [None, None]).to(device).eval().requires_grad_(False)
+    eager, jitted = copy.deepcopy(model), thunder.jit(model, transforms=[transform()])
+    x = torch.randn(2, 4, device=device)
+    for number in range(8):
+        if number == 4:
+            model.items.append(None)
+            eager.items.append(None)
+        same(jitted(x), eager(x))
+    assert thunder.cache_misses(jitted) == 2 and fast_path_calls(jitted) == 4
+    (change,) = explain(jitted).changes
+    assert change.problem == "2 lengths or keys of self.items so far (2, 3)"
+    guard = jitted._forward_fn._entries[-1]._guard
+    assert guard.keywords == () and any(watched is model.items for watched in guard.attributes._watched)
+
+
+def test_changes_of_containers_are_said(transform, device, caplog):
+    def remembers(x, seen, known):
+        y = torch.tanh(torch.sin(x))
+        seen.append(y)
+        known["y"] = y
+        local = [y]
+        local.append(y)
+        return y + local[1]
+
+    jitted = thunder.jit(remembers, transforms=[transform()])
+    x = torch.ones(3, device=device)
+    with caplog.at_level(logging.WARNING, "thunder_cg"):
+        for _ in range(3):
+            same(jitted(x, [], {}), torch.tanh(torch.sin(x)) * 2)
+    line = remembers.__code__.co_firstlineno + 2
+    places = [f"list.append at test_compat_containers.py:{line} ", f"dict.__setitem__ at {__name__.split('.')[-1]}.py:"]
+    found = explain(jitted).differs
+    assert len(found) == 2 and all(said.startswith(place) for said, place in zip(found, places))
+    assert [record.getMessage() for record in caplog.records] == [f"{jitted_name(remembers)}: {said}" for said in found]
+    assert "changes a container of the caller's" in found[0] and "no operator is eager" not in str(explain(jitted))
+
+
+def jitted_name(function):
+    return function.__qualname__
+
+
+def test_thunder_by_itself_stays_as_it_is():
+    model = Sums(each).eval().requires_grad_(False)
+    jitted = thunder.jit(model)
+    jitted(torch.ones(2, 4), [A])
+    assert "check_length" not in str(thunder.last_prologue_traces(jitted)[-1])
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.scale = nn.Linear(4, 4, bias=False), None, None
+
+    def forward(self, x, mask=None, options=None):
+        x = torch.sin(self.first(x)) * (2 if self.scale is None else self.scale)
+        x = x if mask is None else x * mask
+        return x * 3 if options is not None and options["shift"] is None else x
+
+
+@pytest.mark.parametrize("how", ["positional", "keyword", "item", "attribute"])
+def test_what_was_none(how, transform, device):
+    model = Masked().to(device).eval().requires_grad_(False)
+    jitted = thunder.jit(model, transforms=[transform()])
+    x, mask = torch.randn(2, 4, device=device), torch.randn(2, 4, device=device)
+    for value in [None, None, None, mask, mask, mask, None, mask]:
+        model.scale = 5.0 if how == "attribute" and value is not None else None
+        args = [x, *([value] if how == "positional" else [])]
+        kwargs = {"keyword": {"mask": value}, "item": {"options": {"shift": value}}}.get(how, {})
+        same(jitted(*args, **kwargs), model(*args, **kwargs))
+    assert thunder.cache_misses(jitted) == 2 and fast_path_calls(jitted) >= 3

@@ -1,0 +1,64 @@
+"""What the caller does with a compiled function that its calls cannot see, and what the report says of it."""
+
+from __future__ import annotations
+
+import pytest
+import thunder
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+from thunder_cg import explain, plan
+from thunder_cg.errors import FunctionalCallError
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layers = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+        self.register_buffer("shift", torch.ones(4))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.first(x) + self.shift
+
+
+@pytest.fixture
+def jitted(transform, device):
+    jitted = thunder.jit(Scaled().to(device).requires_grad_(False), transforms=[transform()])
+    for _ in range(3):
+        jitted(torch.ones(2, 4, device=device))
+    assert explain(jitted).differs == ()
+    return jitted
+
+
+def test_attributes_of_the_compiled_module_and_new_parts_of_the_model(jitted, device):
+    jitted.shift, jitted.unrelated = torch.zeros(4, device=device), 3
+    jitted._model.layers.append(nn.Linear(4, 4).to(device))
+    jitted.first.weight = nn.Parameter(torch.zeros(4, 4, device=device))
+    attribute, layer, weight = explain(jitted).differs
+    assert attribute.startswith("Scaled.shift was set on the compiled module, whose calls do not see it, or raise; ")
+    assert layer.startswith("Scaled.layers.1 was added, removed or replaced after thunder.jit compiled the Scaled")
+    assert weight.startswith("Scaled.first.weight was added, removed or replaced")
+    del jitted.shift, jitted._model.layers[1]
+    assert explain(jitted).differs == (weight,)
+
+
+def test_transforms_of_torch_func(jitted, device):
+    x = torch.ones(2, 4, device=device)
+    with pytest.raises(FunctionalCallError, match=r"the Scaled that thunder\.jit compiled keeps .* thunder_cg.thunder"):
+        functional_call(jitted, {"first.weight": torch.zeros(4, 4, device=device)}, (x,))
+    with pytest.raises(FunctionalCallError):
+        functional_call(nn.Sequential(jitted), {"0.first.weight": torch.zeros(4, 4, device=device)}, (x,))
+    outer = nn.Sequential(jitted, nn.Linear(4, 4)).to(device)
+    functional_call(outer, {"1.weight": torch.zeros(4, 4, device=device)}, (x,))
+    plain = thunder.jit(nn.Sequential(nn.Linear(4, 4)))
+    plain(torch.ones(2, 4))
+    functional_call(plain, {"0.weight": torch.zeros(4, 4)}, (torch.ones(2, 4),))
+    for transformed in (vmap(jitted), grad(lambda x: jitted(x).sum())):
+        with pytest.raises(NotImplementedError) as raised:
+            transformed(x)
+        notes = getattr(raised.value, "__notes__", ["for torch.func, such as vmap or grad, compile the function that"])
+        assert notes[0].startswith("for torch.func, such as vmap or grad, compile the function that")
+    assert "for torch.func, such as vmap" in " ".join(str(plan(lambda x: vmap(torch.sin)(x), x)).split())

@@ -1,0 +1,183 @@
+"""Has Thunder check the containers that a function reads, where something of ours is compiled.
+
+Thunder (0.2.6) traces what the Python code does with a list or a dict, and then checks only the items that are read.
+With other items, such as one more in a list, or a key that was missing, it would run the trace of the first call.
+What is added to the prologue is one check for each container that the code looks at as a whole: of its length, of the
+keys of a dict, of the items of what Python itself looks into, such as a set of names. Then other items compile anew.
+
+A container that the code changes gets no check: Thunder changes it while it traces, and in no call.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from thunder.core import interpreter
+from thunder.core.compile_data import _compile_data
+from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx, PseudoInst, WrappedValue
+from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_jit_ctx, should_register_for_prologue
+from thunder.core.prims import OpTags
+from thunder.core.proxies import AnyProxy
+from thunder.extend import OperatorExecutor
+
+from thunder_cg.compat.thunder import is_ours, note_change
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_LITERALS = (str, int, float, bool, type(None))
+_OF_MODULES = frozenset(dir(torch.nn.Module()))  # which Thunder reads and writes in ways of its own
+_OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
+_READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
+_CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
+_populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
+_look_aside = InterpreterCompileCtx.lookaside
+_wrapped = general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
+
+
+def _register(name: str, check: Callable[[Any, Any], None]) -> Any:
+    return _executor.register_operator(name, meta=lambda container, expected: None, fn=check, tags=(OpTags.DONT_DCE,))
+
+
+def _check_length(container: Any, length: int) -> None:
+    if len(container) != length:
+        raise RuntimeError(f"Expected {length} items, got {len(container)}")
+
+
+def _check_keys(container: Any, keys: tuple[str, ...]) -> None:
+    if (*container,) != keys:
+        raise RuntimeError(f"Expected the keys {keys}, got {(*container,)}")
+
+
+def _check_items(container: Any, items: tuple[Any, ...]) -> None:
+    found = _items(container)
+    if found != items or [*map(type, found)] != [*map(type, items)]:  # 1 is True
+        raise RuntimeError(f"Expected the items {items}, got {found}")
+
+
+def _items(container: Any) -> tuple[Any, ...]:
+    """Its items, or the keys of a dict; those of a set in one order."""
+    return tuple(sorted(container, key=repr)) if isinstance(container, (set, frozenset)) else (*container,)
+
+
+def _check_none(value: Any, expected: None) -> None:
+    if value is not None:
+        raise RuntimeError(f"Expected None, got a {type(value).__name__}")
+
+
+_executor = OperatorExecutor("cudagraph_containers")
+CHECK_LENGTH = "check_length"
+check_length = _register(CHECK_LENGTH, _check_length)
+check_keys = _register("check_keys", _check_keys)
+check_items = _register("check_items", _check_items)
+check_none = _register("check_is_none", _check_none)
+_CHECKS = (check_length, check_keys, check_items)
+CHECKS_OF_CONTAINERS = frozenset(each.name for each in _CHECKS)
+
+
+def _is_callers(value: WrappedValue) -> bool:
+    """Whether it is a container from outside of what is traced, and something of ours is compiled."""
+    provenance = value.provenance
+    if not isinstance(value.value, _CONTAINERS) or id(value.value) in _OF_TORCH:
+        return False
+    if not should_register_for_prologue(provenance) or _is_pythons_or_modules(provenance):
+        return False
+    return is_ours(_compile_data.get()[0])
+
+
+def _is_pythons_or_modules(provenance: Any) -> bool:
+    """Whether it is an attribute that each module or function has, such as a module's hooks or a function's globals."""
+    if provenance.inst is not PseudoInst.LOAD_ATTR:
+        return False
+    owner, name = provenance.inputs
+    is_module = bool(owner.ext_flag & EXT_FLAG_IS_MODULE)
+    return name.value in _OF_MODULES if is_module else str(name.value).startswith("__")
+
+
+def _path(provenance: Any) -> tuple[Any, ...]:
+    """The look-ups that lead to a value: that of the same value is the same."""
+    return provenance.inst, provenance.value, *map(_path, provenance.inputs)
+
+
+def _is_of_call(provenance: Any) -> bool:
+    """Whether it is an argument, an item of one, or an attribute of a module itself."""
+    if provenance.inst is PseudoInst.LOAD_ATTR:
+        return bool(provenance.inputs[0].ext_flag & EXT_FLAG_IS_MODULE) and not _is_pythons_or_modules(provenance)
+    while provenance.inst is PseudoInst.BINARY_SUBSCR:
+        provenance = provenance.inputs[0]
+    return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
+
+
+def _check_if_none(value: WrappedValue) -> Any:
+    """Has the prologue check that an argument is None, or an attribute of a module, which Thunder does not."""
+    provenance = value.provenance
+    if value.value is None and should_register_for_prologue(provenance) and _is_of_call(provenance):
+        context, path = get_jit_ctx(), _path(provenance)
+        known: set[Any] = vars(context).setdefault("cudagraph_known", set())
+        if is_ours(_compile_data.get()[0]) and path not in known:
+            known.add(path)
+            context.add_constraint((check_none, AnyProxy(None, history=provenance), None))
+    return _wrapped(value)
+
+
+def _check(value: WrappedValue, *, of_python: bool = False) -> None:
+    """Has the prologue check a container of the caller's as it is now.
+
+    Args:
+        of_python: Python itself looks at the items, so Thunder sees none of them.
+    """
+    if getattr(value, "is_settled", False) or not _is_callers(value):
+        return
+    value.is_settled = True  # Thunder wraps, and so checks, each literal in what it tracks the items of
+    container, items = value.value, _items(value.value)
+    proxy = AnyProxy(container, history=value.provenance)
+    is_dict = isinstance(container, dict)
+    if is_dict and all(type(item) is str for item in items):
+        constraint: tuple[Any, ...] = check_keys, proxy, items
+    elif (of_python or is_dict) and all(type(item) in _LITERALS for item in items):
+        constraint = check_items, proxy, items
+    else:
+        constraint = check_length, proxy, len(items)
+    get_jit_ctx().add_constraint(constraint)
+
+
+def _forget_check(value: WrappedValue) -> None:
+    """No prologue can check what the code changes."""
+    value.is_settled = True
+    context = get_jit_ctx()
+    context._constraints = [
+        each for each in context._constraints if each[0] not in _CHECKS or each[1].history is not value.provenance
+    ]
+
+
+def _populate_and_check(value: WrappedValue) -> None:
+    if not value.has_item_tracking:
+        _check(value)
+    _populate(value)
+
+
+def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """What Thunder calls in the place of ``fn``; None if Python calls it, or Thunder follows it."""
+    kind = getattr(fn, "__objclass__", None)
+    if kind is not None and args and isinstance(args[0], WrappedValue) and issubclass(kind, _CONTAINERS):
+        container = args[0]
+        if fn.__name__ in _CHANGING and _is_callers(container):
+            _forget_check(container)
+            note_change(f"{kind.__name__}.{fn.__name__}")
+        elif (
+            fn.__name__ == "__getitem__" and isinstance(container.value, dict) and args[1].value not in container.value
+        ):
+            _check(container)
+    found = _look_aside(self, fn, *args, **kwargs)
+    if found is None and interpreter.is_opaque(fn):
+        for each in args:
+            if isinstance(each, WrappedValue) and isinstance(each.value, _CONTAINERS):
+                _check(each, of_python=True)
+    return found
+
+
+interpreter.populate_item_wrappers = _populate_and_check
+general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK] = _check_if_none
+InterpreterCompileCtx.lookaside = _look_aside_and_check
