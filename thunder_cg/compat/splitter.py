@@ -153,7 +153,9 @@ def fallback_of(node: Node) -> Callable[..., Any] | None:
 
 @contextmanager
 def keeping_fallbacks(
-    objection: Callable[[Node], str | None], rewrite: Callable[[GraphModule], None]
+    objection: Callable[[Node], str | None],
+    rewrite: Callable[[GraphModule], None],
+    around_inductor: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
 
@@ -163,6 +165,7 @@ def keeping_fallbacks(
     Args:
         objection: says of any node of the graph why Inductor gets it nevertheless.
         rewrite: gets each graph that was split, before its parts are compiled.
+        around_inductor: gets what has Inductor compile a piece, and returns what to call in its place.
     """
     is_supported = utils.is_node_supported_by_thunder
     try_symbol, succeeded = utils.try_execute_thunder_symbol, set()
@@ -198,6 +201,7 @@ def keeping_fallbacks(
         patch.object(utils, "is_node_supported_by_thunder", is_kept),
         patch.object(splitter, "is_node_supported_by_thunder", is_kept),
         patch.object(splitter, "split_module", split_balanced),
+        patch.object(torch._inductor, "compile", around_inductor(torch._inductor.compile)),
     ):
         yield
 

@@ -343,6 +343,11 @@ def is_guess(symbol: BoundSymbol) -> bool:
     return isinstance(number, NumberProxy) and number.value is None and symbol.output.value is not None
 
 
+def is_alias_replaced(symbol: BoundSymbol) -> bool:
+    """Whether Thunder has it read an argument in the place of another one that shares its storage."""
+    return str(symbol.header).startswith("[alias tensor args]")
+
+
 Assignment = tuple[str, Sequence[tuple[str, int]]]  # the attribute, and the stack: files and lines, the innermost last
 _assign = _general_jit_lookaside_map[setattr]
 _assignments: WeakKeyDictionary[Any, list[Assignment]] = WeakKeyDictionary()  # of compilations

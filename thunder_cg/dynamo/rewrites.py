@@ -44,6 +44,7 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
+from thunder_cg.dynamo.layouts import LIKE, lay_out_before_strides, make_as_laid_out
 from thunder_cg.dynamo.writes import (
     IN_PLACE,
     is_named_in_place,
@@ -79,11 +80,13 @@ def _truncated(number: Any) -> Any:
 _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     torch.sym_max: max,
     torch.sym_min: min,
+    torch.sym_sum: for_splitter(sum, "sum"),
     torch.sym_int: for_splitter(_truncated, "int"),
     torch.sym_float: for_splitter(lambda number: number / 1, "float"),
 }
 
 
+_SLICES = 8  # up to as many, a list of numbers is written as slices
 _ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
 
 
@@ -113,6 +116,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _drop_empty_parts(node)
         elif node.op == "call_function" and node.target is operator.getitem:
             _clamp_slices(node)
+            _slice_for_list(node)
         elif node.target is torch.cuda.get_device_capability and not node.users:  # Dynamo has used its result already
             module.graph.erase_node(node)
         elif _is_size(node):
@@ -121,6 +125,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             node.target = _OF_NUMBERS[node.target]
         elif node.target is torch.tensor:
             _fill_with_number(node)
+        elif node.target in LIKE:
+            make_as_laid_out(node)
         elif node.target in _ARITHMETIC:
             _compute_of_numbers(node)
         elif node.target in ("norm", torch.norm):
@@ -129,12 +135,15 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _count_padding_from_start(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
             _draw_out_of_place(node)
+        elif node.op == "call_method" and node.target == "where":
+            _name_condition_first(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply and not is_checkpointed:
             _write_as_before(node, module, options)
         elif is_collective(node):
             _wait_in_trace(node, options)
         elif node.op == "call_function" or node.target in ("repeat_interleave", "mul"):
             _use_own_operator(node, options)
+    lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
 
 
@@ -318,6 +327,32 @@ def _drop_empty_parts(node: Node) -> None:
             node.graph.erase_node(part)
 
 
+def _slice_for_list(node: Node) -> None:
+    """``x[..., [-2], :]`` is ``x[..., -2:-1, :].clone()``: PyTorch copies a list to the device in each call."""
+    tensor, index = node.args
+    parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    lists = [i for i, part in enumerate(parts) if isinstance(part, list)]
+    if len(lists) != 1 or not all(part is None or isinstance(part, (list, slice, type(...))) for part in parts):
+        return
+    (at,) = lists
+    numbers = parts[at]
+    if not numbers or len(numbers) > _SLICES or not all(type(number) is int for number in numbers):
+        return
+
+    def call(function: Callable[..., Any], *args: Any) -> Node:
+        made = node.graph.call_function(function, args)
+        made.meta.update(node.meta, example_value=on_examples(function, example(args), {}))
+        return made
+
+    with node.graph.inserting_before(node):
+        slices = [
+            call(operator.getitem, tensor, (*parts[:at], slice(number, number + 1 or None), *parts[at + 1 :]))
+            for number in numbers
+        ]
+        dim = at if ... not in parts[:at] else at - len(parts)
+        node.target, node.args = (torch.clone, (slices[0],)) if len(slices) == 1 else (torch.cat, (slices, dim))
+
+
 def _clamp_slices(node: Node) -> None:
     """Slices that reach beyond a tensor, as those of a sliding window do, end where it ends: Thunder refuses them."""
     tensor, index = node.args
@@ -412,6 +447,14 @@ def _draw_out_of_place(node: Node) -> None:
         return
     if tensor.target in ("new_empty", torch.empty, torch.empty_like) and isinstance(node.args[1], float):
         node.op, node.target = "call_function", operators.bernoulli()
+
+
+def _name_condition_first(node: Node) -> None:
+    """``x.where(condition, y)`` is ``torch.where(condition, x, y)``: Thunder takes the first for the condition."""
+    named = dict(zip(("input", "condition", "other"), node.args), **node.kwargs)
+    if named.keys() == {"input", "condition", "other"}:
+        node.op, node.target, node.kwargs = "call_function", torch.where, {}
+        node.args = named["condition"], named["input"], named["other"]
 
 
 def _count_padding_from_start(node: Node) -> None:
