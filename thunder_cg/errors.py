@@ -60,12 +60,12 @@ class LayoutError(CudagraphError, RuntimeError):
 
 
 class SharedMemoryError(CudagraphError, RuntimeError):
-    """Something is written in place, and Thunder takes two arguments that share a storage for one. They are not."""
+    """Two arguments have elements in common and are not the same view, and something is written in place."""
 
     def __init__(self, first: tuple[object, ...], other: tuple[object, ...]) -> None:
-        facts = ("shape {}, strides {} and offset {}".format(*each) for each in (first, other))
-        problem = f"two arguments are parts of one tensor, with {' and with '.join(facts)}, or follow other arguments"
-        what = "Thunder writes in place here, and would read the first in the place of the other"
+        facts = ("offset {}, shape {} and strides {}".format(*each) for each in (first, other))
+        problem = f"two arguments overlap, with {' and with '.join(facts)}, and something is written in place"
+        what = "Thunder would read the first in the place of the other"
         super().__init__(f"{problem}; {what}; pass the whole tensor and take its parts inside, or pass a clone of one")
 
 

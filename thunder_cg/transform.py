@@ -34,7 +34,8 @@ from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError, WrongGradientWarning
 from thunder_cg.fastpath.dispatch import install
-from thunder_cg.fastpath.prologue import PrologueChecks, with_check_of_sharing, with_one_check
+from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
+from thunder_cg.fastpath.sharing import told_apart
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
@@ -113,6 +114,7 @@ class CudagraphTransform(compat.Transform):
         data = compat.get_compile_data()
         transforms = data.transforms
         _refuse_a_second_graph_transform(transforms)
+        prologue_trace, computation_trace = told_apart(prologue_trace, computation_trace)
         gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
@@ -127,7 +129,6 @@ class CudagraphTransform(compat.Transform):
         self._warn_of_what_is_lost(computation_trace, epilogue_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
-        prologue_trace = with_check_of_sharing(prologue_trace, computation_trace)
         return prologue_trace, computation_trace, epilogue_trace
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:

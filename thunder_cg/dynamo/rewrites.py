@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional as F
 
 from thunder_cg.compat.splitter import (
@@ -88,6 +88,8 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
 
 _SLICES = 8  # up to as many, a list of numbers is written as slices
 _ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
+_ARITHMETIC |= {operator.add, operator.floordiv, operator.mul, operator.sub, operator.truediv}
+_TAKE_SIZES = frozenset(["expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"])
 
 
 def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bool = False) -> None:
@@ -420,12 +422,26 @@ def _fill_with_number(node: Node) -> None:
 
 
 def _compute_of_numbers(node: Node) -> None:
-    """``torch.div(8, 4)`` is ``torch.full((), 2.0)``: PyTorch makes a tensor of numbers, Thunder a number."""
-    if isinstance(_value(node), torch.Tensor) and not node.all_input_nodes:
-        function: Any = node.target
-        result = function(*node.args, **node.kwargs)
-        node.target, node.args = torch.full, ((), result.item())
-        node.kwargs = {"dtype": result.dtype, "device": result.device}
+    """``torch.div(8, 4)`` is ``torch.full((), 2.0)``: PyTorch makes a tensor of numbers, Thunder a number.
+
+    As a size, which PyTorch would read on the host, it is the number itself.
+    """
+    inputs = {source: _number_in(source) for source in node.all_input_nodes}
+    if not isinstance(_value(node), torch.Tensor) or None in inputs.values():
+        return
+    function: Any = node.target
+    result = function(*map_arg(node.args, inputs.__getitem__), **map_arg(node.kwargs, inputs.__getitem__))
+    node.target, node.args = torch.full, ((), result.item())
+    node.kwargs = {"dtype": result.dtype, "device": result.device}
+    for user in [*node.users]:
+        if user.op == "call_method" and user.target in _TAKE_SIZES and user.args[0] is not node:
+            user.args = map_arg(user.args, lambda arg: result.item() if arg is node else arg)
+
+
+def _number_in(node: Node) -> torch.Tensor | None:
+    """The 0-dim tensor that a node makes of a number that is known."""
+    is_known = node.target is torch.full and node.args[0] == () and not isinstance(node.args[1], Node)
+    return torch.full(*node.args, **node.kwargs) if is_known else None  # type: ignore[arg-type]
 
 
 def _name_vector_norm(node: Node) -> None:

@@ -19,7 +19,6 @@ from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
-from thunder_cg.errors import SharedMemoryError
 from thunder_cg.executor import executor
 
 _TENSOR_CHECKS = (PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA, "check_tensor_metadata")  # before and after execution
@@ -124,6 +123,15 @@ class PrologueChecks:
                 yield "number", dict(enumerate(cells)).get(int(cell[1]), name) + cell[2], value
             elif is_number and not _DYNAMOS_SIZE.fullmatch(name):  # a shape says the same
                 yield "attribute" if path[0] is PrimIDs.UNPACK_ATTR else "number", name, value
+
+    def value(self, path: Path | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call's arguments have at the end of a path; None if the path begins elsewhere."""
+        if path in (("args",), ("kwargs",)):
+            return args if path == ("args",) else kwargs
+        if path is None or path[0] is not PrimIDs.UNPACK_GETITEM or not isinstance(path[1], tuple):
+            return None
+        owner = self.value(path[1], args, kwargs)
+        return None if owner is None else owner[path[2]]
 
     def excludes(self, other: PrologueChecks) -> bool:
         """Whether no call can pass the checks of both.
@@ -245,39 +253,6 @@ def with_one_check(prologue: TraceCtx, names: Set[str]) -> TraceCtx:
     trace.bound_symbols = [combined if id(symbol) == last else symbol for symbol in kept]
     trace.set_provenance(TraceProvenance("One check of all parameters and buffers"))
     return trace
-
-
-def with_check_of_sharing(prologue: TraceCtx, computation: TraceCtx) -> TraceCtx:
-    """``prologue`` with a check that arguments that Thunder takes for one are views of the same elements, if there are.
-
-    Where something is written in place, Thunder (0.2.6) reads the first of the arguments that share a storage in the
-    place of the others, reshaped. So it also does with another part of the storage, and with a transposed view. It
-    counts all arguments of the call, and takes these numbers for those of the trace's inputs, which are fewer.
-    """
-    groups = str(PrologueChecks(prologue).cache_info.get("alias_tensor_indices", "")).split("-")
-    inputs = prologue.bound_symbols[-1].args[0][0]
-    if groups == [""] or not any(compat.is_alias_replaced(symbol) for symbol in computation.bound_symbols):
-        return prologue
-    pairs = []
-    for group in groups:
-        first, *others = map(int, group.split(","))
-        pairs += [(inputs[first], inputs[other]) for other in others if other < len(inputs)]
-    trace = from_trace(prologue)
-    name = unused_name("cudagraph_check_sharing", prologue)
-    check = executor.bind(name, check_sharing, [proxy for pair in pairs for proxy in pair], None, has_effect=True)
-    trace.bound_symbols = [*prologue.bound_symbols[:-1], check, prologue.bound_symbols[-1]]
-    trace.set_provenance(TraceProvenance("Check of arguments that share memory"))
-    return trace
-
-
-def check_sharing(*tensors: Any) -> None:
-    """Raises `SharedMemoryError` unless each second tensor has the elements of the one before it, in the same order."""
-    for first, other in zip(tensors[::2], tensors[1::2]):
-        starts_alike = first.data_ptr() == other.data_ptr() and first.numel() == other.numel()
-        in_order = first.is_contiguous() and other.is_contiguous()
-        same_view = first.shape == other.shape and first.stride() == other.stride()
-        if not (starts_alike and (in_order or same_view)):
-            raise SharedMemoryError(*((tuple(t.shape), t.stride(), t.storage_offset()) for t in (first, other)))
 
 
 def unused_name(wish: str, trace: TraceCtx) -> str:
