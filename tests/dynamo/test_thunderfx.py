@@ -480,6 +480,26 @@ def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device
     assert report.traces and not report.limits and report.python_calls == 1
 
 
+def test_the_report_says_why_dynamo_compiled_anew(backend, device):
+    class Model(nn.Module):
+        def forward(self, x, flag, sizes):
+            return (torch.sin(x) if flag else torch.cos(x)) * len(sizes) + x
+
+    model, other = (thunderfx(Model(), backend=backend) for _ in range(2))
+    x = torch.randn(4, device=device)
+    for flag, sizes in ((True, [1]), (False, [1]), (True, [1, 2]), (True, [1, 2, 3])):
+        model(x, flag, sizes)
+    other(x, True, [1])
+    found = explain(model).recompilations
+    assert {each.condition.partition(" ")[0] for each in found} == {"flag", "len(sizes)"}
+    assert sum(each.count for each in found) == 3 and all("test_thunderfx.py:" in each.line for each in found)
+    said = str(explain(model)).splitlines()
+    anew = next(line for line in said if line.startswith("Dynamo compiled forward (test_thunderfx.py:"))
+    assert "anew 3 times, as calls did not meet: `" in anew and "`len(sizes) == " in anew
+    assert said[said.index(anew) + 1].startswith("Each version warms up and has graphs of its own. To have fewer: pass")
+    assert not explain(other).recompilations and "anew" not in str(explain(other))
+
+
 def test_blocks_that_are_compiled_one_by_one(backend, device):
     """They share code, of which Dynamo compiles a few versions: of each block here, whatever others have."""
 

@@ -20,7 +20,15 @@ from torch.fx import GraphModule
 from thunder_cg.analysis.sources import called_from, described, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure, is_of_compilation
 from thunder_cg.errors import NotCompiledError
-from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits, whole_function_left
+from thunder_cg.report.breaks import (
+    GraphBreak,
+    Recompilation,
+    RecompileLimit,
+    graph_breaks,
+    recompilations,
+    recompile_limits,
+    whole_function_left,
+)
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import name_of
 from thunder_cg.runtime.program import Program, program_of
@@ -68,6 +76,7 @@ class Found:
         python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
         is_of_dynamo: Dynamo reads the Python of the function.
         uncached: Thunder compiles each call anew, and the programs are those of the last call.
+        recompilations: what Dynamo has compiled more than once.
     """
 
     programs: tuple[Located, ...]
@@ -80,6 +89,7 @@ class Found:
     python_calls: int = 0
     is_of_dynamo: bool = False
     uncached: bool = False
+    recompilations: tuple[Recompilation, ...] = ()
 
 
 def locate(fn: Any, function: str = "explain") -> Found:
@@ -131,7 +141,18 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
     reached = [*recompile_limits(fn, backend)] if without_graph else []
     limits = tuple(each for each in reached if python_calls or each.reason)
-    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks), limits, python_calls, True)
+    return Found(
+        tuple(programs),
+        calls,
+        failures,
+        failure,
+        tuple(outside),
+        tuple(breaks),
+        limits,
+        python_calls,
+        is_of_dynamo=True,
+        recompilations=tuple(recompilations(backend)),
+    )
 
 
 def graph_name(function: str, number: int) -> str:
