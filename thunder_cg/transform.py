@@ -167,6 +167,8 @@ class CudagraphTransform(compat.Transform):
             known = {each.line for each in self._compiling.wrong_gradients}
             late = [each for each in put_off(ops, aliasing, self._compiling.seen) if each.line not in known]
             found = (*self._compiling.wrong_gradients, *late)
+            if isinstance(compat.get_compile_data().fn, torch.fx.GraphModule):
+                found = tuple(each.in_thunderfx() for each in found)
             self._compiling.compilation.differs += map(str, found)
             _warn_of_wrong_gradients(found)
         elif compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
