@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 
+import numpy as np
 import pytest
 import thunder.dynamo
 import torch
@@ -478,6 +479,19 @@ def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device
     second(x, [1])
     report = explain(second)
     assert report.traces and not report.limits and report.python_calls == 1
+
+
+def test_the_report_says_that_numpy_draws_other_numbers_under_dynamo():
+    """As in the masks of a Wav2Vec2 that trains."""
+
+    def mask(x):
+        return torch.sin(x) * torch.from_numpy(np.random.rand(2, 3) > 0.5) + x
+
+    compiled = thunderfx(mask, backend="tape")
+    compiled(torch.ones(2, 3))
+    found = {each.operator: each.reason for each in explain(compiled).outside}
+    assert "and so other numbers than NumPy would; with torch._dynamo.config.use_numpy" in found["numpy.random.rand"]
+    assert "NumPy's" in found["numpy.gt"]
 
 
 def test_the_report_says_why_dynamo_compiled_anew(backend, device):

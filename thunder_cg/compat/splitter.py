@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.utils import SplitReason, SplitReasonType
+from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
@@ -40,6 +41,7 @@ __all__ = [
     "is_wait",
     "keeping_fallbacks",
     "loses_wait",
+    "numpy_name",
     "on_examples",
     "operator_name",
     "without_gradient",
@@ -143,6 +145,16 @@ def loses_wait(node: Node, options: dict[str, Any]) -> bool:
 def operator_name(node: Node) -> str:
     """The name of the function or of the method that a node calls; "" if it has none."""
     return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
+
+
+def numpy_name(node: Node) -> str | None:
+    """The name of the function of NumPy's that Dynamo has PyTorch compute in a node: "numpy.random.rand"."""
+    function: Any = node.target
+    if not isinstance(function, (numpy_to_tensor_wrapper, numpy_operator_wrapper, numpy_method_wrapper)):
+        return None
+    module = getattr(getattr(function, "f", None), "__module__", "")
+    kind = "numpy.random" if module == "torch._numpy.random" else "numpy"
+    return f"{kind}.{function.__name__.removeprefix('wrapped_').removeprefix('wrapped_')}"
 
 
 def fallback_of(node: Node) -> Callable[..., Any] | None:

@@ -27,6 +27,7 @@ from thunder_cg.compat.splitter import (
     is_for_splitter,
     is_unused,
     loses_wait,
+    numpy_name,
     on_examples,
     operator_name,
     without_gradient,
@@ -45,6 +46,11 @@ from thunder_cg.dynamo.writes import (
 
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
+
+_DRAWS_OTHERS = (
+    "draws with PyTorch's generator under Dynamo, and so other numbers than NumPy would; with "
+    "torch._dynamo.config.use_numpy_random_stream = True, the graph ends there and NumPy draws"
+)
 
 
 def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node], str | None]:
@@ -87,6 +93,8 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
             return "reads memory by strides that Thunder may not keep, and the memory is written or returned, too"
         if node.target is operator.getitem and requires_grad(example(node)) and _has_list(node.args[1]):
             return "has a list in its index, which is copied to the device in each call; make it a tensor once, outside"
+        if (name := numpy_name(node)) is not None:
+            return _DRAWS_OTHERS if name.startswith("numpy.random.") else "is NumPy's, which Dynamo has PyTorch compute"
         if is_unknown(node.target):
             return "didn't have any mapping in thunder"
         if node.name in lost:
