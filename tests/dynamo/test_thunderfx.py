@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from thunder_cg import OptionError, cudagraph_transform, explain, thunderfx
+from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, thunderfx
 from thunder_cg.errors import TransformConflictError
 
 logger = logging.getLogger("a model")
@@ -479,6 +479,34 @@ def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device
     second(x, [1])
     report = explain(second)
     assert report.traces and not report.limits and report.python_calls == 1
+
+
+def test_a_whole_step_with_what_inductor_got(backend, device):
+    """On the tape, which sees no kernels of Inductor's, its operators are recorded one by one."""
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x).relu() + 1
+            y = torch.ops.aten.native_layer_norm(y, (4,), None, None, 1e-5)[0]
+            return (super().forward(y) * 2).square().mean()
+
+    model = Model(4, 4, device=device)
+    twin = copy.deepcopy(model)
+    compiled = thunderfx(model, backend=backend)
+    own, twins = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, twin))
+
+    def step(x, fn=compiled, optimizer=own):
+        optimizer.zero_grad()
+        loss = fn(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graphed = graphed_step(step, backend=backend)
+    for _ in range(6):
+        x = torch.randn(3, 4, device=device)
+        torch.testing.assert_close(graphed(x), step(x, twin, twins))
+    assert graphed.replays >= 1 and [each.operator for each in explain(compiled).outside] == ["aten.native_layer_norm"]
 
 
 def test_the_report_says_that_numpy_draws_other_numbers_under_dynamo():

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.splitter import example, inside_transforms
-from thunder_cg.compat.torch import has_storage, shares_storage, tensors_in
+from thunder_cg.compat.torch import dispatch_mode_count, has_storage, shares_storage, tensors_in
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.writes import shares_memory, written_by
 from thunder_cg.errors import LayoutError
@@ -77,9 +77,13 @@ def layout_counts(node: Node) -> bool:
 
 
 def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch._inductor.compile`` of pieces that take values in the layouts that they were compiled for."""
+    """``torch._inductor.compile`` of pieces that take values in the layouts that they were compiled for.
+
+    Under a dispatch mode, they run operator by operator.
+    """
 
     def compiled_piece(piece: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        operators_of_piece = GraphModule(piece, _copied(piece.graph))
         compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)
         *_, output = piece.graph.nodes
         kept = [example(output.args), *(example(written_by(node)) for node in piece.graph.nodes)]
@@ -94,9 +98,23 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
                 raise LayoutError(called_from(next(filter(None, frames), [])), value.stride(), stride)
             return laid_out
 
-        return lambda *values: compiled(*map(taken, values, strides, shared))
+        def call(*values: Any) -> Any:
+            # A dispatch mode, such as the tape of a graphed step, does not see what Inductor's code does.
+            run = operators_of_piece if dispatch_mode_count() else compiled
+            return run(*map(taken, values, strides, shared))
+
+        return call
 
     return compiled_piece
+
+
+def _copied(graph: Graph) -> Graph:
+    """A copy: Inductor rewrites the graph that it compiles."""
+    copied = Graph()
+    nodes: dict[Node, Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copied.node_copy(node, nodes.__getitem__)
+    return copied
 
 
 def fixed_stride(value: Any) -> tuple[int, ...] | None:
