@@ -89,7 +89,7 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
 _SLICES = 8  # up to as many, a list of numbers is written as slices
 _ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
 _ARITHMETIC |= {operator.add, operator.floordiv, operator.mul, operator.sub, operator.truediv}
-_TAKE_SIZES = frozenset(["expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"])
+_TAKE_SIZES = frozenset(["as_strided", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"])
 
 
 def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bool = False) -> None:
