@@ -24,6 +24,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | an operator resizes its arguments                             | test_resized_arguments                 |
 | what PyTorch does not allow to write is written               | test_written_leaves                    |
 | a write through one alias is not seen through the other       | test_aliased_arguments                 |
+| parts of one tensor are taken for the same part               | test_parts_of_one_tensor_as_arguments  |
 | a parameter is read before an argument is written             | test_arguments_that_overlap_parameters |
 | a view of an argument is taken for one of a parameter         | test_views_that_overlap_parameters     |
 | buffers are updated more than once a call                     | test_batchnorm_statistics              |
@@ -113,6 +114,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import CaptureError, explain, release
+from thunder_cg.errors import SharedMemoryError
 from thunder_cg.runtime.early_outputs import CopiedEarly, EarlyCopier
 from thunder_cg.runtime.region import RuntimeRegion
 
@@ -454,11 +456,30 @@ def test_aliased_arguments(twins, device):
 
     plain, graphed = twins(fn)
     base = torch.randn(8, device=device)
-    for make in (lambda b: (b, b), lambda b: (b[:4], b[2:6]), lambda b: (b[:4], b[4:]), lambda b: (b, b.clone())):
+    for make in (lambda b: (b, b), lambda b: (b, b.view(8)), lambda b: (b, b.clone())):
         for _ in range(4):
             a, b = base.clone(), base.clone()
             same(plain(*make(a)), graphed(*make(b)))
             same(a, b)
+
+
+def test_parts_of_one_tensor_as_arguments(twins, device):
+    """Thunder alone takes them for one tensor, if something is written in place: this compares with PyTorch."""
+
+    def fn(unused, x, y):
+        x.add_(1)
+        return y * 2
+
+    _, graphed = twins(fn)
+    base = torch.arange(16.0, device=device).view(4, 4)
+    apart = (lambda b: (b[:2], b[2:]), lambda b: b.chunk(2, 1), lambda b: (b[::2], b[1::2]), lambda b: (b, b))
+    for make in (*apart, *apart):
+        a, b = base.clone(), base.clone()
+        same(graphed(None, *make(a)), fn(None, *make(b)))
+        same(a, b)
+    for make in (lambda b: (b[:2], b[1:3]), lambda b: (b, b.t()), lambda b: (b[:, :2], b[:, 1:3])):
+        with pytest.raises(SharedMemoryError, match="pass the whole tensor and take its parts inside"):
+            graphed(None, *make(base.clone()))
 
 
 def test_batchnorm_statistics(twins, device):
@@ -1682,7 +1703,7 @@ def test_results_that_leave_early(twins, device, monkeypatch):
 
     plain, graphed = twins(fn)
     for _ in range(CALLS):
-        x, y = torch.randn(2, 4, 4, device=device)
+        x, y = (torch.randn(4, 4, device=device) for _ in range(2))
         same(plain(x, y), graphed(x, y))
     assert replays(graphed) >= CALLS - 1
     assert len(went) == 2 and went[0] == went[1]  # the warm-up and the capture, which is to have the same memory

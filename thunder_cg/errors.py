@@ -48,6 +48,27 @@ class CollectiveError(CudagraphError, RuntimeError):
         super().__init__(f"torch.distributed's {name}, in a compiled function: {problem}; {fix}")
 
 
+class LayoutError(CudagraphError, RuntimeError):
+    """Inductor compiled for a tensor whose strides are those of PyTorch, and Thunder computes it with other ones."""
+
+    def __init__(self, line: str | None, found: object, expected: object) -> None:
+        where = (
+            f"at {line or 'a line unknown to Dynamo'}, Inductor got a tensor that Thunder computed with strides {found}"
+        )
+        problem = f"and that has {expected} in PyTorch; a copy would not do, as it is written in place or viewed"
+        super().__init__(f"{where} {problem}; call .contiguous() on it before")
+
+
+class SharedMemoryError(CudagraphError, RuntimeError):
+    """Two arguments have elements in common and are not the same view, and something is written in place."""
+
+    def __init__(self, first: tuple[object, ...], other: tuple[object, ...]) -> None:
+        facts = ("offset {}, shape {} and strides {}".format(*each) for each in (first, other))
+        problem = f"two arguments overlap, with {' and with '.join(facts)}, and something is written in place"
+        what = "Thunder would read the first in the place of the other"
+        super().__init__(f"{problem}; {what}; pass the whole tensor and take its parts inside, or pass a clone of one")
+
+
 class WrongGradientWarning(UserWarning):
     """Thunder computes another gradient than PyTorch, writes too late, or raises, with and without graphs."""
 

@@ -35,6 +35,7 @@ from thunder_cg.emit import Emitter, returned_and_saved, taken_names
 from thunder_cg.errors import TransformConflictError, WrongGradientWarning
 from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
+from thunder_cg.fastpath.sharing import told_apart
 from thunder_cg.options import Options, taken_from
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
@@ -113,6 +114,7 @@ class CudagraphTransform(compat.Transform):
         data = compat.get_compile_data()
         transforms = data.transforms
         _refuse_a_second_graph_transform(transforms)
+        prologue_trace, computation_trace = told_apart(prologue_trace, computation_trace)
         gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
@@ -167,6 +169,8 @@ class CudagraphTransform(compat.Transform):
             known = {each.line for each in self._compiling.wrong_gradients}
             late = [each for each in put_off(ops, aliasing, self._compiling.seen) if each.line not in known]
             found = (*self._compiling.wrong_gradients, *late)
+            if isinstance(compat.get_compile_data().fn, torch.fx.GraphModule):
+                found = tuple(each.in_thunderfx() for each in found)
             self._compiling.compilation.differs += map(str, found)
             _warn_of_wrong_gradients(found)
         elif compat.TraceTag.AUGMENTED_FORWARD in trace.tags:

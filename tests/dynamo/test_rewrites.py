@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import explain, thunderfx
+from thunder_cg.errors import LayoutError
 
 
 class Around(nn.Module):
@@ -123,6 +124,50 @@ def test_results_without_a_gradient_of_what_has_one(backend, device, fn):
     model = Around(fn).to(device)
     graphed = trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6)
     assert one_region_each_way(graphed)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y: y.where(y > 0, other=y * 0.5),
+        lambda y: y.view(4, 2, 4)[..., [-1], :] + y.view(4, 2, 4)[:, [1, 0, 1]],
+        # What Thunder makes like a transposed tensor is not transposed, and `as_strided` would read it otherwise.
+        lambda y: (torch.full_like(y.t(), 2.0) * y.t()).as_strided((4, 4), (8, 2)),
+        lambda y: y.t().masked_fill(y.t() > 1, 0.0).as_strided((8, 2), (4, 1)),
+    ],
+    ids=["where", "lists", "full_like", "as_strided"],
+)
+def test_what_thunder_reads_or_lays_out_otherwise(backend, device, fn):
+    model = Around(fn).to(device)
+    assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6))
+
+
+def test_layouts_that_inductor_was_told(backend, device):
+    """What Thunder lays out otherwise is copied for Inductor, or refused where a copy would not do."""
+
+    def fn(y):
+        return torch.ops.aten.native_layer_norm(y.t().masked_fill(y.t() > 1, 0.0), (4,), None, None, 1e-5)[0].exp()
+
+    trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-5)
+
+    def written(y):
+        z = y.t().masked_fill(y.t() > 1, 0.0)
+        z.as_strided((8,), (1,)).zero_()
+        return z
+
+    with pytest.raises(LayoutError, match=r"test_rewrites.py:\d+, .*strides \(1, 8\) .* \(4, 1\) in PyTorch"):
+        thunderfx(Around(written).to(device), backend=backend)(torch.randn(4, 8, device=device))
+
+
+def test_sum_of_sizes_that_vary(backend, device):
+    def fn(x, y):
+        return torch.cat((x, y, x[:1])) * 2, x.new_ones(x.shape[0] + y.shape[0] + 1)
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
+    for n in (3, 4, 4):
+        x, y = torch.randn(n, 2, device=device), torch.randn(n + 2, 2, device=device)
+        same(graphed(x, y), fn(x, y))
+    assert not explain(graphed).outside
 
 
 def test_stochastic_depth(backend, device):

@@ -6,6 +6,7 @@ import copy
 import inspect
 import logging
 
+import numpy as np
 import pytest
 import thunder.dynamo
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from thunder_cg import OptionError, cudagraph_transform, explain, thunderfx
+from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, thunderfx
 from thunder_cg.errors import TransformConflictError
 
 logger = logging.getLogger("a model")
@@ -481,6 +482,67 @@ def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device
     second(x, [1])
     report = explain(second)
     assert report.traces and not report.limits and report.python_calls == 1
+
+
+def test_a_whole_step_with_what_inductor_got(backend, device):
+    """On the tape, which sees no kernels of Inductor's, its operators are recorded one by one."""
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x).relu() + 1
+            y = torch.ops.aten.native_layer_norm(y, (4,), None, None, 1e-5)[0]
+            return (super().forward(y) * 2).square().mean()
+
+    model = Model(4, 4, device=device)
+    twin = copy.deepcopy(model)
+    compiled = thunderfx(model, backend=backend)
+    own, twins = (torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, twin))
+
+    def step(x, fn=compiled, optimizer=own):
+        optimizer.zero_grad()
+        loss = fn(x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    graphed = graphed_step(step, backend=backend)
+    for _ in range(6):
+        x = torch.randn(3, 4, device=device)
+        torch.testing.assert_close(graphed(x), step(x, twin, twins))
+    assert graphed.replays >= 1 and [each.operator for each in explain(compiled).outside] == ["aten.native_layer_norm"]
+
+
+def test_the_report_says_that_numpy_draws_other_numbers_under_dynamo():
+    """As in the masks of a Wav2Vec2 that trains."""
+
+    def mask(x):
+        return torch.sin(x) * torch.from_numpy(np.random.rand(2, 3) > 0.5) + x
+
+    compiled = thunderfx(mask, backend="tape")
+    compiled(torch.ones(2, 3))
+    found = {each.operator: each.reason for each in explain(compiled).outside}
+    assert "and so other numbers than NumPy would; with torch._dynamo.config.use_numpy" in found["numpy.random.rand"]
+    assert "NumPy's" in found["numpy.gt"]
+
+
+def test_the_report_says_why_dynamo_compiled_anew(backend, device):
+    class Model(nn.Module):
+        def forward(self, x, flag, sizes):
+            return (torch.sin(x) if flag else torch.cos(x)) * len(sizes) + x
+
+    model, other = (thunderfx(Model(), backend=backend) for _ in range(2))
+    x = torch.randn(4, device=device)
+    for flag, sizes in ((True, [1]), (False, [1]), (True, [1, 2]), (True, [1, 2, 3])):
+        model(x, flag, sizes)
+    other(x, True, [1])
+    found = explain(model).recompilations
+    assert {each.condition.partition(" ")[0] for each in found} == {"flag", "len(sizes)"}
+    assert sum(each.count for each in found) == 3 and all("test_thunderfx.py:" in each.line for each in found)
+    said = str(explain(model)).splitlines()
+    anew = next(line for line in said if line.startswith("Dynamo compiled forward (test_thunderfx.py:"))
+    assert "anew 3 times, as calls did not meet: `" in anew and "`len(sizes) == " in anew
+    assert said[said.index(anew) + 1].startswith("Each version warms up and has graphs of its own. To have fewer: pass")
+    assert not explain(other).recompilations and "anew" not in str(explain(other))
 
 
 def test_blocks_that_are_compiled_one_by_one(backend, device):

@@ -23,7 +23,7 @@ Note [Other derivatives]
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing, chosen
@@ -43,8 +43,13 @@ class WrongGradient:
     def __str__(self) -> str:
         return f"{self.operator} at {self.line or 'an unknown line'} {self.problem}"
 
+    def in_thunderfx(self) -> WrongGradient:
+        """Without the advice to compile with it."""
+        return replace(self, problem=self.problem.replace(_BY_THUNDERFX, ""))
 
-_INSTEAD = "write out of place, or compile with thunder_cg.thunderfx, which corrects or refuses it"
+
+_BY_THUNDERFX = ", or compile with thunder_cg.thunderfx, which corrects or refuses it"
+_INSTEAD = f"write out of place{_BY_THUNDERFX}"
 _OVERWRITTEN = f"overwrites in place what the backward needs; {_INSTEAD}"
 _LOST = f"writes in place to memory that another tensor shares, whose gradient does not see it; {_INSTEAD}"
 _PUT_OFF = f"writes in place to what the caller sees, and Thunder puts that off to the backward; {_INSTEAD}"

@@ -29,6 +29,7 @@ __all__ = [
     "break_behind",
     "gave_up",
     "get_torch_compile_kwargs",
+    "recompiled",
     "users_names",
 ]
 
@@ -135,12 +136,45 @@ def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
         frame = str(entries[0].compile_id.frame_id)
         if len(mine) >= config.recompile_limit or any(each.partition("/")[0] == frame for each in refused):
             last = max(entries, key=lambda entry: entry.compile_id.frame_compile_id or 0).compile_id
-            missed = refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", "")
-            reason = missed.partition("\n")[0].partition("  #")[0].partition(": ")[2].strip()
-            if reason.startswith("BACKEND_MATCH"):  # a call of another function with the same code
-                reason = ""
+            reason, _ = _condition(refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", ""))
             place = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
             yield CodeAtLimit(place, len(entries), config.recompile_limit, reason)
+
+
+class Recompiled(NamedTuple):
+    """Python code that Dynamo has compiled once more for a function.
+
+    Attributes:
+        function: "f (train.py:3)".
+        condition: what a call did not meet of an earlier version, in Dynamo's words: "len(sizes) == 1".
+        line: where that is read, as "train.py:7"; "" if it is not known.
+    """
+
+    function: str
+    condition: str
+    line: str
+
+
+def recompiled(backend: ThunderCompiler) -> Iterator[Recompiled]:
+    """What Dynamo has compiled more than once with this backend, each time but the first."""
+    reasons = {str(each.compile_id): str(each.recompile_reason or "") for each in get_compilation_metrics()}
+    for code in filter(None, [reference() for reference in convert_frame.input_codes.seen]):
+        place = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+        for entry in reversed(_debug_get_cache_entry_list(code)):
+            said = reasons.get(str(entry.compile_id), "")
+            if said and getattr(entry.backend, "compiler_fn", entry.backend) is backend:
+                condition, line = _condition(said)
+                if condition:
+                    yield Recompiled(place, condition, line)
+
+
+def _condition(reason: str) -> tuple[str, str]:
+    """The condition and its line in Dynamo's "0/1: n == 4   # y = x + n  # code/train.py:8 in f"."""
+    condition, _, source = reason.partition("\n")[0].partition("  #")
+    condition = condition.partition(": ")[2].strip()
+    found = re.search(r"([^/\\\s]+:\d+) in \S+$", source.strip())
+    is_of_another = condition.startswith("BACKEND_MATCH")  # a call of another function with the same code
+    return ("" if is_of_another else condition), (found[1] if found else "")
 
 
 def break_behind(ended: Any) -> tuple[str, list[FrameSummary]] | None:

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.utils import SplitReason, SplitReasonType
+from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
@@ -40,6 +41,7 @@ __all__ = [
     "is_wait",
     "keeping_fallbacks",
     "loses_wait",
+    "numpy_name",
     "on_examples",
     "operator_name",
     "without_gradient",
@@ -145,6 +147,16 @@ def operator_name(node: Node) -> str:
     return str(node.target) if node.op == "call_method" else str(getattr(node.target, "__name__", ""))
 
 
+def numpy_name(node: Node) -> str | None:
+    """The name of the function of NumPy's that Dynamo has PyTorch compute in a node: "numpy.random.rand"."""
+    function: Any = node.target
+    if not isinstance(function, (numpy_to_tensor_wrapper, numpy_operator_wrapper, numpy_method_wrapper)):
+        return None
+    module = getattr(getattr(function, "f", None), "__module__", "")
+    kind = "numpy.random" if module == "torch._numpy.random" else "numpy"
+    return f"{kind}.{function.__name__.removeprefix('wrapped_').removeprefix('wrapped_')}"
+
+
 def fallback_of(node: Node) -> Callable[..., Any] | None:
     """The operator that a node calls, if Thunder only calls it as it is; None for all others."""
     target: Any = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
@@ -153,7 +165,9 @@ def fallback_of(node: Node) -> Callable[..., Any] | None:
 
 @contextmanager
 def keeping_fallbacks(
-    objection: Callable[[Node], str | None], rewrite: Callable[[GraphModule], None]
+    objection: Callable[[Node], str | None],
+    rewrite: Callable[[GraphModule], None],
+    around_inductor: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Iterator[None]:
     """Inside, Thunder's splitter keeps operators that Thunder calls as they are, if it can trace them.
 
@@ -163,6 +177,7 @@ def keeping_fallbacks(
     Args:
         objection: says of any node of the graph why Inductor gets it nevertheless.
         rewrite: gets each graph that was split, before its parts are compiled.
+        around_inductor: gets what has Inductor compile a piece, and returns what to call in its place.
     """
     is_supported = utils.is_node_supported_by_thunder
     try_symbol, succeeded = utils.try_execute_thunder_symbol, set()
@@ -198,6 +213,7 @@ def keeping_fallbacks(
         patch.object(utils, "is_node_supported_by_thunder", is_kept),
         patch.object(splitter, "is_node_supported_by_thunder", is_kept),
         patch.object(splitter, "split_module", split_balanced),
+        patch.object(torch._inductor, "compile", around_inductor(torch._inductor.compile)),
     ):
         yield
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from operator import attrgetter
 from traceback import walk_tb
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -52,6 +54,7 @@ from thunder.core.symbol import BoundSymbol, Symbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, from_trace, tracectx
 from thunder.core.transform_common import Transform
 from thunder.core.transforms import augmented_forward_impls, backward_impls
+from thunder.core.update_aliases import _is_inplace_op, insert_alias_updates
 from thunder.core.utils import get_computation_dtype
 from thunder.distributed import get_skip_data_parallel_grad_sync as skips_grad_sync
 from thunder.distributed.prims import DistributedReduceOps, PrimIDs as _Communication
@@ -377,6 +380,24 @@ def is_guess(symbol: BoundSymbol) -> bool:
         return False
     number = symbol.args[0]
     return isinstance(number, NumberProxy) and number.value is None and symbol.output.value is not None
+
+
+def before_alias_updates(trace: TraceCtx) -> TraceCtx | None:
+    """The trace before Thunder made one of arguments that share a storage; None if it did nothing, or is not known."""
+    _, stats = _compile_data.get()
+    before = stats.last_traces[-2:] if stats is not None else []
+    is_known = len(before) == 2 and before[1] is trace
+    return before[0] if is_known and any(map(_is_inplace_op, before[0].bound_symbols)) else None
+
+
+def arguments_of_compilation() -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of the call that Thunder compiles for on this thread, which it tells no transform."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "get_computation_and_inputs" and frame.f_globals is thunder.__dict__:
+            return frame.f_locals["args"], frame.f_locals["kwargs"]
+        frame = frame.f_back
+    return None
 
 
 Change = tuple[str, Sequence[tuple[str, int]]]  # what it is, and the stack: files and lines, the innermost last

@@ -10,6 +10,7 @@ out: the same, with as few cuts as possible. A compiled function owns all that i
 - ``rewrites``: what is written differently in a graph of Dynamo's, so that Thunder can trace it.
 - ``numbers``: Python numbers that a graph returns, and that need no Thunder.
 - ``writes``: what a graph writes in place, and where the order of writes and reads counts.
+- ``layouts``: the strides that Dynamo saw, where they count.
 - ``operators``: operators of PyTorch that Thunder has no symbol for, or one that takes fewer arguments.
 
 Only `thunderfx` is imported before it is called: Dynamo takes long to import.

@@ -17,6 +17,7 @@ from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
 from thunder_cg.compat.splitter import keeping_fallbacks
 from thunder_cg.compat.thunder import OPTIONS
 from thunder_cg.dynamo.fallbacks import objections
+from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import order_counts
@@ -53,7 +54,7 @@ class Compiler(ThunderCompiler):
             rewrite(module, self.thunder_options)
             put_back = take_out_numbers(module)
             with (
-                keeping_fallbacks(objections(module, self.thunder_options), take_out_numbers_of_parts),
+                keeping_fallbacks(objections(module, self.thunder_options), take_out_numbers_of_parts, keeping_layouts),
                 Stage(lambda: "splitting a graph of Dynamo's"),
             ):
                 compiled = self._split(module, *inputs)

@@ -9,6 +9,7 @@ Note [Fallbacks that Thunder traces wrongly]
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,12 +27,14 @@ from thunder_cg.compat.splitter import (
     is_for_splitter,
     is_unused,
     loses_wait,
+    numpy_name,
     on_examples,
     operator_name,
     without_gradient,
 )
 from thunder_cg.compat.thunder import is_known_view, no_autocast, symbols_of_functions
 from thunder_cg.compat.torch import has_storage, shares_storage, tensors_in, tree_leaves
+from thunder_cg.dynamo.layouts import layout_counts, reads_by_strides
 from thunder_cg.dynamo.writes import (
     is_named_in_place,
     requires_grad,
@@ -43,6 +46,11 @@ from thunder_cg.dynamo.writes import (
 
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
+
+_DRAWS_OTHERS = (
+    "draws with PyTorch's generator under Dynamo, and so other numbers than NumPy would; with "
+    "torch._dynamo.config.use_numpy_random_stream = True, the graph ends there and NumPy draws"
+)
 
 
 def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node], str | None]:
@@ -81,6 +89,12 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
             return "waits for a collective that Thunder does not trace, and Thunder would not wait"
         if node.op == "call_method" and node.target == "unfold":
             return "is a method that Thunder takes for torch.nn.functional.unfold, which is another function"
+        if reads_by_strides(node) and layout_counts(node):
+            return "reads memory by strides that Thunder may not keep, and the memory is written or returned, too"
+        if node.target is operator.getitem and requires_grad(example(node)) and _has_list(node.args[1]):
+            return "has a list in its index, which is copied to the device in each call; make it a tensor once, outside"
+        if (name := numpy_name(node)) is not None:
+            return _DRAWS_OTHERS if name.startswith("numpy.random.") else "is NumPy's, which Dynamo has PyTorch compute"
         if is_unknown(node.target):
             return "didn't have any mapping in thunder"
         if node.name in lost:
@@ -101,6 +115,10 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
         return objection_to_fallback(node, function) if function is not None else None
 
     return objection
+
+
+def _has_list(index: Any) -> bool:
+    return any(isinstance(part, list) for part in (index if isinstance(index, tuple) else (index,)))
 
 
 def is_unknown(function: Any) -> bool:

@@ -120,6 +120,27 @@ def bernoulli() -> Callable[..., Any]:
     return for_splitter(_callable(symbol, _bernoulli), "bernoulli")
 
 
+def in_layout(tensor: Any, stride: tuple[int, ...] | None) -> Any:
+    """The tensor with these strides, itself if it has them. The copy has one value for all that strides of 0 show."""
+    if stride is None or len(stride) != tensor.dim():  # Dynamo's example had another shape then
+        return tensor
+    if all(size == 1 or now == then for size, now, then in zip(tensor.shape, tensor.stride(), stride)):
+        return tensor
+    shown_once = tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)
+    values = tensor[shown_once]
+    return (
+        torch.empty_strided(values.shape, stride, dtype=tensor.dtype, device=tensor.device)
+        .copy_(values)
+        .expand(tensor.shape)
+    )
+
+
+@cache
+def laid_out() -> Callable[..., Any]:
+    """`in_layout` in a trace."""
+    return for_splitter(_callable(register_function(_executor, "laid_out", in_layout), in_layout), "laid_out")
+
+
 def _attention(
     query: torch.Tensor,
     key: torch.Tensor,

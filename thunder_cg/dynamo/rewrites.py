@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional as F
 
 from thunder_cg.compat.splitter import (
@@ -44,6 +44,7 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
+from thunder_cg.dynamo.layouts import LIKE, lay_out_before_strides, make_as_laid_out
 from thunder_cg.dynamo.writes import (
     IN_PLACE,
     is_named_in_place,
@@ -79,12 +80,16 @@ def _truncated(number: Any) -> Any:
 _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
     torch.sym_max: max,
     torch.sym_min: min,
+    torch.sym_sum: for_splitter(sum, "sum"),
     torch.sym_int: for_splitter(_truncated, "int"),
     torch.sym_float: for_splitter(lambda number: number / 1, "float"),
 }
 
 
+_SLICES = 8  # up to as many, a list of numbers is written as slices
 _ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
+_ARITHMETIC |= {operator.add, operator.floordiv, operator.mul, operator.sub, operator.truediv}
+_TAKE_SIZES = frozenset(["as_strided", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"])
 
 
 def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bool = False) -> None:
@@ -113,6 +118,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _drop_empty_parts(node)
         elif node.op == "call_function" and node.target is operator.getitem:
             _clamp_slices(node)
+            _slice_for_list(node)
         elif node.target is torch.cuda.get_device_capability and not node.users:  # Dynamo has used its result already
             module.graph.erase_node(node)
         elif _is_size(node):
@@ -121,6 +127,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             node.target = _OF_NUMBERS[node.target]
         elif node.target is torch.tensor:
             _fill_with_number(node)
+        elif node.target in LIKE:
+            make_as_laid_out(node)
         elif node.target in _ARITHMETIC:
             _compute_of_numbers(node)
         elif node.target in ("norm", torch.norm):
@@ -129,12 +137,15 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _count_padding_from_start(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
             _draw_out_of_place(node)
+        elif node.op == "call_method" and node.target == "where":
+            _name_condition_first(node)
         elif node.target is torch.ops.higher_order.autograd_function_apply and not is_checkpointed:
             _write_as_before(node, module, options)
         elif is_collective(node):
             _wait_in_trace(node, options)
         elif node.op == "call_function" or node.target in ("repeat_interleave", "mul"):
             _use_own_operator(node, options)
+    lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
 
 
@@ -209,7 +220,7 @@ def _compute_out_of_place(node: Node) -> None:
         return
     kwargs = {**node.kwargs, "inplace": False} if "inplace" in node.kwargs else node.kwargs
     fresh = on_examples(function, example(node.args), example(kwargs))
-    if (fresh.dtype, fresh.shape, fresh.stride()) != (result.dtype, result.shape, result.stride()):
+    if (fresh.dtype, fresh.shape) != (result.dtype, result.shape):
         return
     node.op, node.target = _called(function)
     node.kwargs = kwargs
@@ -318,6 +329,32 @@ def _drop_empty_parts(node: Node) -> None:
             node.graph.erase_node(part)
 
 
+def _slice_for_list(node: Node) -> None:
+    """``x[..., [-2], :]`` is ``x[..., -2:-1, :].clone()``: PyTorch copies a list to the device in each call."""
+    tensor, index = node.args
+    parts: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
+    lists = [i for i, part in enumerate(parts) if isinstance(part, list)]
+    if len(lists) != 1 or not all(part is None or isinstance(part, (list, slice, type(...))) for part in parts):
+        return
+    (at,) = lists
+    numbers = parts[at]
+    if not numbers or len(numbers) > _SLICES or not all(type(number) is int for number in numbers):
+        return
+
+    def call(function: Callable[..., Any], *args: Any) -> Node:
+        made = node.graph.call_function(function, args)
+        made.meta.update(node.meta, example_value=on_examples(function, example(args), {}))
+        return made
+
+    with node.graph.inserting_before(node):
+        slices = [
+            call(operator.getitem, tensor, (*parts[:at], slice(number, number + 1 or None), *parts[at + 1 :]))
+            for number in numbers
+        ]
+        dim = at if ... not in parts[:at] else at - len(parts)
+        node.target, node.args = (torch.clone, (slices[0],)) if len(slices) == 1 else (torch.cat, (slices, dim))
+
+
 def _clamp_slices(node: Node) -> None:
     """Slices that reach beyond a tensor, as those of a sliding window do, end where it ends: Thunder refuses them."""
     tensor, index = node.args
@@ -385,12 +422,26 @@ def _fill_with_number(node: Node) -> None:
 
 
 def _compute_of_numbers(node: Node) -> None:
-    """``torch.div(8, 4)`` is ``torch.full((), 2.0)``: PyTorch makes a tensor of numbers, Thunder a number."""
-    if isinstance(_value(node), torch.Tensor) and not node.all_input_nodes:
-        function: Any = node.target
-        result = function(*node.args, **node.kwargs)
-        node.target, node.args = torch.full, ((), result.item())
-        node.kwargs = {"dtype": result.dtype, "device": result.device}
+    """``torch.div(8, 4)`` is ``torch.full((), 2.0)``: PyTorch makes a tensor of numbers, Thunder a number.
+
+    As a size, which PyTorch would read on the host, it is the number itself.
+    """
+    inputs = {source: _number_in(source) for source in node.all_input_nodes}
+    if not isinstance(_value(node), torch.Tensor) or None in inputs.values():
+        return
+    function: Any = node.target
+    result = function(*map_arg(node.args, inputs.__getitem__), **map_arg(node.kwargs, inputs.__getitem__))
+    node.target, node.args = torch.full, ((), result.item())
+    node.kwargs = {"dtype": result.dtype, "device": result.device}
+    for user in [*node.users]:
+        if user.op == "call_method" and user.target in _TAKE_SIZES and user.args[0] is not node:
+            user.args = map_arg(user.args, lambda arg: result.item() if arg is node else arg)
+
+
+def _number_in(node: Node) -> torch.Tensor | None:
+    """The 0-dim tensor that a node makes of a number that is known."""
+    is_known = node.target is torch.full and node.args[0] == () and not isinstance(node.args[1], Node)
+    return torch.full(*node.args, **node.kwargs) if is_known else None  # type: ignore[arg-type]
 
 
 def _name_vector_norm(node: Node) -> None:
@@ -412,6 +463,14 @@ def _draw_out_of_place(node: Node) -> None:
         return
     if tensor.target in ("new_empty", torch.empty, torch.empty_like) and isinstance(node.args[1], float):
         node.op, node.target = "call_function", operators.bernoulli()
+
+
+def _name_condition_first(node: Node) -> None:
+    """``x.where(condition, y)`` is ``torch.where(condition, x, y)``: Thunder takes the first for the condition."""
+    named = dict(zip(("input", "condition", "other"), node.args), **node.kwargs)
+    if named.keys() == {"input", "condition", "other"}:
+        node.op, node.target, node.kwargs = "call_function", torch.where, {}
+        node.args = named["condition"], named["input"], named["other"]
 
 
 def _count_padding_from_start(node: Node) -> None:

@@ -140,6 +140,15 @@ class PrologueChecks:
         paths = {name: self.lookups[name].path for name in self.metadata if name in self.lookups}
         return {n: _users_name(p, arguments) for n, p in paths.items() if p is not None and p[0] not in _MODULES}
 
+    def value(self, path: Path | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a call's arguments have at the end of a path; None if the path begins elsewhere."""
+        if path in (("args",), ("kwargs",)):
+            return args if path == ("args",) else kwargs
+        if path is None or path[0] is not PrimIDs.UNPACK_GETITEM or not isinstance(path[1], tuple):
+            return None
+        owner = self.value(path[1], args, kwargs)
+        return None if owner is None else owner[path[2]]
+
     def excludes(self, other: PrologueChecks) -> bool:
         """Whether no call can pass the checks of both.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,10 @@ _LOGGER = (
 _PRINT = (
     "print after the call, or have Dynamo print after the graph, with "
     "torch._dynamo.config.reorderable_logging_functions.add(print)"
+)
+_DEEPCOPY = (
+    "copy before the call; a model of Transformers copies its configuration to make a cache: pass use_cache=False, or "
+    "past_key_values= with a cache that is made before the call"
 )
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
@@ -64,6 +69,34 @@ class RecompileLimit:
     versions: int
     limit: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Recompilation:
+    """What Dynamo has compiled once more, as calls did not meet a condition of what it had compiled before.
+
+    Attributes:
+        function: "f (train.py:3)".
+        condition: in Dynamo's words: "len(sizes) == 1".
+        line: where that is read, as "train.py:7"; "" if it is not known.
+        count: how often, with other values.
+    """
+
+    function: str
+    condition: str
+    line: str
+    count: int
+
+
+def recompilations(backend: Any) -> Iterator[Recompilation]:
+    """What Dynamo has compiled more than once, those together that are about one value."""
+    from thunder_cg.compat.dynamo import recompiled  # Dynamo is imported by now
+
+    alike: dict[Any, list[Any]] = {}
+    for each in recompiled(backend):
+        alike.setdefault((each.function, each.line, re.split(r" [=!<>]=? ", each.condition)[0]), []).append(each)
+    for (function, line, _), all_ in alike.items():
+        yield Recompilation(function, all_[0].condition, line, len(all_))
 
 
 def recompile_limits(compiled: Any, backend: Any) -> Iterator[RecompileLimit]:
@@ -112,6 +145,8 @@ def _understood(said: str) -> tuple[str, str]:
         return first, _LOGGER
     if "builtin `print`" in said:
         return "print()", _PRINT
+    if "copy.deepcopy" in first:
+        return first, _DEEPCOPY
     if first.startswith("Dynamic shape operator"):  # traced, it would be left to Inductor
         return first, FIXED_SIZE
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]

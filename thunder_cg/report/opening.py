@@ -114,6 +114,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield from (f"Other than in PyTorch, with and without graphs: {said}." for said in report.differs)
     yield from failures(report)
     yield from in_python(report)
+    yield from compiled_anew(report)
     yield from lines.by_line(report)
     yield from unmatched(report)
     yield from measured(report)
@@ -159,6 +160,21 @@ def in_python(report: Report) -> Iterator[str]:
             yield f"One of them holds only for `{each.reason}`; {_FEWER}."
     if report.limits:
         yield f"To change that: {_RAISE_LIMIT}."
+
+
+def compiled_anew(report: Report) -> Iterator[str]:
+    """What Dynamo compiled more than once, because of which values, and what to do."""
+    functions = dict.fromkeys(each.function for each in report.recompilations)
+    for function in functions:
+        mine = [each for each in report.recompilations if each.function == function]
+        causes = (
+            f"`{each.condition}`{f' ({each.line})' if each.line else ''}{f' x{each.count}' if each.count > 1 else ''}"
+            for each in mine
+        )
+        times = count(sum(each.count for each in mine), "time")
+        yield f"Dynamo compiled {function} anew {times}, as calls did not meet: {', '.join(causes)}"
+    if functions:
+        yield f"Each version warms up and has graphs of its own. To have fewer: {_FEWER}."
 
 
 def ran(report: Report) -> Iterator[str]:

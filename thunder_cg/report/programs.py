@@ -20,7 +20,15 @@ from torch.fx import GraphModule
 from thunder_cg.analysis.sources import called_from, described, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure, is_of_compilation
 from thunder_cg.errors import NotCompiledError
-from thunder_cg.report.breaks import GraphBreak, RecompileLimit, graph_breaks, recompile_limits, whole_function_left
+from thunder_cg.report.breaks import (
+    GraphBreak,
+    Recompilation,
+    RecompileLimit,
+    graph_breaks,
+    recompilations,
+    recompile_limits,
+    whole_function_left,
+)
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import name_of
 from thunder_cg.runtime.program import Program, program_of
@@ -68,6 +76,7 @@ class Found:
         python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
         is_of_dynamo: Dynamo reads the Python of the function.
         uncached: Thunder compiles each call anew, and the programs are those of the last call.
+        recompilations: what Dynamo has compiled more than once.
     """
 
     programs: tuple[Located, ...]
@@ -80,6 +89,7 @@ class Found:
     python_calls: int = 0
     is_of_dynamo: bool = False
     uncached: bool = False
+    recompilations: tuple[Recompilation, ...] = ()
 
 
 def locate(fn: Any, function: str = "explain") -> Found:
@@ -131,7 +141,18 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
     reached = [*recompile_limits(fn, backend)] if without_graph else []
     limits = tuple(each for each in reached if python_calls or each.reason)
-    return Found(tuple(programs), calls, failures, failure, tuple(outside), tuple(breaks), limits, python_calls, True)
+    return Found(
+        tuple(programs),
+        calls,
+        failures,
+        failure,
+        tuple(outside),
+        tuple(breaks),
+        limits,
+        python_calls,
+        is_of_dynamo=True,
+        recompilations=tuple(recompilations(backend)),
+    )
 
 
 def graph_name(function: str, number: int) -> str:
@@ -171,10 +192,13 @@ def _keeps_all(jitted: Any) -> bool:
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
+    from thunder_cg.compat.splitter import numpy_name  # Dynamo is imported by now
+
     modules = (each for each in graph.original_graph_module.modules() if isinstance(each, GraphModule))
     nodes = [node for module in reversed([*modules]) for node in module.graph.nodes]  # of checkpointed functions, too
     frames = {node.name: user_frames(node.stack_trace) for node in nodes}
-    attributes = {node.name: f"Tensor.{node.args[1]}" for node in nodes if node.target is getattr}
+    names = {node.name: f"Tensor.{node.args[1]}" for node in nodes if node.target is getattr}
+    names.update((node.name, name) for node in nodes if (name := numpy_name(node)) is not None)
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
     cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
@@ -182,7 +206,7 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     alike: Counter[tuple[str, str | None, str | None, str]] = Counter()
     for said in reasons:
         name, operator, reason = understood(said)
-        operator = attributes.get(name, operator)
+        operator = names.get(name, operator)
         mine = frames.get(name, [])
         alike[operator, called_from(mine), mine[-1].text if mine else None, reason] += 1
     for (operator, line, source, reason), times in alike.items():

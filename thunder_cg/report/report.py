@@ -17,7 +17,7 @@ from thunder_cg.compat.thunder import ThunderModule, bound_functions, changed_si
 from thunder_cg.errors import CudagraphError
 from thunder_cg.kernels.fusion import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
-from thunder_cg.report.breaks import GraphBreak, RecompileLimit
+from thunder_cg.report.breaks import GraphBreak, Recompilation, RecompileLimit
 from thunder_cg.report.causes import CauseReport, causes
 from thunder_cg.report.collectives import CollectiveReport, collectives
 from thunder_cg.report.crossings import CrossingReport, crossings
@@ -183,6 +183,7 @@ class Report(_OfFunction):
     is_of_dynamo: bool = False  # whether Dynamo reads the Python (thunderfx only)
     uncached: bool = False  # whether Thunder compiles each call anew, and the traces are those of the last one
     differs: tuple[str, ...] = ()  # what Thunder computes otherwise than PyTorch, or loses, with and without graphs
+    recompilations: tuple[Recompilation, ...] = ()  # what Dynamo compiled more than once, and why (thunderfx only)
     note: str = ""  # of a plan: that nothing was run, and which devices stand for which
 
     def to_dict(self) -> dict[str, Any]:
@@ -280,6 +281,7 @@ def report(fn: Any, times: Mapping[int, Times] | None = None) -> Report:
         python_calls=found.python_calls,
         is_of_dynamo=found.is_of_dynamo,
         uncached=found.uncached,
+        recompilations=found.recompilations,
         differs=(
             *dict.fromkeys(said for program in programs for said in program.compilation.differs),
             *(said for jitted in jitted_parts(fn) for said in _set_too_late(jitted)),

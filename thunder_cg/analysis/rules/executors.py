@@ -10,6 +10,7 @@ from thunder_cg.analysis.rules.record import (
     ALL,
     CAPTURED,
     CAPTURED_COLLECTIVE,
+    FIRST,
     Cause,
     Evidence,
     ExecutorRule,
@@ -69,6 +70,8 @@ RULES: tuple[Rule, ...] = (
     *rows("torch_ops", "scaled_dot_product_attention scaled_dot_product_attention_vjp", CAPTURED, Evidence.KNOWN,
           conditions=(when.DROPOUT,)),
     *rows("torch_ops", "cross_entropy cross_entropy_vjp mul mul_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
+    *rows("torch_ops", "laid_out", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST),
+    *rows("torch_ops", "laid_out_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=ALL),
     *rows("torch_ops", "bernoulli", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, draws=True),
     # On an H200 with torch 2.11, both ways, with ends of groups that change from call to call. A GPU that has no kernel
     # for it reads them on the host, which fails the capture.

@@ -1,0 +1,125 @@
+"""The layouts in memory that Dynamo saw, where they count.
+
+A trace of Thunder's has no strides: what it computes may be laid out otherwise than by PyTorch, as ``zeros_like`` of a
+transposed tensor is. Dynamo took PyTorch's strides for constants. What ``as_strided`` reads depends on them, and what
+Inductor compiled refuses other ones. So values are laid out there as Dynamo saw them, which mostly copies nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from thunder_cg.analysis.sources import called_from, user_frames
+from thunder_cg.compat.splitter import example, inside_transforms
+from thunder_cg.compat.torch import dispatch_mode_count, has_storage, shares_storage, tensors_in
+from thunder_cg.dynamo import operators
+from thunder_cg.dynamo.writes import shares_memory, written_by
+from thunder_cg.errors import LayoutError
+
+# What makes a tensor with the strides of another one, which Thunder's do not keep, and what makes it from sizes.
+LIKE: dict[Any, Callable[..., Any]] = {
+    torch.empty_like: torch.empty,
+    torch.full_like: torch.full,
+    torch.ones_like: torch.ones,
+    torch.rand_like: torch.rand,
+    torch.randn_like: torch.randn,
+    torch.zeros_like: torch.zeros,
+}
+
+
+def make_as_laid_out(node: Node) -> None:
+    """``torch.zeros_like(x)`` of a transposed ``x`` is ``torch.zeros(...).permute(...)``."""
+    result, (_, *others) = example(node), node.args or [None]
+    stride = fixed_stride(result)
+    if stride is None or result.is_contiguous():
+        return
+    if node.kwargs.keys() - {"dtype", "device"}:
+        return
+    dims = sorted(range(result.dim()), key=lambda dim: (-stride[dim], dim))
+    with node.graph.inserting_before(node):
+        kwargs = {"dtype": result.dtype, "device": result.device}
+        made = node.graph.call_function(LIKE[node.target], (tuple(result.shape[dim] for dim in dims), *others), kwargs)
+    made.meta.update(node.meta, example_value=result.permute(dims))
+    node.op, node.target, node.kwargs = "call_function", torch.permute, {}
+    node.args = (made, tuple(map(dims.index, range(result.dim()))))
+
+
+def lay_out_before_strides(graph: Graph) -> None:
+    """Has ``x.as_strided(...)`` read ``x`` in the layout that Dynamo saw, if a copy of ``x`` would do."""
+    transformed = inside_transforms(graph)
+    for node in [*graph.nodes]:
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Node) or not reads_by_strides(node) or node.name in transformed:
+            continue
+        stride = fixed_stride(example(source))
+        if stride is not None and source.op.startswith("call") and not layout_counts(node):
+            with graph.inserting_before(node):
+                laid_out = graph.call_function(operators.laid_out(), (source, stride))
+            laid_out.meta.update(node.meta, example_value=example(source))
+            node.replace_input_with(source, laid_out)
+
+
+def reads_by_strides(node: Node) -> bool:
+    return node.target in ("as_strided", torch.as_strided)
+
+
+def layout_counts(node: Node) -> bool:
+    """Whether more than values is known of what a node reads by strides: it is written, or returned more than once."""
+    value = example(node)
+    *_, output = node.graph.nodes
+    written = [example(written_by(each)) for each in node.graph.nodes]
+    returned = [each for each in tensors_in(example(output.args)) if has_storage(each) and shares_storage(value, each)]
+    return shares_memory(written, value) or len(returned) > 1
+
+
+def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch._inductor.compile`` of pieces that take values in the layouts that they were compiled for.
+
+    Under a dispatch mode, they run operator by operator.
+    """
+
+    def compiled_piece(piece: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        operators_of_piece = GraphModule(piece, _copied(piece.graph))
+        compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)
+        *_, output = piece.graph.nodes
+        kept = [example(output.args), *(example(written_by(node)) for node in piece.graph.nodes)]
+        places = piece.graph.find_nodes(op="placeholder")
+        shared = [place if shares_memory(kept, example(place)) else None for place in places]
+        strides = [*map(fixed_stride, inputs)]
+
+        def taken(value: Any, stride: tuple[int, ...] | None, place: Node | None) -> Any:
+            laid_out = operators.in_layout(value, stride)
+            if laid_out is not value and place is not None:
+                frames = [user_frames(user.stack_trace) for user in place.users]
+                raise LayoutError(called_from(next(filter(None, frames), [])), value.stride(), stride)
+            return laid_out
+
+        def call(*values: Any) -> Any:
+            # A dispatch mode, such as the tape of a graphed step, does not see what Inductor's code does.
+            run = operators_of_piece if dispatch_mode_count() else compiled
+            return run(*map(taken, values, strides, shared))
+
+        return call
+
+    return compiled_piece
+
+
+def _copied(graph: Graph) -> Graph:
+    """A copy: Inductor rewrites the graph that it compiles."""
+    copied = Graph()
+    nodes: dict[Node, Node] = {}
+    for node in graph.nodes:
+        nodes[node] = copied.node_copy(node, nodes.__getitem__)
+    return copied
+
+
+def fixed_stride(value: Any) -> tuple[int, ...] | None:
+    """The strides of a tensor of fixed sizes; None of anything else."""
+    if not isinstance(value, torch.Tensor) or not has_storage(value):
+        return None
+    numbers = (*value.shape, *value.stride())
+    return value.stride() if all(type(number) is int for number in numbers) else None

@@ -1,0 +1,129 @@
+"""Arguments that share a storage, where something is written in place.
+
+Thunder (0.2.6) then reads the first of them in the place of the others, reshaped. That is right where all have the same
+elements in the same order, and wrong for other parts of the storage, such as the rows of a batch, and for a transposed
+view. It also takes positions among the arguments of the call for positions among the inputs of the trace. So here it
+does so again, with those that are the same elements. Others must have no element in common, and the prologue checks
+that all lie as they did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.thunder import TraceCtx, TraceProvenance, from_trace
+from thunder_cg.compat.torch import has_storage, storage_id
+from thunder_cg.errors import SharedMemoryError
+from thunder_cg.executor import executor
+from thunder_cg.fastpath.prologue import PrologueChecks, unused_name
+from thunder_cg.runtime.tensors import span
+
+Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]  # offset, sizes, strides
+
+
+def told_apart(prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
+    """The two traces, where Thunder takes arguments for one only if they are.
+
+    Raises:
+        SharedMemoryError: two arguments have some elements in common, and others not, or in another order.
+    """
+    before, call = compat.before_alias_updates(computation), compat.arguments_of_compilation()
+    checks = PrologueChecks(prologue)
+    if before is None or call is None or not checks.cache_info.get("alias_tensor_indices"):
+        return prologue, computation
+    inputs = prologue.bound_symbols[-1].args[0][0]
+    groups: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by storage: positions among the inputs, and tensors
+    for i, proxy in enumerate(inputs):
+        lookup = checks.lookups.get(getattr(proxy, "name", ""))
+        value = checks.value(lookup.path, *call) if lookup is not None else None
+        if type(value) is torch.Tensor and value.layout is torch.strided and has_storage(value):
+            groups.setdefault(storage_id(value), []).append((i, value))
+    shared = [group for group in groups.values() if len(group) > 1]
+    same = [positions for group in shared for positions in _same(group)]
+    computation = compat.insert_alias_updates(before, same)
+    for group in shared:
+        layouts = [layout(tensor) for _, tensor in group]
+        prologue = _with_check(prologue, [inputs[i] for i, _ in group], SharingCheck(layouts))
+    return prologue, computation
+
+
+class SharingCheck:
+    """Whether arguments of one storage lie as they did when Thunder compiled: AssertionError if not."""
+
+    def __init__(self, layouts: Sequence[Layout]) -> None:
+        self._expected = _relative(layouts)
+
+    def __call__(self, *tensors: torch.Tensor) -> None:
+        assert _relative([layout(tensor) for tensor in tensors]) == self._expected, "they share memory in another way"
+
+
+def layout(tensor: torch.Tensor) -> Layout:
+    return int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _relative(layouts: Sequence[Layout]) -> list[Layout]:
+    first = layouts[0][0]
+    return [(offset - first, *others) for offset, *others in layouts]  # type: ignore[misc]
+
+
+def _with_check(prologue: TraceCtx, proxies: Sequence[Any], check: SharingCheck) -> TraceCtx:
+    trace = from_trace(prologue)
+    symbol = executor.bind(unused_name("cudagraph_check_sharing", prologue), check, proxies, None, has_effect=True)
+    trace.bound_symbols = [*prologue.bound_symbols[:-1], symbol, prologue.bound_symbols[-1]]
+    trace.set_provenance(TraceProvenance("Check of how arguments share memory"))
+    return trace
+
+
+def _same(group: Sequence[tuple[int, torch.Tensor]]) -> list[list[int]]:
+    """The positions of those that have the same elements in the same order, class by class."""
+    classes: list[list[tuple[int, torch.Tensor]]] = []
+    for i, tensor in group:
+        mine = next((each for each in classes if _are_same(each[0][1], tensor)), None)
+        if mine is None:
+            classes.append([(i, tensor)])
+        else:
+            mine.append((i, tensor))
+    for (_, one), (_, other) in combinations([each[0] for each in classes], 2):
+        if not are_apart(one, other):
+            raise SharedMemoryError(layout(one)[:3], layout(other)[:3])
+    return [[i for i, _ in each] for each in classes if len(each) > 1]
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.data_ptr() != other.data_ptr() or one.numel() != other.numel() or one.dtype != other.dtype:
+        return False
+    same_view = one.shape == other.shape and one.stride() == other.stride()
+    return same_view or (one.is_contiguous() and other.is_contiguous())
+
+
+def are_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage have no element in common. False also if that is not easily known."""
+    if one.numel() == 0 or other.numel() == 0:
+        return True
+    size = one.element_size()
+    low, high = sorted((one, other), key=torch.Tensor.data_ptr)
+    if low.data_ptr() + span(low) * size <= high.data_ptr():
+        return True
+    if one.stride() != other.stride() or one.dtype != other.dtype:
+        return False
+    # Columns of one matrix: the distance is no sum of steps that both can make.
+    steps = sorted(((s, max(n, m) - 1) for s, n, m in zip(one.stride(), one.shape, other.shape) if s), reverse=True)
+    return not _is_sum((high.data_ptr() - low.data_ptr()) // size, steps)
+
+
+def _is_sum(distance: int, steps: Sequence[tuple[int, int]]) -> bool:
+    """Whether the distance is a sum of strides, each at most as often as given, forward or backward."""
+    if not steps:
+        return distance == 0
+    (stride, most), *others = steps
+    reach = sum(each * often for each, often in others)
+    first, last = -((reach - distance) // stride), (distance + reach) // stride
+    return any(_is_sum(distance - k * stride, others) for k in range(max(first, -most), min(last, most) + 1))
+
+
+__all__ = ["SharingCheck", "are_apart", "layout", "told_apart"]
