@@ -21,7 +21,7 @@ from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off
-from thunder_cg.analysis.lost import lost, unrepeated
+from thunder_cg.analysis.lost import constant, lost, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
@@ -205,8 +205,12 @@ class CudagraphTransform(compat.Transform):
     def _warn_of_what_is_lost(self, trace: TraceCtx, epilogue: TraceCtx | None) -> None:
         """Says once of each thing that Python does and Thunder loses."""
         compilation, stacks = self._compiling.compilation, self._compiling.stacks or {}
-        unrepeated_ = unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), stacks)
-        for said in dict.fromkeys((*lost(trace, self._read), *unrepeated_)):
+        found = (
+            *lost(trace, self._read),
+            *unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), stacks),
+            *constant(compat.constant_results(epilogue)),
+        )
+        for said in dict.fromkeys(found):
             compilation.differs.append(said)
             self._warn(compilation.name, said)
 

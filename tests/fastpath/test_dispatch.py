@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import threading
 from contextlib import nullcontext
 
@@ -260,3 +262,23 @@ def test_threads(twins, device):
     for model in (plain, graphed):
         model.zero_grad()
     same_state(plain, graphed)
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), 2.0
+
+    def forward(self, x):
+        return (self.linear(x) * self.scale).sin()
+
+
+def test_a_shallow_copy_outlives_the_compiled_module(transform, device):
+    model = Scaled().to(device)
+    jmodel = thunder.jit(model, transforms=[transform()])
+    for i, rows in enumerate((4, 4, 2, 2, 4, 4)):
+        x = torch.randn(rows, 4, device=device)
+        same(jmodel(x), model(x))
+        if i == 1:
+            jmodel = copy.copy(jmodel)  # which shares all that was compiled
+            gc.collect()

@@ -10,6 +10,7 @@ from support import same
 from torch import nn
 
 from thunder_cg.fastpath.prologue import Metadata, ParameterCheck
+from thunder_cg.runtime.program import program_of
 
 METADATA = Metadata((2, 3), "cpu", torch.float32, False)
 
@@ -68,3 +69,57 @@ def test_every_change_compiles_anew(twins, device):
             at = x.to(next(iter(graphed.parameters())).dtype)
             same(plain(at).detach(), graphed(at).detach())
         assert thunder.cache_misses(plain) == thunder.cache_misses(graphed)
+
+
+class Branching(nn.Module):
+    """What it computes depends on what Thunder checks nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x, mask=None, *, more=(), by_name=None, dtype=None, function=torch.sin):
+        y = function(self.linear(x))
+        y = y if mask is None else y * mask
+        for each in more:
+            y = y + each
+        for name, value in (by_name or {}).items():
+            y = y * (2 if name == "a" else 3) + value
+        return (y if dtype is None else y.to(dtype)).cos()
+
+
+def test_calls_that_differ_where_thunder_checks_nothing(transform, device):
+    model = Branching().to(device)
+    jmodel = thunder.jit(model, transforms=[transform()])
+    x = torch.randn(2, 3, device=device)
+    a, b = x + 1, x + 2
+    calls = [
+        *(((mask,), {}) for mask in (a, None)),
+        *(((), {"more": more}) for more in ([a], [a, b], [])),
+        *(((), {"by_name": names}) for names in ({"a": a}, {"b": a}, {"a": a, "b": b}, {"b": b, "a": a})),
+        *(((), {"dtype": dtype}) for dtype in (torch.float64, torch.bfloat16)),
+        *(((), {"function": function}) for function in (torch.cos, torch.tanh, lambda t: t * 2, lambda t: t * 3)),
+    ]
+    for _ in range(3):  # in the third, all replay
+        for args, kwargs in calls:
+            same(jmodel(x, *args, **kwargs), model(x, *args, **kwargs))
+    assert thunder.cache_misses(jmodel) == len(calls)
+    forwards = [program_of(entry.computation_traces) for entry in thunder.compile_stats(jmodel).interpreter_cache]
+    assert all(forward.replays == 1 for forward in forwards)
+    assert all(forward.no_fast_path is None for forward in forwards[:2])  # no call can be for both
+
+
+def test_arguments_that_share_memory(transform, device):
+    def function(number, x, y, z):
+        x.add_(number)
+        return (x * y + z).sin().cos()
+
+    def calls():
+        base, other = torch.arange(12.0, device=device).view(4, 3), torch.ones(2, 3, device=device)
+        return [(base[:2], base[2:], other), (base[:2], base[:2], other), (base[:2], other, base[2:])]
+
+    jfn = thunder.jit(function, transforms=[transform()])
+    for _ in range(3):
+        for arguments, others in zip(calls(), calls(), strict=True):
+            same(jfn(2, *arguments), function(2, *others))
+            same(arguments, others)

@@ -21,6 +21,11 @@ _ASSIGNED = (
     "self.buffer.copy_(value), or compile with thunder_cg.thunderfx, which assigns it"
 )
 
+_CONSTANT = (
+    "is the tensor that was there when Thunder traced, in all calls; take items out of containers one by one, as with "
+    "[t for t in a] rather than a + b or [a], or compile with thunder_cg.thunderfx"
+)
+
 _CHANGED = (
     "changes a container of the caller's or of the module while Thunder traces, and in no call; return what is new, or "
     "write it into a tensor in place (README, Inference with a KV cache), or compile with thunder_cg.thunderfx, which "
@@ -52,6 +57,11 @@ def unrepeated(assignments: Iterable[Change], changes: Iterable[Change], stacks:
     """Attributes of modules that the function assigns, and containers that it changes, in no call."""
     yield from (f"self.{name} at {_line(stack, stacks)} {_ASSIGNED}" for name, stack in assignments)
     yield from (f"{name} at {_line(stack, stacks)} {_CHANGED}" for name, stack in changes)
+
+
+def constant(paths: Iterable[str]) -> Iterator[str]:
+    """Results that are the same tensor in all calls."""
+    return (f"the result{path} {_CONSTANT}" for path in paths)
 
 
 def _line(stack: Sequence[tuple[str, int]], stacks: Stacks) -> str:

@@ -4,6 +4,7 @@ Thunder (0.2.6) traces what the Python code does with a list or a dict, and then
 With other items, such as one more in a list, or a key that was missing, it would run the trace of the first call.
 What is added to the prologue is one check for each container that the code looks at as a whole: of its length, of the
 keys of a dict, of the items of what Python itself looks into, such as a set of names. Then other items compile anew.
+So do another dtype or function, and a value in the place of None.
 
 A container that the code changes gets no check: Thunder changes it while it traces, and in no call.
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from types import MappingProxyType
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, NoneType
 from typing import Any
 
 import torch
@@ -28,6 +30,11 @@ from thunder_cg.compat.thunder import is_ours, note_change
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, type(None))
+# Values that a program may depend on, and that it does not change.
+CONSTANTS = (
+    *(NoneType, FunctionType, BuiltinFunctionType, type, Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 _OF_MODULES = frozenset(dir(torch.nn.Module()))  # which Thunder reads and writes in ways of its own
 _OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
 _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
@@ -62,9 +69,14 @@ def _items(container: Any) -> tuple[Any, ...]:
     return tuple(sorted(container, key=repr)) if isinstance(container, (set, frozenset)) else (*container,)
 
 
-def _check_none(value: Any, expected: None) -> None:
-    if value is not None:
-        raise RuntimeError(f"Expected None, got a {type(value).__name__}")
+def _check_constant(value: Any, expected: Any) -> None:
+    if type(value) is not type(expected) or essence(value) != essence(expected):
+        raise RuntimeError(f"Expected {expected}, got {value}")
+
+
+def essence(constant: Any) -> Any:
+    """What is compared. A function may be made anew for each call, and what it closes over, Thunder checks."""
+    return constant.__code__ if isinstance(constant, FunctionType) else constant
 
 
 _executor = OperatorExecutor("cudagraph_containers")
@@ -72,7 +84,8 @@ CHECK_LENGTH = "check_length"
 check_length = _register(CHECK_LENGTH, _check_length)
 check_keys = _register("check_keys", _check_keys)
 check_items = _register("check_items", _check_items)
-check_none = _register("check_is_none", _check_none)
+CHECK_CONSTANT = "check_constant"
+check_constant = _register(CHECK_CONSTANT, _check_constant)
 _CHECKS = (check_length, check_keys, check_items)
 CHECKS_OF_CONTAINERS = frozenset(each.name for each in _CHECKS)
 
@@ -110,15 +123,18 @@ def _is_of_call(provenance: Any) -> bool:
     return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
 
 
-def _check_if_none(value: WrappedValue) -> Any:
-    """Has the prologue check that an argument is None, or an attribute of a module, which Thunder does not."""
+def _check_if_constant(value: WrappedValue) -> Any:
+    """Has the prologue check None, a dtype, a function and the like, as an argument or an attribute of a module.
+
+    Thunder takes them for what they were when it traced.
+    """
     provenance = value.provenance
-    if value.value is None and should_register_for_prologue(provenance) and _is_of_call(provenance):
+    if isinstance(value.value, CONSTANTS) and should_register_for_prologue(provenance) and _is_of_call(provenance):
         context, path = get_jit_ctx(), _path(provenance)
         known: set[Any] = vars(context).setdefault("cudagraph_known", set())
         if is_ours(_compile_data.get()[0]) and path not in known:
             known.add(path)
-            context.add_constraint((check_none, AnyProxy(None, history=provenance), None))
+            context.add_constraint((check_constant, AnyProxy(value.value, history=provenance), value.value))
     return _wrapped(value)
 
 
@@ -179,5 +195,5 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
 
 
 interpreter.populate_item_wrappers = _populate_and_check
-general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK] = _check_if_none
+general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK] = _check_if_constant
 InterpreterCompileCtx.lookaside = _look_aside_and_check

@@ -84,6 +84,7 @@ from thunder.torch import (
     meta_adaptor,
     sum as torch_sum,
 )
+from torch.utils import _pytree as torch_pytree
 
 from thunder_cg.compat.torch import library_names
 from thunder_cg.errors import FunctionalCallError
@@ -469,6 +470,13 @@ stateless._functional_call = _refuse_functional_call
 def is_ours(data: Any) -> bool:
     """Whether our transform is one of those that something is compiled with."""
     return any(getattr(each, "owns_regions", False) for each in getattr(data, "transforms", None) or ())
+
+
+def constant_results(epilogue: TraceCtx | None) -> list[str]:
+    """Where in the result of all calls there is a tensor that was there when Thunder traced."""
+    returned = [s for s in epilogue.bound_symbols if s.sym.id is PrimIDs.RETURN] if epilogue is not None else []
+    paths = [torch_pytree.tree_flatten_with_path(symbol.args)[0] for symbol in returned]
+    return [torch_pytree.keystr(path[1:]) for found in paths for path, leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 def is_known_view(function: Any) -> bool:

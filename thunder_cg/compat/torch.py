@@ -131,6 +131,8 @@ def dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
     The check owns what it watches, except for objects that ``watched`` has weak references to. Where CPython does not
     report writes to attributes, the check is always False unless only dictionaries are watched.
     """
+    if any(isinstance(item, ref) and item() is None for item in watched):  # a copy of the module lives longer
+        return lambda: False
     if attribute_writes_are_reported() or all(isinstance(item, (dict, list)) for item in watched):
         return _dictionary_guard(watched)
     return lambda: False

@@ -11,14 +11,14 @@ from weakref import ref
 import torch
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.containers import CHECK_LENGTH
+from thunder_cg.compat.containers import CHECK_LENGTH, CONSTANTS
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
 from thunder_cg.compat.torch import attribute_dictionaries
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
 from thunder_cg.fastpath.state import MISS, AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
 
-_LITERALS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device)
+_LITERALS = (bool, int, float, complex, str, *CONSTANTS)
 _SCALARS = (*_LITERALS, torch.nn.Parameter)
 
 

@@ -18,7 +18,7 @@ import torch
 
 from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.containers import CHECKS_OF_CONTAINERS
+from thunder_cg.compat.containers import CHECK_CONSTANT, CHECKS_OF_CONTAINERS, essence
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
@@ -229,6 +229,10 @@ def _expectations(symbol: BoundSymbol, names: list[str]) -> Iterator[tuple[str, 
     elif symbol.sym.id in _TENSOR_CHECKS:
         _, shape, *rest = symbol.args
         yield names[0], "tensor", Metadata(tuple(shape), *rest)
+        yield names[0], "type", torch.Tensor
+    elif name == CHECK_CONSTANT:
+        yield names[0], "type", type(symbol.args[1])
+        yield names[0], "constant", essence(symbol.args[1])
     elif name == "check_number_type_and_value":
         yield names[0], "type", type(symbol.args[1])
         yield names[0], "number", symbol.args[1]
