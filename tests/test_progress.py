@@ -280,6 +280,6 @@ def test_what_a_plan_shows(at_once: Terminal) -> None:
 def test_what_a_graph_of_dynamo_shows(at_once: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     said = []
     monkeypatch.setattr(compiler.ThunderCompiler, "__call__", lambda *args: said.extend(texts(at_once)))
-    monkeypatch.setattr(compiler.Compiler, "_name_parts", lambda self: None)
+    monkeypatch.setattr(compiler.Compiler, "_name_parts", lambda *_: None)
     compiler.Compiler()(torch.fx.symbolic_trace(nn.Tanh()))
     assert said == ["splitting a graph of Dynamo's"] and not progress._line._stages

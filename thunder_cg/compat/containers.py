@@ -20,7 +20,13 @@ from typing import Any
 import torch
 from thunder.core import interpreter
 from thunder.core.compile_data import _compile_data
-from thunder.core.interpreter import INTERPRETER_CALLBACKS, InterpreterCompileCtx, PseudoInst, WrappedValue
+from thunder.core.interpreter import (
+    INTERPRETER_CALLBACKS,
+    InterpreterCompileCtx,
+    PseudoInst,
+    WrappedValue,
+    get_interpreterruntimectx,
+)
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_jit_ctx, should_register_for_prologue
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy
@@ -128,14 +134,18 @@ def _check_if_constant(value: WrappedValue) -> Any:
 
     Thunder takes them for what they were when it traced.
     """
-    provenance = value.provenance
-    if isinstance(value.value, CONSTANTS) and should_register_for_prologue(provenance) and _is_of_call(provenance):
-        context, path = get_jit_ctx(), _path(provenance)
-        known: set[Any] = vars(context).setdefault("cudagraph_known", set())
-        if is_ours(_compile_data.get()[0]) and path not in known:
-            known.add(path)
-            context.add_constraint((check_constant, AnyProxy(value.value, history=provenance), value.value))
-    return _wrapped(value)
+    wrapped = _wrapped(value)  # which has an attribute of a module looked up as such
+    if isinstance(value.value, CONSTANTS):
+        # The next one that is the same object is looked up elsewhere.
+        get_interpreterruntimectx()._known_wrappers.pop(id(value.value), None)
+        provenance = value.provenance
+        if should_register_for_prologue(provenance) and _is_of_call(provenance) and is_ours(_compile_data.get()[0]):
+            context, path = get_jit_ctx(), _path(provenance)
+            known: set[Any] = vars(context).setdefault("cudagraph_known", set())
+            if path not in known:
+                known.add(path)
+                context.add_constraint((check_constant, AnyProxy(value.value, history=provenance), value.value))
+    return wrapped
 
 
 def _check(value: WrappedValue, *, of_python: bool = False) -> None:

@@ -129,8 +129,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _fill_with_number(node)
         elif node.target in LIKE:
             make_as_laid_out(node)
-        elif node.target in _ARITHMETIC:
-            _compute_of_numbers(node)
+        elif node.target in _ARITHMETIC and (numbers := _known_numbers(node)) is not None:
+            _compute_of_numbers(node, numbers)
         elif node.target in ("norm", torch.norm):
             _name_vector_norm(node)
         elif node.target is F.embedding:
@@ -421,14 +421,18 @@ def _fill_with_number(node: Node) -> None:
         node.kwargs = {"dtype": result.dtype, "device": result.device}
 
 
-def _compute_of_numbers(node: Node) -> None:
+def _known_numbers(node: Node) -> dict[Node, torch.Tensor] | None:
+    """The inputs of what computes a tensor of known numbers alone; None for all else."""
+    numbers = {source: _number_in(source) for source in node.all_input_nodes}
+    known = {source: number for source, number in numbers.items() if number is not None}
+    return known if isinstance(_value(node), torch.Tensor) and len(known) == len(numbers) else None
+
+
+def _compute_of_numbers(node: Node, inputs: dict[Node, torch.Tensor]) -> None:
     """``torch.div(8, 4)`` is ``torch.full((), 2.0)``: PyTorch makes a tensor of numbers, Thunder a number.
 
     As a size, which PyTorch would read on the host, it is the number itself.
     """
-    inputs = {source: _number_in(source) for source in node.all_input_nodes}
-    if not isinstance(_value(node), torch.Tensor) or None in inputs.values():
-        return
     function: Any = node.target
     result = function(*map_arg(node.args, inputs.__getitem__), **map_arg(node.kwargs, inputs.__getitem__))
     node.target, node.args = torch.full, ((), result.item())

@@ -182,6 +182,8 @@ class _ModuleChecks:
             self.tensors.add(name)
         elif prim is PrimIDs.UNPACK_THUNDER_MODULE:
             self._modules[name] = self._module
+        elif prim is PrimIDs.UNPACK_FUNCTION_OBJ:
+            self._modules[name] = compat.original_module(self._module)
         elif prim is PrimIDs.UNPACK_SUBMODULE and owner in self._modules:
             module = compat.module_cache(self._module).get(lookup.key)
             if module is not None:  # otherwise it is looked up at each call, and may be another one then
