@@ -160,3 +160,37 @@ def test_what_was_none(how, transform, device):
         kwargs = {"keyword": {"mask": value}, "item": {"options": {"shift": value}}}.get(how, {})
         same(jitted(*args, **kwargs), model(*args, **kwargs))
     assert thunder.cache_misses(jitted) == 2 and fast_path_calls(jitted) >= 3
+
+
+class Casts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dtype, self.function = torch.float32, torch.sin
+
+    def forward(self, x, dtype):
+        return self.function(x.to(dtype)).to(self.dtype).cos()
+
+
+def test_one_constant_at_several_places(transform, device):
+    """Thunder knows an object by the place where it was found first."""
+    model = nn.ModuleList([Casts(), Casts()])
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x, first, second):
+            return self.parts[1](self.parts[0](x, first), second)
+
+    eager = Both()
+    jitted, x = thunder.jit(eager, transforms=[transform()]), torch.randn(3, device=device)
+    single, double = torch.float32, torch.float64
+    for dtypes in [(single, single), (single, double), (double, single), (double, double)]:
+        for _ in range(3):
+            same(jitted(x, *dtypes), eager(x, *dtypes))
+    for part in model:
+        for name, value in (("dtype", double), ("function", torch.tanh)):
+            setattr(part, name, value)
+            same(jitted(x, single, single), eager(x, single, single))
+    assert thunder.cache_misses(jitted) == 8

@@ -143,7 +143,7 @@ def keep_until_all_is_free(monkeypatch):
     monkeypatch.setattr(TapePool, "nbytes", sticky)
 
 
-@pytest.mark.parametrize("sticky", [False, True])
+@pytest.mark.parametrize("sticky", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_older_graphs_go_first(sticky, step_twins, step_of, monkeypatch):
     if step_twins.backend == "cuda":
         pytest.skip("what a pool on a GPU takes is known in tests/gpu only")

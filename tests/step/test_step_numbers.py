@@ -79,7 +79,7 @@ def train(case, device, steps, compiled, model, wrap):
     return step, torch.stack(losses)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.nightly) if c == "resnet" else c for c in CASES])
 def test_many_steps(deterministic, backend, device, case):
     torch.manual_seed(0)
     make, _, dtype, _ = CASES[case]

@@ -23,9 +23,9 @@ from thunder.core.compile_data import _compile_data
 from thunder.core.interpreter import (
     INTERPRETER_CALLBACKS,
     InterpreterCompileCtx,
+    ProvenanceRecord,
     PseudoInst,
     WrappedValue,
-    get_interpreterruntimectx,
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_jit_ctx, should_register_for_prologue
 from thunder.core.prims import OpTags
@@ -47,6 +47,7 @@ _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingPr
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
 _look_aside = InterpreterCompileCtx.lookaside
+_wrap = interpreter.wrap
 _wrapped = general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
 
 
@@ -129,23 +130,42 @@ def _is_of_call(provenance: Any) -> bool:
     return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
 
 
-def _check_if_constant(value: WrappedValue) -> Any:
+def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
     """Has the prologue check None, a dtype, a function and the like, as an argument or an attribute of a module.
 
     Thunder takes them for what they were when it traced.
     """
+    if not isinstance(value, CONSTANTS) or not should_register_for_prologue(provenance):
+        return
+    if _is_of_call(provenance) and is_ours(_compile_data.get()[0]):
+        context, path = get_jit_ctx(), _path(provenance)
+        known: set[Any] = vars(context).setdefault("cudagraph_known", set())
+        if path not in known:
+            known.add(path)
+            context.add_constraint((check_constant, AnyProxy(value, history=provenance), value))
+
+
+def _check_if_constant(value: WrappedValue) -> Any:
     wrapped = _wrapped(value)  # which has an attribute of a module looked up as such
-    if isinstance(value.value, CONSTANTS):
-        # The next one that is the same object is looked up elsewhere.
-        get_interpreterruntimectx()._known_wrappers.pop(id(value.value), None)
-        provenance = value.provenance
-        if should_register_for_prologue(provenance) and _is_of_call(provenance) and is_ours(_compile_data.get()[0]):
-            context, path = get_jit_ctx(), _path(provenance)
-            known: set[Any] = vars(context).setdefault("cudagraph_known", set())
-            if path not in known:
-                known.add(path)
-                context.add_constraint((check_constant, AnyProxy(value.value, history=provenance), value.value))
+    _check_constant_at(value.value, value.provenance)
     return wrapped
+
+
+def _wrap_and_check(value: Any, /, *, provenance: ProvenanceRecord) -> WrappedValue:
+    """Thunder knows an object by its first look-up alone. The next one may find another object in a later call."""
+    wrapped = _wrap(value, provenance=provenance)
+    if wrapped is not value and getattr(wrapped, "provenance", provenance) is not provenance:
+        _check_constant_at(value, _as_attribute(provenance))
+    return wrapped
+
+
+def _as_attribute(provenance: ProvenanceRecord) -> ProvenanceRecord:
+    """Of ``module.__dict__["name"]`` that of ``module.name``, as Thunder has it."""
+    if provenance.inst is PseudoInst.BINARY_SUBSCR and provenance.inputs[0].inst is PseudoInst.LOAD_ATTR:
+        (module, attribute), name = provenance.inputs[0].inputs, provenance.inputs[1]
+        if module.ext_flag & EXT_FLAG_IS_MODULE and attribute.value == "__dict__":
+            return ProvenanceRecord(PseudoInst.LOAD_ATTR, inputs=[module, name], ext_flag=provenance.ext_flag)
+    return provenance
 
 
 def _check(value: WrappedValue, *, of_python: bool = False) -> None:
@@ -205,5 +225,6 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
 
 
 interpreter.populate_item_wrappers = _populate_and_check
+interpreter.wrap = _wrap_and_check
 general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK] = _check_if_constant
 InterpreterCompileCtx.lookaside = _look_aside_and_check

@@ -29,7 +29,7 @@ import time
 import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,51 +44,26 @@ _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a gene
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 # What they return is another value in each call.
-_UNSTEADY = frozenset({datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom})
-# Modules that return it to their callers.
-_PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
-_PASS_ON |= {
-    "os",
-    "posixpath",
-    "ntpath",
-    "genericpath",
-    "pathlib",
-    "glob",
-    "io",
-    "shutil",
-    "decimal",
-    "torch.serialization",
-}
-_PASS_ON |= {"importlib", "collections.abc"}
+_UNSTEADY = {datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
 _UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
-
-
 # What they return is not compared before a replay, and may be another value in a later call.
-_UNCOMPARED = {
-    eval,
-    exec,
-    __import__,
-    input,
-    open,
-    decimal.getcontext,
-    torch.get_num_threads,
-    torch.get_num_interop_threads,
-}
+_UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
+_UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
 _UNCOMPARED |= {*(vars(os)[name] for name in ("cpu_count", "getloadavg", "sched_getaffinity") if hasattr(os, name))}
 _OF_FILES = {"posix", "nt"}  # modules whose functions read files and what the process is
 _NO_READS = {"fspath", "getpid", "getppid", "write", "fsync", "close", "register_at_fork"}
-_ENVIRONMENT = {
-    type(os.environ).__getitem__.__code__,
-    type(os.environ).__iter__.__code__,
-    type(os.environ).__len__.__code__,
-}
+_ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__", "__iter__", "__len__")}
+# Modules that return all of that to their callers.
+_PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
+_PASS_ON |= {"os", "posixpath", "ntpath", "genericpath", "pathlib", "glob", "io", "shutil", "decimal"}
+_PASS_ON |= {"importlib", "collections.abc", "torch.serialization"}
 
 
 class Calls:
     """The user's functions that run between `watch` and `end`, as a profiler of Python is told of them.
 
     Attributes:
-        found: each function, and what it is bound to.
+        found: each function, and what it is bound to, once they were looked for.
         objection: something that runs and that no replay would do, in words; None if nothing does.
         collectives: their names, in order.
         groups: that they communicate in.
@@ -108,11 +83,10 @@ class Calls:
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
-        self._seen: set[Any] = set()
+        self._ran: dict[Any, _Ran] = {}
         self._is_over = False
         self._threads: set[int] = set()
         self.forget_collectives()
-        gc.collect()  # `_functions` finds garbage, too
         self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
 
     def forget_collectives(self) -> None:
@@ -221,10 +195,34 @@ class Calls:
             return
         owner = _owner(frame, code)
         owner = None if id(owner) in self._new else owner
-        key = code, id(owner), *(id(frame.f_locals.get(name)) for name in code.co_freevars)
-        if key not in self._seen:
-            self._seen.add(key)
-            self.found |= {(id(each), id(owner)): Called(each, owner) for each in _functions(frame, code)}
+        variables = tuple(id(frame.f_locals.get(name)) for name in code.co_freevars)
+        self._ran.setdefault((code, id(owner), variables), _Ran(code, owner, variables, frame.f_globals))
+
+    def find_functions(self) -> None:
+        """Finds the functions that have run, each with those that nobody can tell from it. Not inside of a capture."""
+        gc.collect()  # whose destructors a capture may not survive; without it, garbage would be found, too
+        with unfrozen():
+            referrers = gc.get_referrers(*{ran.code for ran in self._ran.values()})
+        functions = [each for each in referrers if isinstance(each, types.FunctionType)]
+        for ran in self._ran.values():
+            alike = [each for each in functions if ran.is_of(each)]
+            if not alike and not ran.code.co_freevars:
+                alike = [types.FunctionType(ran.code, ran.variables)]
+            self.found |= {(id(each), id(ran.owner)): Called(each, ran.owner) for each in alike}
+        self._ran.clear()
+
+
+class _Ran(NamedTuple):
+    """A function that has run, as its frame shows it. It may be gone, or have been made by the step."""
+
+    code: types.CodeType
+    owner: Any
+    cells: tuple[int, ...]  # what it closes over, by identity: a reference would keep memory
+    variables: dict[str, Any]  # global ones
+
+    def is_of(self, function: types.FunctionType) -> bool:
+        cells = function.__closure__ or ()
+        return function.__code__ is self.code and self.cells == tuple(id(_content(cell)) for cell in cells)
 
 
 def _is_async(frame: types.FrameType, default: bool) -> bool:
@@ -281,19 +279,6 @@ def unfrozen() -> Iterator[None]:
     yield
     if frozen:
         gc.freeze()
-
-
-def _functions(frame: types.FrameType, code: types.CodeType) -> list[types.FunctionType]:
-    """The function that runs, with those that nobody can tell from it; none if it is gone, or was made by the step."""
-    with unfrozen():
-        functions = [each for each in gc.get_referrers(code) if isinstance(each, types.FunctionType)]
-    found = [each for each in functions if each.__code__ is code and _has_variables(each, frame)]
-    return found or ([] if code.co_freevars else [types.FunctionType(code, frame.f_globals)])
-
-
-def _has_variables(function: types.FunctionType, frame: types.FrameType) -> bool:
-    contents = zip(function.__code__.co_freevars, function.__closure__ or ())
-    return all(_content(cell) is frame.f_locals.get(name) for name, cell in contents)
 
 
 def _content(cell: types.CellType) -> Any:

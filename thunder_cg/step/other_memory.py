@@ -159,5 +159,12 @@ def _all_tensors() -> list[Tensor]:
 
 
 def _known_to_collector() -> list[Tensor]:
+    kinds = {Tensor, *_subclasses(Tensor)}
     with unfrozen():
-        return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and has_memory(each)]
+        return [each for each in gc.get_objects() if type(each) in kinds and has_memory(each)]
+
+
+def _subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _subclasses(each)

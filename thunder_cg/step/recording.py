@@ -523,6 +523,7 @@ class StepCapture:
                 raise CaptureRefused(f"{problem}; make it with torch.cuda.Event(external=True)")
         if state.attributes is not None and self.calls.looks_up_unseen:
             state.attributes.add_all()
+        self.calls.find_functions()
         if not state.knows([*self.calls.found.values()]):
             raise CallsMore("functions that the step calls read more from outside than was compared")
         after = state.again().facts | states_outside(state.device)
