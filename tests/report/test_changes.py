@@ -181,6 +181,14 @@ def test_shapes_under_dynamo(warnings):
     assert (found.kind, found.names, found.values) == ("shape", ("x",), 2) and not warnings()
 
 
+def test_keywords_under_dynamo_have_the_callers_names():
+    """Decorators, such as those of Transformers, take them as ``kwargs``."""
+    fn = lambda *args, **kwargs: torch.tanh(kwargs["pixels"]).sin()  # noqa: E731
+    compiled = thunderfx(fn, backend="tape")
+    compiled(pixels=torch.ones(2, 3))
+    assert "  for pixels float32 (2, 3)" in str(explain(compiled))
+
+
 def test_numbers_have_the_names_of_the_users_code(transform, device):
     k = 0
 

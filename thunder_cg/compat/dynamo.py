@@ -91,6 +91,8 @@ def users_names(graph: torch.fx.Graph) -> dict[str, str]:
         if parts is not None and "__" not in name and "(" not in name:  # sizes have numbers of their own
             owner, rest = parts.groups()
             owner = "self" if owner == "fn" and _OF_MODULES.match(rest) else owner  # a Sequential
+            if owner == "kwargs" and (keyword := re.fullmatch(r"\['([a-zA-Z]\w*)'\](.*)", rest)) is not None:
+                owner, rest = keyword.groups()  # what a caller has passed by this name
             found[node.name] = owner + _OF_MODULES.sub(r".\1", rest)
     return found
 
