@@ -71,6 +71,10 @@ def test_every_change_compiles_anew(twins, device):
         assert thunder.cache_misses(plain) == thunder.cache_misses(graphed)
 
 
+def scaled(by):
+    return lambda t, by=by: t * by
+
+
 class Branching(nn.Module):
     """What it computes depends on what Thunder checks nothing of."""
 
@@ -99,6 +103,7 @@ def test_calls_that_differ_where_thunder_checks_nothing(transform, device):
         *(((), {"by_name": names}) for names in ({"a": a}, {"b": a}, {"a": a, "b": b}, {"b": b, "a": a})),
         *(((), {"dtype": dtype}) for dtype in (torch.float64, torch.bfloat16)),
         *(((), {"function": function}) for function in (torch.cos, torch.tanh, lambda t: t * 2, lambda t: t * 3)),
+        *(((), {"function": scaled(by)}) for by in (4, 5)),
     ]
     for _ in range(3):  # in the third, all replay
         for args, kwargs in calls:

@@ -83,7 +83,11 @@ def _check_constant(value: Any, expected: Any) -> None:
 
 def essence(constant: Any) -> Any:
     """What is compared. A function may be made anew for each call, and what it closes over, Thunder checks."""
-    return constant.__code__ if isinstance(constant, FunctionType) else constant
+    if not isinstance(constant, FunctionType):
+        return constant
+    defaults = (*(constant.__defaults__ or ()), *(constant.__kwdefaults__ or {}).values())
+    kept = tuple((type(d), d if isinstance(d, (*_LITERALS, *CONSTANTS)) else id(d)) for d in defaults)
+    return constant.__code__, kept
 
 
 _executor = OperatorExecutor("cudagraph_containers")
