@@ -113,7 +113,7 @@ def _collective(
         return _waited(begin(x, *args))
 
     def forward_without_gradient(x: Any, *args: Any) -> Any:
-        if not _has_our_transform():  # which tells whether a gradient gets lost
+        if not compat.is_ours(compat.get_compile_data()):  # which tells whether a gradient gets lost
             raise CollectiveError(name, *compat.LOST_GRADIENT)
         return forward(x, *args), ()
 
@@ -127,11 +127,6 @@ def _collective(
     compat.augmented_forward_impls[with_it.id] = lambda x, *args: (forward(x, *args), (_sizes(x), *args))
     compat.backward_impls[with_it.id] = lambda *saved: backward(saved[-1], *saved[:-1])
     return lambda x, *args, has_gradient=False: (with_it if has_gradient and sums(*args) else without)(x, *args)
-
-
-def _has_our_transform() -> bool:
-    transforms = getattr(compat.get_compile_data(), "transforms", None) or ()
-    return any(getattr(each, "owns_regions", False) for each in transforms)
 
 
 def _is_sum(*args: Any) -> bool:
@@ -360,7 +355,7 @@ def _is_not_traced(function: Any, *args: Any, **kwargs: Any) -> None:
 
 def _with_graphs(ours: Callable[..., Any], thunders: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What Thunder traces by itself changes only for a function that is compiled with this package's transform."""
-    return (ours if _has_our_transform() else thunders)(*args, **kwargs)
+    return (ours if compat.is_ours(compat.get_compile_data()) else thunders)(*args, **kwargs)
 
 
 @cache

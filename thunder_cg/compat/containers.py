@@ -35,7 +35,7 @@ from thunder.extend import OperatorExecutor
 from thunder_cg.compat.thunder import is_ours, note_change
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_LITERALS = (str, int, float, bool, type(None))
+_LITERALS = (str, int, float, bool, NoneType)
 # Values that a program may depend on, and that it does not change.
 CONSTANTS = (
     *(NoneType, FunctionType, BuiltinFunctionType, type, Enum),

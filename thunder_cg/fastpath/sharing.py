@@ -32,9 +32,12 @@ def told_apart(prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, Tra
     Raises:
         SharedMemoryError: two arguments have some elements in common, and others not, or in another order.
     """
-    before, call = compat.before_alias_updates(computation), compat.arguments_of_compilation()
+    before = compat.before_alias_updates(computation)
+    call = compat.arguments_of_compilation() if before is not None else None
+    if before is None or call is None:  # nothing is written in place, as mostly
+        return prologue, computation
     checks = PrologueChecks(prologue)
-    if before is None or call is None or not checks.cache_info.get("alias_tensor_indices"):
+    if not checks.cache_info.get("alias_tensor_indices"):
         return prologue, computation
     inputs = prologue.bound_symbols[-1].args[0][0]
     groups: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by storage: positions among the inputs, and tensors
