@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import thunder
 import torch
@@ -126,6 +128,36 @@ def test_a_capture_that_leaves_another_stream_behind():
     assert y.tolist() == [3.0] * 4
 
 
+def test_gradients_before_the_capture_take_no_memory_beside_it():
+    """Adam's state, the gradients and the activations are all that there is at a time, as without graphs."""
+    peaks = []
+    for graphed in (False, True):
+        model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8))).cuda()  # 16 MiB each
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True, capturable=True)
+
+        def fn(x, model=model, optimizer=optimizer):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        step, x = graphed_step(fn) if graphed else fn, torch.randn(256, 2048, device="cuda")
+        gc.collect()
+        torch.cuda.empty_cache()
+        before, before_reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(5):
+            step(x)
+        peaks.append((torch.cuda.max_memory_allocated() - before, torch.cuda.max_memory_reserved() - before_reserved))
+        if graphed:
+            assert step.replays >= 2, step.in_python
+            workspaces = explain(step).memory.workspaces
+        del model, optimizer, step, fn
+    for without, with_graphs in zip(*peaks):
+        assert with_graphs - workspaces <= 1.05 * without
+
+
 def test_memory_that_calls_in_python_have_cached():
     """It goes back to the device before the capture: beside the step's pool there is only what the step names."""
     model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.GELU()))).cuda()
@@ -144,5 +176,5 @@ def test_memory_that_calls_in_python_have_cached():
     for _ in range(6):
         step(x)
     assert step.replays
-    pools = explain(step).memory.pools
-    assert torch.cuda.memory_reserved() - before - pools < x.nbytes
+    memory = explain(step).memory
+    assert torch.cuda.memory_reserved() - before - memory.pools - memory.workspaces < x.nbytes

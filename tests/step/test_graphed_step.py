@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from thunder_cg import OptionError, explain, graphed_step, thunderfx
+from thunder_cg.runtime.backends import resolve
 from thunder_cg.step import graphed
 from thunder_cg.step.reads import is_installed
 from thunder_cg.step.recording import StepCapture
@@ -155,6 +156,46 @@ def test_a_gradient_that_is_still_held_is_not_overwritten(step_twins):
     plain, graphed = held.values()
     same(plain, graphed)
     assert "still held" in why(step)
+
+
+def test_gradients_that_another_graph_left_are_not_overwritten(step_twins):
+    """A graph may use memory for activations in which one that was captured later has its gradients."""
+    model = step_twins.model(nn.Linear(4, 256), nn.ReLU(), nn.Linear(256, 3))
+    step = step_twins.graphed(usual_step(model))
+    large, small = step_twins.batch(512), step_twins.batch(256)
+    for batch in (large, small):
+        for _ in range(4):
+            step(*batch)
+    replays = step.replays
+    assert replays >= 3
+    held = [parameter.grad for parameter in model.parameters()]
+    contents = [gradient.clone() for gradient in held]
+    for _ in range(2):
+        step(*large)
+        same(held, contents)
+    assert step.replays == replays and "still held" in why(step)
+    del held
+    step(*large)
+    assert step.replays == replays + 1
+
+
+def test_gradients_that_an_interrupted_capture_dropped_come_back(step_twins):
+    model = step_twins.model()
+    fn, x, backend = usual_step(model), step_twins.batch(), resolve(step_twins.backend)
+
+    def interrupted(*batch):
+        loss = fn(*batch)
+        if backend.busy():
+            raise KeyboardInterrupt
+        return loss
+
+    step = step_twins.graphed(interrupted)
+    for _ in range(2):
+        step(*x)
+    before = [parameter.grad.clone() for parameter in model.parameters()]
+    with pytest.raises(KeyboardInterrupt):
+        step(*x)
+    same([parameter.grad for parameter in model.parameters()], before)
 
 
 def test_gradients_may_be_cleared_or_changed_between_the_steps(step_twins):

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -285,6 +286,7 @@ class TapeGraph:
     buffers: Tensors
     copied_out: Tensors
     sentinels: Sequence[int]
+    memory_made_later: Callable[[], dict[int, torch.UntypedStorage]]  # for other graphs of the pool
     nbytes: int = 0  # there is no driver
 
     def __post_init__(self) -> None:
@@ -316,6 +318,7 @@ class TapeGraph:
             raise ReplayRefused("it has been destroyed")
         by_sentinel = dict(zip(self.sentinels, scalars))
         with torch.no_grad(), compat.below_autocast(), compat.disable_dispatch_modes():
+            _poison(self.memory_made_later().values())  # on a GPU, it may be memory that this graph used and gave back
             try:
                 copy_all(self.buffers, sources)
             except Exception as error:
@@ -370,7 +373,8 @@ class TapePool:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tensors: list[weakref.ref[torch.Tensor]] = []
+        self._tensors: list[tuple[int, weakref.ref[torch.Tensor]]] = []  # and how many captures were before
+        self._captures = 0
         self._free: list[torch.UntypedStorage] = []  # until the arena is released, when all is free
         self._given: set[int] = set()  # the storages of what the ops got that ran last
 
@@ -416,24 +420,30 @@ class TapePool:
                 torch.set_rng_state(generator)
         calls = [step for step in tape.steps if isinstance(step, _RecordedCall)]
         made = [tensor for call in calls for _, tensor in call.results]
-        self._tensors += [weakref.ref(tensor) for tensor in made if compat.storage_id(tensor) not in self._given]
+        self._note_made(made)
         targets = copied_out(outputs) if copied_out is not None else ()
-        return TapeGraph(tape.steps, free, buffers, targets, sentinels), outputs
+        self._captures += 1
+        later = partial(self._storages, self._captures)
+        return TapeGraph(tape.steps, free, buffers, targets, sentinels, later), outputs
+
+    def _note_made(self, tensors: Tensors) -> None:
+        own = [tensor for tensor in tensors if compat.storage_id(tensor) not in self._given]
+        self._tensors += [(self._captures, weakref.ref(tensor)) for tensor in own]
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The alias may own the memory, because the CPU's allocator never hands owned memory out."""
         alias = tensor.detach()
-        if compat.storage_id(alias) not in self._given:
-            self._tensors.append(weakref.ref(alias))
+        self._note_made([alias])
         return alias
 
     def _note_given(self, args: Sequence[Any]) -> None:
         """What the ops are given is not the pool's to poison: another arena may have it, which is still held then."""
         self._given = {compat.storage_id(tensor) for tensor in compat.tensors_in(args) if compat.has_storage(tensor)}
 
-    def _storages(self) -> dict[int, torch.UntypedStorage]:
-        alive = [tensor for ref in self._tensors if (tensor := ref()) is not None]
-        self._tensors = [weakref.ref(tensor) for tensor in alive]
+    def _storages(self, captures: int = 0) -> dict[int, torch.UntypedStorage]:
+        """By address: the memory that the pool has got after so many captures."""
+        self._tensors = [(then, ref) for then, ref in self._tensors if ref() is not None]
+        alive = [tensor for then, ref in self._tensors if then >= captures and (tensor := ref()) is not None]
         return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in alive}
 
     def forget(self, storage: torch.UntypedStorage) -> None:
@@ -452,7 +462,11 @@ class TapePool:
             storage = tensor.untyped_storage()
             storage.resize_(storage.nbytes())  # allocates and copies
         moved = set(map(compat.storage_id, tensors))  # so have the tensors of graphs, which are dropped with these
-        self._tensors = [r for r in self._tensors if (t := r()) is not None and compat.storage_id(t) not in moved]
+        self._tensors = [
+            (then, ref)
+            for then, ref in self._tensors
+            if (alive := ref()) is not None and compat.storage_id(alive) not in moved
+        ]
 
     def poison(self, spared: Tensors = ()) -> None:
         self._free.clear()

@@ -30,6 +30,7 @@ from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, where
+from thunder_cg.step.gradients import GraphGradient
 from thunder_cg.step.memory import PythonCall, nbytes
 from thunder_cg.step.reads import Called
 from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording, changed_argument
@@ -93,6 +94,7 @@ class GraphedStep:
         self._arenas.join(self)
         self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
+        self._left: list[GraphGradient] = []  # by replays, since nobody has held one at a replay
         self._ready: dict[Any, _Ready] = {}  # by layout
         self._communicates: dict[Any, StepCall] = {}  # by layout: the last call in Python; None: whatever its layout
         self._refused: dict[Any, _Refusal] = {}  # by layout
@@ -119,7 +121,7 @@ class GraphedStep:
             recording = next((each for each in self.recordings if each.is_for(layout)), None)
             if recording is None:
                 return self._observe(batch, layout, args, kwargs)
-            if (reason := recording.why_not(batch)) is not None:
+            if (reason := recording.why_not(batch, self._left)) is not None:
                 return self._run(args, kwargs, reason, layout)
             try:
                 return self._replay(recording, batch)
@@ -145,6 +147,7 @@ class GraphedStep:
 
     def _replay(self, recording: StepRecording, batch: Batch) -> Any:
         recording.arena.enter()
+        self._left = recording.left
         result = self._launch(recording, batch)
         self.replays += 1
         recording.replays += 1
@@ -216,6 +219,7 @@ class GraphedStep:
         self, recording: StepRecording, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The first replay of a recording: the capture has run nothing."""
+        self._left = [*self._left, *recording.left]
         try:
             result = self._launch(recording, batch)
         except ReplayRefused as error:
@@ -390,7 +394,7 @@ class GraphedStep:
         with self._lock:
             while self.recordings:
                 self.recordings.pop().close()
-            self.arena = None
+            self.arena, self._left = None, []
         self._backend.give_back()
 
     def budget(self) -> int | None:

@@ -119,7 +119,7 @@ def moved(refusal: OtherMemoryUsed) -> Iterator[None]:
     ids = [storage_id(tensor) for tensor in tensors]
     # One more than its tensors refer to a storage while they are counted.
     are_all_here = all(storage_use_count(home) <= ids.count(home) + 1 for home in homes)
-    if not (are_all_here and all(map(_can_move, tensors))):
+    if not (are_all_here and all(map(can_move, tensors))):
         raise refusal
     try:
         copies = {home: storage.clone() for home, storage in homes.items()}
@@ -137,7 +137,8 @@ def moved(refusal: OtherMemoryUsed) -> Iterator[None]:
             _move(tensor, homes[home])
 
 
-def _can_move(tensor: Tensor) -> bool:
+def can_move(tensor: Tensor) -> bool:
+    """Whether a tensor can get other memory."""
     is_lazy = tensor.is_inference() or tensor.is_neg() or tensor.is_conj()
     return type(tensor) in (Tensor, nn.Parameter) and not is_lazy
 

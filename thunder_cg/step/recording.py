@@ -1,39 +1,20 @@
-"""One captured step: the graph, what has to hold for it to be replayed, and what a replay leaves behind.
-
-Note [Gradients of a step]
-    The gradients that a step leaves are memory of its graph, and each replay writes them again. If anybody still holds
-    one of them from an earlier step, the step runs in Python. What a step finds in ``.grad`` may be of two kinds. If
-    the step drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later.
-    Otherwise the graph reads it or adds to it, so it has to be the same tensor.
-"""
+"""One captured step: the graph, what has to hold for it to be replayed, and what a replay leaves behind."""
 
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.random import fork_rng
 
 from thunder_cg.compat.cuda import is_of_capture
-from thunder_cg.compat.torch import (
-    Settings,
-    addresses_equal,
-    has_storage,
-    storage_id,
-    storage_use_count,
-    tensor_guards,
-    tensor_use_count,
-    tree_flatten,
-    tree_unflatten,
-    version,
-)
+from thunder_cg.compat.torch import Settings, has_storage, tree_flatten, tree_unflatten, version
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena
@@ -42,10 +23,11 @@ from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
-from thunder_cg.runtime.tensors import address_if_any, copy_all, layout
+from thunder_cg.runtime.tensors import address_if_any, copy_all
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
+from thunder_cg.step.gradients import ANY, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
@@ -109,146 +91,6 @@ def changed_argument(before: Any, after: Any) -> tuple[Any, Any] | None:
     return next(((a[1], b[1]) for a, b in zip(then, now) if a != b and _TENSOR not in (a, b)), None)
 
 
-class _GradientsBefore:
-    """What a step found in ``.grad``, and whether it dropped that unread: see Note [Gradients of a step].
-
-    It holds the memory of the gradients, and not the tensors, whose end shows that the step has dropped them.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor], backend: Backend, calls: Calls) -> None:
-        self._parameters, self._backend, self._calls = parameters, backend, calls
-        self.memory = [None if (gradient := each.grad) is None else gradient.detach() for each in parameters]
-        self._unread: set[int] = set()
-        self._seen: tuple[int, Addresses] | None = None
-        self._references = [
-            weakref.ref(p.grad, partial(self._drop, i)) for i, p in enumerate(parameters) if p.grad is not None
-        ]
-
-    def _drop(self, i: int, _: Any) -> None:
-        memory = self.memory[i]
-        assert memory is not None
-        if not self._backend.busy():  # another thread has held it for longer; `expected` finds out
-            return
-        if self._addresses().user_of(memory) is None:
-            self._unread.add(i)
-
-    def _addresses(self) -> Addresses:
-        """Of what has been captured up to now."""
-        names = {**self._backend.captured_addresses(), **self._calls.communicated}
-        if self._seen is None or self._seen[0] != len(names):
-            self._seen = len(names), Addresses(names)
-        return self._seen[1]
-
-    def expected(self, addresses: Addresses) -> list[Any]:
-        """After the capture. For each parameter None, `ANY`, or the gradient that has to be there."""
-        expected: list[Any] = []
-        for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
-            is_other = not _is_same_memory(parameter.grad, memory)
-            is_dropped = i in self._unread or (memory is not None and is_other and addresses.user_of(memory) is None)
-            expected.append(ANY if is_dropped else memory if is_other else parameter.grad)
-        return expected
-
-    def restore(self) -> None:
-        """After a capture that failed."""
-        self._references = []  # what the capture did with gradients does not matter any more
-        for parameter, memory in zip(self._parameters, self.memory):
-            parameter.grad = memory
-
-    def release(self) -> None:
-        """Lets go of the memory, which reference cycles hold."""
-        self.memory, self._references = [], []
-
-
-ANY = object()  # what a step finds in ``.grad`` does not matter
-
-
-_Owners = tuple[int, int, int]  # see `_Gradient._count`
-
-
-class _Gradient:
-    """A gradient in the memory of graphs, and how many hold it if nobody else does."""
-
-    _known: ClassVar[weakref.WeakValueDictionary[int, _Gradient]] = weakref.WeakValueDictionary()  # by storage
-
-    def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
-        self.tensor, self._parameter = tensor, parameter
-        self._storage, self._place = storage_id(tensor), _place(tensor)
-        self._owners: _Owners | None = None
-        self._known[self._storage] = self
-
-    def count(self) -> None:
-        """Takes whoever holds it now for the graphs and the parameter."""
-        if self._owners is None:
-            self._owners = self._count()
-
-    def _count(self) -> _Owners:
-        """References from Python, those from C++ without the parameter's, and tensors with this memory."""
-        tensor = self.tensor
-        uses = tensor_use_count(tensor)
-        is_parameters = self._parameter.grad is tensor
-        # What holds it from C++, however often, counts as one more reference from Python.
-        return sys.getrefcount(tensor) - (uses > 1), uses - is_parameters, storage_use_count(self._storage)
-
-    @classmethod
-    def of(cls, tensor: Tensor, parameter: Tensor) -> _Gradient:
-        """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
-        known = cls._known.get(storage_id(tensor))
-        is_same = known is not None and known.tensor is tensor and known._parameter is parameter
-        return known if known is not None and is_same else cls(tensor, parameter)
-
-    @classmethod
-    def tensors(cls) -> list[Tensor]:
-        return [known.tensor for known in cls._known.values()]
-
-    @classmethod
-    @contextmanager
-    def recounted(cls) -> Iterator[None]:
-        """What comes to hold gradients inside, or holds them no more, is part of graphs."""
-        before = [(known, known._count(), known._owners) for known in cls._known.values()]
-        yield
-        for known, counted, owners in before:
-            if owners is not None:
-                now = known._count()
-                python, cpp, storages = (then + new - old for then, new, old in zip(owners, now, counted))
-                known._owners = python, cpp, storages
-
-    def is_held(self) -> bool:
-        """Whether anybody holds the tensor besides the graphs and the parameter, or has a view of it."""
-        then = self._owners
-        assert then is not None
-        now = self._count()
-        return now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
-
-    def is_moved(self) -> bool:
-        """Whether somebody has given the tensor other memory, or another layout."""
-        return _place(self.tensor) != self._place
-
-
-class _Overwritten:
-    """The gradients that a replay overwrites without reading them. It holds none of the tensors."""
-
-    def __init__(self, gradients: Iterable[_Gradient]) -> None:
-        self.gradients = [*{id(each.tensor): each for each in gradients}.values()]
-        tensors = self._tensors()
-        self._metadata = tensor_guards(tensors)
-        self._addresses = [tensor.data_ptr() for tensor in tensors]
-        self._indices = [*range(len(tensors))]
-
-    def _tensors(self) -> list[Tensor]:
-        return [each.tensor for each in self.gradients]
-
-    def are_in_use(self) -> bool:
-        """Whether somebody holds one, has a view of it, or has moved it."""
-        if not self.gradients:
-            return False
-        if not self._are_in_place(self._tensors()) and any(each.is_moved() for each in self.gradients):
-            return True
-        return any(each.is_held() for each in self.gradients)
-
-    def _are_in_place(self, tensors: list[Tensor]) -> bool:
-        return bool(addresses_equal(tensors, self._addresses, self._indices) and self._metadata.check(*tensors))
-
-
 @dataclass(slots=True, eq=False)
 class StepRecording(RecordingUse):
     """A step for one layout of the batch and one state."""
@@ -263,8 +105,9 @@ class StepRecording(RecordingUse):
     sources: list[CopiedInput]
     gradients_before: list[Any]
     places_before: list[Any]  # where these were: the user may give a gradient other memory, or other strides
-    gradients: list[_Gradient | None]  # that the step leaves, for each parameter
-    overwritten: _Overwritten
+    gradients: list[GraphGradient | None]  # that the step leaves, for each parameter
+    left: list[GraphGradient]  # the same ones
+    overwritten: Overwritten
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
@@ -298,22 +141,31 @@ class StepRecording(RecordingUse):
         if layout != self.layout or not self.state.holds():
             return False
         return all(
-            place is ANY or _place(p.grad) == place for p, place in zip(self.state.parameters, self.places_before)
+            place is ANY or place_of(p.grad) == place for p, place in zip(self.state.parameters, self.places_before)
         )
 
-    def why_not(self, batch: Batch) -> str | None:
-        """Why no replay is right now, although the recording is for the call; None if one is."""
+    def why_not(self, batch: Batch, left: Sequence[GraphGradient]) -> str | None:
+        """Why no replay is right now, although the recording is for the call; None if one is.
+
+        Args:
+            left: gradients that earlier replays have left, of this recording or another one.
+        """
         if not self.guard.holds([*batch.tensors]):
             return "the batch is aligned otherwise, or the settings by which PyTorch chooses kernels have changed"
         if batch.is_in(self.memory):
             return _SHARES
-        if self.overwritten.are_in_use():
+        if self.overwritten.are_in_use() or (left is not self.left and self._may_reuse(left)):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
 
+    def _may_reuse(self, left: Sequence[GraphGradient]) -> bool:
+        """Whether somebody uses one of these, and the graph may use its memory for something else."""
+        kept = {id(each) for each in self.gradients_before}
+        return any(id(each.tensor) not in kept and (each.is_moved() or each.is_held()) for each in left)
+
     def close(self, *, may_wait: bool = True) -> None:
         """Destroys the graph, after its work is done if that may be waited for."""
-        with _Gradient.recounted():
+        with GraphGradient.recounted():
             self.graph.close(may_wait=may_wait)
             self.gradients.clear()
             self.overwritten.gradients.clear()
@@ -429,8 +281,9 @@ class StepCapture:
         _refuse_sparse_gradients(state)
         on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
-        with _Gradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
-            before = _GradientsBefore(state.parameters, self.backend, self.calls)
+        with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
+            to = None if self.others else self.arena.pool(state.device)
+            before = GradientsBefore(state.parameters, self.backend, self.calls, to)
             try:
                 if state.device.type != "cpu":  # whose backwards run on the thread that calls them
                     on_thread_of_backwards(state.device, self.calls.watch)
@@ -450,13 +303,13 @@ class StepCapture:
                 gradient.count()
         return recording
 
-    def _record(self, before: _GradientsBefore) -> StepRecording:
+    def _record(self, before: GradientsBefore) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
         if batch.is_in(_storages([*state.tensors, *(each for each in before.memory if each is not None)])):
             raise CaptureLater(_SHARES)
         guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
-        memory = memory_of_tensors(state.device)
+        memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
         copied, buffers = place(pool, batch.tensors, frozenset(), {})
         copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
@@ -475,7 +328,7 @@ class StepCapture:
         known = [*state.tensors, *batch.tensors, *before.memory]
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
-        gradients = [None if g is None else _Gradient.of(g, p) for g, p in zip(tensors, state.parameters)]
+        gradients = [None if g is None else GraphGradient.of(g, p) for g, p in zip(tensors, state.parameters)]
         overwritten = [g for g, e in zip(gradients, expected) if g is not None and g.tensor is not e]
         return StepRecording(
             layout=batch.layout,
@@ -487,9 +340,10 @@ class StepCapture:
             structure=body.structure,
             sources=copied,
             gradients_before=expected,
-            places_before=[ANY if each is ANY else _place(each) for each in expected],
+            places_before=[ANY if each is ANY else place_of(each) for each in expected],
             gradients=gradients,
-            overwritten=_Overwritten(overwritten),
+            left=[each for each in gradients if each is not None],
+            overwritten=Overwritten(overwritten),
             touched=touched,
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
@@ -534,7 +388,7 @@ class StepCapture:
     def _held_elsewhere(self) -> list[Tensor]:
         """Tensors that may be in the arena, besides those of the new graph."""
         held = [
-            *_Gradient.tensors(),
+            *GraphGradient.tensors(),
             *(parameter.grad for parameter in self.state.parameters if parameter.grad is not None),
             *self.state.tensors_in_containers(),
         ]
@@ -557,14 +411,3 @@ def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
 
 def _is_in(tensor: Tensor, pool: Pool) -> bool:
     return any(start <= address_if_any(tensor) < stop for start, stop in pool.ranges())
-
-
-def _place(tensor: Tensor | None) -> Any:
-    """Where a gradient is, and how it is laid out. That of one without an address is equal to no other."""
-    if tensor is None:
-        return None
-    return (tensor.data_ptr(), layout(tensor)) if has_storage(tensor) else object()
-
-
-def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:
-    return _place(tensor) == _place(expected)

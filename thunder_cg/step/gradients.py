@@ -1,0 +1,242 @@
+"""The gradients that a captured step finds, and those that it leaves.
+
+Note [Gradients of a step]
+    The gradients that a step leaves are memory of its graph, and each replay writes them again. If anybody still holds
+    one of them from an earlier step, the step runs in Python. So it does before another graph of the step is replayed,
+    which may use the same memory for something else. What a step finds in ``.grad`` may be of two kinds. If the step
+    drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later. Otherwise
+    the graph reads it or adds to it, so it has to be the same tensor.
+
+Note [Memory of the gradients before]
+    Without graphs, a step that drops its gradients has their memory for its activations. A graph has it only if it is
+    in the pool. So before the first capture the gradients move there, by way of the host, since the memory at both
+    places is more than a step without graphs takes. If the capture fails, those that it has dropped come back from the
+    host. Later captures find gradients that are in the pool already.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thunder_cg.compat.torch import (
+    addresses_equal,
+    has_memory,
+    has_storage,
+    storage_id,
+    storage_use_count,
+    tensor_guards,
+    tensor_use_count,
+)
+from thunder_cg.runtime.backend import Backend, Pool
+from thunder_cg.runtime.tensors import address_if_any, layout, span, view_of_storage
+from thunder_cg.step.calls import Calls
+from thunder_cg.step.other_memory import Addresses, can_move
+
+
+class GradientsBefore:
+    """What a step found in ``.grad``, and whether it dropped that unread: see Note [Gradients of a step].
+
+    It holds the memory of the gradients, and not the tensors, whose end shows that the step has dropped them.
+
+    Args:
+        pool: where the gradients move, if they do: see Note [Memory of the gradients before].
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], backend: Backend, calls: Calls, pool: Pool | None) -> None:
+        self._parameters, self._backend, self._calls = parameters, backend, calls
+        self._on_host: dict[int, Tensor] = {}  # by position: those that have moved
+        if pool is not None:
+            self._move(pool)
+        self.memory = [None if (gradient := each.grad) is None else gradient.detach() for each in parameters]
+        self.moved = {address for i in self._on_host if (address := address_if_any(parameters[i].grad))}
+        self._unread: set[int] = set()
+        self._seen: tuple[int, Addresses] | None = None
+        self._references = [
+            weakref.ref(p.grad, partial(self._drop, i)) for i, p in enumerate(parameters) if p.grad is not None
+        ]
+
+    def _move(self, pool: Pool) -> None:
+        gradients: list[tuple[Tensor, Tensor]] = []  # and their copies on the host
+        for i, parameter in enumerate(self._parameters):
+            if parameter.grad is not None and _may_move(parameter):
+                gradient = parameter.grad
+                self._on_host[i] = torch.empty_like(gradient, device="cpu").copy_(gradient)
+                gradients.append((gradient, self._on_host[i]))
+        for gradient, _ in gradients:
+            gradient.data = gradient.new_empty(0)
+        self._backend.give_back()
+        while gradients:
+            gradient, host = gradients.pop()
+            try:
+                memory = pool.memory(max(1, host.untyped_storage().nbytes()))
+                gradient.data = view_of_storage(memory, host.dtype, 0, host.size(), host.stride()).copy_(host)
+            except BaseException:
+                for each, content in [(gradient, host), *gradients]:
+                    each.data = content.to(each.device)
+                raise
+
+    def _drop(self, i: int, _: Any) -> None:
+        memory = self.memory[i]
+        assert memory is not None
+        if not self._backend.busy():  # another thread has held it for longer; `expected` finds out
+            return
+        if self._addresses().user_of(memory) is None:
+            self._unread.add(i)
+            if i in self._on_host:
+                self.memory[i] = None
+
+    def _addresses(self) -> Addresses:
+        """Of what has been captured up to now."""
+        names = {**self._backend.captured_addresses(), **self._calls.communicated}
+        if self._seen is None or self._seen[0] != len(names):
+            self._seen = len(names), Addresses(names)
+        return self._seen[1]
+
+    def expected(self, addresses: Addresses) -> list[Any]:
+        """After the capture. For each parameter None, `ANY`, or the gradient that has to be there."""
+        expected: list[Any] = []
+        for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
+            is_other = not _is_same_memory(parameter.grad, memory)
+            is_dropped = i in self._unread or (memory is not None and is_other and addresses.user_of(memory) is None)
+            expected.append(ANY if is_dropped else memory if is_other else parameter.grad)
+        return expected
+
+    def restore(self) -> None:
+        """After a capture that failed."""
+        self._references = []  # what the capture did with gradients does not matter any more
+        for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
+            is_dropped = memory is None and i in self._on_host
+            parameter.grad = self._on_host[i].to(parameter.device) if is_dropped else memory
+
+    def release(self) -> None:
+        """Lets go of the memory, which reference cycles hold."""
+        self.memory, self._references, self._on_host = [], [], {}
+
+
+def _may_move(parameter: Tensor) -> bool:
+    """Whether its gradient fills its memory, and nobody else holds the gradient or the memory."""
+    other = torch.zeros(1, requires_grad=True)
+    other.grad = torch.zeros(1)
+    if any(uses > alone for uses, alone in zip(_uses_of_gradient(parameter), _uses_of_gradient(other))):
+        return False
+    gradient = parameter.grad
+    assert gradient is not None
+    is_plain = has_memory(gradient) and can_move(gradient) and not gradient.requires_grad
+    nbytes = span(gradient) * gradient.element_size()
+    return is_plain and gradient.nbytes == nbytes == gradient.untyped_storage().nbytes()
+
+
+def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
+    """References from Python, those from C++, and tensors with its memory."""
+    gradient = parameter.grad
+    assert gradient is not None
+    return sys.getrefcount(gradient), tensor_use_count(gradient), storage_use_count(storage_id(gradient))
+
+
+ANY = object()  # what a step finds in ``.grad`` does not matter
+
+
+_Owners = tuple[int, int, int]  # see `GraphGradient._count`
+
+
+class GraphGradient:
+    """A gradient in the memory of graphs, and how many hold it if nobody else does."""
+
+    _known: ClassVar[weakref.WeakValueDictionary[int, GraphGradient]] = weakref.WeakValueDictionary()  # by storage
+
+    def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
+        self.tensor, self._parameter = tensor, parameter
+        self._storage, self._place = storage_id(tensor), place_of(tensor)
+        self._owners: _Owners | None = None
+        self._known[self._storage] = self
+
+    def count(self) -> None:
+        """Takes whoever holds it now for the graphs and the parameter."""
+        if self._owners is None:
+            self._owners = self._count()
+
+    def _count(self) -> _Owners:
+        """References from Python, those from C++ without the parameter's, and tensors with this memory."""
+        tensor = self.tensor
+        uses = tensor_use_count(tensor)
+        is_parameters = self._parameter.grad is tensor
+        # What holds it from C++, however often, counts as one more reference from Python.
+        return sys.getrefcount(tensor) - (uses > 1), uses - is_parameters, storage_use_count(self._storage)
+
+    @classmethod
+    def of(cls, tensor: Tensor, parameter: Tensor) -> GraphGradient:
+        """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
+        known = cls._known.get(storage_id(tensor))
+        is_same = known is not None and known.tensor is tensor and known._parameter is parameter
+        return known if known is not None and is_same else cls(tensor, parameter)
+
+    @classmethod
+    def tensors(cls) -> list[Tensor]:
+        return [known.tensor for known in cls._known.values()]
+
+    @classmethod
+    @contextmanager
+    def recounted(cls) -> Iterator[None]:
+        """What comes to hold gradients inside, or holds them no more, is part of graphs."""
+        before = [(known, known._count(), known._owners) for known in cls._known.values()]
+        yield
+        for known, counted, owners in before:
+            if owners is not None:
+                now = known._count()
+                python, cpp, storages = (then + new - old for then, new, old in zip(owners, now, counted))
+                known._owners = python, cpp, storages
+
+    def is_held(self) -> bool:
+        """Whether anybody holds the tensor besides the graphs and the parameter, or has a view of it."""
+        then = self._owners
+        assert then is not None
+        now = self._count()
+        return now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
+
+    def is_moved(self) -> bool:
+        """Whether somebody has given the tensor other memory, or another layout."""
+        return place_of(self.tensor) != self._place
+
+
+class Overwritten:
+    """The gradients that a replay overwrites without reading them. It holds none of the tensors."""
+
+    def __init__(self, gradients: Iterable[GraphGradient]) -> None:
+        self.gradients = [*{id(each.tensor): each for each in gradients}.values()]
+        tensors = self._tensors()
+        self._metadata = tensor_guards(tensors)
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._indices = [*range(len(tensors))]
+
+    def _tensors(self) -> list[Tensor]:
+        return [each.tensor for each in self.gradients]
+
+    def are_in_use(self) -> bool:
+        """Whether somebody holds one, has a view of it, or has moved it."""
+        if not self.gradients:
+            return False
+        if not self._are_inplace_of(self._tensors()) and any(each.is_moved() for each in self.gradients):
+            return True
+        return any(each.is_held() for each in self.gradients)
+
+    def _are_inplace_of(self, tensors: list[Tensor]) -> bool:
+        return bool(addresses_equal(tensors, self._addresses, self._indices) and self._metadata.check(*tensors))
+
+
+def place_of(tensor: Tensor | None) -> Any:
+    """Where a gradient is, and how it is laid out. That of one without an address is equal to no other."""
+    if tensor is None:
+        return None
+    return (tensor.data_ptr(), layout(tensor)) if has_storage(tensor) else object()
+
+
+def _is_same_memory(tensor: Tensor | None, expected: Tensor | None) -> bool:
+    return place_of(tensor) == place_of(expected)
