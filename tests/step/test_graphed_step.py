@@ -612,7 +612,7 @@ def test_a_step_that_is_refused_is_seldom_looked_at(step_twins, monkeypatch):
     looks, tries = [], []
     step = step_twins.graphed(step)
     monkeypatch.setattr(graphed, "StepState", lambda *args: looks.append(1) or StepState(*args))
-    monkeypatch.setattr(graphed, "StepCapture", lambda *args: tries.append(1) or StepCapture(*args))
+    monkeypatch.setattr(graphed, "StepCapture", lambda *args, **named: tries.append(1) or StepCapture(*args, **named))
     for i in range(200):
         if i % 20 == 0:
             rate["lr"] *= 0.9

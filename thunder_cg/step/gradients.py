@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar
 
@@ -48,13 +48,16 @@ class GradientsBefore:
 
     Args:
         pool: where the gradients move, if they do: see Note [Memory of the gradients before].
+        needs: bytes that the capture needs in the pool, at least.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], backend: Backend, calls: Calls, pool: Pool | None) -> None:
+    def __init__(
+        self, parameters: Sequence[Tensor], backend: Backend, calls: Calls, pool: Pool | None, needs: int
+    ) -> None:
         self._parameters, self._backend, self._calls = parameters, backend, calls
         self._on_host: dict[int, Tensor] = {}  # by position: those that have moved
         if pool is not None:
-            self._move(pool)
+            self._move(pool, needs)
         self.memory = [None if (gradient := each.grad) is None else gradient.detach() for each in parameters]
         self.moved = {address for i in self._on_host if (address := address_if_any(parameters[i].grad))}
         self._unread: set[int] = set()
@@ -63,7 +66,7 @@ class GradientsBefore:
             weakref.ref(p.grad, partial(self._drop, i)) for i, p in enumerate(parameters) if p.grad is not None
         ]
 
-    def _move(self, pool: Pool) -> None:
+    def _move(self, pool: Pool, needs: int) -> None:
         gradients: list[tuple[Tensor, Tensor]] = []  # and their copies on the host
         for i, parameter in enumerate(self._parameters):
             if parameter.grad is not None and _may_move(parameter):
@@ -73,6 +76,8 @@ class GradientsBefore:
         for gradient, _ in gradients:
             gradient.data = gradient.new_empty(0)
         self._backend.give_back()
+        with suppress(torch.OutOfMemoryError):
+            pool.memory(needs)  # in one piece, which all that follows splits, and which is whole again without it
         while gradients:
             gradient, host = gradients.pop()
             try:

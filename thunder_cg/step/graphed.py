@@ -304,7 +304,9 @@ class GraphedStep:
             torch.clear_autocast_cache()
         try:
             self.arena.pool(state.device).enter()
-            capture = StepCapture(self._fn, batch, state, self._backend, arena, self.recordings, check, calls)
+            capture = StepCapture(
+                self._fn, batch, state, self._backend, arena, self.recordings, check, calls, ready.needs
+            )
             with (
                 Stage(lambda: f"capturing the step {self.name}"),
                 call_of_step(self._backend.device_type, is_capture=True) as captured,

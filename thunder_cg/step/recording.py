@@ -243,6 +243,7 @@ class StepCapture:
         others: the recordings that use the arena already.
         check: is called when the graph has its memory; raises `CaptureRefused` if that is too much, or `RanksDiffer`.
         calls: is told of the functions of the user's that run.
+        needs: bytes of the pool, at least.
     """
 
     fn: Callable[..., Any]
@@ -253,6 +254,7 @@ class StepCapture:
     others: Sequence[StepRecording]
     check: Callable[[], None]
     calls: Calls
+    needs: int
 
     def run(self) -> StepRecording:
         """Records a call of ``fn``, which runs nothing.
@@ -283,7 +285,7 @@ class StepCapture:
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
         with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
             to = None if self.others else self.arena.pool(state.device)
-            before = GradientsBefore(state.parameters, self.backend, self.calls, to)
+            before = GradientsBefore(state.parameters, self.backend, self.calls, to, self.needs)
             try:
                 if state.device.type != "cpu":  # whose backwards run on the thread that calls them
                     on_thread_of_backwards(state.device, self.calls.watch)
