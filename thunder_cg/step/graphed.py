@@ -196,6 +196,8 @@ class GraphedStep:
             problem, may_pass, calls_more = str(error), error.may_pass, isinstance(error, CallsMore)
             is_ranks = isinstance(error, RanksDiffer)
         else:
+            if recording.only_once is not None:
+                return self._replay_once(recording, recording.only_once, batch, layout, calls)
             return self._replay_first(recording, batch, layout, args, kwargs)
         if not self.recordings and self.arena is not None:
             self.release()
@@ -221,6 +223,27 @@ class GraphedStep:
         except ReplayRefused as error:
             return self._run(args, kwargs, str(error), layout)
         self._unstable = 0
+        return result
+
+    def _replay_once(
+        self, recording: StepRecording, problem: CaptureRefused, batch: Batch, layout: Any, calls: Calls
+    ) -> Any:
+        """See Note [Captures of one call] in recording.py."""
+        self.in_python[str(problem)] += 1
+        try:
+            result = self._launch(recording, batch)
+        finally:
+            recording.close()
+        if not isinstance(problem, CallsMore):
+            self._refuse(layout, recording.state.facts, str(problem))
+            return result
+        self._called |= calls.found
+        self._count_unstable(str(problem))
+        whole = self._whole_state()
+        if self._attributes.observe(whole.kinds, whole.compiled_kinds):
+            del self._ready[layout]
+        else:
+            self._ready[layout] = replace(self._ready[layout], facts=self._state().facts)
         return result
 
     def _count_unstable(self, reason: str, fix: str = "") -> None:
@@ -319,9 +342,10 @@ class GraphedStep:
         if groups:
             recording.collectives = Collectives(groups, asks=True, watch=self._backend.watch_collectives)
             recording.collectives.held_by(self)
-        self.recordings.insert(0, recording)
-        self.captures += 1
-        self._refused.pop(layout, None)
+        if recording.only_once is None:
+            self.recordings.insert(0, recording)
+            self.captures += 1
+            self._refused.pop(layout, None)
         return recording
 
     def _launch(self, recording: StepRecording, batch: Batch) -> Any:

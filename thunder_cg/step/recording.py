@@ -5,6 +5,12 @@ Note [Gradients of a step]
     one of them from an earlier step, the step runs in Python. What a step finds in ``.grad`` may be of two kinds. If
     the step drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later.
     Otherwise the graph reads it or adds to it, so it has to be the same tensor.
+
+Note [Captures of one call]
+    A capture runs Python once, so what Python does for the call is done, also where no later replay would be right: the
+    step has counted something, or reads what was not compared. Then the graph is replayed for this very call, and
+    dropped. To run the step in Python instead would do all of that twice. Where ranks have to agree it is done
+    nevertheless: they run in Python together.
 """
 
 from __future__ import annotations
@@ -268,6 +274,7 @@ class StepRecording(RecordingUse):
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
+    only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
 
@@ -470,6 +477,7 @@ class StepCapture:
         outputs.disown()
         touched = self._touched(versions, buffers)
         self._refuse_what_python_did(outside)
+        missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.tensors, *batch.tensors, *before.memory]
@@ -493,6 +501,7 @@ class StepCapture:
             touched=touched,
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
+            only_once=missing,
         )
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -509,7 +518,7 @@ class StepCapture:
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
     def _refuse_what_python_did(self, outside: Facts) -> None:
-        """`CaptureRefused` if the call has changed what Python knows, or reads more than the state has.
+        """`CaptureRefused` if the call has done or changed what is not part of the state, and no replay would.
 
         Args:
             outside: `states_outside` before the call.
@@ -521,14 +530,27 @@ class StepCapture:
             if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
                 problem = f"the step records an event that is used outside of it{line}, and no replay would"
                 raise CaptureRefused(f"{problem}; make it with torch.cuda.Event(external=True)")
+        self._refuse_change(outside, states_outside(state.device))
+
+    def _what_replays_would_miss(self) -> CaptureRefused | None:
+        """Whether the call reads more than the state has, or has changed the state. See Note [Captures of one call]."""
+        state = self.state
         if state.attributes is not None and self.calls.looks_up_unseen:
             state.attributes.add_all()
         self.calls.find_functions()
-        if not state.knows([*self.calls.found.values()]):
-            raise CallsMore("functions that the step calls read more from outside than was compared")
-        after = state.again().facts | states_outside(state.device)
-        if (change := change_between(state.facts | outside, after)) is not None:
-            fix = fix_of_change(change, state.facts, {}, in_step=True)
+        try:
+            if not state.knows([*self.calls.found.values()]):
+                raise CallsMore("functions that the step calls read more from outside than was compared")
+            self._refuse_change(state.facts, state.again().facts)
+        except CaptureRefused as refused:
+            if self.calls.groups:
+                raise
+            return refused.with_traceback(None)
+        return None
+
+    def _refuse_change(self, before: Facts, after: Facts) -> None:
+        if (change := change_between(before, after)) is not None:
+            fix = fix_of_change(change, self.state.facts, {}, in_step=True)
             raise CaptureRefused(f"Python changes in each step: {change}{fix}")
 
     def _held_elsewhere(self) -> list[Tensor]:
