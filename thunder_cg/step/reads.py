@@ -6,8 +6,9 @@ of what a method is bound to. The functions and methods of the user's that are c
 Note [Packages]
     Of the functions of an installed package only those are looked into that a capture has seen to run. Their code is
     taken to be constant, so of what they read only data counts: a global of their module, a registry, what a class or
-    an object has. Python's library, PyTorch, Thunder and what launches their kernels are taken to be constant as a
-    whole. The settings of PyTorch are compared by themselves (see `states_outside`).
+    an object has. Python's library, PyTorch, Thunder and what these two use are taken to be constant as a whole, except
+    for PyTorch's settings: those in C++ are compared by themselves (see `states_outside`), those that are plain values
+    of its modules where a function that has run reads them (`settings_in`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import sys
 import sysconfig
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from glob import escape as glob_escape, glob
@@ -57,7 +58,11 @@ _INSTALLED = tuple(
         *_CONSTANT,
     }
 )
-_CONSTANT_PACKAGES = ("functorch", "numpy", "nvfuser", "nvfuser_direct", "optree", "thunder", "torch", "triton")
+_CONSTANT_PACKAGES = {
+    *("torch", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
+    *("thunder", "nvfuser", "nvfuser_direct", "optree"),
+}
+_WITHOUT_SETTINGS = ("torch._dynamo", "torch._inductor", "torch._logging", "torch.autograd.profiler")  # modules
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _CODE = (
     types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType,
@@ -339,6 +344,27 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
             yield (place, what), Read(f"{function.__name__}.{what}", partial(getattr, function, what))
 
 
+def settings_in(functions: Mapping[types.CodeType, dict[str, Any]]) -> list[tuple[Callable[[], Any], Any]]:
+    """How to look up each plain value that functions of PyTorch's read by a name, and the value by now.
+
+    Args:
+        functions: their code and their globals.
+    """
+    found: dict[Any, Callable[[], Any]] = {}
+    for code, variables in functions.items():
+        if str(variables.get("__name__")).startswith(_WITHOUT_SETTINGS):
+            continue
+        for chain in chains(code):
+            module = _imported(chain.name, variables) if chain.scope == "import" else None
+            if chain.scope == "global" and chain.name in variables:
+                place = id(variables), chain.name, chain.attributes
+                found[place] = partial(_in_globals, variables, chain.name, chain.attributes)
+            elif module is not None:
+                found[module, chain.attributes] = partial(_in_globals, sys.modules, module, chain.attributes)
+    values = [(get, get()) for get in found.values()]
+    return [(get, value) for get, value in values if type(value) in (bool, int, float, str, type(None))]
+
+
 def _imported(name: str, variables: dict[str, Any]) -> str | None:
     """The name of a module that is imported in a function."""
     try:
@@ -382,6 +408,7 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
     aliases: dict[str, _Chain | None] = {}  # variables of the function that stand for a chain; None: for several
     current: _Chain | None = None
     imported: _Chain | None = None  # what the names after IMPORT_FROM are attributes of
+    is_dotted = False
     arguments: deque[Any] = deque([0, None], maxlen=2)  # of the last two instructions
 
     def end() -> None:
@@ -407,8 +434,10 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
             aliases[value] = None
         if name == "IMPORT_NAME":
             current = imported = _Chain("import", "." * level + value if names else value.partition(".")[0])
+            is_dotted = not names
         elif name == "IMPORT_FROM" and imported is not None:
             current = _Chain("import", imported.name, (*imported.attributes, value))
+            imported = current if is_dotted else imported  # of ``import a.b as c``
         else:
             current = _begun(name, value, aliases)
         if name in ("STORE_GLOBAL", "STORE_DEREF"):

@@ -54,6 +54,7 @@ from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
+from thunder_cg.step.reads import settings_in
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
 from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 
@@ -274,6 +275,7 @@ class StepRecording(RecordingUse):
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
+    settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
@@ -302,7 +304,7 @@ class StepRecording(RecordingUse):
 
     def is_for(self, layout: Any) -> bool:
         """Whether a replay is a call with this layout, from the state and the gradients that there are now."""
-        if layout != self.layout or not self.state.holds():
+        if layout != self.layout or not self.state.holds() or any(get() != then for get, then in self.settings):
             return False
         return all(
             place is ANY or _place(p.grad) == place for p, place in zip(self.state.parameters, self.places_before)
@@ -502,6 +504,7 @@ class StepCapture:
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
+            settings=settings_in(self.calls.of_torch),
         )
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:

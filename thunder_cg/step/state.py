@@ -69,7 +69,18 @@ from thunder_cg.compat.torch import (
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import is_leaf_with_grad
 from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
-from thunder_cg.step.reads import MISSING, Called, Read, compiled_modules, is_data, is_installed, is_users, links_of, may_change, reads_of
+from thunder_cg.step.reads import (
+    MISSING,
+    Called,
+    Read,
+    compiled_modules,
+    is_data,
+    is_installed,
+    is_users,
+    links_of,
+    may_change,
+    reads_of,
+)
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -680,7 +691,7 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _autocast(kind: str) -> Any:
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 _thread_states: dict[str, Callable[[], Any]] = {
