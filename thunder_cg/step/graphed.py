@@ -93,7 +93,7 @@ class GraphedStep:
         self._arenas.join(self)
         self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
-        self._ready: dict[Any, _Ready] = {}  # by layout
+        self._ready: dict[Any, list[_Ready]] = {}  # by layout, the newest first
         self._communicates: dict[Any, StepCall] = {}  # by layout: the last call in Python; None: whatever its layout
         self._refused: dict[Any, _Refusal] = {}  # by layout
         self._warned: set[str] = set()
@@ -117,6 +117,9 @@ class GraphedStep:
                 return self._run(args, kwargs, str(error))
             layout = (*batch.layout, *thread_states(), default_group())
             recording = next((each for each in self.recordings if each.is_for(layout)), None)
+            if recording is not None and recording.is_void():
+                self._discard(recording)
+                recording = None
             if recording is None:
                 return self._observe(batch, layout, args, kwargs)
             if (reason := recording.why_not(batch)) is not None:
@@ -163,11 +166,11 @@ class GraphedStep:
         if refusal is not None and refusal.facts == state.facts:
             refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
             return self._run(args, kwargs, refusal.reason, layout)
-        known = self._ready.get(layout)
+        known = next((each for each in self._ready.get(layout, ()) if each.facts == state.facts), None)
         if not self.captures_pay():
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
             self._refuse(layout, state.facts, said)
-        elif known is not None and known.facts == state.facts and self._groups(layout) is not None:
+        elif known is not None and self._groups(layout) is not None:
             return self._try_capture(state, batch, layout, known, args, kwargs)
         with held_back(not hopeless):
             return self._note(state, batch, layout, args, kwargs)
@@ -197,7 +200,7 @@ class GraphedStep:
             is_ranks = isinstance(error, RanksDiffer)
         else:
             if recording.only_once is not None:
-                return self._replay_once(recording, recording.only_once, batch, layout, calls)
+                return self._replay_once(recording, recording.only_once, batch, layout, ready, calls)
             return self._replay_first(recording, batch, layout, args, kwargs)
         if not self.recordings and self.arena is not None:
             self.release()
@@ -226,7 +229,7 @@ class GraphedStep:
         return result
 
     def _replay_once(
-        self, recording: StepRecording, problem: CaptureRefused, batch: Batch, layout: Any, calls: Calls
+        self, recording: StepRecording, problem: CaptureRefused, batch: Batch, layout: Any, ready: _Ready, calls: Calls
     ) -> Any:
         """See Note [Captures of one call] in recording.py."""
         self.in_python[str(problem)] += 1
@@ -243,7 +246,7 @@ class GraphedStep:
         if self._attributes.observe(whole.kinds, whole.compiled_kinds):
             del self._ready[layout]
         else:
-            self._ready[layout] = replace(self._ready[layout], facts=self._state().facts)
+            self._ready[layout] = [replace(ready, facts=self._state().facts)]
         return result
 
     def _count_unstable(self, reason: str, fix: str = "") -> None:
@@ -255,7 +258,7 @@ class GraphedStep:
 
     def _note(self, state: StepState, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
-        reason, fix = self._what_is_new(layout, self._ready.get(layout), state)
+        reason, fix = self._what_is_new(layout, next(iter(self._ready.get(layout, ())), None), state)
         whole = self._whole_state()
         self._attributes.observe(whole.kinds, whole.compiled_kinds)
         seen = self._attributes.seen
@@ -270,7 +273,9 @@ class GraphedStep:
         if change is None:
             needs = python.allocated(after)
             facts = self._state().facts if is_new else state.facts
-            self._ready[layout] = _Ready(facts, needs + nbytes(batch.tensors), needs)
+            ready = _Ready(facts, needs + nbytes(batch.tensors), needs)
+            kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
+            self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
         else:
             fix = fix_of_change(change, state.facts, self._roots, in_step=True)
@@ -363,7 +368,7 @@ class GraphedStep:
         if (problem := self._arenas.make_room(_Capture(arena), device, self.captures_pay, expected)) is not None:
             may_pass = len(self.recordings) < kept
             if expected is None and not may_pass:
-                self._ready[layout] = replace(self._ready[layout], needs=arena.nbytes())
+                self._ready[layout] = [replace(each, needs=arena.nbytes()) for each in self._ready[layout]]
             raise NoRoom(problem, may_pass=may_pass)
 
     def captures_pay(self) -> bool:
@@ -372,6 +377,9 @@ class GraphedStep:
 
     def discard_for_budget(self, recording: StepRecording) -> None:
         """Gives the recording up for another one."""
+        self._discard(recording)
+
+    def _discard(self, recording: StepRecording) -> None:
         self.recordings.remove(recording)
         recording.close()
 
@@ -424,7 +432,7 @@ class GraphedStep:
     def awaiting(self) -> list[_Ready]:
         """Of each layout that is not captured, and would be when it comes again if it can: what it needs."""
         captured = {recording.layout for recording in self.recordings}
-        return [ready for layout, ready in self._ready.items() if layout not in captured]
+        return [ready[0] for layout, ready in self._ready.items() if layout not in captured]
 
 
 def _forget_oldest(by_layout: dict[Any, Any]) -> None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import torch
@@ -169,6 +170,7 @@ class _GradientsBefore:
 ANY = object()  # what a step finds in ``.grad`` does not matter
 
 
+_gradient_of = attrgetter("grad")
 _Owners = tuple[int, int, int]  # see `_Gradient._count`
 
 
@@ -178,30 +180,31 @@ class _Gradient:
     _known: ClassVar[weakref.WeakValueDictionary[int, _Gradient]] = weakref.WeakValueDictionary()  # by storage
 
     def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
-        self.tensor, self._parameter = tensor, parameter
-        self._storage, self._place = storage_id(tensor), _place(tensor)
-        self._owners: _Owners | None = None
-        self._known[self._storage] = self
+        self.tensor, self.parameter = tensor, parameter
+        self.storage, self._place = storage_id(tensor), _place(tensor)
+        self.owners: _Owners | None = None
+        self._known[self.storage] = self
 
     def count(self) -> None:
         """Takes whoever holds it now for the graphs and the parameter."""
-        if self._owners is None:
-            self._owners = self._count()
+        if self.owners is None:
+            self.owners = self._count()
 
     def _count(self) -> _Owners:
         """References from Python, those from C++ without the parameter's, and tensors with this memory."""
         tensor = self.tensor
         uses = tensor_use_count(tensor)
-        is_parameters = self._parameter.grad is tensor
+        is_parameters = self.parameter.grad is tensor
         # What holds it from C++, however often, counts as one more reference from Python.
-        return sys.getrefcount(tensor) - (uses > 1), uses - is_parameters, storage_use_count(self._storage)
+        return sys.getrefcount(tensor) - (uses > 1), uses - is_parameters, storage_use_count(self.storage)
 
     @classmethod
     def of(cls, tensor: Tensor, parameter: Tensor) -> _Gradient:
         """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
         known = cls._known.get(storage_id(tensor))
-        is_same = known is not None and known.tensor is tensor and known._parameter is parameter
-        return known if known is not None and is_same else cls(tensor, parameter)
+        if known is None or known.tensor is not tensor or known.parameter is not parameter or known.is_moved():
+            return cls(tensor, parameter)
+        return known
 
     @classmethod
     def tensors(cls) -> list[Tensor]:
@@ -211,17 +214,17 @@ class _Gradient:
     @contextmanager
     def recounted(cls) -> Iterator[None]:
         """What comes to hold gradients inside, or holds them no more, is part of graphs."""
-        before = [(known, known._count(), known._owners) for known in cls._known.values()]
+        before = [(known, known._count(), known.owners) for known in cls._known.values()]
         yield
         for known, counted, owners in before:
             if owners is not None:
                 now = known._count()
                 python, cpp, storages = (then + new - old for then, new, old in zip(owners, now, counted))
-                known._owners = python, cpp, storages
+                known.owners = python, cpp, storages
 
     def is_held(self) -> bool:
         """Whether anybody holds the tensor besides the graphs and the parameter, or has a view of it."""
-        then = self._owners
+        then = self.owners
         assert then is not None
         now = self._count()
         return now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
@@ -240,20 +243,40 @@ class _Overwritten:
         self._metadata = tensor_guards(tensors)
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._indices = [*range(len(tensors))]
+        self._storages = [each.storage for each in self.gradients]
+        self._parameters = [each.parameter for each in self.gradients]
+        self._not_held: Any = None  # the counts by which it was found that nobody holds one
 
     def _tensors(self) -> list[Tensor]:
         return [each.tensor for each in self.gradients]
 
-    def are_in_use(self) -> bool:
-        """Whether somebody holds one, has a view of it, or has moved it."""
+    def are_held(self) -> bool:
+        """Whether somebody holds one, or has a view of it."""
+        if (counts := self._counts()) == self._not_held:
+            return False
+        if any(each.is_held() for each in self.gradients):
+            return True
+        self._not_held = counts
+        return False
+
+    def _counts(self) -> Any:
+        """All that `_Gradient.is_held` looks at. A loop in Python would take several times as long."""
+        tensors = self._tensors()
+        return (
+            [*map(sys.getrefcount, tensors)],
+            [*map(tensor_use_count, tensors)],
+            [*map(storage_use_count, self._storages)],
+            [*map(is_, map(_gradient_of, self._parameters), tensors)],
+            [each.owners for each in self.gradients],
+        )
+
+    def are_moved(self) -> bool:
+        """Whether somebody has given one other memory, or another layout."""
         if not self.gradients:
             return False
-        if not self._are_in_place(self._tensors()) and any(each.is_moved() for each in self.gradients):
-            return True
-        return any(each.is_held() for each in self.gradients)
-
-    def _are_in_place(self, tensors: list[Tensor]) -> bool:
-        return bool(addresses_equal(tensors, self._addresses, self._indices) and self._metadata.check(*tensors))
+        tensors = self._tensors()
+        are_in_place = addresses_equal(tensors, self._addresses, self._indices) and self._metadata.check(*tensors)
+        return not are_in_place and any(each.is_moved() for each in self.gradients)
 
 
 @dataclass(slots=True, eq=False)
@@ -310,13 +333,17 @@ class StepRecording(RecordingUse):
             place is ANY or _place(p.grad) == place for p, place in zip(self.state.parameters, self.places_before)
         )
 
+    def is_void(self) -> bool:
+        """Whether no replay will ever be right: the graph writes a gradient where it is no more."""
+        return self.overwritten.are_moved()
+
     def why_not(self, batch: Batch) -> str | None:
         """Why no replay is right now, although the recording is for the call; None if one is."""
         if not self.guard.holds([*batch.tensors]):
             return "the batch is aligned otherwise, or the settings by which PyTorch chooses kernels have changed"
         if batch.is_in(self.memory):
             return _SHARES
-        if self.overwritten.are_in_use():
+        if self.overwritten.are_held():
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
 

@@ -429,6 +429,29 @@ class _Collector:
             self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
 
 
+class _Watch:
+    """The facts that a collector has found, and whether anything was written to that they were collected from."""
+
+    def __init__(self, collector: _Collector) -> None:
+        self.facts = collector.facts
+        self._unchanged = dictionary_guard([*{id(each): each for each in collector.watched}.values()])
+        self._lists = [(now, then) for now, then in collector.containers if isinstance(now, (list, deque))]
+        sets = [(now, then) for now, then in collector.containers if isinstance(now, set)]
+        self._sets, self._sets_then = [now for now, _ in sets], [then for _, then in sets]
+        self._versions, self._values, self._looked_up = collector.versions, collector.values, collector.looked_up
+        self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
+
+    def is_untouched(self) -> bool:
+        return (
+            self._unchanged()
+            and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
+            and all(map(_is_unchanged, self._lists))
+            and self._sets == self._sets_then
+            and all(version(tensor) == then for tensor, then in self._versions)
+            and all(get() == then for get, then in self._values)
+        )
+
+
 class StepState:
     """The state as it is now.
 
@@ -476,8 +499,8 @@ class StepState:
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
         self._roots = [*roots_found.values()]
         heavy = self._collect_roots()
-        self._watch(others, heavy)
-        self._facts_behind = {**others.facts, **heavy.facts}
+        self._behind_names, self._of_roots = _Watch(others), _Watch(heavy)
+        self._hooks_registered = registered_hooks()
         self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts}
         self.objections = [*simple.objections, *others.objections, *heavy.objections]
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
@@ -564,29 +587,6 @@ class StepState:
             collector.objections += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
         return collector
 
-    def _watch(self, *collectors: _Collector) -> None:
-        watched = {id(each): each for collector in collectors for each in collector.watched}
-        self._unchanged = dictionary_guard([*watched.values()])
-        containers = [pair for collector in collectors for pair in collector.containers]
-        self._lists = [(now, then) for now, then in containers if not isinstance(now, dict)]
-        self._versions = [pair for collector in collectors for pair in collector.versions]
-        self._values = [pair for collector in collectors for pair in collector.values]
-        self._looked_up = [each for collector in collectors for each in collector.looked_up]
-        self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
-        self._hooks_registered = registered_hooks()
-
-    def _is_untouched(self) -> bool:
-        """Whether nothing was written to that facts were collected from."""
-        return (
-            registered_hooks() == self._hooks_registered
-            and all(read.get() is value for read, value in self._others)
-            and self._unchanged()
-            and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
-            and all(map(_is_unchanged, self._lists))
-            and all(version(tensor) == then for tensor, then in self._versions)
-            and all(get() == then for get, then in self._values)
-        )
-
     def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
         """Notes where the tensors are and what they are like, for `holds`.
 
@@ -613,16 +613,30 @@ class StepState:
         for read, value in reads:
             if (now := read.get()) is not value and not _is_equal(now, value):
                 return False
-        if not self._is_untouched():
-            others, heavy = self._collect_others(), self._collect_roots()
-            if {**others.facts, **heavy.facts} != self._facts_behind:
-                return False
-            self._others = [(read, read.get()) for read, _ in self._others]
-            self._watch(others, heavy)
+        if not self._are_facts_same():
+            return False
         if not self.tensors:
             return True
         same = addresses_equal(self.tensors, self._addresses, self._indices)
         return bool(same and self._metadata.check(*self.tensors))
+
+    def _are_facts_same(self) -> bool:
+        """Collects the facts again where something was written to. Those of roots are many."""
+        is_new_hook = registered_hooks() != self._hooks_registered
+        are_same = all(read.get() is value for read, value in self._others)
+        if is_new_hook or not are_same or not self._behind_names.is_untouched():
+            others = self._collect_others()
+            if others.facts != self._behind_names.facts:
+                return False
+            self._others = [(read, read.get()) for read, _ in self._others]
+            self._behind_names = _Watch(others)
+        if is_new_hook or not self._of_roots.is_untouched():
+            heavy = self._collect_roots()
+            if heavy.facts != self._of_roots.facts:
+                return False
+            self._of_roots = _Watch(heavy)
+        self._hooks_registered = registered_hooks()
+        return True
 
     def restore(self) -> None:
         """Gives dictionaries, lists and sets the items that they had: a step was broken off."""
