@@ -58,13 +58,18 @@ class Attributes:
         """Those that there are by now. Of objects of other classes it may be all."""
         return {kind: tuple(names) for kind, names in self._names.items()}
 
-    def observe(self, kinds: Iterable[type], whole: Iterable[type]) -> None:
-        """Watches objects of these classes from the next run on, except for those of which everything is compared."""
+    def observe(self, kinds: Iterable[type], whole: Iterable[type]) -> bool:
+        """Watches objects of these classes from the next run on, except for those of which everything is compared.
+
+        Returns whether there are more of them than before.
+        """
         for kind in whole:
             self._add_all(kind)
+        before = len(self._names)
         for kind in kinds:
             if not self._is_whole and kind not in self._whole and _can_be_hooked(kind):
                 self._names.setdefault(kind, {})
+        return len(self._names) > before
 
     def add_all(self) -> None:
         """From now on all attributes of all objects are facts."""

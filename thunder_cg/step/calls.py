@@ -1,4 +1,4 @@
-"""Watches which of the user's functions a step calls while it is captured.
+"""Watches which functions of the user's and of packages a step calls while it is captured.
 
 Note [Functions that no bytecode names]
     The bytecode of a step tells what it calls by name. It does not tell what comes out of a dictionary or a base class,
@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ import torch
 from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, told_of_collectives, uncapturable
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater
-from thunder_cg.step.reads import Called, is_installed
+from thunder_cg.step.reads import Called, is_constant, is_installed
 
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
@@ -73,6 +73,7 @@ class Calls:
         looks_up_unseen: whether something ran that looks attributes up in another way than Python's: what Dynamo has
             compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
+        of_torch: functions of PyTorch's, as their code with their globals.
     """
 
     def __init__(self) -> None:
@@ -80,6 +81,7 @@ class Calls:
         self.objection: str | None = None
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
         self.looks_up_unseen = False
+        self.of_torch: dict[types.CodeType, dict[str, Any]] = {}
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
@@ -186,10 +188,15 @@ class Calls:
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
         self.looks_up_unseen |= code is not frame.f_code
-        if not _is_users(code, frame.f_globals):
+        if not _is_users(code, frame.f_globals, is_constant):
             self._foreign.add(frame.f_code)
+            if str(frame.f_globals.get("__name__")).startswith("torch."):
+                self.of_torch[code] = frame.f_globals
             return
-        self.looks_up_unseen |= code.co_name != "__init__" and not _UNSEEN.isdisjoint(code.co_names)
+        if is_installed(code.co_filename) and _logs(frame):
+            return
+        is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
+        self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
         self._inner.update(each for each in code.co_consts if isinstance(each, types.CodeType))
         if code in self._inner:
             return
@@ -249,12 +256,19 @@ def _is_called_by_user(frame: types.FrameType | None) -> bool:
     return frame is not None and _is_users(frame.f_code, frame.f_globals)
 
 
-def _is_users(code: types.CodeType, variables: dict[str, Any]) -> bool:
+def _is_users(code: types.CodeType, variables: dict[str, Any], is_others: Callable[[str], bool] = is_installed) -> bool:
     file = code.co_filename
     if file == "<string>":  # written by a class decorator or a compiler, or all that Python runs
         file = variables.get("__file__", "<frozen" if variables.get("__name__") != "__main__" else file)
     is_generated = file.startswith(_GENERATED) or str(variables.get("__name__")).startswith(_GENERATED_MODULES)
-    return not is_generated and not is_installed(file)
+    return not is_generated and not is_others(file)
+
+
+def _logs(frame: types.FrameType | None) -> bool:
+    """Whether a frame is a part of a call of `logging`, whose handlers keep what no step depends on."""
+    while frame is not None and frame.f_globals.get("__name__") != "logging":
+        frame = frame.f_back
+    return frame is not None
 
 
 def _owner(frame: types.FrameType, code: types.CodeType) -> Any:

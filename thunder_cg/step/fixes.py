@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
+from torch.distributions import Distribution
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -31,6 +32,7 @@ _BETWEEN = "leave it as it is between steps, or keep it in a tensor on the devic
 _OPTIMIZER = "the optimizer reads its state on the host"
 _SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
 _AVERAGES = "the average of all steps reads their number on the host; make AveragedModel with avg_fn=get_swa_avg_fn()"
+_VALIDATION = "the distribution reads its arguments on the host; make it with validate_args=False"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
 _MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
 _READ_OR_MASK = f"{_READ}; for a boolean index, take torch.where"
@@ -122,6 +124,8 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
     """For what the user's line has called, if that reads on the host by itself."""
     for frame in frames:
         owner, optimizer = frame.f_locals.get("self"), frame.f_locals.get("optimizer")
+        if isinstance(owner, Distribution) and frame.f_code.co_name in ("__init__", "_validate_sample"):
+            return _VALIDATION
         if isinstance(owner, AveragedModel):
             return _AVERAGES
         if isinstance(owner, Optimizer):

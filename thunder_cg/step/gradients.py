@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import torch
@@ -149,6 +150,7 @@ def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
 ANY = object()  # what a step finds in ``.grad`` does not matter
 
 
+_gradient_of = attrgetter("grad")
 _Owners = tuple[int, int, int]  # see `GraphGradient._count`
 
 
@@ -158,50 +160,53 @@ class GraphGradient:
     _known: ClassVar[weakref.WeakValueDictionary[int, GraphGradient]] = weakref.WeakValueDictionary()  # by storage
 
     def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
-        self.tensor, self._parameter = tensor, parameter
-        self._storage, self._place = storage_id(tensor), place_of(tensor)
-        self._owners: _Owners | None = None
-        self._known[self._storage] = self
+        self.tensor, self.parameter = tensor, parameter
+        self.storage, self._place = storage_id(tensor), place_of(tensor)
+        self._memory = tensor.detach()  # keeps the storage if the tensor gets another one
+        self.owners: _Owners | None = None
+        self._known[self.storage] = self
 
     def count(self) -> None:
         """Takes whoever holds it now for the graphs and the parameter."""
-        if self._owners is None:
-            self._owners = self._count()
+        if self.owners is None:
+            self.owners = self._count()
 
     def _count(self) -> _Owners:
-        """References from Python, those from C++ without the parameter's, and tensors with this memory."""
+        """References from Python, those from C++ without the parameter's, and tensors that have had this memory."""
         tensor = self.tensor
         uses = tensor_use_count(tensor)
-        is_parameters = self._parameter.grad is tensor
+        is_parameters = self.parameter.grad is tensor
+        has_left = storage_id(tensor) != self.storage
         # What holds it from C++, however often, counts as one more reference from Python.
-        return sys.getrefcount(tensor) - (uses > 1), uses - is_parameters, storage_use_count(self._storage)
+        return (sys.getrefcount(tensor) - (uses > 1), uses - is_parameters, storage_use_count(self.storage) + has_left)
 
     @classmethod
     def of(cls, tensor: Tensor, parameter: Tensor) -> GraphGradient:
         """One for each tensor, whichever graphs use it, so that none of them holds the tensor itself."""
         known = cls._known.get(storage_id(tensor))
-        is_same = known is not None and known.tensor is tensor and known._parameter is parameter
-        return known if known is not None and is_same else cls(tensor, parameter)
+        if known is None or known.tensor is not tensor or known.parameter is not parameter or known.is_moved():
+            return cls(tensor, parameter)
+        return known
 
     @classmethod
     def tensors(cls) -> list[Tensor]:
-        return [known.tensor for known in cls._known.values()]
+        return [tensor for known in cls._known.values() for tensor in (known.tensor, known._memory)]
 
     @classmethod
     @contextmanager
     def recounted(cls) -> Iterator[None]:
         """What comes to hold gradients inside, or holds them no more, is part of graphs."""
-        before = [(known, known._count(), known._owners) for known in cls._known.values()]
+        before = [(known, known._count(), known.owners) for known in cls._known.values()]
         yield
         for known, counted, owners in before:
             if owners is not None:
                 now = known._count()
                 python, cpp, storages = (then + new - old for then, new, old in zip(owners, now, counted))
-                known._owners = python, cpp, storages
+                known.owners = python, cpp, storages
 
     def is_held(self) -> bool:
         """Whether anybody holds the tensor besides the graphs and the parameter, or has a view of it."""
-        then = self._owners
+        then = self.owners
         assert then is not None
         now = self._count()
         return now != then and (now[0] > then[0] or now[1] > then[1] or now[2] > then[2])
@@ -220,20 +225,40 @@ class Overwritten:
         self._metadata = tensor_guards(tensors)
         self._addresses = [tensor.data_ptr() for tensor in tensors]
         self._indices = [*range(len(tensors))]
+        self._storages = [each.storage for each in self.gradients]
+        self._parameters = [each.parameter for each in self.gradients]
+        self._not_held: Any = None  # the counts by which it was found that nobody holds one
 
     def _tensors(self) -> list[Tensor]:
         return [each.tensor for each in self.gradients]
 
-    def are_in_use(self) -> bool:
-        """Whether somebody holds one, has a view of it, or has moved it."""
+    def are_held(self) -> bool:
+        """Whether somebody holds one, or has a view of it."""
+        if (counts := self._counts()) == self._not_held:
+            return False
+        if any(each.is_held() for each in self.gradients):
+            return True
+        self._not_held = counts
+        return False
+
+    def _counts(self) -> Any:
+        """All that `GraphGradient.is_held` looks at. A loop in Python would take several times as long."""
+        tensors = self._tensors()
+        return (
+            [*map(sys.getrefcount, tensors)],
+            [*map(tensor_use_count, tensors)],
+            [*map(storage_use_count, self._storages)],
+            [*map(is_, map(_gradient_of, self._parameters), tensors)],
+            [each.owners for each in self.gradients],
+        )
+
+    def are_moved(self) -> bool:
+        """Whether somebody has given one other memory, or another layout."""
         if not self.gradients:
             return False
-        if not self._are_inplace_of(self._tensors()) and any(each.is_moved() for each in self.gradients):
-            return True
-        return any(each.is_held() for each in self.gradients)
-
-    def _are_inplace_of(self, tensors: list[Tensor]) -> bool:
-        return bool(addresses_equal(tensors, self._addresses, self._indices) and self._metadata.check(*tensors))
+        tensors = self._tensors()
+        are_in_place = addresses_equal(tensors, self._addresses, self._indices) and self._metadata.check(*tensors)
+        return not are_in_place and any(each.is_moved() for each in self.gradients)
 
 
 def place_of(tensor: Tensor | None) -> Any:

@@ -95,7 +95,7 @@ class GraphedStep:
         self.arena: Arena | None = None  # of all recordings; only calls of the step use it, one at a time
         self.recordings: list[StepRecording] = []  # newest first
         self._left: list[GraphGradient] = []  # by replays, since nobody has held one at a replay
-        self._ready: dict[Any, _Ready] = {}  # by layout
+        self._ready: dict[Any, list[_Ready]] = {}  # by layout, the newest first
         self._communicates: dict[Any, StepCall] = {}  # by layout: the last call in Python; None: whatever its layout
         self._refused: dict[Any, _Refusal] = {}  # by layout
         self._warned: set[str] = set()
@@ -119,6 +119,9 @@ class GraphedStep:
                 return self._run(args, kwargs, str(error))
             layout = (*batch.layout, *thread_states(), default_group())
             recording = next((each for each in self.recordings if each.is_for(layout)), None)
+            if recording is not None and recording.is_void():
+                self._discard(recording)
+                recording = None
             if recording is None:
                 return self._observe(batch, layout, args, kwargs)
             if (reason := recording.why_not(batch, self._left)) is not None:
@@ -166,11 +169,11 @@ class GraphedStep:
         if refusal is not None and refusal.facts == state.facts:
             refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
             return self._run(args, kwargs, refusal.reason, layout)
-        known = self._ready.get(layout)
+        known = next((each for each in self._ready.get(layout, ()) if each.facts == state.facts), None)
         if not self.captures_pay():
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
             self._refuse(layout, state.facts, said)
-        elif known is not None and known.facts == state.facts and self._groups(layout) is not None:
+        elif known is not None and self._groups(layout) is not None:
             return self._try_capture(state, batch, layout, known, args, kwargs)
         with held_back(not hopeless):
             return self._note(state, batch, layout, args, kwargs)
@@ -199,7 +202,12 @@ class GraphedStep:
             problem, may_pass, calls_more = str(error), error.may_pass, isinstance(error, CallsMore)
             is_ranks = isinstance(error, RanksDiffer)
         else:
-            return self._replay_first(recording, batch, layout, args, kwargs)
+            try:
+                if recording.only_once is not None:
+                    return self._replay_once(recording, recording.only_once, batch, layout, ready, calls)
+                return self._replay_first(recording, batch)
+            except ReplayRefused as error:
+                return self._run(args, kwargs, str(error), layout)
         if not self.recordings and self.arena is not None:
             self.release()
         if not is_ranks:
@@ -215,16 +223,36 @@ class GraphedStep:
             self._refuse(layout, state.facts, problem)
         return self._run(args, kwargs, problem, layout)
 
-    def _replay_first(
-        self, recording: StepRecording, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _replay_first(self, recording: StepRecording, batch: Batch) -> Any:
         """The first replay of a recording: the capture has run nothing."""
         self._left = [*self._left, *recording.left]
+        result = self._launch(recording, batch)
+        self._unstable = 0
+        return result
+
+    def _replay_once(
+        self, recording: StepRecording, problem: CaptureRefused, batch: Batch, layout: Any, ready: _Ready, calls: Calls
+    ) -> Any:
+        """See Note [Captures of one call] in recording.py."""
+        self.in_python[str(problem)] += 1
+        if self.recordings:  # one that is captured later uses no memory that is in use now
+            self._left = [*self._left, *recording.left]
         try:
             result = self._launch(recording, batch)
-        except ReplayRefused as error:
-            return self._run(args, kwargs, str(error), layout)
-        self._unstable = 0
+        finally:
+            recording.close()
+        if not isinstance(problem, CallsMore):
+            if not self.recordings:
+                self.release()
+            self._refuse(layout, recording.state.facts, str(problem))
+            return result
+        self._called |= calls.found
+        self._count_unstable(str(problem))
+        whole = self._whole_state()
+        if self._attributes.observe(whole.kinds, whole.compiled_kinds):
+            del self._ready[layout]
+        else:
+            self._ready[layout] = [replace(ready, facts=self._state().facts)]
         return result
 
     def _count_unstable(self, reason: str, fix: str = "") -> None:
@@ -236,7 +264,7 @@ class GraphedStep:
 
     def _note(self, state: StepState, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
-        reason, fix = self._what_is_new(layout, self._ready.get(layout), state)
+        reason, fix = self._what_is_new(layout, next(iter(self._ready.get(layout, ())), None), state)
         whole = self._whole_state()
         self._attributes.observe(whole.kinds, whole.compiled_kinds)
         seen = self._attributes.seen
@@ -251,7 +279,9 @@ class GraphedStep:
         if change is None:
             needs = python.allocated(after)
             facts = self._state().facts if is_new else state.facts
-            self._ready[layout] = _Ready(facts, needs + nbytes(batch.tensors), needs)
+            ready = _Ready(facts, needs + nbytes(batch.tensors), needs)
+            kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
+            self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
         else:
             fix = fix_of_change(change, state.facts, self._roots, in_step=True)
@@ -325,9 +355,10 @@ class GraphedStep:
         if groups:
             recording.collectives = Collectives(groups, asks=True, watch=self._backend.watch_collectives)
             recording.collectives.held_by(self)
-        self.recordings.insert(0, recording)
-        self.captures += 1
-        self._refused.pop(layout, None)
+        if recording.only_once is None:
+            self.recordings.insert(0, recording)
+            self.captures += 1
+            self._refused.pop(layout, None)
         return recording
 
     def _launch(self, recording: StepRecording, batch: Batch) -> Any:
@@ -345,7 +376,7 @@ class GraphedStep:
         if (problem := self._arenas.make_room(_Capture(arena), device, self.captures_pay, expected)) is not None:
             may_pass = len(self.recordings) < kept
             if expected is None and not may_pass:
-                self._ready[layout] = replace(self._ready[layout], needs=arena.nbytes())
+                self._ready[layout] = [replace(each, needs=arena.nbytes()) for each in self._ready[layout]]
             raise NoRoom(problem, may_pass=may_pass)
 
     def captures_pay(self) -> bool:
@@ -354,6 +385,9 @@ class GraphedStep:
 
     def discard_for_budget(self, recording: StepRecording) -> None:
         """Gives the recording up for another one."""
+        self._discard(recording)
+
+    def _discard(self, recording: StepRecording) -> None:
         self.recordings.remove(recording)
         recording.close()
 
@@ -406,7 +440,7 @@ class GraphedStep:
     def awaiting(self) -> list[_Ready]:
         """Of each layout that is not captured, and would be when it comes again if it can: what it needs."""
         captured = {recording.layout for recording in self.recordings}
-        return [ready for layout, ready in self._ready.items() if layout not in captured]
+        return [ready[0] for layout, ready in self._ready.items() if layout not in captured]
 
 
 def _forget_oldest(by_layout: dict[Any, Any]) -> None:

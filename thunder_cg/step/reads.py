@@ -2,7 +2,13 @@
 
 ``opt.step()`` reads the global or the variable of a closure ``opt``; ``self.cfg.scale`` the attribute of an attribute
 of what a method is bound to. The functions and methods of the user's that are called this way are looked into as well.
-What is installed (PyTorch, Thunder, the standard library, other packages) is taken to be constant.
+
+Note [Packages]
+    Of the functions of an installed package only those are looked into that a capture has seen to run. Their code is
+    taken to be constant, so of what they read only data counts: a global of their module, a registry, what a class or
+    an object has. Python's library, PyTorch, Thunder and what these two use are taken to be constant as a whole, except
+    for PyTorch's settings: those in C++ are compared by themselves (see `states_outside`), those that are plain values
+    of its modules where a function that has run reads them (`settings_in`).
 """
 
 from __future__ import annotations
@@ -15,9 +21,9 @@ import sys
 import sysconfig
 import types
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from glob import escape as glob_escape, glob
 from importlib.util import resolve_name
 from typing import Any, NamedTuple
@@ -40,15 +46,29 @@ def _folders_of_packages() -> list[str]:
 MISSING = object()  # what a read yields that raises now
 # Where packages are installed, in this environment and those below it. Some are elsewhere, as this one may be.
 _PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+_CONSTANT = (
+    sysconfig.get_paths()["stdlib"] + os.sep,
+    *(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, thunder)),
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+)
 _INSTALLED = tuple(
     {
         *(folder + os.sep for folder in _folders_of_packages()),
-        *(sysconfig.get_paths()[name] + os.sep for name in ("stdlib", "purelib", "platlib")),
-        *(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, thunder)),
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+        *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")),
+        *_CONSTANT,
     }
 )
+_CONSTANT_PACKAGES = {
+    *("torch", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
+    *("thunder", "nvfuser", "nvfuser_direct", "optree"),
+}
+_WITHOUT_SETTINGS = ("torch._dynamo", "torch._inductor", "torch._logging", "torch.autograd.profiler")  # modules
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
+_CODE = (
+    types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType,
+    types.WrapperDescriptorType, types.MethodWrapperType, types.ClassMethodDescriptorType, types.GetSetDescriptorType,
+    types.MemberDescriptorType, types.ModuleType, type, classmethod, staticmethod, property, cached_property,
+)  # fmt: skip
 _LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
 _NEUTRAL = {"CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP"}  # what was loaded last stays on top of the stack
 
@@ -109,9 +129,13 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
         if function is None or key in seen:
             continue
         seen.add(key)
+        of_package = is_installed(function.__code__.co_filename)  # see Note [Packages]
         for place, read in _reads_in(function, owner, id(owner) in rooted):
             value = read.get()
-            if value is MISSING or (isinstance(value, (types.ModuleType, type)) and not is_users(value)):
+            if value is MISSING or (isinstance(value, (types.ModuleType, type)) and not may_change(value)):
+                continue
+            is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
+            if of_package and not is_method and not is_data(value):
                 continue
             called_function, _ = _function_of(value)
             runs = called_function is not None and not is_installed(called_function.__code__.co_filename)
@@ -119,12 +143,13 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 waiting.append((value, in_compiled))
             if in_compiled:
                 compiled.update((place, (place, "owner")))
-            if isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType):
+            if is_method:
                 label = read.label.rpartition(".")[0] or read.label
                 found.setdefault(
                     (place, "owner"), replace(read, label=label, get=partial(_owner_of, read.get), is_owner=runs)
                 )
-                found.setdefault(place, replace(read, get=partial(_method_of, read.get)))
+                if not of_package:
+                    found.setdefault(place, replace(read, get=partial(_method_of, read.get)))
             else:
                 found.setdefault(place, read if _is_function(value) else replace(read, path=None))
     return _with_names(found, compiled)
@@ -166,6 +191,11 @@ def _bound_by_partial(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"{name}({i})", argument) for i, argument in enumerate(value.args))
         yield from ((f"{name}({keyword}=)", argument) for keyword, argument in value.keywords.items())
         value = value.func
+
+
+def is_data(value: Any) -> bool:
+    """Whether a value is no code."""
+    return not isinstance(value, _CODE)
 
 
 def _is_function(value: Any) -> bool:
@@ -240,12 +270,26 @@ def _unwrapped(value: Any) -> Any:
 
 def is_users(value: types.ModuleType | type) -> bool:
     """Whether a module or a class is not of an installed package."""
-    if isinstance(value, type):
-        if value.__module__ == "__main__":
-            return True
-        value = sys.modules.get(value.__module__)  # type: ignore[assignment]
-    file = getattr(value, "__file__", None)
-    return getattr(value, "__name__", None) == "__main__" or (file is not None and not is_installed(file))
+    file = _file_of(value)
+    return file is not None and not is_installed(file)
+
+
+def may_change(value: types.ModuleType | type) -> bool:
+    """Whether what a module or a class defines is looked at: a module of a package is not, where only its name is read.
+
+    See Note [Packages].
+    """
+    if not isinstance(value, type):
+        return is_users(value)
+    file = _file_of(value)
+    return file is not None and not is_constant(file)
+
+
+def _file_of(value: types.ModuleType | type) -> str | None:
+    """The source file of a module or a class; "" for the main program."""
+    name = value.__module__ if isinstance(value, type) else value.__name__
+    module = sys.modules.get(name) if isinstance(value, type) else value
+    return "" if name == "__main__" else getattr(module, "__file__", None)
 
 
 @cache
@@ -255,13 +299,29 @@ def is_installed(filename: str) -> bool:
     return is_below or filename.startswith(_INSTALLED) or filename.startswith("<frozen")
 
 
+@cache
+def is_constant(filename: str) -> bool:
+    """Whether nothing that a source file defines is looked at: see Note [Packages]."""
+    if not is_installed(filename):
+        return False
+    package = next((filename.rpartition(each)[2] for each in _PACKAGES if each in filename), None)
+    if package is not None:
+        return package.partition(os.sep)[0] in _CONSTANT_PACKAGES
+    return filename.startswith(_CONSTANT) or filename.startswith("<frozen")
+
+
 def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iterator[tuple[Any, Read]]:
     """What one function reads, and where each is. Of an owner that is looked at in any case, only what is not."""
     code, variables = function.__code__, function.__globals__
     cells = dict(zip(code.co_freevars, function.__closure__ or ()))
     bound = {code.co_varnames[0]: owner} if owner is not None and code.co_argcount else {}
+    of_package = is_installed(code.co_filename)
     for chain in chains(code):
-        where, attributes = f"{chain.name}{''.join('.' + name for name in chain.attributes)}", chain.attributes
+        where, attributes = ".".join((chain.name, *chain.attributes)), chain.attributes
+        if of_package and chain.name in bound:
+            where = ".".join((type(owner).__name__, *attributes))
+        elif of_package:
+            where = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{where}"
         if chain.name in bound and chain.scope != "global":
             if not (is_rooted and attributes and _has(owner, attributes[0])):
                 read = Read(where, partial(_attribute, owner, attributes), path=(owner, attributes))
@@ -278,10 +338,31 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
             get, path = partial(_in_globals, sys.modules, module, attributes), (sys.modules, (module, *attributes))
             read = Read(".".join((module, *attributes)), get, path=path)
             yield (id(sys.modules), module, attributes), read
-    for what in ("__code__", "__defaults__", "__kwdefaults__"):
+    for what in () if of_package else ("__code__", "__defaults__", "__kwdefaults__"):
         if getattr(function, what) is not None:
             place = code if what == "__code__" else id(function)
             yield (place, what), Read(f"{function.__name__}.{what}", partial(getattr, function, what))
+
+
+def settings_in(functions: Mapping[types.CodeType, dict[str, Any]]) -> list[tuple[Callable[[], Any], Any]]:
+    """How to look up each plain value that functions of PyTorch's read by a name, and the value by now.
+
+    Args:
+        functions: their code and their globals.
+    """
+    found: dict[Any, Callable[[], Any]] = {}
+    for code, variables in functions.items():
+        if str(variables.get("__name__")).startswith(_WITHOUT_SETTINGS):
+            continue
+        for chain in chains(code):
+            module = _imported(chain.name, variables) if chain.scope == "import" else None
+            if chain.scope == "global" and chain.name in variables:
+                place = id(variables), chain.name, chain.attributes
+                found[place] = partial(_in_globals, variables, chain.name, chain.attributes)
+            elif module is not None:
+                found[module, chain.attributes] = partial(_in_globals, sys.modules, module, chain.attributes)
+    values = [(get, get()) for get in found.values()]
+    return [(get, value) for get, value in values if type(value) in (bool, int, float, str, type(None))]
 
 
 def _imported(name: str, variables: dict[str, Any]) -> str | None:
@@ -327,6 +408,7 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
     aliases: dict[str, _Chain | None] = {}  # variables of the function that stand for a chain; None: for several
     current: _Chain | None = None
     imported: _Chain | None = None  # what the names after IMPORT_FROM are attributes of
+    is_dotted = False
     arguments: deque[Any] = deque([0, None], maxlen=2)  # of the last two instructions
 
     def end() -> None:
@@ -352,8 +434,10 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
             aliases[value] = None
         if name == "IMPORT_NAME":
             current = imported = _Chain("import", "." * level + value if names else value.partition(".")[0])
+            is_dotted = not names
         elif name == "IMPORT_FROM" and imported is not None:
             current = _Chain("import", imported.name, (*imported.attributes, value))
+            imported = current if is_dotted else imported  # of ``import a.b as c``
         else:
             current = _begun(name, value, aliases)
         if name in ("STORE_GLOBAL", "STORE_DEREF"):

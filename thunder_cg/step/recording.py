@@ -1,4 +1,11 @@
-"""One captured step: the graph, what has to hold for it to be replayed, and what a replay leaves behind."""
+"""One captured step: the graph, what has to hold for it to be replayed, and what a replay leaves behind.
+
+Note [Captures of one call]
+    A capture runs Python once, so what Python does for the call is done, also where no later replay would be right: the
+    step has counted something, or reads what was not compared. Then the graph is replayed for this very call, and
+    dropped. To run the step in Python instead would do all of that twice. Where ranks have to agree it is done
+    nevertheless: they run in Python together.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +37,7 @@ from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
 from thunder_cg.step.gradients import ANY, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
+from thunder_cg.step.reads import settings_in
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
 from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 
@@ -111,6 +119,8 @@ class StepRecording(RecordingUse):
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
+    settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read
+    only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
 
@@ -138,11 +148,15 @@ class StepRecording(RecordingUse):
 
     def is_for(self, layout: Any) -> bool:
         """Whether a replay is a call with this layout, from the state and the gradients that there are now."""
-        if layout != self.layout or not self.state.holds():
+        if layout != self.layout or not self.state.holds() or any(get() != then for get, then in self.settings):
             return False
         return all(
             place is ANY or place_of(p.grad) == place for p, place in zip(self.state.parameters, self.places_before)
         )
+
+    def is_void(self) -> bool:
+        """Whether no replay will ever be right: the graph writes a gradient where it is no more."""
+        return self.overwritten.are_moved()
 
     def why_not(self, batch: Batch, left: Sequence[GraphGradient]) -> str | None:
         """Why no replay is right now, although the recording is for the call; None if one is.
@@ -154,14 +168,14 @@ class StepRecording(RecordingUse):
             return "the batch is aligned otherwise, or the settings by which PyTorch chooses kernels have changed"
         if batch.is_in(self.memory):
             return _SHARES
-        if self.overwritten.are_in_use() or (left is not self.left and self._may_reuse(left)):
+        if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
 
     def _may_reuse(self, left: Sequence[GraphGradient]) -> bool:
         """Whether somebody uses one of these, and the graph may use its memory for something else."""
         kept = {id(each) for each in self.gradients_before}
-        return any(id(each.tensor) not in kept and (each.is_moved() or each.is_held()) for each in left)
+        return any(id(each.tensor) not in kept and each.is_held() for each in left)
 
     def close(self, *, may_wait: bool = True) -> None:
         """Destroys the graph, after its work is done if that may be waited for."""
@@ -325,6 +339,7 @@ class StepCapture:
         outputs.disown()
         touched = self._touched(versions, buffers)
         self._refuse_what_python_did(outside)
+        missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.tensors, *batch.tensors, *before.memory]
@@ -349,6 +364,8 @@ class StepCapture:
             touched=touched,
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
+            only_once=missing,
+            settings=settings_in(self.calls.of_torch),
         )
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -365,7 +382,7 @@ class StepCapture:
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
     def _refuse_what_python_did(self, outside: Facts) -> None:
-        """`CaptureRefused` if the call has changed what Python knows, or reads more than the state has.
+        """`CaptureRefused` if the call has done or changed what is not part of the state, and no replay would.
 
         Args:
             outside: `states_outside` before the call.
@@ -377,14 +394,27 @@ class StepCapture:
             if sys.getrefcount(event) > _OWN_REFERENCES and is_of_capture(event):
                 problem = f"the step records an event that is used outside of it{line}, and no replay would"
                 raise CaptureRefused(f"{problem}; make it with torch.cuda.Event(external=True)")
+        self._refuse_change(outside, states_outside(state.device))
+
+    def _what_replays_would_miss(self) -> CaptureRefused | None:
+        """Whether the call reads more than the state has, or has changed the state. See Note [Captures of one call]."""
+        state = self.state
         if state.attributes is not None and self.calls.looks_up_unseen:
             state.attributes.add_all()
         self.calls.find_functions()
-        if not state.knows([*self.calls.found.values()]):
-            raise CallsMore("functions that the step calls read more from outside than was compared")
-        after = state.again().facts | states_outside(state.device)
-        if (change := change_between(state.facts | outside, after)) is not None:
-            fix = fix_of_change(change, state.facts, {}, in_step=True)
+        try:
+            if not state.knows([*self.calls.found.values()]):
+                raise CallsMore("functions that the step calls read more from outside than was compared")
+            self._refuse_change(state.facts, state.again().facts)
+        except CaptureRefused as refused:
+            if self.calls.groups:
+                raise
+            return refused.with_traceback(None)
+        return None
+
+    def _refuse_change(self, before: Facts, after: Facts) -> None:
+        if (change := change_between(before, after)) is not None:
+            fix = fix_of_change(change, self.state.facts, {}, in_step=True)
             raise CaptureRefused(f"Python changes in each step: {change}{fix}")
 
     def _held_elsewhere(self) -> list[Tensor]:

@@ -69,13 +69,25 @@ from thunder_cg.compat.torch import (
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import is_leaf_with_grad
 from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
-from thunder_cg.step.reads import MISSING, Called, Read, compiled_modules, is_installed, is_users, links_of, reads_of
+from thunder_cg.step.reads import (
+    MISSING,
+    Called,
+    Read,
+    compiled_modules,
+    is_data,
+    is_installed,
+    is_users,
+    links_of,
+    may_change,
+    reads_of,
+)
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
+_NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
 
@@ -164,7 +176,7 @@ class _Collector:
     def add(self, label: str, value: Any, depth: int = 0) -> None:
         if isinstance(value, ATOMS):
             self.facts[label] = _fact_of(value)
-            if isinstance(value, enum.Enum) and is_users(type(value)):
+            if isinstance(value, enum.Enum) and may_change(type(value)):
                 self._add_own_attributes(label, value, depth)
         elif isinstance(value, Tensor):
             self._add_tensor(label, value, depth)
@@ -275,20 +287,20 @@ class _Collector:
     def _add_object(self, label: str, value: Any, depth: int) -> None:
         """See Note [Objects]."""
         self.facts[label] = Same(value)
-        of_user, is_torchs = _is_users(value), _is_torch_object(value)
-        if id(value) in self._objects or not (of_user or is_torchs or depth == 0):
+        is_open, is_torchs = _may_change(value), _is_torch_object(value)
+        if id(value) in self._objects or not (is_open or is_torchs or depth == 0):
             return
         self._objects.add(id(value))
         self.add_class(label, value, depth)
-        attributes = own_attributes(value) if of_user else dict(getattr(value, "__dict__", {}))
-        if of_user and (names := self._names_of(value)) is not None:
+        attributes = own_attributes(value) if is_open else dict(getattr(value, "__dict__", {}))
+        if is_open and (names := self._names_of(value)) is not None:
             attributes = self._only(names, value, attributes)
         elif hasattr(value, "__dict__"):
             self.watched.append(value)
         if is_torchs:
             self.containers.append((vars(value), attributes.copy()))
         for name, attribute in attributes.items():
-            if of_user or is_torchs or isinstance(attribute, ATOMS):
+            if is_open or is_torchs or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1)
 
     def _names_of(self, value: Any) -> Iterable[str] | None:
@@ -308,22 +320,23 @@ class _Collector:
         return {name: attribute for name, attribute in found.items() if attribute is not MISSING}
 
     def add_class(self, label: str, value: Any, depth: int = 0) -> None:
-        """What an object has of its class, if that is the user's."""
-        if is_users(type(value)):
+        """What an object has of its class."""
+        if may_change(type(value)):
             self._add_names(f"type({label})", type(value), depth)
 
     def _add_names(self, label: str, value: types.ModuleType | type, depth: int) -> None:
-        """A class or a module, and what it defines, if it is the user's."""
+        """A class or a module, and what it defines; of a class of a package its data."""
         self.facts[label] = Same(value)
         for each in value.__mro__ if isinstance(value, type) else (value,):
-            if id(each) in self._objects or not is_users(each):
+            if id(each) in self._objects or not may_change(each):
                 continue
             self._objects.add(id(each))
             names = dictionary_of(each)
             self.watched.append(names)
             where = label if each is value else f"{each.__name__} of {label}"
+            is_open = is_users(each)
             for name, member in [*names.items()]:
-                if not name.startswith("__") or isinstance(member, types.FunctionType):
+                if isinstance(member, types.FunctionType) if name.startswith("__") else is_open or is_data(member):
                     self.add(f"{where}.{name}", member, depth + 1)
 
     def _add_container(self, label: str, value: Any, depth: int) -> None:
@@ -416,6 +429,29 @@ class _Collector:
             self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
 
 
+class _Watch:
+    """The facts that a collector has found, and whether anything was written to that they were collected from."""
+
+    def __init__(self, collector: _Collector) -> None:
+        self.facts = collector.facts
+        self._unchanged = dictionary_guard([*{id(each): each for each in collector.watched}.values()])
+        self._lists = [(now, then) for now, then in collector.containers if isinstance(now, (list, deque))]
+        sets = [(now, then) for now, then in collector.containers if isinstance(now, set)]
+        self._sets, self._sets_then = [now for now, _ in sets], [then for _, then in sets]
+        self._versions, self._values, self._looked_up = collector.versions, collector.values, collector.looked_up
+        self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
+
+    def is_untouched(self) -> bool:
+        return (
+            self._unchanged()
+            and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
+            and all(map(_is_unchanged, self._lists))
+            and self._sets == self._sets_then
+            and all(version(tensor) == then for tensor, then in self._versions)
+            and all(get() == then for get, then in self._values)
+        )
+
+
 class StepState:
     """The state as it is now.
 
@@ -463,8 +499,8 @@ class StepState:
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
         self._roots = [*roots_found.values()]
         heavy = self._collect_roots()
-        self._watch(others, heavy)
-        self._facts_behind = {**others.facts, **heavy.facts}
+        self._behind_names, self._of_roots = _Watch(others), _Watch(heavy)
+        self._hooks_registered = registered_hooks()
         self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts}
         self.objections = [*simple.objections, *others.objections, *heavy.objections]
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
@@ -518,14 +554,14 @@ class StepState:
             return value.device.type == self._device_type and not vars(value)
         if isinstance(value, types.FunctionType):
             return not vars(value)
-        if isinstance(value, enum.Enum) and is_users(type(value)):
+        if isinstance(value, enum.Enum) and may_change(type(value)):
             return False
         if isinstance(value, (_Cached, singledispatchmethod, Decimal)):
             return False
         if isinstance(value, (nn.Module, Optimizer)):
             return True  # its facts are those of a root
         is_bare = isinstance(value, (types.ModuleType, type))
-        return not (isinstance(value, _CONTAINERS) or is_object(value) or (is_bare and is_users(value)))
+        return not (isinstance(value, _CONTAINERS) or is_object(value) or (is_bare and may_change(value)))
 
     def _collect_others(self) -> _Collector:
         collector = _Collector(self._device_type, self._names)
@@ -550,29 +586,6 @@ class StepState:
             collector.facts[name] = len(hooks)
             collector.objections += [f"{name}: PyTorch has a hook for all of them, which runs Python"] * bool(hooks)
         return collector
-
-    def _watch(self, *collectors: _Collector) -> None:
-        watched = {id(each): each for collector in collectors for each in collector.watched}
-        self._unchanged = dictionary_guard([*watched.values()])
-        containers = [pair for collector in collectors for pair in collector.containers]
-        self._lists = [(now, then) for now, then in containers if not isinstance(now, dict)]
-        self._versions = [pair for collector in collectors for pair in collector.versions]
-        self._values = [pair for collector in collectors for pair in collector.values]
-        self._looked_up = [each for collector in collectors for each in collector.looked_up]
-        self._has_same = attribute_guard([(each.value, each.attributes) for each in self._looked_up], MISSING)
-        self._hooks_registered = registered_hooks()
-
-    def _is_untouched(self) -> bool:
-        """Whether nothing was written to that facts were collected from."""
-        return (
-            registered_hooks() == self._hooks_registered
-            and all(read.get() is value for read, value in self._others)
-            and self._unchanged()
-            and (self._has_same() or all(each.is_unchanged() for each in self._looked_up))
-            and all(map(_is_unchanged, self._lists))
-            and all(version(tensor) == then for tensor, then in self._versions)
-            and all(get() == then for get, then in self._values)
-        )
 
     def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
         """Notes where the tensors are and what they are like, for `holds`.
@@ -600,16 +613,30 @@ class StepState:
         for read, value in reads:
             if (now := read.get()) is not value and not _is_equal(now, value):
                 return False
-        if not self._is_untouched():
-            others, heavy = self._collect_others(), self._collect_roots()
-            if {**others.facts, **heavy.facts} != self._facts_behind:
-                return False
-            self._others = [(read, read.get()) for read, _ in self._others]
-            self._watch(others, heavy)
+        if not self._are_facts_same():
+            return False
         if not self.tensors:
             return True
         same = addresses_equal(self.tensors, self._addresses, self._indices)
         return bool(same and self._metadata.check(*self.tensors))
+
+    def _are_facts_same(self) -> bool:
+        """Collects the facts again where something was written to. Those of roots are many."""
+        is_new_hook = registered_hooks() != self._hooks_registered
+        are_same = all(read.get() is value for read, value in self._others)
+        if is_new_hook or not are_same or not self._behind_names.is_untouched():
+            others = self._collect_others()
+            if others.facts != self._behind_names.facts:
+                return False
+            self._others = [(read, read.get()) for read, _ in self._others]
+            self._behind_names = _Watch(others)
+        if is_new_hook or not self._of_roots.is_untouched():
+            heavy = self._collect_roots()
+            if heavy.facts != self._of_roots.facts:
+                return False
+            self._of_roots = _Watch(heavy)
+        self._hooks_registered = registered_hooks()
+        return True
 
     def restore(self) -> None:
         """Gives dictionaries, lists and sets the items that they had: a step was broken off."""
@@ -678,7 +705,7 @@ def _is_iterator(value: Any) -> bool:
 
 
 def _autocast(kind: str) -> Any:
-    return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 _thread_states: dict[str, Callable[[], Any]] = {
@@ -752,9 +779,12 @@ def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
 
 def _is_users(value: Any) -> bool:
     """Whether a value is a namespace, or its class is not of an installed package."""
-    if isinstance(value, (types.SimpleNamespace, argparse.Namespace)):
-        return True
-    return is_users(type(value))
+    return isinstance(value, _NAMESPACES) or is_users(type(value))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether the attributes of a value are looked at."""
+    return isinstance(value, _NAMESPACES) or may_change(type(value))
 
 
 def _content(cell: types.CellType) -> Any:

@@ -1,0 +1,135 @@
+"""What installed packages read while a step runs: each change is seen before a replay, or the step is not captured."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_step_reads import make_step, state_of
+
+from thunder_cg import explain
+from thunder_cg.step.reads import is_constant, settings_in
+
+pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+
+SOURCE = """
+SCALE = 1.0
+SCALES = {"loss": 1.0}
+LOSSES = {"loss": lambda y: y}
+HISTORY = []
+
+def by_global(y):
+    return y * SCALE
+
+def by_registry(y):
+    return LOSSES["loss"](y) * SCALES["loss"]
+
+def counted(y):
+    HISTORY.append(None)
+    return y * len(HISTORY)
+
+class Inner:
+    def __init__(self):
+        self.scale = 1.0
+
+class Loss:
+    scale = 1.0
+    scales = {"loss": 1.0}
+    calls = 0
+
+    def __init__(self):
+        self.inner, self.own = Inner(), {"loss": 1.0}
+
+    def __call__(self, y):
+        return y * self.scale * self.inner.scale * self.own["loss"] * self.scales["loss"]
+
+def weigh(loss, y):
+    return y * loss.inner.scale
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "package_of_losses.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(folder)
+    yield import_module("package_of_losses")
+    del sys.modules["package_of_losses"]
+
+
+CHANGES = {
+    "a global": lambda package, loss: setattr(package, "SCALE", 2.0),
+    "a registry of functions": lambda package, loss: package.LOSSES.update(loss=torch.sin),
+    "a registry of numbers": lambda package, loss: package.SCALES.update(loss=2.0),
+    "an attribute of a class": lambda package, loss: setattr(package.Loss, "scale", 2.0),
+    "a table of a class": lambda package, loss: package.Loss.scales.update(loss=2.0),
+    "a new attribute": lambda package, loss: setattr(loss, "scale", 2.0),
+    "a table of an object": lambda package, loss: loss.own.update(loss=2.0),
+    "an object of an object": lambda package, loss: setattr(loss.inner, "scale", 2.0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_data_of_packages(package, change):
+    trainer = SimpleNamespace(loss=package.Loss())
+    state = state_of(lambda y: package.weigh(trainer.loss, package.by_registry(package.by_global(trainer.loss(y)))))
+    assert state.holds() and state.again().facts == state.facts and not state.objections
+    CHANGES[change](package, trainer.loss)
+    assert not state.holds()
+
+
+def test_code_of_packages_is_constant(package):
+    assert not is_constant(package.__file__) and is_constant(torch.__file__) and is_constant(pytest.__file__) is False
+    state = state_of(lambda y: package.by_global(y))
+    assert all("by_global" not in label or label == "package.by_global" for label in state.facts), state.facts
+
+
+def test_a_package_that_counts(step_twins, package):
+    """It is not known to before a capture, which has counted, and so is the call's run."""
+
+    def make(model):
+        package.HISTORY.clear()
+        return make_step(package.counted)(model)
+
+    step = step_twins.train(make)
+    assert step.captures == 0 and len(package.HISTORY) == 8
+    assert "Python changes in each step: len(package_of_losses.HISTORY) changed from 2 to 3" in str(explain(step))
+
+
+def test_settings_of_pytorch_in_python(step_twins):
+    def of(y):
+        return y * (1.0 if torch.backends.mha.get_fastpath_enabled() else 2.0)
+
+    def between(i, *_):
+        torch.backends.mha.set_fastpath_enabled(i != 3)
+
+    assert step_twins.train(make_step(of), 10, between).captures == 2
+    function = torch.backends.mha.get_fastpath_enabled
+    ((get, value),) = settings_in({function.__code__: function.__globals__})
+    assert get() is value is True
+
+
+def test_a_flag_that_alternates(step_twins):
+    """Each of its values gets a graph, as for gradients that are accumulated over two calls."""
+    flags = {"sync": False}
+
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x, y):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            if flags["sync"]:
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss
+
+        flags["sync"] = False
+        return step
+
+    step = step_twins.train(make, 10, lambda i, *_: flags.update(sync=i % 2 == 0))
+    assert step.captures == 2 and step.replays >= 4, explain(step)
