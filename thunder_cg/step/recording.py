@@ -112,7 +112,7 @@ class StepRecording(RecordingUse):
     structure: Any  # of the result
     sources: list[CopiedInput]
     gradients_before: list[Any]
-    places_before: list[Any]  # where these were: the user may give a gradient other memory, or other strides
+    places_before: list[tuple[Tensor, Any]]  # of those that matter, with their parameters: the user may move them
     gradients: list[GraphGradient | None]  # that the step leaves, for each parameter
     left: list[GraphGradient]  # the same ones
     overwritten: Overwritten
@@ -150,9 +150,7 @@ class StepRecording(RecordingUse):
         """Whether a replay is a call with this layout, from the state and the gradients that there are now."""
         if layout != self.layout or not self.state.holds() or any(get() != then for get, then in self.settings):
             return False
-        return all(
-            place is ANY or place_of(p.grad) == place for p, place in zip(self.state.parameters, self.places_before)
-        )
+        return all(place_of(parameter.grad) == place for parameter, place in self.places_before)
 
     def is_void(self) -> bool:
         """Whether no replay will ever be right: the graph writes a gradient where it is no more."""
@@ -357,7 +355,7 @@ class StepCapture:
             structure=body.structure,
             sources=copied,
             gradients_before=expected,
-            places_before=[ANY if each is ANY else place_of(each) for each in expected],
+            places_before=[(p, place_of(each)) for p, each in zip(state.parameters, expected) if each is not ANY],
             gradients=gradients,
             left=[each for each in gradients if each is not None],
             overwritten=Overwritten(overwritten),
