@@ -137,7 +137,6 @@ def what_runs(what: str, steps: int = 10) -> dict[str, Any]:
                 with watched, patch.object(agreement, "_TIMEOUT", patience):
                     values += [step(parallel.tokens(i, batch=batch)).clone(), *state_of(model)]
         found.append(values)
-    agreement._states[dist.group.WORLD].timeouts = 0
     after = graphed(step_of_own(parallel.model()))
     for i in range(4):
         after(parallel.tokens(i))

@@ -7,7 +7,13 @@ Note [Agreement of ranks]
     Whoever captures in such a call puts a vote into the group's store and waits for those of the other ranks: once
     before the capture, once after it. Whoever neither captures nor replays puts down why, and waits for nobody. A rank
     that replays says nothing, so steady calls cost nothing. Who waits for it, or for a rank that is late, runs eagerly
-    after a while, and asks again at its next call, a few times, for half as long each time.
+    after a while, and asks again at a later call, for half as long each time, down to a poll. So one rank that differs
+    costs little, and all of them can agree again whenever they do the same.
+
+Note [Keys in the store]
+    There may be millions of calls, so each rank has one key for each stage, whatever the call. Its value begins with
+    the call's number. No key is deleted: who reads one would wait for it. A group that is made anew may have the name,
+    and so the keys, of an old one, so each rank counts in the store how often it has begun with them.
 
 Note [Steps that communicate]
     A step, whose whole graph holds its collectives, is one call in each of its groups, whatever is in it. What runs in
@@ -34,8 +40,8 @@ from thunder_cg.errors import RanksDiffer
 
 DESTROYED = "the process group of its collectives has been destroyed or aborted"
 _TIMEOUT = 5.0  # seconds to wait for the vote of another rank, at first
-_MAX_TIMEOUTS = 6  # in a row, in one group; after that nothing more is captured that communicates in it
-_NO, _NEVER = "no: ", "never: "
+_SHORTEST = 0.02  # after many time-outs in a row
+_NO, _NEVER, _NOTHING = "no: ", "never: ", ""
 
 
 class HoldsGroups(Protocol):
@@ -45,20 +51,25 @@ class HoldsGroups(Protocol):
         """Destroys the graphs, after their work is done if that may be waited for."""
 
 
+_Number = tuple[int, ...]  # of a call; that of one in a step begins with the step's
+
+
 class _GroupState:
     """What this process knows of one group."""
 
     def __init__(self) -> None:
-        self.place = "thunder_cg"  # what its calls are numbered within
+        self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
-        self.timeouts = 0
+        self.is_captured = False  # whether they are in the capture of a step, and so are none
+        self.generation: int | None = None  # see Note [Keys in the store]
+        self.timeouts = 0  # in a row
         self.is_closed = False  # whether it has been shut down or aborted
         self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
         self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
 
     @property
-    def next_call(self) -> str:
-        return f"{self.place}/{self.calls + 1}"
+    def next_call(self) -> _Number:
+        return (*self.place, self.calls + 1)
 
 
 _states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
@@ -81,32 +92,28 @@ class Round:
     """
 
     def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
-        self._asks = asks
-        self._prefixes = {group: _states[group].next_call for group in groups}
-        self._written: dict[tuple[ProcessGroup, str], None] = {}
+        self._numbers = {group: _states[group].next_call for group in groups if asks and not _states[group].is_captured}
+        self._has_declined = False
 
     def decline(self, reason: str) -> None:
         """Says that this rank captures nothing in this call."""
+        self._has_declined = True
         self._put("", _NO + reason)
 
     def refuse(self, stage: str, reason: str, *, may_pass: bool) -> None:
         """Says that this rank does not go on with ``stage``, and whether it may in a later call."""
         self._put(stage, (_NO if may_pass else _NEVER) + reason)
 
-    def _put(self, stage: str, vote: str) -> None:
-        for group, prefix in self._prefixes.items():
-            if self._asks and distributed.is_alive(group):
-                key = f"{prefix}/{stage}/{group.rank()}"
+    def _put(self, stage: str, vote: str, groups: Collection[ProcessGroup] = ()) -> None:
+        for group, number in self._numbers.items():
+            if group not in groups and distributed.is_alive(group):
                 with suppress(RuntimeError):  # the store is gone with the rank that had it, and so is who would read it
-                    distributed.store(group).set(key, vote)
-                    self._written[group, key] = None
+                    distributed.store(group).set(_key(group, number, stage, group.rank()), f"{_text(number)} {vote}")
 
     def withdraw(self, groups: Collection[ProcessGroup]) -> None:
         """Takes back what was said in other groups than these: the call does not communicate there, after all."""
-        for group, key in self._written:
-            if group not in groups and distributed.is_alive(group):
-                with suppress(RuntimeError):
-                    distributed.store(group).delete_key(key)
+        if self._has_declined:
+            self._put("", _NOTHING, groups)
 
     def ask(self, stage: str, subject: str) -> None:
         """Votes for ``subject`` at ``stage``, and waits.
@@ -117,28 +124,41 @@ class Round:
         Raises:
             RanksDiffer: the ranks do not agree.
         """
-        if not self._asks:
-            return
         self._put(stage, subject)
-        for group, prefix in self._prefixes.items():
+        for group, number in self._numbers.items():
             try:
-                _compare(group, prefix, stage, subject)
+                _compare(group, number, stage, subject)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
                 raise
 
 
-def _compare(group: ProcessGroup, prefix: str, stage: str, subject: str) -> None:
+def _text(number: _Number) -> str:
+    return ".".join(map(str, number))
+
+
+def _key(group: ProcessGroup, number: _Number, stage: str, rank: int) -> str:
+    """Calls in a step have other keys than the step."""
+    return f"thunder_cg/{_generation(group)}/{len(number)}/{stage}/{rank}"
+
+
+def _generation(group: ProcessGroup) -> int:
+    """How many groups with these keys this rank has had."""
     state = _states[group]
-    if state.timeouts >= _MAX_TIMEOUTS:
-        raise RanksDiffer(f"ranks of its group have failed to answer {state.timeouts} times", may_pass=False)
-    patience = _TIMEOUT / 2**state.timeouts  # the ranks met in the collectives since the last time
+    if state.generation is None:
+        state.generation = distributed.store(group).add(f"thunder_cg/generation/{group.rank()}", 1)
+    return state.generation
+
+
+def _compare(group: ProcessGroup, number: _Number, stage: str, subject: str) -> None:
+    state = _states[group]
+    patience = max(_TIMEOUT / 2**state.timeouts, _SHORTEST)  # the ranks met in the collectives since the last time
     deadline = time.monotonic() + patience
     for rank in range(group.size()):
         if rank == group.rank():
             continue
         try:
-            vote = _vote(group, [f"{prefix}/{each}/{rank}" for each in (stage, "")], deadline)
+            vote = _vote(group, number, stage, rank, deadline)
         except RuntimeError as error:
             raise RanksDiffer(f"the store of its group fails: {error}", may_pass=True) from error
         if vote is None:
@@ -154,16 +174,21 @@ def _compare(group: ProcessGroup, prefix: str, stage: str, subject: str) -> None
     state.timeouts = 0
 
 
-def _vote(group: ProcessGroup, keys: Sequence[str], deadline: float) -> str | None:
-    """The value of the first key that another rank sets; None if it sets none of them in time.
+def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
+    """What another rank says; None if it says nothing in time.
 
     The store is asked again and again, since one long wait would keep other threads, such as NCCL's watchdog, from it.
     """
     store, pause = distributed.store(group), 1e-4
+    keys = [_key(group, number, each, rank) for each in ("", stage)]  # whoever has voted may decline a later call
     while True:
-        for key in keys:
-            if store.check([key]):
-                return store.get(key).decode()
+        said = [store.get(key).decode().split(" ", 1) for key in keys if store.check([key])]
+        calls = {tuple(map(int, text.split("."))): vote for text, vote in said if vote != _NOTHING}
+        if number in calls:
+            return calls[number]
+        if calls and (latest := max(calls)) > number:
+            now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
+            return f"{_NO}{now}; call modules and steps on all ranks alike"
         if time.monotonic() > deadline:
             return None
         time.sleep(pause)
@@ -264,15 +289,16 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         return
     states = [_states.setdefault(group, _GroupState()) for group in groups]
     call = StepCall(device_type, [(group, distributed.progress(group)) for group in groups])
-    before = [(state.place, state.calls) for state in states]
+    before = [(state.place, state.calls, state.is_captured) for state in states]
     for state in states:
-        state.place, state.calls = state.next_call + "/captured" * is_capture, 0
+        state.place, state.calls, state.is_captured = state.next_call, 0, state.is_captured or is_capture
     try:
         yield call
     finally:
         call.look()
-        for group, state, (place, calls) in zip(groups, states, before):
+        for group, state, (place, calls, is_captured) in zip(groups, states, before):
             state.place, state.calls = place, calls + (not is_capture and group in call.groups)
+            state.is_captured = is_captured
         if votes is not None:
             votes.withdraw(call.groups)
         _runs_a_step.release()
