@@ -42,6 +42,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     made = HashStore()
     monkeypatch.setattr(distributed, "store", lambda group: made)
     monkeypatch.setattr(distributed, "is_alive", lambda group: True)
+    monkeypatch.setattr(distributed, "ranks", lambda group: [0, 1])
     monkeypatch.setattr(agreement, "_TIMEOUT", 0.02)
     return made
 
@@ -158,6 +159,32 @@ def test_time_outs_get_short(store: HashStore, group: Group, monkeypatch: pytest
     collectives.next_round().ask("before", "subject")
     with pytest.raises(RanksDiffer, match=r"did not answer within 0.02 s"):
         collectives.next_round().ask("before", "subject")
+
+
+def test_ranks_meet(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a time-out; those who could replay do so if all could."""
+    monkeypatch.setattr(agreement, "_PERIOD", 4)
+    monkeypatch.setattr(agreement, "_MEETING", 3)
+    monkeypatch.setattr(agreement, "_MEETING_TIMEOUT", 0.01)
+    collectives, met, asked = Collectives([group], asks=True, watch=watched), [], []
+    for call in range(1, 40):
+        if agreement.meets([group]):
+            met.append(call)
+            Other(store).says(call, "before", "subject again" if call % 2 else "subject")
+            assert collectives.next_round().ask("before", "subject", could_replay=call != 10) is bool(call % 2)
+        elif call % 2:
+            with pytest.raises(RanksDiffer, match="did not answer"):
+                collectives.next_round().ask("before", "subject")
+        else:
+            collectives.count_replay()
+        asked += [int(store.get("thunder_cg/1/meeting"))]
+    assert met == [9, 10, 11, 21, 22, 23, 37, 38, 39]
+    assert sorted({*asked}) == [8, 20, 36]
+    Other(store).says(40, "before", "subject")
+    monkeypatch.setattr(agreement._states[group], "meeting", 50)
+    with pytest.raises(RanksDiffer, match="did not answer within 0.01 s"):
+        Round([group], asks=True).ask("after", "subject", could_replay=True)
+    assert not agreement.meets([group])
 
 
 def test_a_rank_that_is_elsewhere(store: HashStore, group: Group) -> None:

@@ -6,9 +6,15 @@ Note [Agreement of ranks]
     without graphs. So each rank numbers its calls that communicate in a group, and calls with equal numbers meet.
     Whoever captures in such a call puts a vote into the group's store and waits for those of the other ranks: once
     before the capture, once after it. Whoever neither captures nor replays puts down why, and waits for nobody. A rank
-    that replays says nothing, so steady calls cost nothing. Who waits for it, or for a rank that is late, runs eagerly
+    that replays says nothing, so steady calls cost next to nothing. Who waits for it, or for a late one, runs eagerly
     after a while, and asks again at a later call, for half as long each time, down to a poll. So one rank that differs
     costs little, and all of them can agree again whenever they do the same.
+
+Note [Meetings]
+    A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
+    meeting: each rank looks every `_PERIOD` calls whether there is one now. For the next `_MEETING` calls, a rank that
+    could replay votes first. If all could, they do; if one needs a capture, all capture. A rank asks for the next
+    meeting after twice as many calls, up to `_MAX_PAUSE` periods, since another one may not help either.
 
 Note [Keys in the store]
     There may be millions of calls, so each rank has one key for each stage, whatever the call. Its value begins with
@@ -41,7 +47,11 @@ from thunder_cg.errors import RanksDiffer
 DESTROYED = "the process group of its collectives has been destroyed or aborted"
 _TIMEOUT = 5.0  # seconds to wait for the vote of another rank, at first
 _SHORTEST = 0.02  # after many time-outs in a row
+_PERIOD, _MEETING = 256, 32  # calls: see Note [Meetings]
+_MAX_PAUSE = 16  # periods
+_MEETING_TIMEOUT = 0.5  # seconds
 _NO, _NEVER, _NOTHING = "no: ", "never: ", ""
+_HAS = " again"  # ends a vote of one that could replay
 
 
 class HoldsGroups(Protocol):
@@ -63,6 +73,8 @@ class _GroupState:
         self.is_captured = False  # whether they are in the capture of a step, and so are none
         self.generation: int | None = None  # see Note [Keys in the store]
         self.timeouts = 0  # in a row
+        self.meeting = 0  # the last call of the meeting that is or was
+        self.next_request, self.pause = 0, 1  # the call after which this rank may ask for a meeting, and periods then
         self.is_closed = False  # whether it has been shut down or aborted
         self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
         self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
@@ -70,6 +82,10 @@ class _GroupState:
     @property
     def next_call(self) -> _Number:
         return (*self.place, self.calls + 1)
+
+    def meets(self) -> bool:
+        """Whether the next call is one of a meeting. Calls in a step are none."""
+        return self.calls < self.meeting and not self.place
 
 
 _states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
@@ -115,8 +131,8 @@ class Round:
         if self._has_declined:
             self._put("", _NOTHING, groups)
 
-    def ask(self, stage: str, subject: str) -> None:
-        """Votes for ``subject`` at ``stage``, and waits.
+    def ask(self, stage: str, subject: str, *, could_replay: bool = False) -> bool:
+        """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
 
         Args:
             subject: describes what is captured: ranks agree if theirs are equal.
@@ -124,13 +140,29 @@ class Round:
         Raises:
             RanksDiffer: the ranks do not agree.
         """
-        self._put(stage, subject)
+        self._put(stage, subject + _HAS * could_replay)
+        all_could = could_replay
         for group, number in self._numbers.items():
             try:
-                _compare(group, number, stage, subject)
+                all_could &= _compare(group, number, stage, subject, could_replay=could_replay)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
+                if isinstance(problem, _NoAnswer):
+                    self._ask_for_meeting()
                 raise
+        return all_could
+
+    def _ask_for_meeting(self) -> None:
+        """After a time-out. Ranks that are not in all of the groups would not see that there is one."""
+        are_alike = len({frozenset(distributed.ranks(group)) for group in self._numbers}) == 1
+        for group, number in self._numbers.items():
+            _states[group].meeting = 0  # the others are not there
+            if are_alike:
+                _ask_for_meeting(group, number[0])
+
+
+class _NoAnswer(RanksDiffer):
+    """A rank did not answer in time."""
 
 
 def _text(number: _Number) -> str:
@@ -150,10 +182,15 @@ def _generation(group: ProcessGroup) -> int:
     return state.generation
 
 
-def _compare(group: ProcessGroup, number: _Number, stage: str, subject: str) -> None:
+def _compare(group: ProcessGroup, number: _Number, stage: str, subject: str, *, could_replay: bool) -> bool:
+    """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
     state = _states[group]
-    patience = max(_TIMEOUT / 2**state.timeouts, _SHORTEST)  # the ranks met in the collectives since the last time
+    shortest = _MEETING_TIMEOUT if state.meets() else _SHORTEST
+    patience = max(_TIMEOUT / 2**state.timeouts, shortest)  # the ranks met in the collectives since the last time
+    if could_replay:  # another rank may not have seen that there is a meeting
+        patience = _MEETING_TIMEOUT
     deadline = time.monotonic() + patience
+    all_could = True
     for rank in range(group.size()):
         if rank == group.rank():
             continue
@@ -164,14 +201,50 @@ def _compare(group: ProcessGroup, number: _Number, stage: str, subject: str) -> 
         if vote is None:
             state.timeouts += 1
             problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"
-            raise RanksDiffer(problem, may_pass=True)
+            raise _NoAnswer(problem, may_pass=True)
         for word in (_NO, _NEVER):
             if vote.startswith(word):
                 raise RanksDiffer(f"rank {rank} does not capture it: {vote.removeprefix(word)}", may_pass=word is _NO)
-        if vote != subject:
+        if vote.removesuffix(_HAS) != subject:
             problem = f"rank {rank} captures something else: other ops, or inputs of another layout"
             raise RanksDiffer(problem, may_pass=False)
-    state.timeouts = 0
+        all_could &= vote.endswith(_HAS)
+    if not (could_replay and all_could):
+        state.timeouts = 0
+    return all_could
+
+
+def _ask_for_meeting(group: ProcessGroup, call: int) -> None:
+    state, store, key = _states[group], distributed.store(group), _key_of_meeting(group)
+    with suppress(RuntimeError):
+        if call >= state.next_request and not (store.check([key]) and int(store.get(key)) > call):
+            begin = (call // _PERIOD + 2) * _PERIOD  # all ranks will have seen that by then
+            store.set(key, str(begin))
+            state.next_request, state.pause = begin + state.pause * _PERIOD, min(2 * state.pause, _MAX_PAUSE)
+
+
+def _look_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
+    store, key = distributed.store(group), _key_of_meeting(group)
+    with suppress(RuntimeError):
+        if store.check([key]) and int(store.get(key)) == state.calls:
+            state.meeting = state.calls + _MEETING
+
+
+def _key_of_meeting(group: ProcessGroup) -> str:
+    return f"thunder_cg/{_generation(group)}/meeting"
+
+
+def meets(groups: Sequence[ProcessGroup]) -> bool:
+    """Whether the next call that communicates in these groups is one of a meeting."""
+    return any(_states[group].meets() for group in groups)
+
+
+def _count(group: ProcessGroup) -> None:
+    """Counts a call that communicates in the group."""
+    state = _states[group]
+    state.calls += 1
+    if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
+        _look_for_meeting(group, state)
 
 
 def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
@@ -205,28 +278,28 @@ class Collectives:
     def __init__(
         self, groups: Sequence[ProcessGroup], *, asks: bool, watch: Callable[[Sequence[ProcessGroup]], None]
     ) -> None:
-        self._groups, self._asks, self._watch = list(groups), asks, watch
+        self.groups, self._asks, self._watch = list(groups), asks, watch
         for group in groups:
             _states.setdefault(group, _GroupState())
 
     def held_by(self, holder: HoldsGroups) -> None:
         """``holder`` is told before one of the groups goes."""
         distributed.before_shutdown(_close_holders)
-        for group in self._groups:
+        for group in self.groups:
             _states[group].holders.add(holder)
 
     def are_alive(self) -> bool:
-        return all(distributed.is_alive(group) and not _states[group].is_closed for group in self._groups)
+        return all(distributed.is_alive(group) and not _states[group].is_closed for group in self.groups)
 
     def next_round(self) -> Round:
         """To be called once for each call that communicates, before its first collective."""
-        opened = Round(self._groups, asks=self._asks)
+        opened = Round(self.groups, asks=self._asks)
         self._count()
         return opened
 
     def _count(self) -> None:
-        for group in self._groups:
-            _states[group].calls += 1
+        for group in self.groups:
+            _count(group)
 
     def count_replay(self) -> None:
         """Counts a call that only replays, which says nothing."""
@@ -235,7 +308,7 @@ class Collectives:
 
     def watch(self) -> None:
         """Has a replay watched."""
-        self._watch(self._groups)
+        self._watch(self.groups)
 
 
 def keep_eager(groups: Sequence[ProcessGroup], program: object) -> None:
@@ -297,8 +370,9 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
     finally:
         call.look()
         for group, state, (place, calls, is_captured) in zip(groups, states, before):
-            state.place, state.calls = place, calls + (not is_capture and group in call.groups)
-            state.is_captured = is_captured
+            state.place, state.calls, state.is_captured = place, calls, is_captured
+            if not is_capture and group in call.groups:
+                _count(group)
         if votes is not None:
             votes.withdraw(call.groups)
         _runs_a_step.release()
