@@ -136,7 +136,7 @@ def meets(what: str) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("what", ["is released", pytest.param("other batches", marks=nightly)])
 def test_ranks_get_together_again(ranks: Ranks, what: str) -> None:
-    """A rank that replays captures with one that needs it, as soon as they meet. The latter ran in Python until then."""
+    """A rank that replays captures with one that needs it, as soon as they meet."""
     first, second = ranks.run(meets, what)
     assert not first["differing"] and not second["differing"]
     captures, replays = zip(first["n"], second["n"])

@@ -7,14 +7,15 @@ Note [Agreement of ranks]
     Whoever captures in such a call puts a vote into the group's store and waits for those of the other ranks: once
     before the capture, once after it. Whoever neither captures nor replays puts down why, and waits for nobody. A rank
     that replays says nothing, so steady calls cost next to nothing. Who waits for it, or for a late one, runs eagerly
-    after a while, and asks again at a later call, for half as long each time, down to a poll. So one rank that differs
-    costs little, and all of them can agree again whenever they do the same.
+    after a while, and asks again at a later call, for half as long after each time-out, down to a poll. So one rank
+    that differs costs little, and all of them can agree again whenever they do the same.
 
 Note [Meetings]
     A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
     meeting: each rank looks every `_PERIOD` calls whether there is one now. For the next `_MEETING` calls, a rank that
-    could replay votes first. If all could, they do; if one needs a capture, all capture. A rank asks for the next
-    meeting after twice as many calls, up to `_MAX_PAUSE` periods, since another one may not help either.
+    could replay votes first. If all could, they do. If one needs a capture, all capture: a step in that call, a program
+    in its next one, since a backward cannot be captured without its forward. A rank asks for the next meeting after
+    twice as many calls, up to `_MAX_PAUSE` periods, since another one may not help either.
 
 Note [Keys in the store]
     There may be millions of calls, so each rank has one key for each stage, whatever the call. Its value begins with
@@ -109,7 +110,7 @@ class Round:
 
     def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
         self._numbers = {group: _states[group].next_call for group in groups if asks and not _states[group].is_captured}
-        self._has_declined = False
+        self._has_declined = self._has_agreed = False
 
     def decline(self, reason: str) -> None:
         """Says that this rank captures nothing in this call."""
@@ -144,12 +145,49 @@ class Round:
         all_could = could_replay
         for group, number in self._numbers.items():
             try:
-                all_could &= _compare(group, number, stage, subject, could_replay=could_replay)
+                patience = self._patience(_states[group], could_replay=could_replay)
+                all_could &= self._compare(group, number, stage, subject, patience)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
-                if isinstance(problem, _NoAnswer):
+                if problem.no_answer:
                     self._ask_for_meeting()
                 raise
+        for group in self._numbers if not (self._has_agreed or all_could) else ():
+            _states[group].timeouts = max(_states[group].timeouts - 1, 0)
+        self._has_agreed = True
+        return all_could
+
+    def _patience(self, state: _GroupState, *, could_replay: bool) -> float:
+        """How many seconds to wait for votes."""
+        if self._has_agreed:  # so all of them are at the same capture
+            return _TIMEOUT
+        if could_replay:  # another rank may not have seen that there is a meeting
+            return _MEETING_TIMEOUT
+        shortest = _MEETING_TIMEOUT if state.meets() else _SHORTEST
+        return max(_TIMEOUT / 2**state.timeouts, shortest)
+
+    def _compare(self, group: ProcessGroup, number: _Number, stage: str, subject: str, patience: float) -> bool:
+        """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
+        state, deadline, all_could = _states[group], time.monotonic() + patience, True
+        for rank in range(group.size()):
+            if rank == group.rank():
+                continue
+            try:
+                vote = _vote(group, number, stage, rank, deadline)
+            except RuntimeError as error:
+                raise RanksDiffer(f"the store of its group fails: {error}", may_pass=True) from error
+            if vote is None:
+                state.timeouts += 1
+                problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"
+                raise RanksDiffer(problem, may_pass=True, no_answer=True)
+            for word in (_NO, _NEVER):
+                if vote.startswith(word):
+                    problem = f"rank {rank} does not capture it: {vote.removeprefix(word)}"
+                    raise RanksDiffer(problem, may_pass=word is _NO)
+            if vote.removesuffix(_HAS) != subject:
+                problem = f"rank {rank} captures something else: other ops, or inputs of another layout"
+                raise RanksDiffer(problem, may_pass=not self._has_agreed)
+            all_could &= vote.endswith(_HAS)
         return all_could
 
     def _ask_for_meeting(self) -> None:
@@ -159,10 +197,6 @@ class Round:
             _states[group].meeting = 0  # the others are not there
             if are_alike:
                 _ask_for_meeting(group, number[0])
-
-
-class _NoAnswer(RanksDiffer):
-    """A rank did not answer in time."""
 
 
 def _text(number: _Number) -> str:
@@ -180,38 +214,6 @@ def _generation(group: ProcessGroup) -> int:
     if state.generation is None:
         state.generation = distributed.store(group).add(f"thunder_cg/generation/{group.rank()}", 1)
     return state.generation
-
-
-def _compare(group: ProcessGroup, number: _Number, stage: str, subject: str, *, could_replay: bool) -> bool:
-    """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
-    state = _states[group]
-    shortest = _MEETING_TIMEOUT if state.meets() else _SHORTEST
-    patience = max(_TIMEOUT / 2**state.timeouts, shortest)  # the ranks met in the collectives since the last time
-    if could_replay:  # another rank may not have seen that there is a meeting
-        patience = _MEETING_TIMEOUT
-    deadline = time.monotonic() + patience
-    all_could = True
-    for rank in range(group.size()):
-        if rank == group.rank():
-            continue
-        try:
-            vote = _vote(group, number, stage, rank, deadline)
-        except RuntimeError as error:
-            raise RanksDiffer(f"the store of its group fails: {error}", may_pass=True) from error
-        if vote is None:
-            state.timeouts += 1
-            problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"
-            raise _NoAnswer(problem, may_pass=True)
-        for word in (_NO, _NEVER):
-            if vote.startswith(word):
-                raise RanksDiffer(f"rank {rank} does not capture it: {vote.removeprefix(word)}", may_pass=word is _NO)
-        if vote.removesuffix(_HAS) != subject:
-            problem = f"rank {rank} captures something else: other ops, or inputs of another layout"
-            raise RanksDiffer(problem, may_pass=False)
-        all_could &= vote.endswith(_HAS)
-    if not (could_replay and all_could):
-        state.timeouts = 0
-    return all_could
 
 
 def _ask_for_meeting(group: ProcessGroup, call: int) -> None:
@@ -290,6 +292,10 @@ class Collectives:
 
     def are_alive(self) -> bool:
         return all(distributed.is_alive(group) and not _states[group].is_closed for group in self.groups)
+
+    def meets(self) -> bool:
+        """Whether the next call is one of a meeting."""
+        return self._asks and meets(self.groups)
 
     def next_round(self) -> Round:
         """To be called once for each call that communicates, before its first collective."""

@@ -122,7 +122,7 @@ class GraphedStep:
             if (reason := recording.why_not(batch)) is not None:
                 return self._run(args, kwargs, reason, layout)
             try:
-                if recording.collectives is not None and meets(recording.collectives.groups):
+                if recording.collectives is not None and recording.collectives.meets():
                     return self._meet(recording, batch, layout, args, kwargs)
                 return self._replay(recording, batch)
             except ReplayRefused as error:
@@ -225,8 +225,7 @@ class GraphedStep:
             return self._replay_first(recording, batch, layout, args, kwargs)
         if not self.recordings and self.arena is not None:
             self.release()
-        if not is_ranks:
-            votes.refuse(_AFTER, problem, may_pass=may_pass)
+        votes.refuse(_AFTER, problem, may_pass=may_pass)
         if known is not None and known in self.recordings and known.is_for(layout):
             return self._replay(known, batch)
         if calls_more:
