@@ -149,12 +149,14 @@ class NoRoom(CaptureRefused):
 class RanksDiffer(CudagraphError, RuntimeError):
     """What keeps a region that communicates from being captured on this rank: another rank does something else.
 
-    ``may_pass`` says whether the ranks may agree at a later call.
+    Attributes:
+        may_pass: whether the ranks may agree at a later call.
+        no_answer: whether the other rank said nothing.
     """
 
-    def __init__(self, problem: str, *, may_pass: bool) -> None:
+    def __init__(self, problem: str, *, may_pass: bool, no_answer: bool = False) -> None:
         super().__init__(problem)
-        self.may_pass = may_pass
+        self.may_pass, self.no_answer = may_pass, no_answer
 
 
 class ReplayRefused(CudagraphError, RuntimeError):

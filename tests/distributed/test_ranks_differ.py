@@ -91,6 +91,40 @@ def patch_capture(what: str) -> Iterator[None]:
         yield
 
 
+def meets(builder: str) -> dict[str, Any]:
+    """Rank 1 keeps the gradients of a step, which are in memory of its graphs, so that it has to capture anew."""
+    import parallel
+
+    from thunder_cg.runtime import agreement
+
+    found, kept = [], []
+    state = agreement._states.setdefault(torch.distributed.group.WORLD, agreement._GroupState())
+    state.next_request, state.pause = 0, 1
+    with patch.multiple(agreement, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=12, _MEETING=8):
+        for graphs in ([], [parallel.transform()]):
+            compiled, values = parallel.BUILDERS[builder](*graphs), []
+            for step in range(24):
+                compiled.zero_grad(set_to_none=True)
+                compiled(parallel.tokens(step)).square().mean().backward()
+                if step == 4 and parallel.RANK() == 1:
+                    kept += [p.grad for p in compiled.parameters()]
+                values += [p.grad.clone() for p in compiled.parameters()]
+            found.append(values)
+    half = len(kept) // 2
+    differing = parallel.differing(*found) + parallel.differing(kept[:half], kept[half:])
+    return {"differing": differing, "traces": parallel.summary(compiled)}
+
+
+def test_ranks_get_together_again(ranks: Ranks) -> None:
+    """Where the others replay what one rank has lost, all capture again as soon as they meet."""
+    first, second = ranks.run(meets, "fsdp zero2")
+    for found in (first, second):
+        assert not found["differing"]
+        assert [trace["captures"] for trace in found["traces"]] == [[2], [2]], found
+    for ours, theirs in zip(first["traces"], second["traces"]):
+        assert not ours["fallbacks"] and theirs["fallbacks"] and theirs["replays"][0] > 6
+
+
 @pytest.mark.nightly
 def test_ranks_that_need_not_agree(ranks: Ranks) -> None:
     for found in ranks.run(what_runs, "ddp", "the same", {"capture_collectives": "always"}):

@@ -113,6 +113,36 @@ def test_same_bits(ranks: Ranks, builder: str, micro: int) -> None:
 # Ranks that differ
 
 
+def meets(what: str) -> dict[str, list[Any]]:
+    """Trains without and with graphs; one rank alone needs a capture until the ranks meet."""
+    import parallel
+
+    is_other, found = parallel.RANK() == 1, []
+    state = agreement._states.setdefault(dist.group.WORLD, agreement._GroupState())
+    state.next_request, state.pause = 0, 1
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        step, values = wrap(step_of_own(model)), []
+        for i in range(24):
+            if what == "is released" and wrap is graphed and is_other and i == 6:
+                step.release()
+            batch = 3 + i % 2 if what == "other batches" and is_other else 4
+            with patch.multiple(agreement, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=5, _MEETING=4):
+                values += [step(parallel.tokens(i, batch=batch)).clone(), *state_of(model)]
+        found.append(values)
+    in_python = dict(step.in_python)
+    return {"differing": parallel.differing(*found), "n": (step.captures, step.replays), "in_python": in_python}
+
+
+@pytest.mark.parametrize("what", ["is released", pytest.param("other batches", marks=nightly)])
+def test_ranks_get_together_again(ranks: Ranks, what: str) -> None:
+    """A rank that replays captures with one that needs it, as soon as they meet."""
+    first, second = ranks.run(meets, what)
+    assert not first["differing"] and not second["differing"]
+    captures, replays = zip(first["n"], second["n"])
+    assert captures == (2, 2) and replays[0] >= 18 and 8 <= replays[1] < replays[0], (first, second)
+
+
 def what_runs(what: str, steps: int = 10) -> dict[str, Any]:
     """Trains without and with graphs, while rank 1 does something else, and then captures another step."""
     import parallel
@@ -137,7 +167,6 @@ def what_runs(what: str, steps: int = 10) -> dict[str, Any]:
                 with watched, patch.object(agreement, "_TIMEOUT", patience):
                     values += [step(parallel.tokens(i, batch=batch)).clone(), *state_of(model)]
         found.append(values)
-    agreement._states[dist.group.WORLD].timeouts = 0
     after = graphed(step_of_own(parallel.model()))
     for i in range(4):
         after(parallel.tokens(i))

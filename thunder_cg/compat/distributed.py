@@ -37,6 +37,7 @@ __all__ = [
     "is_distributed",
     "is_torchs_own",
     "progress",
+    "ranks",
     "store",
     "timeout",
     "told_of_collectives",
@@ -173,6 +174,11 @@ def is_distributed() -> bool:
 def is_alive(group: ProcessGroup) -> bool:
     """Whether the group has not been destroyed. A group that is made anew is another object."""
     return group in _world.pg_map
+
+
+def ranks(group: ProcessGroup) -> list[int]:
+    """Those in the group, as the default group numbers them."""
+    return torch.distributed.get_process_group_ranks(group)
 
 
 def group_named(name: Any) -> ProcessGroup:

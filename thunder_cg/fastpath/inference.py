@@ -97,6 +97,8 @@ def inference_fast_path(
             # What a launch needs: a graph that is still there, and nothing on this thread that has to see operators.
             if recording.dropped or program.calls >= program.verify_after or skip_reason(backend, saves=False):
                 return MISS
+            if collectives is not None and collectives.meets():
+                return MISS
             # The arguments, and the parameters where they were.
             if keywords is None:
                 values = look_up(args, kwargs)

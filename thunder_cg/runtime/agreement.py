@@ -6,8 +6,21 @@ Note [Agreement of ranks]
     without graphs. So each rank numbers its calls that communicate in a group, and calls with equal numbers meet.
     Whoever captures in such a call puts a vote into the group's store and waits for those of the other ranks: once
     before the capture, once after it. Whoever neither captures nor replays puts down why, and waits for nobody. A rank
-    that replays says nothing, so steady calls cost nothing. Who waits for it, or for a rank that is late, runs eagerly
-    after a while, and asks again at its next call, a few times, for half as long each time.
+    that replays says nothing, so steady calls cost next to nothing. Who waits for it, or for a late one, runs eagerly
+    after a while, and asks again at a later call, for half as long after each time-out, down to a poll. So one rank
+    that differs costs little, and all of them can agree again whenever they do the same.
+
+Note [Meetings]
+    A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
+    meeting: each rank looks every `_PERIOD` calls whether there is one now. For the next `_MEETING` calls, a rank that
+    could replay votes first. If all could, they do. If one needs a capture, all capture: a step in that call, a program
+    in its next one, since a backward cannot be captured without its forward. A rank asks for the next meeting after
+    twice as many calls, up to `_MAX_PAUSE` periods, since another one may not help either.
+
+Note [Keys in the store]
+    There may be millions of calls, so each rank has one key for each stage, whatever the call. Its value begins with
+    the call's number. No key is deleted: who reads one would wait for it. A group that is made anew may have the name,
+    and so the keys, of an old one, so each rank counts in the store how often it has begun with them.
 
 Note [Steps that communicate]
     A step, whose whole graph holds its collectives, is one call in each of its groups, whatever is in it. What runs in
@@ -34,8 +47,12 @@ from thunder_cg.errors import RanksDiffer
 
 DESTROYED = "the process group of its collectives has been destroyed or aborted"
 _TIMEOUT = 5.0  # seconds to wait for the vote of another rank, at first
-_MAX_TIMEOUTS = 6  # in a row, in one group; after that nothing more is captured that communicates in it
-_NO, _NEVER = "no: ", "never: "
+_SHORTEST = 0.02  # after many time-outs in a row
+_PERIOD, _MEETING = 256, 32  # calls: see Note [Meetings]
+_MAX_PAUSE = 16  # periods
+_MEETING_TIMEOUT = 0.5  # seconds
+_NO, _NEVER, _NOTHING = "no: ", "never: ", ""
+_HAS = " again"  # ends a vote of one that could replay
 
 
 class HoldsGroups(Protocol):
@@ -45,20 +62,31 @@ class HoldsGroups(Protocol):
         """Destroys the graphs, after their work is done if that may be waited for."""
 
 
+_Number = tuple[int, ...]  # of a call; that of one in a step begins with the step's
+
+
 class _GroupState:
     """What this process knows of one group."""
 
     def __init__(self) -> None:
-        self.place = "thunder_cg"  # what its calls are numbered within
+        self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
-        self.timeouts = 0
+        self.is_captured = False  # whether they are in the capture of a step, and so are none
+        self.generation: int | None = None  # see Note [Keys in the store]
+        self.timeouts = 0  # in a row
+        self.meeting = 0  # the last call of the meeting that is or was
+        self.next_request, self.pause = 0, 1  # the call after which this rank may ask for a meeting, and periods then
         self.is_closed = False  # whether it has been shut down or aborted
         self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
         self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
 
     @property
-    def next_call(self) -> str:
-        return f"{self.place}/{self.calls + 1}"
+    def next_call(self) -> _Number:
+        return (*self.place, self.calls + 1)
+
+    def meets(self) -> bool:
+        """Whether the next call is one of a meeting. Calls in a step are none."""
+        return self.calls < self.meeting and not self.place
 
 
 _states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
@@ -81,35 +109,31 @@ class Round:
     """
 
     def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
-        self._asks = asks
-        self._prefixes = {group: _states[group].next_call for group in groups}
-        self._written: dict[tuple[ProcessGroup, str], None] = {}
+        self._numbers = {group: _states[group].next_call for group in groups if asks and not _states[group].is_captured}
+        self._has_declined = self._has_agreed = False
 
     def decline(self, reason: str) -> None:
         """Says that this rank captures nothing in this call."""
+        self._has_declined = True
         self._put("", _NO + reason)
 
     def refuse(self, stage: str, reason: str, *, may_pass: bool) -> None:
         """Says that this rank does not go on with ``stage``, and whether it may in a later call."""
         self._put(stage, (_NO if may_pass else _NEVER) + reason)
 
-    def _put(self, stage: str, vote: str) -> None:
-        for group, prefix in self._prefixes.items():
-            if self._asks and distributed.is_alive(group):
-                key = f"{prefix}/{stage}/{group.rank()}"
+    def _put(self, stage: str, vote: str, groups: Collection[ProcessGroup] = ()) -> None:
+        for group, number in self._numbers.items():
+            if group not in groups and distributed.is_alive(group):
                 with suppress(RuntimeError):  # the store is gone with the rank that had it, and so is who would read it
-                    distributed.store(group).set(key, vote)
-                    self._written[group, key] = None
+                    distributed.store(group).set(_key(group, number, stage, group.rank()), f"{_text(number)} {vote}")
 
     def withdraw(self, groups: Collection[ProcessGroup]) -> None:
         """Takes back what was said in other groups than these: the call does not communicate there, after all."""
-        for group, key in self._written:
-            if group not in groups and distributed.is_alive(group):
-                with suppress(RuntimeError):
-                    distributed.store(group).delete_key(key)
+        if self._has_declined:
+            self._put("", _NOTHING, groups)
 
-    def ask(self, stage: str, subject: str) -> None:
-        """Votes for ``subject`` at ``stage``, and waits.
+    def ask(self, stage: str, subject: str, *, could_replay: bool = False) -> bool:
+        """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
 
         Args:
             subject: describes what is captured: ranks agree if theirs are equal.
@@ -117,53 +141,129 @@ class Round:
         Raises:
             RanksDiffer: the ranks do not agree.
         """
-        if not self._asks:
-            return
-        self._put(stage, subject)
-        for group, prefix in self._prefixes.items():
+        self._put(stage, subject + _HAS * could_replay)
+        all_could = could_replay
+        for group, number in self._numbers.items():
             try:
-                _compare(group, prefix, stage, subject)
+                patience = self._patience(_states[group], could_replay=could_replay)
+                all_could &= self._compare(group, number, stage, subject, patience)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
+                if problem.no_answer:
+                    self._ask_for_meeting()
                 raise
+        for group in self._numbers if not (self._has_agreed or all_could) else ():
+            _states[group].timeouts = max(_states[group].timeouts - 1, 0)
+        self._has_agreed = True
+        return all_could
+
+    def _patience(self, state: _GroupState, *, could_replay: bool) -> float:
+        """How many seconds to wait for votes."""
+        if self._has_agreed:  # so all of them are at the same capture
+            return _TIMEOUT
+        if could_replay:  # another rank may not have seen that there is a meeting
+            return _MEETING_TIMEOUT
+        shortest = _MEETING_TIMEOUT if state.meets() else _SHORTEST
+        return max(_TIMEOUT / 2**state.timeouts, shortest)
+
+    def _compare(self, group: ProcessGroup, number: _Number, stage: str, subject: str, patience: float) -> bool:
+        """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
+        state, deadline, all_could = _states[group], time.monotonic() + patience, True
+        for rank in range(group.size()):
+            if rank == group.rank():
+                continue
+            try:
+                vote = _vote(group, number, stage, rank, deadline)
+            except RuntimeError as error:
+                raise RanksDiffer(f"the store of its group fails: {error}", may_pass=True) from error
+            if vote is None:
+                state.timeouts += 1
+                problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"
+                raise RanksDiffer(problem, may_pass=True, no_answer=True)
+            for word in (_NO, _NEVER):
+                if vote.startswith(word):
+                    problem = f"rank {rank} does not capture it: {vote.removeprefix(word)}"
+                    raise RanksDiffer(problem, may_pass=word is _NO)
+            if vote.removesuffix(_HAS) != subject:
+                problem = f"rank {rank} captures something else: other ops, or inputs of another layout"
+                raise RanksDiffer(problem, may_pass=not self._has_agreed)
+            all_could &= vote.endswith(_HAS)
+        return all_could
+
+    def _ask_for_meeting(self) -> None:
+        """After a time-out. Ranks that are not in all of the groups would not see that there is one."""
+        are_alike = len({frozenset(distributed.ranks(group)) for group in self._numbers}) == 1
+        for group, number in self._numbers.items():
+            _states[group].meeting = 0  # the others are not there
+            if are_alike:
+                _ask_for_meeting(group, number[0])
 
 
-def _compare(group: ProcessGroup, prefix: str, stage: str, subject: str) -> None:
+def _text(number: _Number) -> str:
+    return ".".join(map(str, number))
+
+
+def _key(group: ProcessGroup, number: _Number, stage: str, rank: int) -> str:
+    """Calls in a step have other keys than the step."""
+    return f"thunder_cg/{_generation(group)}/{len(number)}/{stage}/{rank}"
+
+
+def _generation(group: ProcessGroup) -> int:
+    """How many groups with these keys this rank has had."""
     state = _states[group]
-    if state.timeouts >= _MAX_TIMEOUTS:
-        raise RanksDiffer(f"ranks of its group have failed to answer {state.timeouts} times", may_pass=False)
-    patience = _TIMEOUT / 2**state.timeouts  # the ranks met in the collectives since the last time
-    deadline = time.monotonic() + patience
-    for rank in range(group.size()):
-        if rank == group.rank():
-            continue
-        try:
-            vote = _vote(group, [f"{prefix}/{each}/{rank}" for each in (stage, "")], deadline)
-        except RuntimeError as error:
-            raise RanksDiffer(f"the store of its group fails: {error}", may_pass=True) from error
-        if vote is None:
-            state.timeouts += 1
-            problem = f"rank {rank} did not answer within {patience:g} s: it replays, or is busy"
-            raise RanksDiffer(problem, may_pass=True)
-        for word in (_NO, _NEVER):
-            if vote.startswith(word):
-                raise RanksDiffer(f"rank {rank} does not capture it: {vote.removeprefix(word)}", may_pass=word is _NO)
-        if vote != subject:
-            problem = f"rank {rank} captures something else: other ops, or inputs of another layout"
-            raise RanksDiffer(problem, may_pass=False)
-    state.timeouts = 0
+    if state.generation is None:
+        state.generation = distributed.store(group).add(f"thunder_cg/generation/{group.rank()}", 1)
+    return state.generation
 
 
-def _vote(group: ProcessGroup, keys: Sequence[str], deadline: float) -> str | None:
-    """The value of the first key that another rank sets; None if it sets none of them in time.
+def _ask_for_meeting(group: ProcessGroup, call: int) -> None:
+    state, store, key = _states[group], distributed.store(group), _key_of_meeting(group)
+    with suppress(RuntimeError):
+        if call >= state.next_request and not (store.check([key]) and int(store.get(key)) > call):
+            begin = (call // _PERIOD + 2) * _PERIOD  # all ranks will have seen that by then
+            store.set(key, str(begin))
+            state.next_request, state.pause = begin + state.pause * _PERIOD, min(2 * state.pause, _MAX_PAUSE)
+
+
+def _look_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
+    store, key = distributed.store(group), _key_of_meeting(group)
+    with suppress(RuntimeError):
+        if store.check([key]) and int(store.get(key)) == state.calls:
+            state.meeting = state.calls + _MEETING
+
+
+def _key_of_meeting(group: ProcessGroup) -> str:
+    return f"thunder_cg/{_generation(group)}/meeting"
+
+
+def meets(groups: Sequence[ProcessGroup]) -> bool:
+    """Whether the next call that communicates in these groups is one of a meeting."""
+    return any(_states[group].meets() for group in groups)
+
+
+def _count(group: ProcessGroup) -> None:
+    """Counts a call that communicates in the group."""
+    state = _states[group]
+    state.calls += 1
+    if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
+        _look_for_meeting(group, state)
+
+
+def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
+    """What another rank says; None if it says nothing in time.
 
     The store is asked again and again, since one long wait would keep other threads, such as NCCL's watchdog, from it.
     """
     store, pause = distributed.store(group), 1e-4
+    keys = [_key(group, number, each, rank) for each in ("", stage)]  # whoever has voted may decline a later call
     while True:
-        for key in keys:
-            if store.check([key]):
-                return store.get(key).decode()
+        said = [store.get(key).decode().split(" ", 1) for key in keys if store.check([key])]
+        calls = {tuple(map(int, text.split("."))): vote for text, vote in said if vote != _NOTHING}
+        if number in calls:
+            return calls[number]
+        if calls and (latest := max(calls)) > number:
+            now = f"it is at call {_text(latest)} that communicates in the group, and this rank at {_text(number)}"
+            return f"{_NO}{now}; call modules and steps on all ranks alike"
         if time.monotonic() > deadline:
             return None
         time.sleep(pause)
@@ -180,28 +280,32 @@ class Collectives:
     def __init__(
         self, groups: Sequence[ProcessGroup], *, asks: bool, watch: Callable[[Sequence[ProcessGroup]], None]
     ) -> None:
-        self._groups, self._asks, self._watch = list(groups), asks, watch
+        self.groups, self._asks, self._watch = list(groups), asks, watch
         for group in groups:
             _states.setdefault(group, _GroupState())
 
     def held_by(self, holder: HoldsGroups) -> None:
         """``holder`` is told before one of the groups goes."""
         distributed.before_shutdown(_close_holders)
-        for group in self._groups:
+        for group in self.groups:
             _states[group].holders.add(holder)
 
     def are_alive(self) -> bool:
-        return all(distributed.is_alive(group) and not _states[group].is_closed for group in self._groups)
+        return all(distributed.is_alive(group) and not _states[group].is_closed for group in self.groups)
+
+    def meets(self) -> bool:
+        """Whether the next call is one of a meeting."""
+        return self._asks and meets(self.groups)
 
     def next_round(self) -> Round:
         """To be called once for each call that communicates, before its first collective."""
-        opened = Round(self._groups, asks=self._asks)
+        opened = Round(self.groups, asks=self._asks)
         self._count()
         return opened
 
     def _count(self) -> None:
-        for group in self._groups:
-            _states[group].calls += 1
+        for group in self.groups:
+            _count(group)
 
     def count_replay(self) -> None:
         """Counts a call that only replays, which says nothing."""
@@ -210,7 +314,7 @@ class Collectives:
 
     def watch(self) -> None:
         """Has a replay watched."""
-        self._watch(self._groups)
+        self._watch(self.groups)
 
 
 def keep_eager(groups: Sequence[ProcessGroup], program: object) -> None:
@@ -264,15 +368,17 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         return
     states = [_states.setdefault(group, _GroupState()) for group in groups]
     call = StepCall(device_type, [(group, distributed.progress(group)) for group in groups])
-    before = [(state.place, state.calls) for state in states]
+    before = [(state.place, state.calls, state.is_captured) for state in states]
     for state in states:
-        state.place, state.calls = state.next_call + "/captured" * is_capture, 0
+        state.place, state.calls, state.is_captured = state.next_call, 0, state.is_captured or is_capture
     try:
         yield call
     finally:
         call.look()
-        for group, state, (place, calls) in zip(groups, states, before):
-            state.place, state.calls = place, calls + (not is_capture and group in call.groups)
+        for group, state, (place, calls, is_captured) in zip(groups, states, before):
+            state.place, state.calls, state.is_captured = place, calls, is_captured
+            if not is_capture and group in call.groups:
+                _count(group)
         if votes is not None:
             votes.withdraw(call.groups)
         _runs_a_step.release()

@@ -21,11 +21,11 @@ from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.torch import backward_keeps_graph
-from thunder_cg.errors import CaptureError
+from thunder_cg.errors import CaptureError, RanksDiffer
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.agreement import DESTROYED, Collectives, keep_eager
+from thunder_cg.runtime.agreement import DESTROYED, Collectives, Round, keep_eager
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
@@ -36,7 +36,7 @@ from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.pair import Pair
 from thunder_cg.runtime.program_inputs import ProgramInputs, WarmLayouts
 from thunder_cg.runtime.recording import Recording, RegionGraph, TraceRecording
-from thunder_cg.runtime.region import RuntimeRegion, Stats
+from thunder_cg.runtime.region import RuntimeRegion, Stats, subject_of
 from thunder_cg.runtime.selection import Selection
 from thunder_cg.runtime.tensors import Layout
 from thunder_cg.runtime.verifier import Verifier
@@ -46,6 +46,7 @@ _logger = logging.getLogger(__name__)
 _COMPARED = 32  # layouts, the newest ones, with which a new layout is compared
 _LASTING = 100  # calls after which a capture has paid for itself, so that a move does not count
 
+_IN_MEETING = "in a meeting"  # what ranks agree at
 _NOT_TIMED = 'select="measured" times nothing, because it communicates, and ranks have to capture alike'
 _CYCLES = "memory pools were held by outputs in reference cycles, so the garbage collector ran"
 _HELD = (
@@ -172,7 +173,9 @@ class Program:
 
     def begin(self, *tensors: torch.Tensor) -> Call:
         """Begins a call: finds a recording whose guard holds for ``tensors``, or decides what to do without one."""
-        return self._agree(self._begin(list(tensors)))
+        inputs = list(tensors)
+        needs_others = self._tries_again()
+        return self._agree(self._begin(inputs), inputs, needs_others)
 
     def begin_without_regions(self) -> None:
         """Counts a call of a trace in which nothing is captured. After the first one, ``strict=True`` forbids it."""
@@ -185,14 +188,44 @@ class Program:
             fix = "compile more of the program together" if first.reason == Reason.TOO_SMALL.value else first.fix
             raise CaptureError(f"{self.label}, call {self.calls}", problem, fix)
 
-    def _agree(self, call: Call) -> Call:
-        """Has the other ranks know of a call that communicates. See Note [Agreement of ranks]."""
+    def _agree(self, call: Call, inputs: Sequence[torch.Tensor], needs_others: bool = False) -> Call:
+        """Has the other ranks know of a call that communicates. See Note [Agreement of ranks].
+
+        Args:
+            needs_others: whether a region that it replays nothing for may be captured in a later call.
+        """
         if self.collectives is None:
             return call
+        meets = self.collectives.meets()
         call.round = self.collectives.next_round()
         if call.mode in (Mode.WARMUP, Mode.EAGER):
             call.round.decline("it warms up" if call.mode is Mode.WARMUP else "it runs eagerly")
+        elif meets:
+            self._meet(call, call.round, inputs, could_replay=call.mode is Mode.REPLAY and not needs_others)
         return call
+
+    def _meet(self, call: Call, votes: Round, inputs: Sequence[torch.Tensor], *, could_replay: bool) -> None:
+        """Gives a recording up after this call if another rank needs a capture. See Note [Meetings]."""
+        try:
+            all_replay = votes.ask(_IN_MEETING, subject_of(self.ops.ops, inputs), could_replay=could_replay)
+        except RanksDiffer:
+            all_replay = True
+        if could_replay and not all_replay:
+            assert call.recording is not None
+            self.pair.discard(call.recording, "another rank captures what it holds")
+        if call.mode is Mode.REPLAY:
+            votes.decline("it replays" + "; its next call captures" * (not all_replay))
+
+    def _tries_again(self) -> bool:
+        """Whether this is a meeting, in which what other ranks did not capture with this one may be captured."""
+        lacking = [region for region in self.regions if region.lacks_ranks and region.stays_eager]
+        if self.collectives is None or not lacking or not self.collectives.meets():
+            return False
+        for region in lacking:
+            region.try_again()
+        for recording in [*self.pair.recordings]:
+            self.pair.discard(recording, "what other ranks did not capture may be captured now")
+        return True
 
     def _begin(self, inputs: list[torch.Tensor]) -> Call:
         self.calls += 1
@@ -245,8 +278,10 @@ class Program:
         call = SavedState.call_in(saved)
         if call is None:
             self.calls += 1
-            return self._agree(Call(self).run_eagerly(skip_reasons.NO_FORWARD))
-        return self._agree(self._begin_backward(call, list(tensors)))
+            return self._agree(Call(self).run_eagerly(skip_reasons.NO_FORWARD), [])
+        inputs = list(tensors)
+        needs_others = self._tries_again()
+        return self._agree(self._begin_backward(call, inputs), inputs, needs_others)
 
     def _begin_backward(self, call: Call, inputs: list[torch.Tensor]) -> Call:
         self.calls += 1
@@ -372,10 +407,14 @@ class Program:
 
     def fast_path_skip_reason(self) -> str | None:
         """Why the next call on this thread must not take the fast path."""
+        if self.collectives is not None and self.collectives.meets():
+            return "ranks meet"
         return "it is verified" if self.calls >= self.verify_after else self.skip_reason()
 
     def may_replay_backward(self) -> bool:
         """Whether the backward under way may replay a graph: none is verified, and nothing keeps what is saved."""
+        if self.collectives is not None and self.collectives.meets():
+            return False
         verifies = self._is_quarantined or self.calls >= self.verify_after
         return not (verifies or backward_keeps_graph() or skip_reasons.is_watched())
 

@@ -89,6 +89,7 @@ class RuntimeRegion:
         self.is_deselected = False  # whether it does not pay, which `failure` says then
         self.failed_attempts = 0  # warm-ups and captures that failed
         self.stays_eager = False  # whether no later call warms it up or captures it
+        self.lacks_ranks = False  # whether that is because another rank did something else, which may pass
         self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
         self.remark: str | None = None  # what verification found besides
 
@@ -162,6 +163,10 @@ class RuntimeRegion:
             raise CaptureError(f"{call.program.label}, {self.name}", self.disagreement.problem, self.disagreement.fix)
         if call.program.options.strict and not self.is_deselected:
             raise CaptureError(f"{call.program.label}, {self.name}", str(self.failure), self._strict_fix)
+
+    def try_again(self) -> None:
+        """Has later calls warm it up and capture it again."""
+        self.failed_attempts, self.stays_eager = 0, False
 
     def leave_eager(self, as_graph: float, eagerly: float) -> None:
         """Has later calls run the ops, because that takes less time. Both times are in microseconds."""
@@ -372,9 +377,7 @@ class RuntimeRegion:
     def _agree(self, call: Call, stage: str, args: Sequence[Any]) -> None:
         """Raises `RanksDiffer` unless all ranks of the groups that the region communicates in are at this stage."""
         if self.communicates and call.round is not None:
-            layouts = [(arg.size(), arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else None for arg in args]
-            subject = repr(([op.name for op in self.ops], layouts))
-            call.round.ask(stage, hashlib.sha256(subject.encode()).hexdigest())
+            call.round.ask(stage, subject_of(self.ops, args))
 
     def _refuse(self, call: Call, stage: str) -> None:
         """Tells the other ranks that this one has failed, if the region communicates."""
@@ -387,6 +390,7 @@ class RuntimeRegion:
         text = f"{op.name} {call.program.ops.place(op)}: " if op is not None else ""
         text += sentence(error)
         may_pass = is_out_of_memory(error) or (op is None and not isinstance(error, CaptureRefused))
+        self.lacks_ranks = isinstance(error, RanksDiffer) and error.may_pass
         if isinstance(error, RanksDiffer):
             may_pass = error.may_pass
         self.failed_attempts += 1
@@ -554,6 +558,12 @@ class RuntimeRegion:
             if is_sparse(result):
                 problem = f"{self.describe(output.name)} has the layout {result.layout}, which no replay can fill"
                 raise CaptureRefused(problem)
+
+
+def subject_of(ops: Sequence[Op], args: Sequence[Any]) -> str:
+    """What ranks agree on: the names of the ops, and how tensors are laid out."""
+    layouts = [(arg.size(), arg.stride(), arg.dtype) if isinstance(arg, torch.Tensor) else None for arg in args]
+    return hashlib.sha256(repr(([op.name for op in ops], layouts)).encode()).hexdigest()
 
 
 class _Executed(Exception):

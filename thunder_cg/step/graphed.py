@@ -21,7 +21,7 @@ from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
 from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, RanksDiffer, ReplayRefused
 from thunder_cg.options import StepOptions
 from thunder_cg.progress import Stage
-from thunder_cg.runtime.agreement import Collectives, Round, StepCall, call_of_step
+from thunder_cg.runtime.agreement import Collectives, Round, StepCall, call_of_step, meets
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.runtime.failures import note_replay
@@ -127,6 +127,8 @@ class GraphedStep:
             if (reason := recording.why_not(batch, self._left)) is not None:
                 return self._run(args, kwargs, reason, layout)
             try:
+                if recording.collectives is not None and recording.collectives.meets():
+                    return self._meet(recording, batch, layout, args, kwargs)
                 return self._replay(recording, batch)
             except ReplayRefused as error:
                 return self._run(args, kwargs, str(error), layout)
@@ -162,14 +164,14 @@ class GraphedStep:
         refusal = self._refused.get(layout)
         if refusal is not None and self.calls < refusal.next_look:
             return self._run(args, kwargs, refusal.reason, layout)
-        hopeless = self._unstable >= _MAX_UNSTABLE
+        hopeless = self._unstable >= _MAX_UNSTABLE and not meets(self._groups(layout) or [])
         if hopeless and self.calls % _LOOK_AGAIN:
             return self._run(args, kwargs, self._hopeless, layout)
         state = self._state()
         if refusal is not None and refusal.facts == state.facts:
             refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
             return self._run(args, kwargs, refusal.reason, layout)
-        known = next((each for each in self._ready.get(layout, ()) if each.facts == state.facts), None)
+        known = self._ready_for(layout, state)
         if not self.captures_pay():
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
             self._refuse(layout, state.facts, said)
@@ -177,6 +179,21 @@ class GraphedStep:
             return self._try_capture(state, batch, layout, known, args, kwargs)
         with held_back(not hopeless):
             return self._note(state, batch, layout, args, kwargs)
+
+    def _meet(
+        self, recording: StepRecording, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Replays, or captures anew if another rank needs that. See Note [Meetings] in runtime/agreement.py."""
+        state, groups = self._state(), self._groups(layout)
+        ready = self._ready_for(layout, state)
+        if groups and ready is not None and self.captures_pay():
+            return self._try_capture(state, batch, layout, ready, args, kwargs, recording)
+        Round(groups or [], asks=True).decline("it replays")
+        return self._replay(recording, batch)
+
+    def _ready_for(self, layout: Any, state: StepState) -> _Ready | None:
+        """What an earlier call from the same state has shown."""
+        return next((each for each in self._ready.get(layout, ()) if each.facts == state.facts), None)
 
     def _state(self) -> StepState:
         state = self._whole_state(self._attributes)
@@ -187,21 +204,35 @@ class GraphedStep:
         return StepState(self._fn, self._roots, self._backend.device_type, [*self._called.values()], attributes)
 
     def _try_capture(
-        self, state: StepState, batch: Batch, layout: Any, ready: _Ready, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        state: StepState,
+        batch: Batch,
+        layout: Any,
+        ready: _Ready,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: StepRecording | None = None,
     ) -> Any:
-        """Captures a call, or runs it in Python and notes why."""
+        """Captures a call, or runs it in Python and notes why.
+
+        Args:
+            known: a recording that could be replayed, and is if no rank needs a capture, or this one fails.
+        """
         groups, calls = self._groups(layout) or [], Calls()
         votes = Round(groups, asks=True)
         try:
             if (objection := next(iter(state.objections), self._communicates[layout].objection)) is not None:
                 raise CaptureRefused(objection)
-            votes.ask(_BEFORE, self.name)
+            if votes.ask(_BEFORE, self.name, could_replay=known is not None) and known is not None:
+                return self._replay(known, batch)
             recording = self._capture(state, batch, layout, ready, calls, groups, votes)
         except (CaptureRefused, RanksDiffer) as error:
             # Its frames hold the tensors of the step, and maybe a graph, so it has to go before anything else.
             problem, may_pass, calls_more = str(error), error.may_pass, isinstance(error, CallsMore)
             is_ranks = isinstance(error, RanksDiffer)
         else:
+            if known is not None and known in self.recordings:
+                self._discard(known)
             try:
                 if recording.only_once is not None:
                     return self._replay_once(recording, recording.only_once, batch, layout, ready, calls)
@@ -210,8 +241,9 @@ class GraphedStep:
                 return self._run(args, kwargs, str(error), layout)
         if not self.recordings and self.arena is not None:
             self.release()
-        if not is_ranks:
-            votes.refuse(_AFTER, problem, may_pass=may_pass)
+        votes.refuse(_AFTER, problem, may_pass=may_pass)
+        if known is not None and known in self.recordings and known.is_for(layout):
+            return self._replay(known, batch)
         if calls_more:
             del self._ready[layout]
             self._called |= calls.found
