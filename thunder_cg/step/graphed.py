@@ -239,6 +239,8 @@ class GraphedStep:
             recording.close()
         if not isinstance(problem, CallsMore):
             self._refuse(layout, recording.state.facts, str(problem))
+            if not self.recordings:
+                self.release()
             return result
         self._called |= calls.found
         self._count_unstable(str(problem))

@@ -33,6 +33,7 @@ from thunder_cg.compat.torch import (
     Settings,
     addresses_equal,
     has_storage,
+    kernel_settings,
     storage_id,
     storage_use_count,
     tensor_guards,
@@ -340,7 +341,7 @@ class StepRecording(RecordingUse):
     def why_not(self, batch: Batch) -> str | None:
         """Why no replay is right now, although the recording is for the call; None if one is."""
         if not self.guard.holds([*batch.tensors]):
-            return "the batch is aligned otherwise, or the settings by which PyTorch chooses kernels have changed"
+            return "the batch is aligned otherwise than the one that was captured"
         if batch.is_in(self.memory):
             return _SHARES
         if self.overwritten.are_held():
@@ -491,7 +492,7 @@ class StepCapture:
         pool = self.arena.pool(state.device)
         if batch.is_in(_storages([*state.tensors, *(each for each in before.memory if each is not None)])):
             raise CaptureLater(_SHARES)
-        guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
+        guard = Guard([*batch.tensors], [], frozenset())
         memory = memory_of_tensors(state.device)
         copied, buffers = place(pool, batch.tensors, frozenset(), {})
         copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
@@ -511,6 +512,7 @@ class StepCapture:
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.tensors, *batch.tensors, *before.memory]
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
+        kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         gradients = [None if g is None else _Gradient.of(g, p) for g, p in zip(tensors, state.parameters)]
         overwritten = [g for g, e in zip(gradients, expected) if g is not None and g.tensor is not e]
@@ -531,7 +533,7 @@ class StepCapture:
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
-            settings=settings_in(self.calls.of_torch),
+            settings=[(kernels, kernels()), *settings_in(self.calls.of_torch, self.calls.getters)],
         )
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:
