@@ -315,6 +315,7 @@ _SETTINGS: Mapping[Settings, tuple[Callable[[], Any], ...]] = {
         _c._get_math_sdp_enabled,
         _c._get_cudnn_sdp_enabled,
         _c._get_math_sdp_allow_fp16_bf16_reduction,
+        *([_c._get_fa3_sdp_enabled] if hasattr(_c, "_get_fa3_sdp_enabled") else []),  # torch 2.11
         lambda: tuple(_c._get_sdp_priority_order()),
     ),
     Settings.CUDNN: (

@@ -42,6 +42,7 @@ _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs an
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
+_GETTERS = ("_get_", "_is_", "get_", "is_")
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 # What they return is another value in each call.
 _UNSTEADY = {datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
@@ -74,6 +75,7 @@ class Calls:
             compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
         of_torch: functions of PyTorch's, as their code with their globals.
+        getters: functions of C of PyTorch's, of which some return settings.
     """
 
     def __init__(self) -> None:
@@ -81,6 +83,7 @@ class Calls:
         self.objection: str | None = None
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
         self.looks_up_unseen = False
+        self.getters: dict[Callable[[], Any], None] = {}
         self.of_torch: dict[types.CodeType, dict[str, Any]] = {}
         self._foreign: set[types.CodeType] = set()
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
@@ -142,6 +145,8 @@ class Calls:
             self._note_generator(frame, called.__name__)
         elif event == "c_call" and isinstance(owner, torch.cuda.Event) and called.__name__ == "record":
             self.events[id(owner)] = owner, _line(frame)
+        elif event == "c_call" and called.__name__.startswith(_GETTERS) and _is_torchs(called):
+            self.getters[called] = None
 
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
         if self.objection is None and (found := uncapturable(frame, method)) is not None:
@@ -201,7 +206,7 @@ class Calls:
         if code in self._inner:
             return
         owner = _owner(frame, code)
-        owner = None if id(owner) in self._new else owner
+        owner = type(owner) if id(owner) in self._new else owner  # which has what the class gives it
         variables = tuple(id(frame.f_locals.get(name)) for name in code.co_freevars)
         self._ran.setdefault((code, id(owner), variables), _Ran(code, owner, variables, frame.f_globals))
 
@@ -249,6 +254,12 @@ def _is_uncompared(called: Any) -> bool:
     return False
 
 
+def _is_torchs(called: Any) -> bool:
+    """Whether a function of C is one of PyTorch's, and no method."""
+    owner = getattr(called, "__self__", None)
+    return isinstance(owner, types.ModuleType) and owner.__name__.startswith("torch.")
+
+
 def _is_called_by_user(frame: types.FrameType | None) -> bool:
     """Whether the user's code gets what a function that is called in a frame returns, such as from `secrets`."""
     while frame is not None and frame.f_globals.get("__name__") in _PASS_ON:
@@ -272,13 +283,13 @@ def _logs(frame: types.FrameType | None) -> bool:
 
 
 def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
-    """What the function is bound to; None if it is no method."""
+    """What the function is bound to, an object or a class; None if it is no method."""
     if not code.co_argcount:
         return None
     first = frame.f_locals.get(code.co_varnames[0])
-    for kind in type(first).__mro__:
+    for kind in (*type(first).__mro__, *(first.__mro__ if isinstance(first, type) else ())):
         member = vars(kind).get(code.co_name)
-        member = member.fget if isinstance(member, property) else member
+        member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if isinstance(member, types.FunctionType) and inspect.unwrap(member).__code__ is code:
             return first
     return None

@@ -79,7 +79,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_OPTIMIZER}; {'take a capturable one' if optimizer is None else _make(optimizer)}"
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
-    if any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners):
+    are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
+    if are_of_torch and " from a tensor" not in change:
         return ""  # they make their state in the first step
     if change.startswith("the state of"):
         return f"; {_RANDOM}"

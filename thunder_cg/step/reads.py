@@ -62,6 +62,7 @@ _CONSTANT_PACKAGES = {
     *("torch", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
     *("thunder", "nvfuser", "nvfuser_direct", "optree"),
 }
+_SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 _WITHOUT_SETTINGS = ("torch._dynamo", "torch._inductor", "torch._logging", "torch.autograd.profiler")  # modules
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
 _CODE = (
@@ -319,11 +320,12 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
     for chain in chains(code):
         where, attributes = ".".join((chain.name, *chain.attributes)), chain.attributes
         if of_package and chain.name in bound:
-            where = ".".join((type(owner).__name__, *attributes))
+            where = ".".join(((owner if isinstance(owner, type) else type(owner)).__name__, *attributes))
         elif of_package:
             where = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{where}"
         if chain.name in bound and chain.scope != "global":
-            if not (is_rooted and attributes and _has(owner, attributes[0])):
+            is_of_class = isinstance(owner, type) and attributes[:1] == ("__dict__",)  # which is a new proxy each time
+            if not is_of_class and not (is_rooted and attributes and _has(owner, attributes[0])):
                 read = Read(where, partial(_attribute, owner, attributes), path=(owner, attributes))
                 yield (id(owner), attributes), read
         elif chain.scope == "cell" and chain.name in cells:
@@ -344,17 +346,22 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
             yield (place, what), Read(f"{function.__name__}.{what}", partial(getattr, function, what))
 
 
-def settings_in(functions: Mapping[types.CodeType, dict[str, Any]]) -> list[tuple[Callable[[], Any], Any]]:
+def settings_in(
+    functions: Mapping[types.CodeType, dict[str, Any]], getters: Iterable[Callable[[], Any]] = ()
+) -> list[tuple[Callable[[], Any], Any]]:
     """How to look up each plain value that functions of PyTorch's read by a name, and the value by now.
 
     Args:
         functions: their code and their globals.
+        getters: functions of C that may return such a value. Some of them take arguments.
     """
-    found: dict[Any, Callable[[], Any]] = {}
+    found: dict[Any, Callable[[], Any]] = {getter: partial(_called, getter) for getter in getters}
     for code, variables in functions.items():
         if str(variables.get("__name__")).startswith(_WITHOUT_SETTINGS):
             continue
         for chain in chains(code):
+            if (chain.attributes or (chain.name,))[-1].isupper():
+                continue  # a constant
             module = _imported(chain.name, variables) if chain.scope == "import" else None
             if chain.scope == "global" and chain.name in variables:
                 place = id(variables), chain.name, chain.attributes
@@ -362,7 +369,14 @@ def settings_in(functions: Mapping[types.CodeType, dict[str, Any]]) -> list[tupl
             elif module is not None:
                 found[module, chain.attributes] = partial(_in_globals, sys.modules, module, chain.attributes)
     values = [(get, get()) for get in found.values()]
-    return [(get, value) for get, value in values if type(value) in (bool, int, float, str, type(None))]
+    return [(get, value) for get, value in values if type(value) in _SIMPLE]
+
+
+def _called(getter: Callable[[], Any]) -> Any:
+    try:
+        return getter()
+    except (TypeError, RuntimeError):
+        return MISSING
 
 
 def _imported(name: str, variables: dict[str, Any]) -> str | None:

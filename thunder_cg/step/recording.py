@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.random import fork_rng
 
 from thunder_cg.compat.cuda import is_of_capture
-from thunder_cg.compat.torch import Settings, has_storage, tree_flatten, tree_unflatten, version
+from thunder_cg.compat.torch import Settings, has_storage, kernel_settings, tree_flatten, tree_unflatten, version
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena
@@ -163,7 +163,7 @@ class StepRecording(RecordingUse):
             left: gradients that earlier replays have left, of this recording or another one.
         """
         if not self.guard.holds([*batch.tensors]):
-            return "the batch is aligned otherwise, or the settings by which PyTorch chooses kernels have changed"
+            return "the batch is aligned otherwise than the one that was captured"
         if batch.is_in(self.memory):
             return _SHARES
         if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
@@ -322,7 +322,7 @@ class StepCapture:
         pool = self.arena.pool(state.device)
         if batch.is_in(_storages([*state.tensors, *(each for each in before.memory if each is not None)])):
             raise CaptureLater(_SHARES)
-        guard = Guard([*batch.tensors], [], frozenset(), Settings.ALL)
+        guard = Guard([*batch.tensors], [], frozenset())
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
         copied, buffers = place(pool, batch.tensors, frozenset(), {})
         copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
@@ -342,6 +342,7 @@ class StepCapture:
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
         known = [*state.tensors, *batch.tensors, *before.memory]
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
+        kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
         gradients = [None if g is None else GraphGradient.of(g, p) for g, p in zip(tensors, state.parameters)]
         overwritten = [g for g, e in zip(gradients, expected) if g is not None and g.tensor is not e]
@@ -363,7 +364,7 @@ class StepCapture:
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
-            settings=settings_in(self.calls.of_torch),
+            settings=[(kernels, kernels()), *settings_in(self.calls.of_torch, self.calls.getters)],
         )
 
     def _touched(self, versions: Sequence[int], buffers: Sequence[Tensor]) -> list[Tensor]:

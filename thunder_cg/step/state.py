@@ -186,7 +186,7 @@ class _Collector:
         elif isinstance(value, (nn.Module, Optimizer)):
             self.facts[label] = Same(value)
             self.roots.setdefault(id(value), (label, value))
-        elif depth >= _MAX_DEPTH and (isinstance(value, _CONTAINERS) or _is_users(value)):
+        elif depth >= _MAX_DEPTH and (isinstance(value, _CONTAINERS) or _is_users(value) or self._is_looked_up(value)):
             self.facts[label] = Same(value)
             problem = f"{label} is {depth} levels below what the step reads, and fewer are compared before a replay"
             self.objections.append(f"{problem}; have the step read it by a name")
@@ -229,6 +229,10 @@ class _Collector:
             self._add_object(label, value, depth)
         else:
             self.facts[label] = Same(value)
+
+    def _is_looked_up(self, value: Any) -> bool:
+        """Whether an attribute of an object of this class has been looked up."""
+        return bool(self._names.get(type(value)))
 
     def _add_cached(self, label: str, value: Any, depth: int) -> None:
         """What a function of `lru_cache` has cached: Python does not run for it, so nobody sees what it has read."""
