@@ -134,6 +134,11 @@ def _is_of_call(provenance: Any) -> bool:
     return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
 
 
+def _proxy(value: Any, provenance: ProvenanceRecord) -> AnyProxy:
+    """Of what is checked. Thunder would take ``any0`` for what the function returns of its arguments as it is."""
+    return AnyProxy(value, prefix="checked", history=provenance)
+
+
 def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
     """Has the prologue check None, a dtype, a function and the like, as an argument or an attribute of a module.
 
@@ -146,7 +151,7 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
         known: set[Any] = vars(context).setdefault("cudagraph_known", set())
         if path not in known:
             known.add(path)
-            context.add_constraint((check_constant, AnyProxy(value, history=provenance), value))
+            context.add_constraint((check_constant, _proxy(value, provenance), value))
 
 
 def _check_if_constant(value: WrappedValue) -> Any:
@@ -182,7 +187,7 @@ def _check(value: WrappedValue, *, of_python: bool = False) -> None:
         return
     value.is_settled = True  # Thunder wraps, and so checks, each literal in what it tracks the items of
     container, items = value.value, _items(value.value)
-    proxy = AnyProxy(container, history=value.provenance)
+    proxy = _proxy(container, value.provenance)
     is_dict = isinstance(container, dict)
     if is_dict and all(type(item) is str for item in items):
         constraint: tuple[Any, ...] = check_keys, proxy, items
