@@ -6,6 +6,7 @@ import copy
 import logging
 from collections import OrderedDict
 
+import dill
 import pytest
 import thunder
 import torch
@@ -146,6 +147,13 @@ def test_changes_of_containers_are_said(transform, device, caplog):
 
 def jitted_name(function):
     return function.__qualname__
+
+
+def test_a_trace_with_checks_can_be_pickled(transform, device):
+    jitted = thunder.jit(each, transforms=[transform()])
+    jitted(torch.ones(2, 4, device=device), [A.to(device)])
+    trace = thunder.last_prologue_traces(jitted)[0]
+    assert "check_length" in str(trace) and str(dill.loads(dill.dumps(trace))) == str(trace)
 
 
 def test_thunder_by_itself_stays_as_it_is():

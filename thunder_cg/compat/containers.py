@@ -30,7 +30,7 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_jit_ctx, should_register_for_prologue
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy
-from thunder.extend import OperatorExecutor
+from thunder.extend import OperatorExecutor, register_executor
 
 from thunder_cg.compat.thunder import is_ours, note_change
 
@@ -90,7 +90,7 @@ def essence(constant: Any) -> Any:
     return constant.__code__, kept
 
 
-_executor = OperatorExecutor("cudagraph_containers")
+_executor = register_executor(OperatorExecutor("cudagraph_containers"))  # traces are pickled by its name
 CHECK_LENGTH = "check_length"
 check_length = _register(CHECK_LENGTH, _check_length)
 check_keys = _register("check_keys", _check_keys)
