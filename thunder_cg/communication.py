@@ -30,7 +30,7 @@ from thunder_cg.errors import CollectiveError
 
 __all__ = ["functional", "install"]
 
-_executor = compat.OperatorExecutor("collectives")
+_executor = compat.register_executor(compat.OperatorExecutor("collectives"))
 _COALESCED = ("all_gather_into_tensor_coalesced", "all_reduce_coalesced", "reduce_scatter_tensor_coalesced")
 _REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 

@@ -99,6 +99,10 @@ class CudagraphTransform(compat.Transform):
         self._compiling = _Compiling()
         self._checked: set[Pattern] = set()  # names in allow= and deny= that ops have, or that a warning was about
 
+    def __deepcopy__(self, memo: Any) -> CudagraphTransform:
+        """Itself: its bounds hold for all that it compiles. Lightning copies the backend of ``torch.compile``."""
+        return self
+
     def transform_module(self, model: compat.ThunderModule) -> None:
         """Gives the compiled module its fast path to the graphs."""
         install(model)

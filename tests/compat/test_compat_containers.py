@@ -6,6 +6,7 @@ import copy
 import logging
 from collections import OrderedDict
 
+import dill
 import pytest
 import thunder
 import torch
@@ -88,6 +89,23 @@ def test_other_items(read, contents, own, transform, device):
         assert fast_path_calls(jitted) and "items" in {change.kind for change in explain(jitted).changes}
 
 
+def test_what_comes_back_as_it_is_is_not_taken_for_a_container(transform, device):
+    """Thunder names it as a proxy of what is checked would be named: any0."""
+
+    def scaled(x, factors, mark):
+        factor = 1
+        for each in factors:
+            factor = factor * each
+        return torch.tanh(x) * factor, mark
+
+    jitted, x = thunder.jit(scaled, transforms=[transform()]), torch.ones(3, device=device)
+    for factors, mark in [((2, 3), [1, 2]), ((2, 3, 4), [1, 2]), ((2, 3), 5)]:
+        for _ in range(2):
+            found, expected = jitted(x, factors, mark), scaled(x, factors, mark)
+            same(found[0], expected[0])
+            assert found[1] == expected[1]
+
+
 def test_a_list_that_a_module_owns_costs_steady_calls_nothing(transform, device):
     """It is watched together with the module's attributes, and grows under the fast path."""
     model = Sums(length, [None, None]).to(device).eval().requires_grad_(False)
@@ -129,6 +147,13 @@ def test_changes_of_containers_are_said(transform, device, caplog):
 
 def jitted_name(function):
     return function.__qualname__
+
+
+def test_a_trace_with_checks_can_be_pickled(transform, device):
+    jitted = thunder.jit(each, transforms=[transform()])
+    jitted(torch.ones(2, 4, device=device), [A.to(device)])
+    trace = thunder.last_prologue_traces(jitted)[0]
+    assert "check_length" in str(trace) and str(dill.loads(dill.dumps(trace))) == str(trace)
 
 
 def test_thunder_by_itself_stays_as_it_is():

@@ -125,6 +125,16 @@ def test_a_deep_copy_is_compiled_itself(backend, device):
     assert replays(twin.forward) == 2 and replays(model.forward) == 0
 
 
+def test_thunders_compiler_is_copied_with_the_transform(transform, device):
+    """As Lightning does for each ``torch.compile`` of a module."""
+    backend = copy.deepcopy(thunder.dynamo.ThunderCompiler(transforms=[transform()]))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(device)
+    compiled, x = torch.compile(model, backend=backend), torch.randn(3, 4, device=device)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(x), model(x))
+    assert sum(map(replays, backend.subgraph_infos[0].thunder_compiled_fns)) == 2
+
+
 def test_fallbacks_stay_in_one_region_each_way(pair, device):
     model, plain, twin, graphed = pair(Fallbacks())
     for _ in range(4):

@@ -30,7 +30,7 @@ from thunder.core.interpreter import (
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_jit_ctx, should_register_for_prologue
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy
-from thunder.extend import OperatorExecutor
+from thunder.extend import OperatorExecutor, register_executor
 
 from thunder_cg.compat.thunder import is_ours, note_change
 
@@ -90,7 +90,7 @@ def essence(constant: Any) -> Any:
     return constant.__code__, kept
 
 
-_executor = OperatorExecutor("cudagraph_containers")
+_executor = register_executor(OperatorExecutor("cudagraph_containers"))  # traces are pickled by its name
 CHECK_LENGTH = "check_length"
 check_length = _register(CHECK_LENGTH, _check_length)
 check_keys = _register("check_keys", _check_keys)
@@ -134,6 +134,11 @@ def _is_of_call(provenance: Any) -> bool:
     return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
 
 
+def _proxy(value: Any, provenance: ProvenanceRecord) -> AnyProxy:
+    """Of what is checked. Thunder would take ``any0`` for what the function returns of its arguments as it is."""
+    return AnyProxy(value, prefix="checked", history=provenance)
+
+
 def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
     """Has the prologue check None, a dtype, a function and the like, as an argument or an attribute of a module.
 
@@ -146,7 +151,7 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
         known: set[Any] = vars(context).setdefault("cudagraph_known", set())
         if path not in known:
             known.add(path)
-            context.add_constraint((check_constant, AnyProxy(value, history=provenance), value))
+            context.add_constraint((check_constant, _proxy(value, provenance), value))
 
 
 def _check_if_constant(value: WrappedValue) -> Any:
@@ -182,7 +187,7 @@ def _check(value: WrappedValue, *, of_python: bool = False) -> None:
         return
     value.is_settled = True  # Thunder wraps, and so checks, each literal in what it tracks the items of
     container, items = value.value, _items(value.value)
-    proxy = AnyProxy(container, history=value.provenance)
+    proxy = _proxy(container, value.provenance)
     is_dict = isinstance(container, dict)
     if is_dict and all(type(item) is str for item in items):
         constraint: tuple[Any, ...] = check_keys, proxy, items

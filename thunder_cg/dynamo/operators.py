@@ -20,6 +20,7 @@ from thunder_cg.compat.splitter import for_splitter
 from thunder_cg.compat.thunder import (
     OperatorExecutor,
     current_trace,
+    register_executor,
     register_function,
     to_torch_device,
     to_torch_dtype,
@@ -52,7 +53,7 @@ _FACTORIES = {
     torch.triu_indices: "triu_indices",
 }
 
-_executor = OperatorExecutor("torch_ops")
+_executor = register_executor(OperatorExecutor("torch_ops"))
 _NAMES: dict[Any, str] = {
     F.cross_entropy: "cross_entropy",  # Thunder's gradient of a sum raises, among others
     F.interpolate: "interpolate",

@@ -81,7 +81,7 @@ class InductorExecutor(compat.TorchCompileExecutor):
             facts.written(inputs, symbols),
             any(inner.kwargs.get("grad_enabled") for inner in _walk(symbols)),
         )
-        symbol = compat.Symbol(name, meta=None, is_fusion=True, executor=self)
+        symbol = compat.Symbol(name, meta=lambda *args: outputs, is_fusion=True, executor=self)
         return compat.BoundSymbol(symbol, inputs, {}, outputs, symbols, _call_ctx={name: fusion})
 
 
