@@ -29,6 +29,7 @@ from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import Stacks
 from thunder_cg.communication import install as trace_collectives
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.lines import keep_lines
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
@@ -88,6 +89,7 @@ class CudagraphTransform(compat.Transform):
     def __init__(self, options: Options, stand_in: str | None = None) -> None:
         super().__init__()
         trace_collectives()
+        keep_lines()
         self.options = options
         self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))

@@ -18,7 +18,7 @@ from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind, user_frames
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
-from thunder_cg.compat.tracing import arguments_at
+from thunder_cg.compat.lines import arguments_at
 from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
 
 __all__ = ["Op", "Ops", "Value", "computing", "names_in", "process_groups", "read"]

@@ -88,9 +88,10 @@ def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
 def described(error: BaseException, stacks: Stacks = _NO_STACKS) -> str:
     """The type of an error, where in the user's code it was raised, and the first sentence of its message."""
     errors = [each for each in (error, error.__cause__) if each is not None]
-    lines = [line for each in errors for line in _lines_of(each, stacks)] or [*_traced_lines(error, stacks)]
-    where = f" at {lines[-1]}" if lines else ""
+    lines = [line for each in errors for line in _lines_of(each, stacks)]
     cause = error.__cause__ if lines and error.__cause__ is not None else error
+    lines = lines or [*_traced_lines(error, stacks)]
+    where = f" at {lines[-1]}" if lines else ""
     said = str(cause).strip().partition("\n")[0].partition(". ")[0].rstrip(".!")
     said = re.sub(r"<built-in (?:method|function) (\w+)[^>]*>", r"\1", said)
     return f"{type(cause).__name__}{where}: {said or 'no message'}"

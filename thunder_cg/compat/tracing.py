@@ -1,4 +1,4 @@
-"""Has Thunder compile in a third of the time, trace in a ninth, and keep lines, while something of ours is compiled.
+"""Has Thunder compile in a third of the time, and trace in a ninth, while something of ours is compiled.
 
 Thunder (0.2.6) interprets the model's Python. A third of the time that it takes to compile a language model, it
 disassembles functions, each time anew that one is called. Most of the rest goes to Python that it interprets for what
@@ -8,8 +8,7 @@ warnings come: none about values of Python that is no longer interpreted. For ea
 of a loop, it waits busily for a thread of its own, which keeps that thread from running. Its passes over traces look
 for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call.
 
-What computes a gradient has no line in Thunder's traces, and what this package calls for the user has a line of this
-package. Here the first has the line of the operator whose gradient it is, and the second the user's.
+What this package calls for the user has the user's line.
 """
 
 from __future__ import annotations
@@ -27,20 +26,18 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType, NoneType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 from weakref import WeakKeyDictionary
 
 import optree
 from thunder.core import interpreter, pytree, symbol
-from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 
-__all__ = ["arguments_at", "faster_tracing"]
+__all__ = ["faster_tracing"]
 
 _THUNDERS = interpreter._default_opcode_handler_map
 _wrap_arguments = interpreter.wrap_args_from_list
 _look_up = interpreter.globals_lookup
-_copy = symbol.BoundSymbol.from_bsym
 _truth = interpreter._default_lookaside_map[bool]
 _interpret_instruction = interpreter.InterpreterCompileCtx.interpret
 _call_unwrapped = interpreter._interpret_call_with_unwrapping
@@ -86,14 +83,11 @@ def _patch() -> None:
         interpreter.InterpreterRuntimeCtx: {"get_current_user_source_location": _users_line},
         interpreter.InterpreterStack: {"append": _push},
         interpreter.ProvenanceRecord: {"__post_init__": _join_flags},
-        symbol.BoundSymbol: {"from_bsym": _copied},
         symbol.Symbol: {"normalize": _normalize},
         symbol: {"tree_flatten_with_dataclass": _flatten},
     }
     for of, names in changed.items():
         _patches.enter_context(patch.multiple(of, **names))
-    subclassed = classmethod(_keep_lines)
-    _patches.enter_context(patch.object(TraceSubstitutionProcessor, "__init_subclass__", subclassed, create=True))
 
 
 def _users_line(context: Any) -> tuple[str | None, Any]:
@@ -104,40 +98,6 @@ def _users_line(context: Any) -> tuple[str | None, Any]:
         if not is_ours and interpreter.unwrap(frame.globals).get("__name__", "") not in _TRACERS:
             return file, frame.positions
     return None, None
-
-
-def _copied(bound: Any, **changes: Any) -> Any:
-    """A copy of a symbol. A pass that makes several symbols of one gives all of them its line, last of all."""
-    if bound.source_filename is not None:
-        changes = {key: value for key, value in changes.items() if not key.startswith("source_")}
-    return _copy(bound, **changes)
-
-
-def _keep_lines(processor: type[Any]) -> None:
-    """Has a pass over a trace, which Thunder defines when it runs it, give what it makes of a symbol its line."""
-    process = processor.process_bsym
-
-    def process_bsym(self: Any, bound: Any) -> None:
-        at = bound.source_positions
-        if at is not None and not isinstance(at, _Line):
-            at = _Line(at.lineno, tuple(proxy.name for proxy in bound.flat_proxy_args))
-        self.new_trace.set_current_source_location(bound.source_filename, at)
-        process(self, bound)
-
-    processor.process_bsym = process_bsym
-
-
-class _Line(NamedTuple):
-    """The line of what was made of a symbol, with the names of that symbol's arguments."""
-
-    lineno: int
-    arguments: tuple[str, ...]
-
-
-def arguments_at(bound: Any) -> tuple[str, ...]:
-    """The arguments of the operator of the user that a symbol was made of; none if it is that operator."""
-    at = bound.source_positions
-    return at.arguments if isinstance(at, _Line) else ()
 
 
 def _look_up_global(variables: Any, name: Any) -> Any:

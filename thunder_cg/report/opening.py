@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
+from thunder_cg.analysis.compile_errors import to_try
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
 from thunder_cg.runtime.changes import IF_CACHE, IF_DROPOUT
-from thunder_cg.runtime.failures import TRANSFORMED
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -29,72 +28,10 @@ _RAISE_LIMIT = (
     "set torch._dynamo.config.recompile_limit higher before the calls; where it is reached already, call "
     "torch._dynamo.reset(), after which Dynamo compiles everything anew"
 )
-_TO_COMPARE = (
-    "call the function without Thunder: if that raises too, fix the function; if not, keep the operator out of what "
-    "is compiled, with "
-)
-_THUNDERFX = "thunder_cg.thunderfx"
 _FEW_GRAPHS = 3  # that ran once, as each part of a function does in its first call
-_KEEPS_OUT = {
-    False: f"{_THUNDERFX}, which leaves to Python or Inductor what Thunder does not follow",
-    True: "torch.compiler.disable around a function of yours that calls it",
-}
 _TO_PLAN = (
     "Thunder keeps no error of a function: call thunder_cg.plan(fn, ...) with the arguments of such a call, and print "
     "what it returns, which says what Thunder raises, where, and what to try"
-)
-
-
-class _Hint(NamedTuple):
-    """What to try if an error of Thunder's has one of these signs in it."""
-
-    signs: tuple[str, ...]
-    to_try: str
-
-
-_HINTS = (
-    _Hint(("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"), TRANSFORMED),
-    _Hint(
-        ("unhashable type: 'TensorProxy'", "from ProvenanceRecord"),
-        "for torch.func.functional_call, or modules in a list, a dict or a global variable, use thunder_cg.thunderfx, "
-        "or hold the modules in a torch.nn.ModuleList of the module that is compiled",
-    ),
-    _Hint(
-        ("data dependen", "DataDependentOutput", "tolist"),
-        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, "
-        "which leaves it to Python",
-    ),
-    _Hint(
-        ("argument must be a string or a real number, not 'NoneType'", "None had an unexpected type"),
-        f"for a number that is read from a tensor, by .item() or to bound a slice, of which Thunder knows no value, "
-        f"{KEEP_ON_DEVICE}",
-    ),
-    _Hint(
-        ("boolean advanced indexing", "DynamicOutputShape", "only specifying a condition"),
-        f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
-    ),
-    _Hint(
-        ("too few dimensions",),
-        "for a 0-dim tensor on the CPU, whose gradient Thunder gives another shape, compute it under torch.no_grad(), "
-        "or give it a dimension, as with keepdim=True, or use a GPU",
-    ),
-    _Hint(
-        ("gradient transform", "VJP for", "automatic registration"),
-        "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor",
-    ),
-    _Hint(
-        ("no autograd formula",),
-        "for an operator of torch.library, give it a gradient with torch.library.register_autograd",
-    ),
-    _Hint(
-        ("torch._ops.", "not registered"),
-        "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor "
-        "of Thunder's (README, Your own operator)",
-    ),
-    _Hint(
-        ("Trying to call function torch.",),
-        "for a function that Thunder does not know, use thunder_cg.thunderfx, which keeps it or leaves it to Inductor",
-    ),
 )
 
 
@@ -138,9 +75,7 @@ def failures(report: Report) -> Iterator[str]:
             yield f"{said}. {_TO_PLAN}."
             return
         yield f"{said}: {problem}."
-        hints = (hint.to_try for hint in _HINTS if any(sign in problem for sign in hint.signs))
-        useful = (hint for hint in hints if not (report.is_of_dynamo and _THUNDERFX in hint))
-        yield f"To try: {next(useful, f'{_TO_COMPARE}{_KEEPS_OUT[report.is_of_dynamo]}')}."
+        yield f"To try: {to_try(problem, is_of_dynamo=report.is_of_dynamo)}."
 
 
 def in_python(report: Report) -> Iterator[str]:

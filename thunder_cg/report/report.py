@@ -28,6 +28,7 @@ from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.profile import Times, measure
 from thunder_cg.report.programs import Located, Outside, jitted_parts, locate
 from thunder_cg.report.step import StepReport
+from thunder_cg.runtime.compilation import changed_part
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.skip_reasons import FIXES, HELD_ELSEWHERE, IN_STEP
@@ -304,10 +305,7 @@ def _set_too_late(jitted: Any) -> Iterator[str]:
                 f"with del, and set it on the model before thunder.jit compiles it, or write to its tensors in place"
             )
         for part in found["parts"]:
-            yield (
-                f"{name}.{part} was added, removed or replaced after thunder.jit compiled the {name}, and calls run as "
-                "before; compile the model anew, or copy into its parameters in place"
-            )
+            yield changed_part(name, part)
 
 
 def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
