@@ -18,7 +18,7 @@ from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind, user_frames
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
-from thunder_cg.compat.lines import arguments_at
+from thunder_cg.compat.lines import arguments_at, is_in_library
 from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
 
 __all__ = ["Op", "Ops", "Value", "computing", "names_in", "process_groups", "read"]
@@ -89,7 +89,7 @@ class Op:
     is_fusion: bool = False
     subs: tuple[Op, ...] = ()
     line: str | None = None  # "model.py:12", where the user's code called it; None if Thunder does not know
-    library_line: str | None = None  # the line in a module of PyTorch's, of an op that such a module called
+    library_line: str | None = None  # the line in a module of PyTorch's, if no code of the user's calls that module
     module: str | None = None  # "self.up", that module by its parameters; None if it has none
     source: str | None = None  # the text of the one line or the other
     # Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence.
@@ -143,10 +143,10 @@ class Ops:
     def line(self, op: Op) -> str | None:
         """``"file.py:12"`` in the user's source, or ``"near file.py:12"``; a line of PyTorch's if there is none.
 
-        Of an op in a module of PyTorch's with parameters, the module and the line there: "self.up (linear.py:134)".
+        Of an op in a module of PyTorch's with parameters, the module and the line that calls it: "self.up (a.py:12)".
         """
         if op.module is not None:
-            return f"{op.module} ({op.library_line})"
+            return f"{op.module} ({op.line or op.library_line})"
         origin = self.origin(op)
         if origin is None or origin.line is None:
             return op.library_line
@@ -291,7 +291,7 @@ class _TraceReader:
             subs=self.ops(bound.subsymbols),
             line=str(line) if line is not None and line.is_users else None,
             library_line=library_line,
-            module=self.module((*inputs, *arguments_at(bound))) if library_line is not None else None,
+            module=self.module((*inputs, *arguments_at(bound))) if library_line or is_in_library(bound) else None,
             source=line.text if line is not None else None,
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             is_tagged_unsafe=any(map(is_cudagraph_unsafe, functions)),

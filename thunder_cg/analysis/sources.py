@@ -11,9 +11,7 @@ from dataclasses import dataclass
 from traceback import walk_tb
 from types import MappingProxyType
 
-import thunder
-import torch
-
+from thunder_cg.compat.lines import is_torchs, is_tracers
 from thunder_cg.compat.thunder import BoundSymbol
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
@@ -37,7 +35,7 @@ class SourceLine:
     @property
     def is_users(self) -> bool:
         """Whether it is neither PyTorch's nor Thunder's."""
-        return not (self.file.startswith(_TORCH) or _is_tracer(self.file))
+        return not (is_torchs(self.file) or is_tracers(self.file))
 
     def __str__(self) -> str:
         return f"{_notebook_cell(self.file) or os.path.basename(self.file)}:{self.number}"
@@ -51,19 +49,7 @@ def _notebook_cell(file: str) -> str | None:
     return str(named[1]) if named is not None else None
 
 
-def _directory(module: object) -> str:
-    return os.path.dirname(str(module.__file__)) + os.sep  # type: ignore[attr-defined]
-
-
-_TORCH, _THUNDER = _directory(torch), _directory(thunder)
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_TOOLS = os.path.join(_PACKAGE, "tools", "")  # which have models
 _GENERATED = re.compile(r"<eval_with_key>")
-
-
-def _is_tracer(file: str) -> bool:
-    """Whether a file is Thunder's or this package's, which call operators for the user."""
-    return file.startswith(_THUNDER) or (file.startswith(_PACKAGE) and not file.startswith(_TOOLS))
 
 
 def line_behind(file: str, number: int, stacks: Stacks) -> SourceLine | None:
@@ -71,7 +57,7 @@ def line_behind(file: str, number: int, stacks: Stacks) -> SourceLine | None:
     if _GENERATED.match(file):
         frames = user_frames(stacks.get((file, number)))
         return frames[-1] if frames else None
-    return None if _is_tracer(file) else SourceLine(file, number)
+    return None if is_tracers(file) else SourceLine(file, number)
 
 
 def user_frames(stack: str | None) -> list[SourceLine]:

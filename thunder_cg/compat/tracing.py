@@ -7,8 +7,6 @@ dict of hooks is empty. All find the same every time, and no guard comes of any.
 warnings come: none about values of Python that is no longer interpreted. For each exception, such as the one at the end
 of a loop, it waits busily for a thread of its own, which keeps that thread from running. Its passes over traces look
 for dataclasses in the arguments of each operator, and inspect the signatures of its operators anew for each call.
-
-What this package calls for the user has the user's line.
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import dis
 import functools
 import inspect
 import operator
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -42,9 +39,6 @@ _truth = interpreter._default_lookaside_map[bool]
 _interpret_instruction = interpreter.InterpreterCompileCtx.interpret
 _call_unwrapped = interpreter._interpret_call_with_unwrapping
 _append = interpreter.InterpreterStack.append
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_TOOLS = os.path.join(_PACKAGE, "tools", "")  # which have models
-_TRACERS = ("thunder.core.interpreter", "thunder.core.jit_ext", "thunder.torch")
 _lock = threading.Lock()
 _inside = 0  # how many are inside of `faster_tracing`, of all threads
 _patches = ExitStack()
@@ -80,7 +74,6 @@ def _patch() -> None:
         },
         interpreter.InterpreterFrame: {"get_or_make_python_frame": _get_frame},
         interpreter.InterpreterCompileCtx: {"interpret": _interpret},
-        interpreter.InterpreterRuntimeCtx: {"get_current_user_source_location": _users_line},
         interpreter.InterpreterStack: {"append": _push},
         interpreter.ProvenanceRecord: {"__post_init__": _join_flags},
         symbol.Symbol: {"normalize": _normalize},
@@ -88,16 +81,6 @@ def _patch() -> None:
     }
     for of, names in changed.items():
         _patches.enter_context(patch.multiple(of, **names))
-
-
-def _users_line(context: Any) -> tuple[str | None, Any]:
-    """The file and the positions of the innermost frame that is not of what calls operators for the user."""
-    for frame in reversed(context.frame_stack):
-        file = frame.code.co_filename
-        is_ours = file.startswith(_PACKAGE) and not file.startswith(_TOOLS)
-        if not is_ours and interpreter.unwrap(frame.globals).get("__name__", "") not in _TRACERS:
-            return file, frame.positions
-    return None, None
 
 
 def _look_up_global(variables: Any, name: Any) -> Any:
