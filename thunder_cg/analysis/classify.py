@@ -21,6 +21,7 @@ from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
 from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
+from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.compat.thunder import bound_functions, proxy_shape
 from thunder_cg.compat.torch import is_in_library, library_names
 from thunder_cg.errors import OptionError
@@ -292,6 +293,10 @@ class _Classifier:
         if not is_dynamos or proxy_shape(value.proxy) != () or ".item" in (self.ops.source(op) or ""):
             return None
         name = value.users_name
+        if name == BEFORE_BREAK:
+            detail = "it reads a number from before the graph break, and a graph would keep it"
+            fix = "keep the number on the device, as a 0-dim tensor; explain(fn) names the line of the graph break"
+            return Cause(Reason.RUNTIME_NUMBER, detail, fix)
         detail = f"{name!r} is a Python number that changes from call to call, and a graph would keep it"
         few = "if it has few values, set torch._dynamo.config.specialize_float = True, and Dynamo compiles for each"
         return Cause(Reason.RUNTIME_NUMBER, detail, f"pass {name} as a 0-dim tensor on the device; {few}")

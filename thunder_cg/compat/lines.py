@@ -17,8 +17,9 @@ from thunder.core.interpreter import InterpreterRuntimeCtx
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 
-__all__ = ["arguments_at", "is_in_library", "is_torchs", "is_tracers", "keep_lines"]
+__all__ = ["BEFORE_BREAK", "arguments_at", "is_in_library", "is_torchs", "is_tracers", "keep_lines"]
 
+BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
 _copy = BoundSymbol.from_bsym
 _innermost = InterpreterRuntimeCtx.get_current_user_source_location
 

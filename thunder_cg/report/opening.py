@@ -163,7 +163,7 @@ def graphs_of_one_call(report: Report) -> Iterator[str]:
     for trace in report.traces if report.is_of_dynamo else ():
         calls[trace.function] += trace.calls if trace.kind == "forward" else 0
     once = [function for function, times in calls.items() if times == 1]
-    if len(once) > _FEW_GRAPHS:
+    if len(once) > _FEW_GRAPHS and not report.recompilations:  # which say what
         yield (
             f"Dynamo made {len(once):,} graphs that ran once, the last of them {once[-1]}: calls bring something new "
             f'each time; TORCH_LOGS="recompiles" in the environment has Dynamo say what. To change that: {_FEWER}.'

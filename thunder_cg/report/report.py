@@ -339,6 +339,7 @@ def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None]
 
 def _trace(located: Located, times: Times) -> TraceReport:
     program = located.program
+    taken = f"later calls take {located.successor}, which is for more sizes or numbers" if located.successor else None
     return TraceReport(
         function=located.function,
         entry=located.entry,
@@ -350,13 +351,13 @@ def _trace(located: Located, times: Times) -> TraceReport:
         warm_ups=program.warm_ups,
         fast_path_calls=program.fast_path_calls,
         no_fast_path=program.no_fast_path,
-        remark=program.remark,
+        remark="; ".join(filter(None, [program.remark, taken])) or None,
         fallbacks=dict(program.fallbacks),
         arena_bytes=sum(arena.nbytes() for arena in program.pair.arenas()),
         collectives=collectives(program),
         crossings=crossings(program),
         fixes={reason: fix for reason in program.fallbacks if (fix := FIXES.get(reason))},
-        awaiting_capture=program.awaiting_capture,
+        awaiting_capture=program.awaiting_capture if located.successor is None else 0,
         inputs=inputs(program) if program.kind == "forward" else (),
         training=program.compilation.training,
         grad=program.compilation.grad,
