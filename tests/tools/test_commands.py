@@ -192,13 +192,18 @@ def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: py
     assert path.read_text() == MODELS
 
 
-@pytest.mark.parametrize("command", ["", "demo", "bench", "rules", "explain", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    ["", "demo", "bench", "rules", "explain", "doctor"]
+    + [f".tools.{name}" for name in ("suite", "operators", "generation", "thunder_benchmarks")],
+)
 def test_help_imports_no_torch(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So it takes 0.1 s, where torch and Thunder take several seconds."""
+    module, command = (f"thunder_cg{command}", "") if command.startswith(".") else ("thunder_cg", command)
     code = (
-        "import runpy, sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', 'thunder_cg']\n"
+        f"import runpy, sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', {module!r}]\n"
         "import thunder_cg; sys.argv[0] = 'thunder_cg'\n"
-        "try: runpy.run_module('thunder_cg', run_name='__main__')\n"
+        f"try: runpy.run_module({module!r}, run_name='__main__')\n"
         "except SystemExit as end: print(end.code, sorted({'torch', 'thunder'} & sys.modules.keys()))\n"
     )
     words = [sys.executable, "-c", code, *filter(None, [command]), "--help"]
