@@ -211,6 +211,19 @@ def test_help_imports_no_torch(command: str, monkeypatch: pytest.MonkeyPatch) ->
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
+def test_a_script_that_is_interrupted_before_it_imports_anything(tmp_path: Path) -> None:
+    """Imports of torch that were interrupted raise when they are made again."""
+    (tmp_path / "script.py").write_text("raise KeyboardInterrupt\n")
+    code = (
+        "import sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', 'thunder_cg']\n"
+        "from thunder_cg.tools import explain\n"
+        "print(explain.main([sys.argv[1]]), sorted({'torch', 'thunder'} & sys.modules.keys()))\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "script.py")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("130 []\n", "interrupted\n")
+
+
 def test_an_interrupted_command_ends_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, positive
+from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, interruptible, positive
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns 1 if tokens differ from those of uncaptured Thunder, else 0."""
     parser = _parser()
     given = parser.parse_args(argv)
-    from thunder_cg.tools.generation.run import (  # slow, and --help needs nothing of it
-        VARIANTS,
-        GenerationSettings,
-        run,
-    )
+    from thunder_cg.tools.generation.measure import VARIANTS  # slow, and --help needs neither
+    from thunder_cg.tools.generation.run import GenerationSettings, run
 
     given.variants = given.variants or VARIANTS
     if unknown := [name for name in given.variants if name not in VARIANTS]:
@@ -44,4 +41,4 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interruptible(main, sys.argv[1:]))

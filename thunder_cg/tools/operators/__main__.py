@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from thunder_cg.tools.arguments import Parser, add_device, device_of, positive
+from thunder_cg.tools.arguments import Parser, add_device, device_of, interruptible, positive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,4 +40,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interruptible(main, sys.argv[1:]))

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of
+from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, interruptible
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,4 +48,4 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interruptible(main, sys.argv[1:]))
