@@ -23,12 +23,13 @@ from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
 from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.compat.thunder import bound_functions, proxy_shape
-from thunder_cg.compat.torch import is_in_library, library_names
+from thunder_cg.compat.torch import is_function, is_in_library, library_names
 from thunder_cg.errors import OptionError
 
 __all__ = ["UserRules", "Verdict", "classify", "is_known", "shown", "split_operators", "unmatched"]
 
 _SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other
+_VERY_SIMILAR = 0.8  # of one that no trace has
 
 Pattern = str | Callable[..., Any]  # an operator, by one of its names or by its function
 
@@ -162,7 +163,7 @@ def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
         found = alike[close[0]]
         as_in_advice = (each for each in found if "::" in each)
         return next(as_in_advice, None) or max(found, key=lambda each: _similarity(name, each))
-    return next(iter(difflib.get_close_matches(mine, sorted(_known_ids()), 1, _SIMILAR)), None)
+    return next(iter(difflib.get_close_matches(mine, sorted(_known_ids()), 1, _VERY_SIMILAR)), None)
 
 
 def is_known(name: str) -> bool:
@@ -170,7 +171,8 @@ def is_known(name: str) -> bool:
 
     A derivative is known only from the trace of a backward.
     """
-    return name.endswith(rules.VJP) or _last_part(name) in _known_ids() or is_in_library(name)
+    is_torchs = name.startswith("torch.") and is_function(name)  # Thunder may write it out, as torch.sigmoid
+    return is_torchs or name.endswith(rules.VJP) or _last_part(name) in _known_ids() or is_in_library(name)
 
 
 def _last_part(name: str) -> str:

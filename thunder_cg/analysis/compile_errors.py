@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from thunder_cg import errors
 from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
+from thunder_cg.errors import CudagraphError
 
 _TRANSFORMED = (
     "for torch.func, such as vmap or grad, compile the function that calls the transform with thunder_cg.thunderfx, "
@@ -19,6 +21,9 @@ _KEEPS_OUT = {
     False: f"{_THUNDERFX}, which leaves to Python or Inductor what Thunder does not follow",
     True: "torch.compiler.disable around a function of yours that calls it",
 }
+
+
+_OURS = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, CudagraphError)}
 
 
 class _Hint(NamedTuple):
@@ -75,12 +80,14 @@ _HINTS = (
 
 
 def to_try(problem: str, *, is_of_dynamo: bool, in_functorch: bool = False) -> str:
-    """What to try if Thunder raises this: the type of the error, the line, and what it says.
+    """What to try if Thunder raises this: the type of the error, the line, and what it says. "" if it says so itself.
 
     Args:
         is_of_dynamo: Dynamo reads the Python, so `thunder_cg.thunderfx` is no help.
         in_functorch: inside of a transform of ``torch.func``.
     """
+    if problem.partition(":")[0].partition(" at ")[0] in _OURS:
+        return ""
     if in_functorch:
         return _TRANSFORMED
     hints = (hint.to_try for hint in _HINTS if any(sign in problem for sign in hint.signs))

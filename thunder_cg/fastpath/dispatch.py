@@ -209,8 +209,9 @@ class Dispatch:
                 self.compile_failure = described(error, stacks_of_generated_code(original))
                 dynamos, in_functorch = isinstance(original, torch.fx.GraphModule), functorch_is_active()
                 fix = to_try(self.compile_failure, is_of_dynamo=dynamos, in_functorch=in_functorch)
-                where = f"while it compiled {self._name}"
-                note(error, f"Thunder raised this {where}: {self.compile_failure}. To try: {fix}.")
+                if fix:
+                    where = f"while it compiled {self._name}"
+                    note(error, f"Thunder raised this {where}: {self.compile_failure}. To try: {fix}.")
             elif functorch_is_active():
                 note(error, to_try("", is_of_dynamo=False, in_functorch=True))
             raise

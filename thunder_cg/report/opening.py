@@ -75,7 +75,8 @@ def failures(report: Report) -> Iterator[str]:
             yield f"{said}. {_TO_PLAN}."
             return
         yield f"{said}: {problem}."
-        yield f"To try: {to_try(problem, is_of_dynamo=report.is_of_dynamo)}."
+        if hint := to_try(problem, is_of_dynamo=report.is_of_dynamo):
+            yield f"To try: {hint}."
 
 
 def in_python(report: Report) -> Iterator[str]:
