@@ -8,7 +8,8 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from traceback import walk_tb
+from inspect import currentframe
+from traceback import walk_stack, walk_tb
 from types import MappingProxyType
 
 from thunder_cg.compat.lines import is_torchs, is_tracers
@@ -69,6 +70,19 @@ def user_frames(stack: str | None) -> list[SourceLine]:
 def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
     """Those of the lines that are neither PyTorch's nor Thunder's."""
     return [line for line in frames if line.is_users]
+
+
+def users_level() -> int:
+    """The ``stacklevel`` with which what calls this warns at the line of the user's that has led to it."""
+    frames = (frame for frame, _ in walk_stack(currentframe()))
+    files = [frame.f_code.co_filename for frame in frames][1:]
+    written = (level for level, file in enumerate(files, 1) if SourceLine(file, 1).is_users and _is_written(file))
+    return next(written, 2)
+
+
+def _is_written(file: str) -> bool:
+    """Whether somebody has written the code of a frame, and no compiler."""
+    return os.path.exists(file) or _notebook_cell(file) is not None or file in ("<stdin>", "<string>")
 
 
 def described(error: BaseException, stacks: Stacks = _NO_STACKS) -> str:

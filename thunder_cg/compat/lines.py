@@ -17,6 +17,8 @@ from thunder.core.interpreter import InterpreterRuntimeCtx
 from thunder.core.symbol import BoundSymbol
 from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 
+from thunder_cg.compat.thunder import is_ours
+
 __all__ = ["BEFORE_BREAK", "arguments_at", "is_in_library", "is_torchs", "is_tracers", "keep_lines"]
 
 BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
@@ -51,15 +53,9 @@ def keep_lines() -> None:
     TraceSubstitutionProcessor.__init_subclass__ = classmethod(_keeping_lines)
 
 
-def _is_ours() -> bool:
-    """Whether Thunder compiles with a transform of this package."""
-    transforms = getattr(get_compile_data(), "transforms", None) or ()
-    return any(getattr(each, "owns_regions", False) for each in transforms)
-
-
 def _users_line(context: Any) -> Any:
     """The file and the positions of the innermost frame of the user's; of PyTorch's if there is none."""
-    if not _is_ours():
+    if not is_ours(get_compile_data()):
         return _innermost(context)
     frames = [frame for frame in reversed(context.frame_stack) if not is_tracers(frame.code.co_filename)]
     if not frames:
@@ -80,7 +76,7 @@ def _copied(bound: Any, **changes: Any) -> Any:
 
 def _keeping_lines(processor: type[Any]) -> None:
     """Has a pass over a trace, which Thunder defines when it runs it, give what it makes of a symbol its line."""
-    if not _is_ours():
+    if not is_ours(get_compile_data()):
         return
     process = processor.process_bsym
 
