@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from thunder_cg.analysis.compile_errors import to_try
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
-from thunder_cg.runtime.changes import IF_CACHE, IF_DROPOUT
+from thunder_cg.runtime.changes import FEW, IF_CACHE, IF_DROPOUT, VERSIONS
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -56,7 +56,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield from unmatched(report)
     yield from measured(report)
     yield from deselected(report)
-    yield from changes(report.changes)
+    yield from changes(unsettled(report))
 
 
 def nothing(report: Report) -> str:
@@ -186,11 +186,20 @@ def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:
     others = (
         graphs
         or report.differs
-        or report.changes
+        or unsettled(report)
         or report.compile_failures
         or any(trace.fallbacks for trace in having)
     )
     return not (eager or others) and all(trace.replays and not trace.awaiting_capture for trace in having)
+
+
+def unsettled(report: Report) -> list[ChangeReport]:
+    """The changes that cost something still: not those to few values, for all of which there are graphs by now."""
+    forwards = (trace for trace in report.traces if trace.kind == "forward" and trace.regions)
+    new = {trace.function for trace in forwards if not trace.replays}
+    few = (each for each in report.changes if each.kind in VERSIONS and each.values <= FEW and each.function not in new)
+    settled = [*few]
+    return [each for each in report.changes if each not in settled]
 
 
 def _not_replayed(report: Report, traces: Sequence[TraceReport], without: int) -> Iterator[str]:

@@ -21,6 +21,7 @@ from thunder_cg.runtime.tensors import ALIGNMENT, Layout
 Layouts = tuple[Any, Mapping[str, Layout]]  # settings of kernels, and the layouts of inputs by name
 
 FEW = 6  # changes in a row
+VERSIONS = ("shape", "number", "attribute", "items")  # kinds for each value of which Thunder compiles a version
 _MOST_VALUES = 1024  # of one input that are kept
 _SHOWN = 3
 
