@@ -54,11 +54,11 @@ def test_without_a_handler_warnings_alone_are_printed(
     assert capsys.readouterr().err == ""
 
 
-def test_a_warning_says_that_a_line_is_near(lines: Any) -> None:
-    """Thunder has lost the line of the derivative."""
+def test_a_derivative_has_the_line_of_its_operator(lines: Any) -> None:
+    """Thunder loses it."""
     compiled(lambda x: torch.sin(torch.cos(x).cpu()) * 2)(torch.ones(3, requires_grad=True))
     forward, backward = (said for level, said in lines() if level == "WARNING")
-    assert ": Tensor.cpu at test_logging.py:" in forward and ": cpu_vjp near test_logging.py:" in backward
+    assert ": Tensor.cpu at test_logging.py:" in forward and ": cpu_vjp at test_logging.py:" in backward
 
 
 def test_a_line_for_each_compile_capture_and_drop_and_no_warning(lines: Any) -> None:

@@ -46,6 +46,7 @@ KNOW_THUNDER = {
     "analysis/ops.py",
     "compat/containers.py",
     "compat/dynamo.py",
+    "compat/lines.py",
     "compat/splitter.py",
     "compat/thunder.py",
     "compat/tracing.py",

@@ -17,6 +17,8 @@ from thunder_cg.__main__ import _COMMANDS
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+# The page itself, the results beside their files, and what few readers need.
+PAGES = [ROOT / "README.md", ROOT / "thunder_cg/tools/results/RESULTS.md", ROOT / "thunder_cg/SEVERAL_GPUS.md"]
 
 # Inductor takes half a minute to compile the fusions, which other tests capture.
 INSTEAD = {"executors=executors(), ": ""}
@@ -80,26 +82,40 @@ def test_sections() -> None:
     ]
 
 
+def test_the_first_screen_has_numbers_of_the_measured_table() -> None:
+    first, measured = README.split("## What it does", 1)[0], README.split("<!-- measured -->", 1)[1]
+    rows = [line for line in first.splitlines() if re.match(r"\| [\dt]", line)]
+    numbers = [number for row in rows for number in re.findall(r"\| \**(\d[\d,]*)\**(?= \|)", row)]
+    assert len(rows) == 2 and len(numbers) == 8
+    for number in numbers:
+        assert re.search(rf"[ *]{number}[ *]", measured), number
+
+
 def test_marks_of_tables_are_there_once_and_in_order() -> None:
-    marks = re.findall(r"^<!-- .* -->$", README, re.MULTILINE)
-    assert marks == [f"<!-- {mark}{name} -->" for name in ("gpus", "measured", "suite") for mark in ("", "/")]
+    pages = (page.read_text(encoding="utf-8") for page in PAGES)
+    marks = [mark for page in pages for mark in re.findall(r"^<!-- .* -->$", page, re.MULTILINE)]
+    assert marks == [f"<!-- {mark}{name} -->" for name in ("measured", "suite", "gpus") for mark in ("", "/")]
 
 
-def test_links_lead_somewhere() -> None:
-    anchors = {
-        re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.*)$", README, re.M)
-    }
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        if target.startswith("#"):
-            assert target[1:] in anchors, target
-        elif not target.startswith("https://"):
-            assert (ROOT / target).is_file(), target
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=[page.stem for page in PAGES])
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        if not target.startswith("https://"):
+            file = (page.parent / path).resolve() if path else page
+            assert file.is_file() and (not anchor or anchor in anchors(file)), target
 
 
 def test_commands_are_those_of_the_package() -> None:
     used = set(re.findall(r"-m thunder_cg (\w+)", README))
     assert used == set(_COMMANDS)
-    for module in re.findall(r"-m thunder_cg\.([\w.]+)", README):
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    for module in re.findall(r"-m\s+thunder_cg\.([\w.]+\w)", pages):
         path = ROOT / "thunder_cg" / Path(*module.split("."))
         assert (path / "__main__.py").is_file() or path.with_suffix(".py").is_file(), module
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_cg.compat.versions import check_versions
 
-# Python has "-m" there while it locates what `python -m thunder_cg` runs. The commands import what they need, so that
-# `--help` does not wait for torch.
-if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and "thunder_cg" in sys.orig_argv):
+# Python has "-m" there while it locates what `python -m thunder_cg` or a tool of it runs. The commands import what
+# they need, so that `--help` does not wait for torch.
+_runs_command = any(word == "thunder_cg" or word.startswith("thunder_cg.tools.") for word in sys.orig_argv)
+if TYPE_CHECKING or not (sys.argv[:1] == ["-m"] and _runs_command):
     check_versions()  # before Thunder is imported
 
     from thunder_cg.diagnose.bisection import Bisection, bisect

@@ -119,7 +119,7 @@ def _check_choice(name: str, value: object, choices: Collection[str], fix: str, 
 
 def _check_bound(name: str, bound: object, function: str = _TRANSFORM) -> None:
     if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
-        raise OptionError(name, bound, "a whole number of at least 1", "raise it", function)
+        raise OptionError(name, bound, "a whole number of at least 1", "pass a number such as 8", function)
 
 
 def _check_memory_budget(budget: object, function: str = _TRANSFORM) -> None:

@@ -26,9 +26,10 @@ from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
-from thunder_cg.analysis.sources import Stacks
+from thunder_cg.analysis.sources import Stacks, users_level
 from thunder_cg.communication import install as trace_collectives
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.lines import keep_lines
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
 from thunder_cg.emit import Emitter, returned_and_saved, taken_names
@@ -88,6 +89,7 @@ class CudagraphTransform(compat.Transform):
     def __init__(self, options: Options, stand_in: str | None = None) -> None:
         super().__init__()
         trace_collectives()
+        keep_lines()
         self.options = options
         self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
@@ -313,7 +315,7 @@ class CudagraphTransform(compat.Transform):
         for option, name, instead in wrong:
             hint = f"; {instead}" if instead else ""
             said = f"{option}= names {shown(name)}, and the trace has no such operator{hint}"
-            warnings.warn(said, UserWarning, stacklevel=2)
+            warnings.warn(said, UserWarning, stacklevel=users_level())
 
     def _forward_of(self, trace: TraceCtx) -> Program | None:
         """The program of the forward trace that this backward trace belongs to: they share one set of names."""
@@ -339,7 +341,7 @@ class _Compiling(threading.local):
 def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
     for each in found:
         said = f"Thunder computes another gradient, writes too late or raises, with and without graphs: {each}"
-        warnings.warn(said, WrongGradientWarning, stacklevel=2)
+        warnings.warn(said, WrongGradientWarning, stacklevel=users_level())
 
 
 def _gets_saved(trace: TraceCtx) -> bool:

@@ -49,6 +49,15 @@ def test_a_number_of_the_forward_is_the_cause_in_the_backward(traces_of, on_cpu)
         y = torch.tanh(x) + 1
         return torch.tanh(y * y.sum().item()) + 1
 
+    def computed(x: torch.Tensor) -> torch.Tensor:  # the backward gets what is computed with the number
+        number = (torch.tanh(x) + 1).sum().item()
+        return torch.tanh(torch.tanh(x) * (1 + 2 * number)) + 1
+
+    forward, backward = traces_of(computed, torch.ones(3, requires_grad=True))
+    backward = Ops(backward.ops, backward.values, backward.args, forward.near, {**forward.made_by, **backward.made_by})
+    (found,) = root_causes(backward, on_cpu(backward), Aliasing.of(backward))
+    assert found.name == "Tensor.item" and found.source == "number = (torch.tanh(x) + 1).sum().item()"
+
     forward, backward = traces_of(scaled, torch.ones(3, requires_grad=True))
     backward = Ops(backward.ops, backward.values, backward.args, forward.near, {**forward.made_by, **backward.made_by})
     for ops in (forward, backward):

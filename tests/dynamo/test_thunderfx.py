@@ -635,6 +635,33 @@ def test_the_report_says_what_to_do_about_a_float_that_changes(backend, device):
     assert [trace.counts["eager"] > 0 for trace in explain(compiled).traces] == [False, True, False], "as it advises"
 
 
+def test_the_report_has_the_users_names_and_promises_nothing_of_graphs_that_are_called_no_more(backend, device):
+    """Dynamo calls a module of PyTorch's with ``*args``, and has names of its own for what a graph break leaves."""
+    sizes = thunderfx(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device).requires_grad_(False), backend=backend)
+    for size in (2, 3, 2):  # the third call takes the second graph
+        sizes(torch.ones(size, 4, device=device))
+    report = explain(sizes)
+    said = str(report)
+    assert "Sequential anew 1 time, as calls did not meet: `tensor 'input' size mismatch" in " ".join(said.split())
+    assert "2 shapes of input so far" in said and "args[" not in said
+    first, *later = report.traces
+    assert first.remark == "later calls take graph 1, which is for more sizes or numbers" and not first.awaiting_capture
+    assert [(trace.awaiting_capture, trace.remark) for trace in later] == [(1, None)] * 2
+
+    def breaks(x):
+        scale = torch.sum(x).item()
+        return torch.sin(x * scale) + x
+
+    left = thunderfx(breaks, backend=backend)
+    for i in range(3):
+        left(torch.ones(4, device=device) + i)
+    said = " ".join(str(explain(left)).split())
+    line = breaks.__code__.co_firstlineno + 1
+    found = f"breaks (from test_thunderfx.py:{line} on) anew 1 time, as calls did not meet: `a value from before the"
+    assert found in said and "stack" not in said and "resume" not in said
+    assert "it reads a number from before the graph break, and a graph would keep it" in said
+
+
 def test_what_is_disabled_and_not_what_it_calls(backend, device):
     called = []
 

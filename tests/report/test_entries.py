@@ -90,6 +90,9 @@ def test_new_shapes_have_advice_and_memory_is_counted_once(net, x):
     )
     assert said_by(report, said) and said in report._repr_html_()
     assert "drop_last=True" in said_by(report, said)[0]
+    for size in (2, 2, 3):
+        net(x.detach()[:1].expand(size, 4).contiguous())
+    assert explain(net).changes and not said_by(explain(net), "Net: 2 shapes"), "it has graphs for both"
     held = [trace.arena_bytes for trace in report.traces]
     assert report.memory.pools == max(held) > 0 and sum(held) > report.memory.pools  # all entries share one arena
     assert said_by(report, f"Memory of the graphs: {units.size(report.memory.pools)} in 1 memory pool, ")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -172,13 +171,35 @@ def test_an_op_in_a_module_of_pytorchs_has_the_name_of_the_module() -> None:
     transform = cudagraph_transform(backend="tape", deny=denied)
     compiled = thunder.jit(Net().requires_grad_(False), transforms=[transform])
     compiled(torch.ones(2, 2))
-    source = "return F.linear(input, self.weight, self.bias)"
-    near = f"near test_lines.py:{Net.forward.__code__.co_firstlineno + 2}"  # not its own line, so without the source
-    assert {re.sub(r"\w+\.py:\d+\)", "", each.place): each.source for each in explain(compiled).causes} == {
-        "at self.up (": source,
-        near: None,
-        "at self.down (": source,
+    first = Net.forward.__code__.co_firstlineno
+    assert {each.place: each.source for each in explain(compiled).causes} == {
+        f"at self.up (test_lines.py:{first + 1})": "x = self.up(x)",
+        f"at test_lines.py:{first + 2}": "x = self.act(x.sin())",
+        f"at self.down (test_lines.py:{first + 3})": "return self.down(x)",
     }
+
+
+def test_an_op_of_a_backward_has_the_line_and_the_module_of_the_op_that_it_differentiates() -> None:
+    """Thunder has no line for it, and a derivative of its own for a number that is read from a tensor."""
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.nn.functional.softplus(self.up(x))
+            return x / x.detach().amax().item()
+
+    compiled = thunder.jit(Net(), transforms=[cudagraph_transform(backend="tape")])
+    compiled(torch.ones(2, 2)).sum().backward()
+    forward, backward = explain(compiled).traces
+    line = Net.forward.__code__.co_firstlineno
+    of_linear, others = f"self.up.1 (test_lines.py:{line + 1})", f"test_lines.py:{line + 1}"
+    lines = {name: {op.line for op in backward.ops if op.name == name} for name in ("torch.exp", "torch.matmul")}
+    assert lines["torch.exp"] == {others} and of_linear in lines["torch.matmul"]
+    assert not any(str(op.line).startswith("near ") for op in backward.ops if op.verdict != "bookkeeping")
+    assert [op.name for op in forward.ops if op.line == f"test_lines.py:{line + 2}"][-1] == "torch.div"
 
 
 def test_a_module_of_pytorchs_is_known_to_a_backward_that_does_not_get_its_parameters() -> None:

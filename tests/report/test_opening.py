@@ -112,6 +112,21 @@ def test_a_plain_function_that_thunder_cannot_compile(backend, device, monkeypat
     assert f"in 1 of 1 call: {where}" in str(explain(jitted)) and where not in str(explain(other))
 
 
+def test_what_thunder_raises_of_a_module_has_a_note(transform, device) -> None:
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin() if x.sum() > 0 else x.cos()
+
+    with pytest.raises(NotImplementedError) as raised:
+        thunder.jit(Branches(), transforms=[transform()])(torch.ones(2, device=device))
+    line = f"test_opening.py:{Branches.forward.__code__.co_firstlineno + 1}"
+    for note in getattr(raised.value, "__notes__", ()):  # Python 3.11
+        assert note.startswith(
+            f"Thunder raised this while it compiled Branches: NotImplementedError at {line}: casting"
+        )
+        assert "To try: for a branch on what a tensor holds, or for int(), float()" in note
+
+
 def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
     """Thunder raises in one of its transforms, which has no frame of the user's, but the operator."""
 

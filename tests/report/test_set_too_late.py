@@ -33,16 +33,31 @@ def jitted(transform, device):
     return jitted
 
 
-def test_attributes_of_the_compiled_module_and_new_parts_of_the_model(jitted, device):
+def test_attributes_of_the_compiled_module_and_new_parts_of_the_model(jitted, device, caplog):
     jitted.shift, jitted.unrelated = torch.zeros(4, device=device), 3
-    jitted._model.layers.append(nn.Linear(4, 4).to(device))
-    jitted.first.weight = nn.Parameter(torch.zeros(4, 4, device=device))
+    for _ in range(2):  # one warning of each
+        jitted._model.layers.append(nn.Linear(4, 4).to(device))
+        jitted.first.weight = nn.Parameter(torch.zeros(4, 4, device=device))
+        if len(jitted._model.layers) > 2:
+            del jitted._model.layers[2]
+    jitted.first.weight = jitted.first.weight
     attribute, layer, weight = explain(jitted).differs
+    warnings = [record.getMessage() for record in caplog.records]
+    assert [layer, weight, layer.replace("layers.1", "layers.2")] == warnings
     assert attribute.startswith("Scaled.shift was set on the compiled module, whose calls do not see it, or raise; ")
     assert layer.startswith("Scaled.layers.1 was added, removed or replaced after thunder.jit compiled the Scaled")
     assert weight.startswith("Scaled.first.weight was added, removed or replaced")
     del jitted.shift, jitted._model.layers[1]
     assert explain(jitted).differs == (weight,)
+
+
+def test_a_part_that_comes_before_the_first_call_is_seen(transform, device, caplog):
+    """Thunder takes parameters when it compiles, and reads the list of layers at the first call."""
+    model = Scaled().to(device).requires_grad_(False)
+    jitted, x = thunder.jit(model, transforms=[transform()]), torch.ones(2, 4, device=device)
+    model.layers.append(nn.Linear(4, 4).to(device).requires_grad_(False))
+    assert torch.equal(jitted(x), model(x)) and explain(jitted).differs == ()
+    assert not [each for each in caplog.records if "was added" in each.getMessage()]
 
 
 def test_transforms_of_torch_func(jitted, device):

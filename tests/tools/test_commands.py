@@ -192,18 +192,36 @@ def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: py
     assert path.read_text() == MODELS
 
 
-@pytest.mark.parametrize("command", ["", "demo", "bench", "rules", "explain", "doctor"])
+@pytest.mark.parametrize(
+    "command",
+    ["", "demo", "bench", "rules", "explain", "doctor"]
+    + [f".tools.{name}" for name in ("suite", "operators", "generation", "thunder_benchmarks")],
+)
 def test_help_imports_no_torch(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So it takes 0.1 s, where torch and Thunder take several seconds."""
+    module, command = (f"thunder_cg{command}", "") if command.startswith(".") else ("thunder_cg", command)
     code = (
-        "import runpy, sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', 'thunder_cg']\n"
+        f"import runpy, sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', {module!r}]\n"
         "import thunder_cg; sys.argv[0] = 'thunder_cg'\n"
-        "try: runpy.run_module('thunder_cg', run_name='__main__')\n"
+        f"try: runpy.run_module({module!r}, run_name='__main__')\n"
         "except SystemExit as end: print(end.code, sorted({'torch', 'thunder'} & sys.modules.keys()))\n"
     )
     words = [sys.executable, "-c", code, *filter(None, [command]), "--help"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
+
+
+def test_a_script_that_is_interrupted_before_it_imports_anything(tmp_path: Path) -> None:
+    """Imports of torch that were interrupted raise when they are made again."""
+    (tmp_path / "script.py").write_text("raise KeyboardInterrupt\n")
+    code = (
+        "import sys; sys.argv[0] = '-m'; sys.orig_argv[1:3] = ['-m', 'thunder_cg']\n"
+        "from thunder_cg.tools import explain\n"
+        "print(explain.main([sys.argv[1]]), sorted({'torch', 'thunder'} & sys.modules.keys()))\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "script.py")]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("130 []\n", "interrupted\n")
 
 
 def test_an_interrupted_command_ends_in_one_line(

@@ -10,6 +10,7 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, Ops
 from thunder_cg.analysis.partition import Plan, Region, partition
 from thunder_cg.analysis.rules import Reason
+from thunder_cg.compat.thunder import NumberProxy
 from thunder_cg.errors import CaptureError
 
 __all__ = ["RootCause", "refuse_eager_ops", "root_causes"]
@@ -78,7 +79,10 @@ def _root(ops: Ops, plan: Plan, op: Op) -> Op:
 
 def _causes(ops: Ops, plan: Plan, op: Op) -> Iterator[Op]:
     """The eager ops that make op eager, as they made what a graph cannot take. All come before it."""
-    if not _is_here(ops, op):
+    if not _is_here(ops, op):  # of the forward, which has computed a number
+        arguments = op.symbol.flat_proxy_args if op.symbol is not None else ()
+        numbers = (ops.made_by.get(each.name) for each in arguments if isinstance(each, NumberProxy))
+        yield from (maker for maker in numbers if maker not in (None, op))
         return
     reason = plan.verdicts[op.index].reason
     devices = {verdict.device for verdict in plan.verdicts if verdict.capture}

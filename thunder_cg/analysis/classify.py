@@ -21,13 +21,15 @@ from thunder_cg.analysis.ops import Op, Ops, Value, process_groups
 from thunder_cg.analysis.rules import Cause, Reason
 from thunder_cg.analysis.rules.conditions import READS_PAST_VIEW
 from thunder_cg.compat.distributed import capture_problem
+from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.compat.thunder import bound_functions, proxy_shape
-from thunder_cg.compat.torch import is_in_library, library_names
+from thunder_cg.compat.torch import is_function, is_in_library, library_names
 from thunder_cg.errors import OptionError
 
 __all__ = ["UserRules", "Verdict", "classify", "is_known", "shown", "split_operators", "unmatched"]
 
 _SIMILAR = 0.7  # of two names, from 0 to 1, that one may be a misspelling of the other
+_VERY_SIMILAR = 0.8  # of one that no trace has
 
 Pattern = str | Callable[..., Any]  # an operator, by one of its names or by its function
 
@@ -161,7 +163,7 @@ def _nearest(name: Pattern, names: Iterable[Pattern]) -> str | None:
         found = alike[close[0]]
         as_in_advice = (each for each in found if "::" in each)
         return next(as_in_advice, None) or max(found, key=lambda each: _similarity(name, each))
-    return next(iter(difflib.get_close_matches(mine, sorted(_known_ids()), 1, _SIMILAR)), None)
+    return next(iter(difflib.get_close_matches(mine, sorted(_known_ids()), 1, _VERY_SIMILAR)), None)
 
 
 def is_known(name: str) -> bool:
@@ -169,7 +171,8 @@ def is_known(name: str) -> bool:
 
     A derivative is known only from the trace of a backward.
     """
-    return name.endswith(rules.VJP) or _last_part(name) in _known_ids() or is_in_library(name)
+    is_torchs = name.startswith("torch.") and is_function(name)  # Thunder may write it out, as torch.sigmoid
+    return is_torchs or name.endswith(rules.VJP) or _last_part(name) in _known_ids() or is_in_library(name)
 
 
 def _last_part(name: str) -> str:
@@ -292,6 +295,10 @@ class _Classifier:
         if not is_dynamos or proxy_shape(value.proxy) != () or ".item" in (self.ops.source(op) or ""):
             return None
         name = value.users_name
+        if name == BEFORE_BREAK:
+            detail = "it reads a number from before the graph break, and a graph would keep it"
+            fix = "keep the number on the device, as a 0-dim tensor; explain(fn) names the line of the graph break"
+            return Cause(Reason.RUNTIME_NUMBER, detail, fix)
         detail = f"{name!r} is a Python number that changes from call to call, and a graph would keep it"
         few = "if it has few values, set torch._dynamo.config.specialize_float = True, and Dynamo compiles for each"
         return Cause(Reason.RUNTIME_NUMBER, detail, f"pass {name} as a 0-dim tensor on the device; {few}")

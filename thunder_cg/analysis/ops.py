@@ -18,6 +18,7 @@ from thunder_cg.analysis.rules.record import Arguments, TensorArgument
 from thunder_cg.analysis.sources import SourceLine, Stacks, line_behind, user_frames
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.distributed import ProcessGroup
+from thunder_cg.compat.lines import arguments_at, is_in_library
 from thunder_cg.compat.torch import Settings, is_cudagraph_unsafe, library_names
 
 __all__ = ["Op", "Ops", "Value", "computing", "names_in", "process_groups", "read"]
@@ -29,6 +30,14 @@ _BOOKKEEPING = frozenset({
 })  # fmt: skip
 _BOOKKEEPING_PREFIXES = ("UNPACK_", "CHECK_")
 _PYTHON_BOOKKEEPING = frozenset({"clear_mutable_collection", "construct_tuple", "unpack_list", "unpack_tuple"})
+# Thunder's PyTorch executor calls some operators by names of its own.
+_THUNDERS = re.compile(r"torch_(?:prims_)?(\w+?)(?:_prim)?_impl")
+_COLLECTIVES = {"all_gather", "all_reduce", "broadcast", "reduce_scatter", "wait"}
+_USERS = {
+    "copy_with_setitem_impl": "Tensor.__setitem__",
+    "torch_pad_prim_impl": "torch.nn.functional.pad",
+    "torch_slice_prim_impl": "Tensor.__getitem__",
+}
 _DYNAMOS = re.compile(r"l_kwargs_(\w+?)_?|[lg]_(\w+)_")
 
 
@@ -71,7 +80,7 @@ class Op:
     """A bound symbol of the trace."""
 
     index: int  # position among its siblings, dropped symbols not counted
-    name: str  # as the trace prints it: "torch.add", "Tensor.item", "TorchCompile0"; else "torch.ops.ns.op"
+    name: str  # as the user writes it, or the trace prints it: "torch.add", "Tensor.item", "TorchCompile0"
     executor: str | None  # None for prims and Thunder's own torch symbols
     id: str | None  # a prim's is its enum name, such as "RETURN"; None for fusions
     inputs: tuple[str, ...] = ()
@@ -80,7 +89,7 @@ class Op:
     is_fusion: bool = False
     subs: tuple[Op, ...] = ()
     line: str | None = None  # "model.py:12", where the user's code called it; None if Thunder does not know
-    library_line: str | None = None  # the line in a module of PyTorch's, of an op that such a module called
+    library_line: str | None = None  # the line in a module of PyTorch's, if no code of the user's calls that module
     module: str | None = None  # "self.up", that module by its parameters; None if it has none
     source: str | None = None  # the text of the one line or the other
     # Names of Thunder's tags on this symbol alone. Most opaque symbols have none: prove nothing from their absence.
@@ -134,10 +143,10 @@ class Ops:
     def line(self, op: Op) -> str | None:
         """``"file.py:12"`` in the user's source, or ``"near file.py:12"``; a line of PyTorch's if there is none.
 
-        Of an op in a module of PyTorch's with parameters, the module and the line there: "self.up (linear.py:134)".
+        Of an op in a module of PyTorch's with parameters, the module and the line that calls it: "self.up (a.py:12)".
         """
         if op.module is not None:
-            return f"{op.module} ({op.library_line})"
+            return f"{op.module} ({op.line or op.library_line})"
         origin = self.origin(op)
         if origin is None or origin.line is None:
             return op.library_line
@@ -272,7 +281,7 @@ class _TraceReader:
         library_line = str(line) if line is not None and not line.is_users else None
         op = Op(
             index=index,
-            name=in_library[0][1] if in_library else bound.name_with_module(),
+            name=in_library[0][1] if in_library else _name(bound, id_),
             executor=executor,
             id=id_,
             inputs=inputs,
@@ -282,7 +291,7 @@ class _TraceReader:
             subs=self.ops(bound.subsymbols),
             line=str(line) if line is not None and line.is_users else None,
             library_line=library_line,
-            module=self.module(inputs) if library_line is not None else None,
+            module=self.module((*inputs, *arguments_at(bound))) if library_line or is_in_library(bound) else None,
             source=line.text if line is not None else None,
             tags=frozenset(tag.name for tag in bound.sym.tags or ()),
             is_tagged_unsafe=any(map(is_cudagraph_unsafe, functions)),
@@ -337,6 +346,15 @@ def _key(symbol: compat.Symbol) -> tuple[str | None, str | None]:
     if isinstance(symbol.id, enum.Enum):
         return executor, symbol.id.name
     return executor, None if symbol.id is None else str(symbol.id)
+
+
+def _name(bound: compat.BoundSymbol, id_: str | None) -> str:
+    """What the user calls it, as far as that is known."""
+    if id_ in _USERS:
+        return _USERS[id_]
+    if (thunders := _THUNDERS.fullmatch(id_ or "")) is not None:
+        return thunders[1] if thunders[1] in _COLLECTIVES else f"torch.{thunders[1]}"
+    return str(bound.name_with_module())
 
 
 def _is_bookkeeping(executor: str | None, id_: str | None) -> bool:

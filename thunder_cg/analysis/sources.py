@@ -8,12 +8,11 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from traceback import walk_tb
+from inspect import currentframe
+from traceback import walk_stack, walk_tb
 from types import MappingProxyType
 
-import thunder
-import torch
-
+from thunder_cg.compat.lines import is_torchs, is_tracers
 from thunder_cg.compat.thunder import BoundSymbol
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
@@ -37,7 +36,7 @@ class SourceLine:
     @property
     def is_users(self) -> bool:
         """Whether it is neither PyTorch's nor Thunder's."""
-        return not (self.file.startswith(_TORCH) or _is_tracer(self.file))
+        return not (is_torchs(self.file) or is_tracers(self.file))
 
     def __str__(self) -> str:
         return f"{_notebook_cell(self.file) or os.path.basename(self.file)}:{self.number}"
@@ -51,19 +50,7 @@ def _notebook_cell(file: str) -> str | None:
     return str(named[1]) if named is not None else None
 
 
-def _directory(module: object) -> str:
-    return os.path.dirname(str(module.__file__)) + os.sep  # type: ignore[attr-defined]
-
-
-_TORCH, _THUNDER = _directory(torch), _directory(thunder)
-_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
-_TOOLS = os.path.join(_PACKAGE, "tools", "")  # which have models
 _GENERATED = re.compile(r"<eval_with_key>")
-
-
-def _is_tracer(file: str) -> bool:
-    """Whether a file is Thunder's or this package's, which call operators for the user."""
-    return file.startswith(_THUNDER) or (file.startswith(_PACKAGE) and not file.startswith(_TOOLS))
 
 
 def line_behind(file: str, number: int, stacks: Stacks) -> SourceLine | None:
@@ -71,7 +58,7 @@ def line_behind(file: str, number: int, stacks: Stacks) -> SourceLine | None:
     if _GENERATED.match(file):
         frames = user_frames(stacks.get((file, number)))
         return frames[-1] if frames else None
-    return None if _is_tracer(file) else SourceLine(file, number)
+    return None if is_tracers(file) else SourceLine(file, number)
 
 
 def user_frames(stack: str | None) -> list[SourceLine]:
@@ -85,12 +72,26 @@ def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
     return [line for line in frames if line.is_users]
 
 
+def users_level() -> int:
+    """The ``stacklevel`` with which what calls this warns at the line of the user's that has led to it."""
+    frames = (frame for frame, _ in walk_stack(currentframe()))
+    files = [frame.f_code.co_filename for frame in frames][1:]
+    written = (level for level, file in enumerate(files, 1) if SourceLine(file, 1).is_users and _is_written(file))
+    return next(written, 2)
+
+
+def _is_written(file: str) -> bool:
+    """Whether somebody has written the code of a frame, and no compiler."""
+    return os.path.exists(file) or _notebook_cell(file) is not None or file in ("<stdin>", "<string>")
+
+
 def described(error: BaseException, stacks: Stacks = _NO_STACKS) -> str:
     """The type of an error, where in the user's code it was raised, and the first sentence of its message."""
     errors = [each for each in (error, error.__cause__) if each is not None]
-    lines = [line for each in errors for line in _lines_of(each, stacks)] or [*_traced_lines(error, stacks)]
-    where = f" at {lines[-1]}" if lines else ""
+    lines = [line for each in errors for line in _lines_of(each, stacks)]
     cause = error.__cause__ if lines and error.__cause__ is not None else error
+    lines = lines or [*_traced_lines(error, stacks)]
+    where = f" at {lines[-1]}" if lines else ""
     said = str(cause).strip().partition("\n")[0].partition(". ")[0].rstrip(".!")
     said = re.sub(r"<built-in (?:method|function) (\w+)[^>]*>", r"\1", said)
     return f"{type(cause).__name__}{where}: {said or 'no message'}"

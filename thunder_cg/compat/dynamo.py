@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from traceback import FrameSummary
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +19,21 @@ from thunder.dynamo.utils import get_torch_compile_kwargs
 from torch._dynamo import config, convert_frame
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
+from torch._guards import CompileContext
 
 from thunder_cg.compat.dynamo_scope import scope_dynamo
+from thunder_cg.compat.lines import BEFORE_BREAK, is_torchs
 
 __all__ = [
     "CodeAtLimit",
     "CompiledFunction",
+    "GraphInputs",
     "ThunderCompiler",
     "at_limit",
     "break_behind",
     "gave_up",
     "get_torch_compile_kwargs",
+    "inputs_of",
     "recompiled",
     "users_names",
 ]
@@ -81,12 +86,19 @@ class CompiledFunction(ThunderFXCompiledObject):
 _OF_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 
 
-def users_names(graph: torch.fx.Graph) -> dict[str, str]:
-    """What the user calls the inputs of a graph of Dynamo's, such as ``past[0]``, by the names of their nodes."""
+def users_names(graph: torch.fx.Graph, parameters: Sequence[str] = ()) -> dict[str, str]:
+    """What the user calls the inputs of a graph of Dynamo's, such as ``past[0]``, by the names of their nodes.
+
+    Args:
+        parameters: of the user's function, by position, if Dynamo calls it with ``*args``.
+    """
     found = {}
     for node in graph.find_nodes(op="placeholder"):
         name = getattr(getattr(node, "_dynamo_source", None), "name", "")
         name = name() if callable(name) else name  # torch before 2.10 has a method
+        if _LEFT.search(name):
+            found[node.name] = BEFORE_BREAK
+        name = _with_names(name, parameters)
         parts = re.fullmatch(r"[LG]\['([a-zA-Z]\w*)'\](.*)", name)
         if parts is not None and "__" not in name and "(" not in name:  # sizes have numbers of their own
             owner, rest = parts.groups()
@@ -95,6 +107,41 @@ def users_names(graph: torch.fx.Graph) -> dict[str, str]:
                 owner, rest = keyword.groups()  # what a caller has passed by this name
             found[node.name] = owner + _OF_MODULES.sub(r".\1", rest)
     return found
+
+
+_LEFT = re.compile(r"___as_tensor\(___stack\d+\)\.item\(\)|L\['___stack\d+'\]|___stack\d+")
+
+
+def _with_names(said: str, parameters: Sequence[str]) -> str:
+    """Text of Dynamo's with the user's names for ``args[0]`` and so on."""
+    for i, name in enumerate(parameters):
+        said = said.replace(f"L['args'][{i}]", f"L['{name}']").replace(f"args[{i}]", name)
+    return said
+
+
+class GraphInputs(NamedTuple):
+    """What one of Dynamo's graphs is for.
+
+    Attributes:
+        code: a number of the Python code that it is of.
+        symbols: how many sizes and numbers may change from call to call.
+    """
+
+    code: int
+    symbols: int
+
+
+def inputs_of(graph: torch.fx.Graph) -> GraphInputs:
+    """Those of a graph that Dynamo compiles now."""
+    compiling = CompileContext.current_compile_id()
+    values = [(node.meta.get("example_value"), node) for node in graph.find_nodes(op="placeholder")]
+    free = (isinstance(v, (torch.SymInt, torch.SymFloat)) or _is_float(node) for v, node in values)
+    return GraphInputs(-1 if compiling is None or compiling.frame_id is None else compiling.frame_id, sum(free))
+
+
+def _is_float(node: torch.fx.Node) -> bool:
+    """Whether it is a number of Python's that Dynamo passes as a tensor."""
+    return bool(getattr(node.meta.get("grapharg"), "pass_arg_as_tensor", False))
 
 
 class _Count:
@@ -138,9 +185,8 @@ def at_limit(compiled: Any, backend: ThunderCompiler) -> Iterator[CodeAtLimit]:
         frame = str(entries[0].compile_id.frame_id)
         if len(mine) >= config.recompile_limit or any(each.partition("/")[0] == frame for each in refused):
             last = max(entries, key=lambda entry: entry.compile_id.frame_compile_id or 0).compile_id
-            reason, _ = _condition(refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", ""))
-            place = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
-            yield CodeAtLimit(place, len(entries), config.recompile_limit, reason)
+            reason, _ = _condition(refused.get(f"{last.frame_id}/{(last.frame_compile_id or 0) + 1}", ""), backend)
+            yield CodeAtLimit(_place(code, backend), len(entries), config.recompile_limit, reason)
 
 
 class Recompiled(NamedTuple):
@@ -161,20 +207,30 @@ def recompiled(backend: ThunderCompiler) -> Iterator[Recompiled]:
     """What Dynamo has compiled more than once with this backend, each time but the first."""
     reasons = {str(each.compile_id): str(each.recompile_reason or "") for each in get_compilation_metrics()}
     for code in filter(None, [reference() for reference in convert_frame.input_codes.seen]):
-        place = f"{code.co_name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
         for entry in reversed(_debug_get_cache_entry_list(code)):
             said = reasons.get(str(entry.compile_id), "")
             if said and getattr(entry.backend, "compiler_fn", entry.backend) is backend:
-                condition, line = _condition(said)
+                condition, line = _condition(said, backend)
                 if condition:
-                    yield Recompiled(place, condition, line)
+                    yield Recompiled(_place(code, backend), condition, line)
 
 
-def _condition(reason: str) -> tuple[str, str]:
+def _place(code: CodeType, backend: ThunderCompiler) -> str:
+    """``"f (train.py:3)"``, or what the user compiled if the code is PyTorch's, around a module of PyTorch's."""
+    file = Path(code.co_filename).name
+    if is_torchs(code.co_filename) and hasattr(backend, "function"):
+        return str(backend.function)
+    if (rest := re.fullmatch(r"torch_dynamo_resume_in_(\w+)_at_(\d+)", code.co_name)) is not None:
+        return f"{rest[1]} (from {file}:{rest[2]} on)"
+    return f"{code.co_name} ({file}:{code.co_firstlineno})"
+
+
+def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
     """The condition and its line in Dynamo's "0/1: n == 4   # y = x + n  # code/train.py:8 in f"."""
     condition, _, source = reason.partition("\n")[0].partition("  #")
     condition = condition.partition(": ")[2].strip()
     found = re.search(r"([^/\\\s]+:\d+) in \S+$", source.strip())
+    condition = _with_names(_LEFT.sub(BEFORE_BREAK, condition), getattr(backend, "parameters", ()))
     is_of_another = condition.startswith("BACKEND_MATCH")  # a call of another function with the same code
     return ("" if is_of_another else condition), (found[1] if found else "")
 

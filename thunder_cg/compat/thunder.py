@@ -198,13 +198,19 @@ def changed_since_compiled(module: ThunderModule) -> dict[str, list[str]]:
     """
     model = original_module(module)
     mine, its = ({*vars(each), *each._modules, *each._parameters, *each._buffers} for each in (module, model))
-    before, now = module_cache(module), dict(model.named_modules())
+    now = dict(model.named_modules())
+    before = getattr(dispatch_of(module), "parts", None) or now
     others = [name for name in {**before, **now} if before.get(name) is not now.get(name)]
-    if len(compile_data(module).transforms) == 1 and not is_data_parallel(model):
+    if has_parameters_of(module, model):
         known = module_parameters(module)
         others += [name for name, p in model.named_parameters() if name in known and known[name] is not p]
     outer = [name for name in others if not any(name.startswith(f"{other}.") for other in others)]
     return {"attributes": sorted((mine & its) - vars(torch.nn.Module()).keys()), "parts": outer}
+
+
+def has_parameters_of(module: ThunderModule, model: torch.nn.Module) -> bool:
+    """Whether a compiled module's parameters are those that its model had then, as no other transform changes them."""
+    return len(compile_data(module).transforms) == 1 and not is_data_parallel(model)
 
 
 def is_data_parallel(model: torch.nn.Module) -> bool:

@@ -459,6 +459,14 @@ def is_in_library(name: str) -> bool:
     return has_form and len(parts) > 1 and hasattr(getattr(torch.ops, parts[0]), parts[1])
 
 
+def is_function(name: str) -> bool:
+    """Whether PyTorch has a function of this name: "torch.sigmoid"."""
+    found: Any = torch
+    for part in name.split(".")[1:]:
+        found = getattr(found, part, None)
+    return callable(found)
+
+
 # Namespaces of PyTorch's own operators: those of the distributed ones communicate.
 _NAMESPACES = frozenset({
     "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "aten", "c10d", "fsdp", "inductor", "prims",

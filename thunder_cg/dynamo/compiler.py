@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +12,16 @@ import thunder
 import torch
 
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.dynamo import CompiledFunction, ThunderCompiler, get_torch_compile_kwargs, users_names
+from thunder_cg.compat.dynamo import (
+    CompiledFunction,
+    GraphInputs,
+    ThunderCompiler,
+    get_torch_compile_kwargs,
+    inputs_of,
+    users_names,
+)
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
+from thunder_cg.compat.lines import is_torchs
 from thunder_cg.compat.splitter import keeping_fallbacks
 from thunder_cg.compat.thunder import OPTIONS
 from thunder_cg.dynamo.fallbacks import objections
@@ -36,11 +44,18 @@ class Compiler(ThunderCompiler):
         function: the user's name of what it compiles.
         failures: how many of Dynamo's graphs it could not compile, each of which is a call that raised.
         failure: what was raised last.
+        parameters: of the user's function, by position, if it is a module of PyTorch's, called with ``*args``.
+        inputs: what its graphs are for, by their numbers.
     """
 
     function = "a function"
     failures = 0
     failure: str | None = None
+    parameters: Sequence[str] = ()
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.inputs: dict[int, GraphInputs] = {}
 
     def __call__(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         """Compiles one of Dynamo's graphs.
@@ -48,7 +63,7 @@ class Compiler(ThunderCompiler):
         Raises:
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
-        names = users_names(module.graph)
+        names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph)
         try:
             specialize_floats(module)
             rewrite(module, self.thunder_options)
@@ -63,6 +78,7 @@ class Compiler(ThunderCompiler):
         except Exception as error:
             self.failures, self.failure = self.failures + 1, described(error)
             raise
+        self.inputs[len(self.subgraph_infos) - 1] = of_graph
         self._name_parts(names)
         options = (getattr(each, "options", None) for each in self.thunder_options.get("transforms") or ())
         if any(getattr(each, "strict", None) == "ops" for each in options):
@@ -112,11 +128,19 @@ def compile_with(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
 
     for_dynamo = get_torch_compile_kwargs(**options)
     backend = Compiler(**{name: value for name, value in options.items() if name not in for_dynamo})
-    backend.function = name_of(fn)
+    backend.function, backend.parameters = name_of(fn), _parameters(fn)
     compiled = CompiledFunction(backend, torch.compile(fn, backend=backend, **for_dynamo), copied)
     if any(getattr(getattr(each, "options", None), "strict", False) for each in transforms):
         compiled.after_call = _RefusesPlainPython(backend)
     return compiled
+
+
+def _parameters(fn: Any) -> tuple[str, ...]:
+    """Of a module of PyTorch's own, what its forward gets by position."""
+    forward = getattr(fn, "forward", None) if isinstance(fn, torch.nn.Module) else None
+    names = signature(forward).parameters if forward is not None else {}
+    is_torchs_own = is_torchs(getattr(getattr(forward, "__code__", None), "co_filename", ""))
+    return tuple(names) if is_torchs_own and "args" not in names else ()
 
 
 class _RefusesPlainPython:

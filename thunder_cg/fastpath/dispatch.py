@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import WeakMethod, WeakValueDictionary, ref
 
 import torch
 
+from thunder_cg.analysis.compile_errors import to_try
 from thunder_cg.analysis.sources import described
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import CacheEntry, ThunderModule, connect_to_autograd, current_trace
@@ -26,12 +27,13 @@ from thunder_cg.fastpath.accumulate import nodes_of
 from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
 from thunder_cg.fastpath.guard import PrologueGuard
 from thunder_cg.fastpath.inference import FastPath, inference_fast_path, note_last
+from thunder_cg.fastpath.late import watch
 from thunder_cg.fastpath.prologue import PrologueChecks
 from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported, refuse_fully_sharded
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.progress import Stage
 from thunder_cg.runtime.compilation import name_of
-from thunder_cg.runtime.failures import TRANSFORMED, note
+from thunder_cg.runtime.failures import note
 from thunder_cg.runtime.program import Program, program_of
 from thunder_cg.runtime.recording import Recording
 
@@ -160,6 +162,7 @@ class Dispatch:
         self._unsupported: list[CacheEntry] = []
         self._statistics = compat.compile_stats(module)
         self.compile_failure: str | None = None  # what Thunder raised last while it compiled, and where
+        self.parts: Mapping[str, torch.nn.Module] | None = None  # of the model, when Thunder first compiled it
         self._known = 0  # how many cache entries there were
         # Whether Thunder may have to compile for a call that no fast path is for. It must not if such calls are usual.
         self._may_compile = True
@@ -201,13 +204,21 @@ class Dispatch:
             else:
                 result = self._thunders(*args, **kwargs)
         except Exception as error:
-            if functorch_is_active():
-                note(error, TRANSFORMED)
             if self._failures() > failures:
                 original = compat.original_module(module) if module is not None else None
                 self.compile_failure = described(error, stacks_of_generated_code(original))
+                dynamos, in_functorch = isinstance(original, torch.fx.GraphModule), functorch_is_active()
+                fix = to_try(self.compile_failure, is_of_dynamo=dynamos, in_functorch=in_functorch)
+                if fix:
+                    where = f"while it compiled {self._name}"
+                    note(error, f"Thunder raised this {where}: {self.compile_failure}. To try: {fix}.")
+            elif functorch_is_active():
+                note(error, to_try("", is_of_dynamo=False, in_functorch=True))
             raise
         del nodes
+        if self.parts is None and module is not None:
+            self.parts = WeakValueDictionary(compat.original_module(module).named_modules())
+            watch(module, self.parts)
         return result
 
     def drop_discarded(self) -> None:
@@ -319,3 +330,4 @@ def install(module: ThunderModule) -> None:
     """Gives a module that Thunder has compiled its fast paths, if it has none."""
     if not isinstance(compat.dispatch_of(module), Dispatch):
         compat.set_dispatch(module, Dispatch(module))
+        watch(module)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import CompileError, TooManyLayouts, free_layouts, strides_of_results
 
@@ -61,7 +62,9 @@ class Fusion:
 
     def _run_in_torch(self, args: Sequence[Any], why: str) -> Any:
         if self.failure is None:
-            warnings.warn(f"Inductor cannot compile {self.__name__}, which runs op by op: {why}", stacklevel=3)
+            warnings.warn(
+                f"Inductor cannot compile {self.__name__}, which runs op by op: {why}", stacklevel=users_level()
+            )
         self.failure = why
         return self._in_torch(*args)
 

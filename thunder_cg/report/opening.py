@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
+from thunder_cg.analysis.compile_errors import to_try
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
-from thunder_cg.runtime.changes import IF_CACHE, IF_DROPOUT
-from thunder_cg.runtime.failures import TRANSFORMED
+from thunder_cg.runtime.changes import FEW, IF_CACHE, IF_DROPOUT, VERSIONS
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -29,72 +28,10 @@ _RAISE_LIMIT = (
     "set torch._dynamo.config.recompile_limit higher before the calls; where it is reached already, call "
     "torch._dynamo.reset(), after which Dynamo compiles everything anew"
 )
-_TO_COMPARE = (
-    "call the function without Thunder: if that raises too, fix the function; if not, keep the operator out of what "
-    "is compiled, with "
-)
-_THUNDERFX = "thunder_cg.thunderfx"
 _FEW_GRAPHS = 3  # that ran once, as each part of a function does in its first call
-_KEEPS_OUT = {
-    False: f"{_THUNDERFX}, which leaves to Python or Inductor what Thunder does not follow",
-    True: "torch.compiler.disable around a function of yours that calls it",
-}
 _TO_PLAN = (
     "Thunder keeps no error of a function: call thunder_cg.plan(fn, ...) with the arguments of such a call, and print "
     "what it returns, which says what Thunder raises, where, and what to try"
-)
-
-
-class _Hint(NamedTuple):
-    """What to try if an error of Thunder's has one of these signs in it."""
-
-    signs: tuple[str, ...]
-    to_try: str
-
-
-_HINTS = (
-    _Hint(("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"), TRANSFORMED),
-    _Hint(
-        ("unhashable type: 'TensorProxy'", "from ProvenanceRecord"),
-        "for torch.func.functional_call, or modules in a list, a dict or a global variable, use thunder_cg.thunderfx, "
-        "or hold the modules in a torch.nn.ModuleList of the module that is compiled",
-    ),
-    _Hint(
-        ("data dependen", "DataDependentOutput", "tolist"),
-        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, "
-        "which leaves it to Python",
-    ),
-    _Hint(
-        ("argument must be a string or a real number, not 'NoneType'", "None had an unexpected type"),
-        f"for a number that is read from a tensor, by .item() or to bound a slice, of which Thunder knows no value, "
-        f"{KEEP_ON_DEVICE}",
-    ),
-    _Hint(
-        ("boolean advanced indexing", "DynamicOutputShape", "only specifying a condition"),
-        f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
-    ),
-    _Hint(
-        ("too few dimensions",),
-        "for a 0-dim tensor on the CPU, whose gradient Thunder gives another shape, compute it under torch.no_grad(), "
-        "or give it a dimension, as with keepdim=True, or use a GPU",
-    ),
-    _Hint(
-        ("gradient transform", "VJP for", "automatic registration"),
-        "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor",
-    ),
-    _Hint(
-        ("no autograd formula",),
-        "for an operator of torch.library, give it a gradient with torch.library.register_autograd",
-    ),
-    _Hint(
-        ("torch._ops.", "not registered"),
-        "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor "
-        "of Thunder's (README, Your own operator)",
-    ),
-    _Hint(
-        ("Trying to call function torch.",),
-        "for a function that Thunder does not know, use thunder_cg.thunderfx, which keeps it or leaves it to Inductor",
-    ),
 )
 
 
@@ -119,7 +56,7 @@ def _summary(report: Report) -> Iterator[str]:
     yield from unmatched(report)
     yield from measured(report)
     yield from deselected(report)
-    yield from changes(report.changes)
+    yield from changes(unsettled(report))
 
 
 def nothing(report: Report) -> str:
@@ -138,9 +75,8 @@ def failures(report: Report) -> Iterator[str]:
             yield f"{said}. {_TO_PLAN}."
             return
         yield f"{said}: {problem}."
-        hints = (hint.to_try for hint in _HINTS if any(sign in problem for sign in hint.signs))
-        useful = (hint for hint in hints if not (report.is_of_dynamo and _THUNDERFX in hint))
-        yield f"To try: {next(useful, f'{_TO_COMPARE}{_KEEPS_OUT[report.is_of_dynamo]}')}."
+        if hint := to_try(problem, is_of_dynamo=report.is_of_dynamo):
+            yield f"To try: {hint}."
 
 
 def in_python(report: Report) -> Iterator[str]:
@@ -228,7 +164,7 @@ def graphs_of_one_call(report: Report) -> Iterator[str]:
     for trace in report.traces if report.is_of_dynamo else ():
         calls[trace.function] += trace.calls if trace.kind == "forward" else 0
     once = [function for function, times in calls.items() if times == 1]
-    if len(once) > _FEW_GRAPHS:
+    if len(once) > _FEW_GRAPHS and not report.recompilations:  # which say what
         yield (
             f"Dynamo made {len(once):,} graphs that ran once, the last of them {once[-1]}: calls bring something new "
             f'each time; TORCH_LOGS="recompiles" in the environment has Dynamo say what. To change that: {_FEWER}.'
@@ -250,11 +186,20 @@ def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:
     others = (
         graphs
         or report.differs
-        or report.changes
+        or unsettled(report)
         or report.compile_failures
         or any(trace.fallbacks for trace in having)
     )
     return not (eager or others) and all(trace.replays and not trace.awaiting_capture for trace in having)
+
+
+def unsettled(report: Report) -> list[ChangeReport]:
+    """The changes that cost something still: not those to few values, for all of which there are graphs by now."""
+    forwards = (trace for trace in report.traces if trace.kind == "forward" and trace.regions)
+    new = {trace.function for trace in forwards if not trace.replays}
+    few = (each for each in report.changes if each.kind in VERSIONS and each.values <= FEW and each.function not in new)
+    settled = [*few]
+    return [each for each in report.changes if each not in settled]
 
 
 def _not_replayed(report: Report, traces: Sequence[TraceReport], without: int) -> Iterator[str]:

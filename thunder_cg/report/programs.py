@@ -38,11 +38,16 @@ _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so no
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A program, the function that it is part of, and the number of its cache entry (0 is the oldest)."""
+    """A program, the function that it is part of, and the number of its cache entry (0 is the oldest).
+
+    Attributes:
+        successor: the graph of Dynamo's that has taken the place of the one that it is part of, for all later calls.
+    """
 
     function: str
     entry: int
     program: Program
+    successor: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +132,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         label = graph_name(_name(fn), number)
         compiled = graph.thunder_compiled_fns or []
         for part, jitted in enumerate(compiled):
-            programs += _in_caches(part_name(label, part, len(compiled)), jitted)
+            programs += _in_caches(part_name(label, part, len(compiled)), jitted, _successor(backend, number))
             calls += thunder.compile_stats(jitted).calls
             failures += _failures(jitted)
             if (raised := compile_failure(jitted)) is not None:
@@ -153,6 +158,15 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         is_of_dynamo=True,
         recompilations=tuple(recompilations(backend)),
     )
+
+
+def _successor(backend: Any, number: int) -> str | None:
+    """The first graph of the same code that takes more sizes and numbers: Dynamo asks later graphs first."""
+    inputs = getattr(backend, "inputs", {})
+    if (mine := inputs.get(number)) is None:
+        return None
+    later = (n for n, its in inputs.items() if n > number and its.code == mine.code and its.symbols > mine.symbols)
+    return next((f"graph {n}" for n in later), None)
 
 
 def graph_name(function: str, number: int) -> str:
@@ -236,12 +250,12 @@ def understood(split: str) -> tuple[str, str, str]:
     return found["name"], operator, f"{found['before']}it{found['after']}".strip().rstrip(".")
 
 
-def _in_caches(label: str, jitted: Any) -> Iterator[Located]:
+def _in_caches(label: str, jitted: Any, successor: str | None = None) -> Iterator[Located]:
     """The program of each trace: the one on the newest version that has one, as passes of Thunder's may follow."""
     for number, traces in enumerate(_trace_lists(thunder.compile_stats(jitted))):
         for versions in traces:
             if (program := program_of(versions)) is not None:
-                yield Located(label, number, program)
+                yield Located(label, number, program, successor)
 
 
 def jitted_parts(fn: Any) -> Iterator[Any]:

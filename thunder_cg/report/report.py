@@ -28,6 +28,7 @@ from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.profile import Times, measure
 from thunder_cg.report.programs import Located, Outside, jitted_parts, locate
 from thunder_cg.report.step import StepReport
+from thunder_cg.runtime.compilation import changed_part
 from thunder_cg.runtime.program import Program
 from thunder_cg.runtime.region import RuntimeRegion
 from thunder_cg.runtime.skip_reasons import FIXES, HELD_ELSEWHERE, IN_STEP
@@ -304,10 +305,7 @@ def _set_too_late(jitted: Any) -> Iterator[str]:
                 f"with del, and set it on the model before thunder.jit compiles it, or write to its tensors in place"
             )
         for part in found["parts"]:
-            yield (
-                f"{name}.{part} was added, removed or replaced after thunder.jit compiled the {name}, and calls run as "
-                "before; compile the model anew, or copy into its parameters in place"
-            )
+            yield changed_part(name, part)
 
 
 def profile(fn: Any, /, *args: Any, **kwargs: Any) -> Report:
@@ -341,6 +339,7 @@ def _unmatched(programs: Sequence[Program]) -> tuple[tuple[str, str, str | None]
 
 def _trace(located: Located, times: Times) -> TraceReport:
     program = located.program
+    taken = f"later calls take {located.successor}, which is for more sizes or numbers" if located.successor else None
     return TraceReport(
         function=located.function,
         entry=located.entry,
@@ -352,13 +351,13 @@ def _trace(located: Located, times: Times) -> TraceReport:
         warm_ups=program.warm_ups,
         fast_path_calls=program.fast_path_calls,
         no_fast_path=program.no_fast_path,
-        remark=program.remark,
+        remark="; ".join(filter(None, [program.remark, taken])) or None,
         fallbacks=dict(program.fallbacks),
         arena_bytes=sum(arena.nbytes() for arena in program.pair.arenas()),
         collectives=collectives(program),
         crossings=crossings(program),
         fixes={reason: fix for reason in program.fallbacks if (fix := FIXES.get(reason))},
-        awaiting_capture=program.awaiting_capture,
+        awaiting_capture=program.awaiting_capture if located.successor is None else 0,
         inputs=inputs(program) if program.kind == "forward" else (),
         training=program.compilation.training,
         grad=program.compilation.grad,

@@ -15,11 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from thunder_cg.compat.lines import BEFORE_BREAK
 from thunder_cg.runtime.tensors import ALIGNMENT, Layout
 
 Layouts = tuple[Any, Mapping[str, Layout]]  # settings of kernels, and the layouts of inputs by name
 
 FEW = 6  # changes in a row
+VERSIONS = ("shape", "number", "attribute", "items")  # kinds for each value of which Thunder compiles a version
 _MOST_VALUES = 1024  # of one input that are kept
 _SHOWN = 3
 
@@ -41,6 +43,11 @@ _KINDS = {
         _NEW_VERSION.format("value"),
         "pass {first} as a 0-dim tensor on the device of the other inputs, torch.tensor({first}, device=...); if "
         f"{_AS_TENSOR}; if it is a size, use few values",
+    ),
+    BEFORE_BREAK: (
+        "{count} values so far ({shown}) of a number from before the graph break",
+        _NEW_VERSION.format("value"),
+        "keep the number on the device, as a 0-dim tensor; explain(fn) names the line of the graph break",
     ),
     "attribute": (
         "{count} values of the Python number {names} so far ({shown})",
@@ -124,7 +131,8 @@ class CallChange:
         first, *others = self.names or ("",)
         names = f"{first} and {len(others):,} more" if len(others) > 1 else " and ".join(self.names)
         shown = [*map(_shown, self.values)]
-        return _KINDS[self.kind][part].format(
+        kind = BEFORE_BREAK if self.kind == "number" and first == BEFORE_BREAK else self.kind
+        return _KINDS[kind][part].format(
             names=names,
             first=first,
             shown=", ".join([*shown[:_SHOWN], *(["..."] * (len(shown) > _SHOWN))]),

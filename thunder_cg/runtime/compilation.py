@@ -21,6 +21,13 @@ def name_of(fn: Any) -> str:
     return str(name or getattr(fn, "__qualname__", type(fn).__name__))
 
 
+def changed_part(model: str, part: str) -> str:
+    """What to say of a part that a model has, or has no more, since Thunder compiled it."""
+    when = f"after thunder.jit compiled the {model}, and calls run as before"
+    fix = "compile the model anew, or copy into its parameters in place"
+    return f"{model}.{part} was added, removed or replaced {when}; {fix}"
+
+
 _CHECKED = {"items": "items", "number": "numbers", "attribute": "attributes", "shape": "shapes"}  # by kind of a change
 
 

@@ -15,10 +15,6 @@ from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.early_outputs import EarlyCopier
 
 _MOST_OPERATORS = 8  # in a note
-TRANSFORMED = (
-    "for torch.func, such as vmap or grad, compile the function that calls the transform with thunder_cg.thunderfx, "
-    "and not what is transformed: thunder.jit takes no tensors of a transform"
-)
 
 
 def failing_op(error: BaseException, ops: Sequence[Op], functions: Collection[CodeType]) -> Op | None:

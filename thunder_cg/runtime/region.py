@@ -16,6 +16,7 @@ import torch
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
+from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.torch import storage_id, version
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused
 from thunder_cg.runtime import skip_reasons
@@ -154,7 +155,7 @@ class RuntimeRegion:
         if (found := outcome.disagreement) is not None:  # last, since a filter may make an error of the warning
             self._raise_if_strict(call)
             message = f"{self.name} is eager from now on: {found.problem}; {found.fix}"
-            warnings.warn(message, DisagreementWarning, stacklevel=2)
+            warnings.warn(message, DisagreementWarning, stacklevel=users_level())
         return results
 
     def _raise_if_strict(self, call: Call) -> None:

@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import update_wrapper
-from inspect import currentframe
-from traceback import walk_stack
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.distributed import ProcessGroup, default_group, is_alive
 from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
 from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, RanksDiffer, ReplayRefused
@@ -436,9 +435,7 @@ class GraphedStep:
             return
         self._warned.add(reason)
         said = f"graphed_step({self.name}) runs in Python, with the graphs of the compiled modules in it: {reason}"
-        files = [frame.f_code.co_filename for frame, _ in walk_stack(currentframe())]
-        level = next(i for i, file in enumerate(files, 1) if file != __file__)
-        warnings.warn(said, UserWarning, stacklevel=level)
+        warnings.warn(said, UserWarning, stacklevel=users_level())
 
     @property
     def name(self) -> str:

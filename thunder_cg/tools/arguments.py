@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -18,6 +20,15 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (--help says more)\n")
+
+
+def interruptible(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
+    """The exit status of a tool. Says in one line that the user has interrupted it."""
+    try:
+        return main(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -53,6 +53,8 @@ def main(argv: Sequence[str]) -> int:
         arguments = _parser(of_script=False).parse_args(argv)
     _check(arguments, file, parser)
     variables, raised = _run_file(file, () if name else arguments.arguments, file.stem if name else "__main__")
+    if raised and isinstance(raised[0], KeyboardInterrupt) and "explain" not in vars(sys.modules["thunder_cg"]):
+        return 130  # it has compiled nothing, and an import that was interrupted may not be made again
     if name and not raised:
         call = _made(variables, name, parser)
         variables, raised = {name: call.func}, _make_calls(call, arguments.calls)

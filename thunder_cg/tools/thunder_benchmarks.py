@@ -9,23 +9,15 @@ from __future__ import annotations
 
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import thunder
-from thunder.transforms.cudagraph import CUDAGraphTransform
-
 from thunder_cg.tools.arguments import Parser
-from thunder_cg.transform import CudagraphTransform, cudagraph_transform
 
 BENCHMARKS = {name: f"thunder.benchmarks.benchmark_{name}" for name in ("litgpt", "inference")}
-TRANSFORMS: Mapping[str, Callable[[], Any] | None] = {
-    "none": None,
-    "thunder": CUDAGraphTransform,
-    "thunder_cg": cudagraph_transform,
-}
+GRAPHS = ("none", "thunder", "thunder_cg")
 
 
 def main(argv: Sequence[str]) -> None:
@@ -37,20 +29,25 @@ def main(argv: Sequence[str]) -> None:
     )
     parser.add_argument("benchmark", choices=BENCHMARKS)
     parser.add_argument(
-        "--graphs", choices=TRANSFORMS, default="thunder_cg", help="whose transform makes them (default: thunder_cg)"
+        "--graphs", choices=GRAPHS, default="thunder_cg", help="whose transform makes them (default: thunder_cg)"
     )
     arguments, others = parser.parse_known_args(argv)
     module = BENCHMARKS[arguments.benchmark]
-    with compiling_with(TRANSFORMS[arguments.graphs]), patch.object(sys, "argv", [module, *others]):
+    with compiling_with(arguments.graphs), patch.object(sys, "argv", [module, *others]):
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 @contextmanager
-def compiling_with(transform: Callable[[], Any] | None) -> Iterator[None]:
-    """Inside, ``thunder.jit``, ``thunderfx`` and Thunder's backend of Dynamo get one more transform."""
-    from thunder_cg.dynamo.compiler import Compiler, compile_with  # it is slow to import
+def compiling_with(graphs: str) -> Iterator[None]:
+    """Inside, ``thunder.jit``, ``thunderfx`` and Thunder's backend of Dynamo get one more transform, of `GRAPHS`."""
+    import thunder  # slow, as the others are, and --help needs none of them
+    from thunder.transforms.cudagraph import CUDAGraphTransform
 
-    if transform is None:
+    from thunder_cg.dynamo.compiler import Compiler, compile_with
+    from thunder_cg.transform import CudagraphTransform, cudagraph_transform
+
+    transform: Callable[[], Any] = CUDAGraphTransform if graphs == "thunder" else cudagraph_transform
+    if graphs == "none":
         yield
         return
 

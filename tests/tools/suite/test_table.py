@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from samples import ENVIRONMENT, SAMPLE
 
 from thunder_cg.tools.results import FOLDER
@@ -11,8 +9,6 @@ from thunder_cg.tools.suite import models
 from thunder_cg.tools.suite.results import SuiteResults
 from thunder_cg.tools.suite.row import FORWARD, JIT, MODES, TRAINING, SuiteRow
 from thunder_cg.tools.suite.table import line, markdown, rewrite
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_table() -> None:
@@ -50,10 +46,10 @@ def test_lines() -> None:
     assert line(SAMPLE[3]) == "B, training: TypeError: no"
 
 
-def test_readme_shows_the_table_of_the_results() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    results = SuiteResults.read(FOLDER / "suite.json")
-    assert rewrite(readme, markdown(results.rows, results.environment)) == readme, (
-        "run: python -m thunder_cg.tools.suite --json thunder_cg/tools/results/suite.json --table README.md"
+def test_page_shows_the_table_of_the_results() -> None:
+    page, file = FOLDER / "RESULTS.md", FOLDER / "suite.json"
+    text, results = page.read_text(encoding="utf-8"), SuiteResults.read(file)
+    assert rewrite(text, markdown(results.rows, results.environment)) == text, (
+        f"run: python -m thunder_cg.tools.suite --json {file} --table {page}"
     )
     assert {found.model for found in results.rows} <= {*models.MODELS}

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from thunder_cg.tools.arguments import Parser, add_device, device_of, positive
-from thunder_cg.tools.operators.run import OperatorSettings, run
+from thunder_cg.tools.arguments import Parser, add_device, device_of, interruptible, positive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,6 +26,8 @@ def main(argv: Sequence[str]) -> int:
     add("--list", action="store_true", help="print the names of all cases, and stop")
     add("--json", type=Path, metavar="FILE", help="write the results there")
     arguments = parser.parse_args(argv)
+    from thunder_cg.tools.operators.run import OperatorSettings, run  # slow, and --help needs nothing of it
+
     device = device_of(arguments, parser)
     settings = OperatorSettings(device, arguments.jobs, arguments.only, arguments.first, arguments.json)
     if arguments.list:
@@ -39,4 +40,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interruptible(main, sys.argv[1:]))

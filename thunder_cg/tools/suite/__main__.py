@@ -6,14 +6,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of
-from thunder_cg.tools.suite.run import SuiteSettings, rewrite_table, run
+from thunder_cg.tools.arguments import Parser, add_device, add_rows, device_of, interruptible
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command with these arguments. Returns 1 if the results of a model differ, else 0."""
     parser = _parser()
     arguments = parser.parse_args(argv)
+    from thunder_cg.tools.suite.run import SuiteSettings, rewrite_table, run  # slow, and --help needs nothing of it
+
     device, jobs, timeout = device_of(arguments, parser), arguments.jobs, arguments.timeout
     settings = SuiteSettings(device, only=arguments.only, jobs=jobs, timeout=timeout, json=arguments.json)
     try:
@@ -47,4 +48,4 @@ def _parser() -> Parser:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(interruptible(main, sys.argv[1:]))

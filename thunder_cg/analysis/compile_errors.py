@@ -1,0 +1,95 @@
+"""What to try where Thunder raises while it compiles."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from thunder_cg import errors
+from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
+from thunder_cg.errors import CudagraphError
+
+_TRANSFORMED = (
+    "for torch.func, such as vmap or grad, compile the function that calls the transform with thunder_cg.thunderfx, "
+    "and not what is transformed: thunder.jit takes no tensors of a transform"
+)
+_TO_COMPARE = (
+    "call the function without Thunder: if that raises too, fix the function; if not, keep the operator out of what "
+    "is compiled, with "
+)
+_THUNDERFX = "thunder_cg.thunderfx"
+_KEEPS_OUT = {
+    False: f"{_THUNDERFX}, which leaves to Python or Inductor what Thunder does not follow",
+    True: "torch.compiler.disable around a function of yours that calls it",
+}
+
+
+_OURS = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, CudagraphError)}
+
+
+class _Hint(NamedTuple):
+    """What to try if an error of Thunder's has one of these signs in it."""
+
+    signs: tuple[str, ...]
+    to_try: str
+
+
+_HINTS = (
+    _Hint(("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"), _TRANSFORMED),
+    _Hint(
+        ("unhashable type: 'TensorProxy'", "from ProvenanceRecord"),
+        "for torch.func.functional_call, or modules in a list, a dict or a global variable, use thunder_cg.thunderfx, "
+        "or hold the modules in a torch.nn.ModuleList of the module that is compiled",
+    ),
+    _Hint(
+        ("data dependen", "DataDependentOutput", "tolist"),
+        "for a branch on what a tensor holds, or for int(), float() or `.tolist()` of it, use thunder_cg.thunderfx, "
+        "which leaves it to Python",
+    ),
+    _Hint(
+        ("argument must be a string or a real number, not 'NoneType'", "None had an unexpected type"),
+        f"for a number that is read from a tensor, by .item() or to bound a slice, of which Thunder knows no value, "
+        f"{KEEP_ON_DEVICE}",
+    ),
+    _Hint(
+        ("boolean advanced indexing", "DynamicOutputShape", "only specifying a condition"),
+        f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
+    ),
+    _Hint(
+        ("too few dimensions",),
+        "for a 0-dim tensor on the CPU, whose gradient Thunder gives another shape, compute it under torch.no_grad(), "
+        "or give it a dimension, as with keepdim=True, or use a GPU",
+    ),
+    _Hint(
+        ("gradient transform", "VJP for", "automatic registration"),
+        "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor",
+    ),
+    _Hint(
+        ("no autograd formula",),
+        "for an operator of torch.library, give it a gradient with torch.library.register_autograd",
+    ),
+    _Hint(
+        ("torch._ops.", "not registered"),
+        "for an operator of torch.library, use thunder_cg.thunderfx, which keeps it, or register it with an executor "
+        "of Thunder's (README, Your own operator)",
+    ),
+    _Hint(
+        ("Trying to call function torch.",),
+        "for a function that Thunder does not know, use thunder_cg.thunderfx, which keeps it or leaves it to Inductor",
+    ),
+)
+
+
+def to_try(problem: str, *, is_of_dynamo: bool, in_functorch: bool = False) -> str:
+    """What to try if Thunder raises this: the type of the error, the line, and what it says. "" if it says so itself.
+
+    Args:
+        is_of_dynamo: Dynamo reads the Python, so `thunder_cg.thunderfx` is no help.
+        in_functorch: inside of a transform of ``torch.func``.
+    """
+    if problem.partition(":")[0].partition(" at ")[0] in _OURS:
+        return ""
+    if in_functorch:
+        return _TRANSFORMED
+    hints = (hint.to_try for hint in _HINTS if any(sign in problem for sign in hint.signs))
+    useful = (hint for hint in hints if not (is_of_dynamo and _THUNDERFX in hint))
+    return next(useful, f"{_TO_COMPARE}{_KEEPS_OUT[is_of_dynamo]}")

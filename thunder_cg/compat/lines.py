@@ -1,0 +1,115 @@
+"""Has Thunder keep the user's lines, in what is compiled with a transform of this package.
+
+Thunder (0.2.6) notes the innermost line that is not its own, which may be one of a module of PyTorch's, or of this
+package. It gives that line to what one of its passes makes of an operator, but not if that is for the backward.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any, NamedTuple
+
+import thunder
+import torch
+from thunder.core.compile_data import get_compile_data
+from thunder.core.interpreter import InterpreterRuntimeCtx
+from thunder.core.symbol import BoundSymbol
+from thunder.core.trace_interpreter import TraceSubstitutionProcessor
+
+from thunder_cg.compat.thunder import is_ours
+
+__all__ = ["BEFORE_BREAK", "arguments_at", "is_in_library", "is_torchs", "is_tracers", "keep_lines"]
+
+BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
+_copy = BoundSymbol.from_bsym
+_innermost = InterpreterRuntimeCtx.get_current_user_source_location
+
+
+def _directory(module: Any) -> str:
+    return os.path.join(os.path.dirname(module.__file__), "")
+
+
+_TORCH, _THUNDER = _directory(torch), _directory(thunder)
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_TOOLS = os.path.join(_PACKAGE, "tools", "")  # which have models
+
+
+def is_torchs(file: str) -> bool:
+    """Whether a file is PyTorch's."""
+    return file.startswith(_TORCH)
+
+
+def is_tracers(file: str) -> bool:
+    """Whether a file is Thunder's or this package's, which call operators for the user."""
+    return file.startswith(_THUNDER) or (file.startswith(_PACKAGE) and not file.startswith(_TOOLS))
+
+
+@cache
+def keep_lines() -> None:
+    """From now on, an operator has the line in the user's code, and what computes its gradient has its line."""
+    InterpreterRuntimeCtx.get_current_user_source_location = _users_line
+    BoundSymbol.from_bsym = _copied
+    TraceSubstitutionProcessor.__init_subclass__ = classmethod(_keeping_lines)
+
+
+def _users_line(context: Any) -> Any:
+    """The file and the positions of the innermost frame of the user's; of PyTorch's if there is none."""
+    if not is_ours(get_compile_data()):
+        return _innermost(context)
+    frames = [frame for frame in reversed(context.frame_stack) if not is_tracers(frame.code.co_filename)]
+    if not frames:
+        return None, None
+    users = next((frame for frame in frames if not is_torchs(frame.code.co_filename)), frames[0])
+    positions = users.positions
+    if users is not frames[0] and positions is not None:
+        positions = _LineOf(positions.lineno, (), in_library=True)
+    return users.code.co_filename, positions
+
+
+def _copied(bound: Any, **changes: Any) -> Any:
+    """A copy of a symbol. A pass that makes several symbols of one gives all of them its line, last of all."""
+    if bound.source_filename is not None:
+        changes = {key: value for key, value in changes.items() if not key.startswith("source_")}
+    return _copy(bound, **changes)
+
+
+def _keeping_lines(processor: type[Any]) -> None:
+    """Has a pass over a trace, which Thunder defines when it runs it, give what it makes of a symbol its line."""
+    if not is_ours(get_compile_data()):
+        return
+    process = processor.process_bsym
+
+    def process_bsym(self: Any, bound: Any) -> None:
+        at = bound.source_positions
+        if at is not None and not arguments_at(bound):
+            at = _LineOf(at.lineno, tuple(proxy.name for proxy in bound.flat_proxy_args), is_in_library(bound))
+        self.new_trace.set_current_source_location(bound.source_filename, at)
+        process(self, bound)
+
+    processor.process_bsym = process_bsym
+
+
+class _LineOf(NamedTuple):
+    """A line, and what else is known of it.
+
+    Attributes:
+        arguments: their names, of the symbol that this one was made of.
+        in_library: a module of PyTorch's has called the operator, which the line calls.
+    """
+
+    lineno: int
+    arguments: tuple[str, ...]
+    in_library: bool
+
+
+def arguments_at(bound: Any) -> tuple[str, ...]:
+    """The arguments of the operator of the user that a symbol was made of; none if it is that operator."""
+    at = bound.source_positions
+    return at.arguments if isinstance(at, _LineOf) else ()
+
+
+def is_in_library(bound: Any) -> bool:
+    """Whether the line of a symbol is the user's, and the operator is called by a module of PyTorch's."""
+    at = bound.source_positions
+    return isinstance(at, _LineOf) and at.in_library

@@ -1,0 +1,77 @@
+"""Warns of a part that a model gets after Thunder has compiled it: calls of the compiled module do not see it.
+
+PyTorch calls a hook wherever a module gets a parameter or a submodule, and each submodule of a compiled model is known
+here. Parameters count from ``thunder.jit`` on, which takes them, and submodules from the first call on, which traces.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch.nn.modules import module as of_torch
+
+from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.thunder import ThunderModule, current_trace
+from thunder_cg.runtime.compilation import changed_part, name_of
+
+_logger = logging.getLogger(__name__)
+
+
+class _Place:
+    """Where a submodule is in a model that is compiled."""
+
+    __slots__ = ("module", "path", "said", "traced")
+
+    def __init__(self, module: ref[ThunderModule], path: str, said: set[str]) -> None:
+        self.module, self.path, self.said = module, path, said
+        self.traced = False  # whether Thunder has read which submodules there are
+
+
+_places: WeakKeyDictionary[torch.nn.Module, list[_Place]] = WeakKeyDictionary()
+
+
+def watch(module: ThunderModule, parts: Mapping[str, torch.nn.Module] | None = None) -> None:
+    """Warns from now on of parameters that the model of a compiled module gets.
+
+    Args:
+        parts: the submodules that Thunder has traced: warns of new ones, too.
+    """
+    model = compat.original_module(module)
+    if isinstance(model, torch.fx.GraphModule):  # whose own model Dynamo guards
+        return
+    _hook()
+    said: set[str] = set()
+    for path, part in (parts if parts is not None else dict(model.named_modules())).items():
+        places = [place for place in _places.get(part, ()) if place.module() not in (None, module)]
+        _places[part] = [*places, _Place(ref(module), path, said)]
+        _places[part][-1].traced = parts is not None
+
+
+@cache
+def _hook() -> None:
+    of_torch.register_module_parameter_registration_hook(_registers_parameter)
+    of_torch.register_module_module_registration_hook(_registers_module)
+
+
+def _registers_parameter(owner: torch.nn.Module, name: str, value: object) -> None:
+    _registers(owner, name, value, is_parameter=True)
+
+
+def _registers_module(owner: torch.nn.Module, name: str, value: object) -> None:
+    _registers(owner, name, value, is_parameter=False)
+
+
+def _registers(owner: torch.nn.Module, name: str, value: object, *, is_parameter: bool) -> None:
+    for place in _places.get(owner, ()):
+        module = place.module()
+        if module is None or getattr(owner, name, None) is value or current_trace() is not None:
+            continue
+        model, part = compat.original_module(module), f"{place.path}.{name}".lstrip(".")
+        is_seen = not compat.has_parameters_of(module, model) if is_parameter else not place.traced
+        if not is_seen and part not in place.said:
+            place.said.add(part)
+            _logger.warning("%s", changed_part(name_of(model), part))
