@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections import OrderedDict
 
@@ -12,7 +13,7 @@ import thunder
 import torch
 from torch import nn
 
-from tests.support import fast_path_calls, same
+from tests.support import fast_path_calls, replays, same
 from thunder_cg import explain
 
 
@@ -104,6 +105,23 @@ def test_what_comes_back_as_it_is_is_not_taken_for_a_container(transform, device
             found, expected = jitted(x, factors, mark), scaled(x, factors, mark)
             same(found[0], expected[0])
             assert found[1] == expected[1]
+
+
+def test_what_no_prologue_can_look_up_is_not_checked(transform, device):
+    """Thunder raises if it has to look up an item of such a key, or an attribute of a method that it follows."""
+
+    class Scales:
+        scale = functools.partialmethod(lambda self, x, by: x * by, by=3)
+
+    def read(x, table, scales):
+        y = scales.scale(x) if table[None] is None else x
+        return torch.tanh(y).to(table[0, 1])
+
+    jitted, x = thunder.jit(read, transforms=[transform()]), torch.ones(3, device=device)
+    table, scales = {None: None, (0, 1): torch.float64}, Scales()
+    for _ in range(3):
+        same(jitted(x, table, scales), read(x, table, scales))
+    assert replays(jitted)
 
 
 def test_a_list_that_a_module_owns_costs_steady_calls_nothing(transform, device):

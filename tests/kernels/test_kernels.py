@@ -348,7 +348,8 @@ def _views(a, b):
 @pytest.mark.parametrize("fn", [_computed_anew, _read_before, _written_again, _nothing_read, _views])
 def test_writes_in_place_between_fusions(fn, transform, device):
     """Thunder computes anew what is cheap, in an order of its own: not so what is written, or read before it is."""
-    plain, captured = (thunder.jit(fn, executors=thunder_cg.executors(), transforms=t) for t in ([], [transform()]))
+    options = {"executors": thunder_cg.executors(), "debug_options": thunder.DebugOptions(check_traces=2)}
+    plain, captured = (thunder.jit(fn, transforms=t, **options) for t in ([], [transform()]))
     memory = torch.arange(24.0, device=device)
     for start in (0, 0, 0, 1, 8):  # at another offset, PyTorch takes an argument and its view for other memory
         calls = []

@@ -106,9 +106,20 @@ def _is_callers(value: WrappedValue) -> bool:
     provenance = value.provenance
     if not isinstance(value.value, _CONTAINERS) or id(value.value) in _OF_TORCH:
         return False
-    if not should_register_for_prologue(provenance) or _is_pythons_or_modules(provenance):
+    if not _is_looked_up_by_prologue(provenance) or _is_pythons_or_modules(provenance):
         return False
     return is_ours(_compile_data.get()[0])
+
+
+def _is_looked_up_by_prologue(provenance: ProvenanceRecord) -> bool:
+    """Whether a prologue can find it: Thunder raises for an item of a key such as None, and for its own constants."""
+    return should_register_for_prologue(provenance) and _keys_are_simple(provenance)
+
+
+def _keys_are_simple(provenance: ProvenanceRecord) -> bool:
+    if provenance.inst is PseudoInst.CONSTANT:
+        return isinstance(provenance.value, (int, str))
+    return all(map(_keys_are_simple, provenance.inputs))
 
 
 def _is_pythons_or_modules(provenance: Any) -> bool:
@@ -144,7 +155,7 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
 
     Thunder takes them for what they were when it traced.
     """
-    if not isinstance(value, CONSTANTS) or not should_register_for_prologue(provenance):
+    if not isinstance(value, CONSTANTS) or not _is_looked_up_by_prologue(provenance):
         return
     if _is_of_call(provenance) and is_ours(_compile_data.get()[0]):
         context, path = get_jit_ctx(), _path(provenance)
