@@ -44,6 +44,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     monkeypatch.setattr(distributed, "is_alive", lambda group: True)
     monkeypatch.setattr(distributed, "ranks", lambda group: [0, 1])
     monkeypatch.setattr(agreement, "_TIMEOUT", 0.02)
+    monkeypatch.setattr(agreement, "_CAPTURE_TIMEOUT", 0.03)
     return made
 
 
@@ -172,7 +173,7 @@ def test_after_a_capture(store: HashStore, group: Group) -> None:
         votes.ask("after", "subject")
     assert not caught.value.may_pass
     Other(store).says(0, "after", "")
-    with pytest.raises(RanksDiffer, match=r"did not answer within 0.02 s"):
+    with pytest.raises(RanksDiffer, match=r"did not answer within 0.03 s"):
         votes.ask("after", "subject")
 
 
