@@ -185,8 +185,8 @@ def is_alive(group: ProcessGroup) -> bool:
 
 
 def ranks(group: ProcessGroup) -> list[int]:
-    """Those in the group, as the default group numbers them."""
-    return torch.distributed.get_process_group_ranks(group)
+    """Those in the group, as the default group numbers them; as the group does if it is gone."""
+    return [*_world.pg_group_ranks.get(group, range(group.size()))]
 
 
 def group_named(name: Any) -> ProcessGroup:

@@ -170,11 +170,11 @@ class Round:
     def _compare(self, group: ProcessGroup, number: _Number, stage: str, subject: str, patience: float) -> bool:
         """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
         state, deadline, all_could = _states[group], time.monotonic() + patience, True
-        for rank in range(group.size()):
-            if rank == group.rank():
+        for index, rank in enumerate(distributed.ranks(group)):
+            if index == group.rank():
                 continue
             try:
-                vote = _vote(group, number, stage, rank, deadline)
+                vote = _vote(group, number, stage, index, deadline)
             except RuntimeError as error:
                 raise RanksDiffer(f"the store of its group fails: {error}", may_pass=True) from error
             if vote is None:
