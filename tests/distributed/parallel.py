@@ -18,6 +18,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from thunder_cg import cudagraph_transform, executors, explain
+from thunder_cg.compat import distributed
+from thunder_cg.runtime import agreement
 from thunder_cg.runtime.tape import TapePool
 
 WIDTH = 16
@@ -173,6 +175,14 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
         short["eager"] = [op["name"] for op in trace["ops"] if op["verdict"] == "eager"]
         found.append(short)
     return found
+
+
+def forget_meetings() -> None:
+    """Of earlier tests, with longer periods."""
+    group = torch.distributed.group.WORLD
+    state = agreement._states.setdefault(group, agreement._GroupState())
+    state.meeting, state.next_request, state.pause = 0, 0, 1
+    distributed.store(group).set(agreement._key_of_meeting(group), "0")
 
 
 def pool_class() -> type:

@@ -98,8 +98,7 @@ def meets(builder: str) -> dict[str, Any]:
     from thunder_cg.runtime import agreement
 
     found, kept = [], []
-    state = agreement._states.setdefault(torch.distributed.group.WORLD, agreement._GroupState())
-    state.next_request, state.pause = 0, 1
+    parallel.forget_meetings()
     with patch.multiple(agreement, _TIMEOUT=1.0, _MEETING_TIMEOUT=10.0, _PERIOD=12, _MEETING=8):
         for graphs in ([], [parallel.transform()]):
             compiled, values = parallel.BUILDERS[builder](*graphs), []

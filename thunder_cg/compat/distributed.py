@@ -107,6 +107,11 @@ _METHODS = (
     *_POINT_TO_POINT,
 )
 _OF_DDP = DistributedDataParallel.forward.__code__
+_OF_OBJECTS = {
+    function.__wrapped__.__code__
+    for name, function in vars(torch.distributed).items()
+    if "_object" in name and hasattr(function, "__wrapped__")
+}
 _CALLS_OF_OPERATORS = (torch._ops.OpOverload.__call__.__code__, torch._ops.OpOverloadPacket.__call__.__code__)
 
 
@@ -160,6 +165,9 @@ def uncapturable(frame: FrameType, method: str | None = None) -> tuple[str, str]
         return f"it communicates from point to point ({method})", "do that outside of the step"
     if frame.f_code is _OF_DDP:
         return DDP
+    if frame.f_code in _OF_OBJECTS:
+        problem = f"it communicates objects of Python ({frame.f_code.co_name})"
+        return problem, "do that outside of the step, or communicate a tensor"
     if frame.f_code in _CALLS_OF_OPERATORS and str(operator := frame.f_locals["self"]).startswith("_c10d_functional"):
         return f"it calls {operator}, a functional collective", "call that of torch.distributed, or have it compiled"
     return None
@@ -177,8 +185,8 @@ def is_alive(group: ProcessGroup) -> bool:
 
 
 def ranks(group: ProcessGroup) -> list[int]:
-    """Those in the group, as the default group numbers them."""
-    return torch.distributed.get_process_group_ranks(group)
+    """Those in the group, as the default group numbers them; as the group does if it is gone."""
+    return [*_world.pg_group_ranks.get(group, range(group.size()))]
 
 
 def group_named(name: Any) -> ProcessGroup:

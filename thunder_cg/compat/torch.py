@@ -38,7 +38,11 @@ from torch.distributed._composable_state import _module_state_mapping
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes as disable_dispatch_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes as disable_dispatch_modes,
+    is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
@@ -75,13 +79,17 @@ autograd_base: Callable[[Any], torch.Tensor | None] = attrgetter("_base")
 has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 
+# Whether the tensor holds others, which have the memory, such as a DTensor, also if it is a parameter.
+is_wrapper: Callable[[torch.Tensor], bool] = is_traceable_wrapper_subclass
+
 # As ``__torch_function__`` of a subclass of Tensor: PyTorch's functions take it for a plain tensor.
 disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory: fake tensors and zeros without memory have a storage that is only a stand-in."""
-    return has_storage(tensor) and not isinstance(tensor, FakeTensor) and not is_zero_tensor(tensor)
+    """Whether a tensor has memory: fake tensors, wrappers and zeros without memory have a stand-in for a storage."""
+    is_stand_in = isinstance(tensor, FakeTensor) or is_wrapper(tensor) or is_zero_tensor(tensor)
+    return has_storage(tensor) and not is_stand_in
 
 
 # How often the tensor's memory was written in place. RuntimeError for an inference tensor.

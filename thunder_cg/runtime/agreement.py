@@ -47,6 +47,7 @@ from thunder_cg.errors import RanksDiffer
 
 DESTROYED = "the process group of its collectives has been destroyed or aborted"
 _TIMEOUT = 5.0  # seconds to wait for the vote of another rank, at first
+_CAPTURE_TIMEOUT = 10.0  # for that of a rank that captures the same
 _SHORTEST = 0.02  # after many time-outs in a row
 _PERIOD, _MEETING = 256, 32  # calls: see Note [Meetings]
 _MAX_PAUSE = 16  # periods
@@ -160,7 +161,7 @@ class Round:
     def _patience(self, state: _GroupState, *, could_replay: bool) -> float:
         """How many seconds to wait for votes."""
         if self._has_agreed:  # so all of them are at the same capture
-            return _TIMEOUT
+            return _CAPTURE_TIMEOUT
         if could_replay:  # another rank may not have seen that there is a meeting
             return _MEETING_TIMEOUT
         shortest = _MEETING_TIMEOUT if state.meets() else _SHORTEST
@@ -169,11 +170,11 @@ class Round:
     def _compare(self, group: ProcessGroup, number: _Number, stage: str, subject: str, patience: float) -> bool:
         """Whether all other ranks could replay; raises `RanksDiffer` unless they vote for ``subject``."""
         state, deadline, all_could = _states[group], time.monotonic() + patience, True
-        for rank in range(group.size()):
-            if rank == group.rank():
+        for index, rank in enumerate(distributed.ranks(group)):
+            if index == group.rank():
                 continue
             try:
-                vote = _vote(group, number, stage, rank, deadline)
+                vote = _vote(group, number, stage, index, deadline)
             except RuntimeError as error:
                 raise RanksDiffer(f"the store of its group fails: {error}", may_pass=True) from error
             if vote is None:

@@ -33,6 +33,7 @@ from thunder_cg.runtime.tensors import address_if_any, is_leaf_with_grad, is_pla
 from thunder_cg.runtime.verifier import Disagreement, deny_name
 
 _MAX_ATTEMPTS = 3  # warm-ups and captures that may fail for a reason that can pass, such as too little memory
+_SAME_CALLS = 'make the same calls on all ranks, or capture all but the collectives with capture_collectives="never"'
 _DENY = "deny the operator with deny=[...]"
 
 
@@ -401,7 +402,7 @@ class RuntimeRegion:
         denied = f"[{deny_name(op)!r}]" if op is not None else "[...]"
         fix, self._strict_fix = f"deny={denied} leaves the operator eager and the rest captured", _DENY
         if isinstance(error, RanksDiffer):
-            fix = self._strict_fix = "make the same calls on all ranks"
+            fix = self._strict_fix = _SAME_CALLS
         self._fix = fix if self.stays_eager else ""
 
     def _name_failing_op(self, call: Call, error: Exception) -> None:

@@ -59,6 +59,7 @@ from thunder_cg.compat.torch import (
     global_hooks,
     has_storage,
     hooks_of,
+    is_wrapper,
     kernel_settings,
     module_dictionaries,
     registered_hooks,
@@ -601,8 +602,10 @@ class StepState:
         if (other := next((t.device for t in (*self.tensors, *arguments) if t.device != device), None)) is not None:
             raise CaptureRefused(f"the step uses tensors on {device} and on {other}, and a graph is on one device")
         for tensor in self.tensors:
-            if not isinstance(tensor, nn.Parameter) and type(tensor) not in (Tensor, nn.Buffer):
-                raise CaptureRefused(f"the step uses a {type(tensor).__name__}, which is no plain tensor")
+            kind = type(tensor)
+            if is_wrapper(tensor) or not (isinstance(tensor, nn.Parameter) or kind in (Tensor, nn.Buffer)):
+                fix = "; take thunder.distributed for what it does" * (kind.__name__ == "DTensor")
+                raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor{fix}")
             if not has_storage(tensor):
                 raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
         self._metadata = tensor_guards(self.tensors)
