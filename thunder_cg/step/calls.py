@@ -42,7 +42,7 @@ _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs an
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
-_GETTERS = ("_get_", "_is_", "get_", "is_")
+_GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 # What they return is another value in each call.
 _UNSTEADY = {datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
@@ -286,8 +286,9 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
     """What the function is bound to, an object or a class; None if it is no method."""
     if not code.co_argcount:
         return None
-    first = frame.f_locals.get(code.co_varnames[0])
-    for kind in (*type(first).__mro__, *(first.__mro__ if isinstance(first, type) else ())):
+    first: Any = frame.f_locals.get(code.co_varnames[0])
+    is_class = issubclass(type(first), type)  # isinstance() would look up an attribute
+    for kind in (*type(first).__mro__, *(first.__mro__ if is_class else ())):
         member = vars(kind).get(code.co_name)
         member = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if isinstance(member, types.FunctionType) and inspect.unwrap(member).__code__ is code:
