@@ -204,8 +204,9 @@ def _with_factories(x):
         lambda x: torch.stack(tensors=[torch.softmax(input=x, dim=0), x]) * torch.tril(input=x, diagonal=1),
         lambda x: torch.where(condition=x > 0, input=x, other=torch.sin(x)) @ torch.argmax(x, axis=0).to(x.dtype),
         lambda x: F.linear(input=torch.matmul(input=x, other=x.T), weight=x.T),
+        lambda x: torch.einsum("ij,kj->ik", (x, x.cos()))[:, :1].broadcast_to((4, 8)) * x,
     ],
-    ids=["factories", "broadcast_to", "split", "axis", "stack", "where", "linear"],
+    ids=["factories", "broadcast_to", "split", "axis", "stack", "where", "linear", "operands"],
 )
 def test_other_names_of_arguments(backend, device, fn):
     model = Around(fn).to(device)
