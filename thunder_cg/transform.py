@@ -30,6 +30,7 @@ from thunder_cg.analysis.sources import Stacks, users_level
 from thunder_cg.analysis.undefined import Routes, needed_for, results_reached, returned, routes_of
 from thunder_cg.communication import install as trace_collectives
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.dtypes import promote_as_pytorch
 from thunder_cg.compat.lines import keep_lines
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
@@ -91,6 +92,7 @@ class CudagraphTransform(compat.Transform):
         super().__init__()
         trace_collectives()
         keep_lines()
+        promote_as_pytorch()
         self.options = options
         self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
