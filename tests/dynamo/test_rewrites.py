@@ -550,6 +550,14 @@ def test_an_autograd_function_with_one_result(backend, device):
     assert one_region_each_way(graphed)
 
 
+def test_an_autograd_function_in_a_checkpointed_function():
+    def fn(x):
+        return checkpoint(lambda y: torch.sin(Once.apply(y)), x, use_reentrant=False) + 1
+
+    graphed = trains_alike(Around(fn), lambda: torch.randn(2, 8), "tape", 1e-5)
+    assert "in a checkpointed function" in explain(graphed).outside[0].reason
+
+
 @pytest.mark.parametrize("function", [Twice, TwiceInPlace])
 @pytest.mark.parametrize("unused", [False, True])
 def test_autograd_functions(backend, device, function, unused):
