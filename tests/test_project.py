@@ -45,6 +45,7 @@ DEVELOPER_TOOLS = ("generation", "operators", "results", "suite")
 KNOW_THUNDER = {
     "analysis/ops.py",
     "compat/containers.py",
+    "compat/dtypes.py",
     "compat/dynamo.py",
     "compat/lines.py",
     "compat/splitter.py",

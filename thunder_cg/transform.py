@@ -27,8 +27,10 @@ from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import Stacks, users_level
+from thunder_cg.analysis.undefined import Routes, needed_for, results_reached, returned, routes_of
 from thunder_cg.communication import install as trace_collectives
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.dtypes import promote_as_pytorch
 from thunder_cg.compat.lines import keep_lines
 from thunder_cg.compat.thunder import TraceCtx
 from thunder_cg.compat.torch import autocast_dtype, stacks_of_generated_code
@@ -90,6 +92,7 @@ class CudagraphTransform(compat.Transform):
         super().__init__()
         trace_collectives()
         keep_lines()
+        promote_as_pytorch()
         self.options = options
         self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
@@ -145,12 +148,16 @@ class CudagraphTransform(compat.Transform):
         if self.options.capture_collectives != "never":
             computation_trace = schedule_collectives(computation_trace)
         forward = self._forward_of(computation_trace)
+        computation_trace = self._follow_gradients(computation_trace)
         # The forward whose calls the backward continues. One without regions, or that saves nothing, has ended them.
         continued = forward if forward is not None and forward.regions and _gets_saved(computation_trace) else None
         planned = self._plan(computation_trace, forward)
         taken = taken_names(computation_trace)
         compilation = forward.compilation if forward is not None else self._joined()
         program = self._program(planned, continued, taken, compilation)
+        if program.kind == "backward" and not any(op.communicates for op in program.ops.ops):
+            several = any(route and len(route) < self._compiling.results for route in self._compiling.routes)
+            program.routes = self._compiling.routes if several else ()
         trace = Emitter(computation_trace, planned, program, continued, taken).emit()
         if compat.TraceTag.BACKWARD not in computation_trace.tags:
             self._compiling.forward = (computation_trace.names, weakref.ref(program))
@@ -158,6 +165,27 @@ class CudagraphTransform(compat.Transform):
         self._log_compiled(program, took)
         trace.set_provenance(PartitionProvenance(f"CUDA graph partition (took {took} milliseconds)", program))
         compilation.finish(time.perf_counter() - compat.compilation_began())
+        return trace
+
+    def _follow_gradients(self, trace: TraceCtx) -> TraceCtx:
+        """Of a forward, notes which results the gradient of each argument comes from; drops those that come from none.
+
+        Other ranks may define what this one leaves undefined, so nothing changes in a backward that communicates.
+        """
+        its = self._compiling
+        if compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
+            data = trace.bound_symbols[-1].args[0]
+            is_known = len(data["flat_output"]) == its.results
+            its.routes = routes_of(its.reached if is_known else {}, data["flat_args"])
+        elif compat.TraceTag.BACKWARD in trace.tags and frozenset() in its.routes:
+            (gradients,) = trace.bound_symbols[-1].args
+            kept = tuple(None if route == frozenset() else each for each, route in zip(gradients, its.routes))
+            ops = self._read(trace)
+            if any(op.communicates for op in ops.ops) or names_in(kept) in (names_in(gradients), set()):
+                return trace
+            *computed, end = needed_for(names_in(kept), ops, Aliasing.of(ops))
+            trace = compat.from_trace(trace)
+            trace.bound_symbols = [*(op.symbol for op in computed), end.symbol.from_bsym(args=(kept,))]
         return trace
 
     def _plan(self, trace: TraceCtx, forward: Program | None) -> PlannedTrace:
@@ -206,7 +234,9 @@ class CudagraphTransform(compat.Transform):
         if not any(map(compat.requires_grad, (*arguments, *unpacked))):
             return ()
         ops = self._read(trace)
-        return lost_or_unsummed(ops, Aliasing.of(ops))
+        aliasing = Aliasing.of(ops)
+        self._compiling.reached, self._compiling.results = results_reached(ops, aliasing), len(returned(ops.ops[-1]))
+        return lost_or_unsummed(ops, aliasing)
 
     def _warn_of_what_is_lost(self, trace: TraceCtx, epilogue: TraceCtx | None) -> None:
         """Says once of each thing that Python does and Thunder loses."""
@@ -335,6 +365,10 @@ class _Compiling(threading.local):
     forward: tuple[set[str], weakref.ref[Program]] | None = None
     before: Ops | None = None  # the trace before Thunder transforms it, if options name operators
     wrong_gradients: tuple[WrongGradient, ...] = ()
+    # Which results each argument reaches, how many there are, and which ones the gradients come from.
+    reached: Mapping[str, frozenset[int]] = MappingProxyType({})
+    results = 0
+    routes: Routes = ()
     seen: frozenset[str] = frozenset()  # names of the forward in memory that its caller sees
 
 

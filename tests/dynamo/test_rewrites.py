@@ -204,8 +204,9 @@ def _with_factories(x):
         lambda x: torch.stack(tensors=[torch.softmax(input=x, dim=0), x]) * torch.tril(input=x, diagonal=1),
         lambda x: torch.where(condition=x > 0, input=x, other=torch.sin(x)) @ torch.argmax(x, axis=0).to(x.dtype),
         lambda x: F.linear(input=torch.matmul(input=x, other=x.T), weight=x.T),
+        lambda x: torch.einsum("ij,kj->ik", (x, x.cos()))[:, :1].broadcast_to((4, 8)) * x,
     ],
-    ids=["factories", "broadcast_to", "split", "axis", "stack", "where", "linear"],
+    ids=["factories", "broadcast_to", "split", "axis", "stack", "where", "linear", "operands"],
 )
 def test_other_names_of_arguments(backend, device, fn):
     model = Around(fn).to(device)
@@ -547,6 +548,14 @@ def test_an_autograd_function_with_one_result(backend, device):
     fn = Once.apply
     graphed = trains_alike(Around(lambda x: fn(x) + 1).to(device), lambda: torch.randn(2, 8, device=device), backend)
     assert one_region_each_way(graphed)
+
+
+def test_an_autograd_function_in_a_checkpointed_function():
+    def fn(x):
+        return checkpoint(lambda y: torch.sin(Once.apply(y)), x, use_reentrant=False) + 1
+
+    graphed = trains_alike(Around(fn), lambda: torch.randn(2, 8), "tape", 1e-5)
+    assert "in a checkpointed function" in explain(graphed).outside[0].reason
 
 
 @pytest.mark.parametrize("function", [Twice, TwiceInPlace])

@@ -285,3 +285,29 @@ def test_advice_of_a_plan_for_what_is_made_on_another_device_holds_after_it_is_m
     assert "make the tensor once, outside of the compiled function" in cause.fix and "on a cuda device" in cause.fix
     on_device = torch.tensor([1.0, 2.0], device="meta")
     assert plan(around(lambda x: x + on_device), torch.ones(2, device="meta")).causes == ()
+
+
+def test_advice_for_collectives_that_dynamo_does_not_trace(tmp_path):
+    def broadcasts(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        torch.distributed.broadcast(y, 0)
+        return y + 1
+
+    def reduces(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        work = torch.distributed.all_reduce(y, async_op=True)
+        work.wait()
+        return y + 1
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        fixes = []
+        for function in (broadcasts, reduces):
+            torch._dynamo.reset()
+            broken = thunderfx(function, backend="tape")
+            torch.testing.assert_close(broken(torch.ones(3)), function(torch.ones(3)))
+            fixes.append([found.fix for found in explain(broken).breaks])
+    finally:
+        torch.distributed.destroy_process_group()
+    assert all("compile with thunder.jit" in fix for fix in fixes[0])
+    assert all("leave out async_op=True" in fix for fix in fixes[1]) and all(fixes)

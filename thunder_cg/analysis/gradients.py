@@ -119,7 +119,7 @@ class _Views:
             if name not in self._sets or name in self._members.get(self._sets[name], ()):
                 continue
             aliased = [each for each in op.inputs if self._sets.get(each) == self._sets[name]]
-            same = op.inputs[i : i + 1] if _renames(op) else [each for each in aliased if each in written]
+            same = op.inputs[i : i + 1] if renames(op) else [each for each in aliased if each in written]
             base = self.of(aliased[0]) if aliased else None
             view = self.of(same[0]) if same else _View(base, self._values[name].nbytes)
             self._members.setdefault(self._sets[name], {})[name] = view
@@ -170,7 +170,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
     for op in ops.ops:
         written = [name for name in _written(op) if name in aliasing.sets]
         views.add(op, written)
-        if _renames(op):
+        if renames(op):
             for before, after in zip(op.inputs, op.outputs):
                 tracked.update([after] if before in tracked else [])
                 stale.update({after: stale[before]} if before in stale else {})
@@ -203,7 +203,7 @@ def _has_another_gradient(op: Op, ops: Ops, tracked: set[str]) -> bool:
     if op.id == "torch.nn.functional.embedding":
         padding = op.symbol.args[2] if len(op.symbol.args) > 2 else op.symbol.kwargs.get("padding_idx")
         return isinstance(padding, int) and padding < 0
-    if _plain_id(op) == "index_put":
+    if plain_id(op) == "index_put":
         return True
     if not op.subs and not _is_prim(op):
         return not names_in([arg for arg in op.symbol.args if isinstance(arg, (list, tuple))]).isdisjoint(tracked)
@@ -232,7 +232,7 @@ def _added_before_they_are_summed(ops: Ops, tracked: Collection[str]) -> Iterato
     shapes: dict[str, set[tuple[Any, ...]]] = {name: {()} for name in _returned(ops.ops[-1])}  # of gradients
     for op in reversed(ops.ops):
         for prim in reversed([*_prims(op)]):
-            outputs = [name for name in prim.outputs if name in shapes and _may_have_gradient(ops.values[name])]
+            outputs = [name for name in prim.outputs if name in shapes and may_have_gradient(ops.values[name])]
             comes: set[tuple[Any, ...]] = set()
             for name in outputs:
                 shape = proxy_shape(ops.values[name].proxy)
@@ -254,7 +254,7 @@ def _follow(op: Op, ops: Ops, tracked: set[str], reduced: set[str]) -> bool:
     is_unsummed = False
     for prim in _prims(op):
         read = [name for name in prim.inputs if name in tracked]
-        outputs = [name for name in prim.outputs if _may_have_gradient(ops.values[name])]
+        outputs = [name for name in prim.outputs if may_have_gradient(ops.values[name])]
         if not read or not outputs:
             continue
         tracked.update(outputs)
@@ -268,7 +268,7 @@ def _follow(op: Op, ops: Ops, tracked: set[str], reduced: set[str]) -> bool:
 
 def _prims(op: Op) -> Iterator[Op]:
     """The prims of an operator that may have a gradient."""
-    if op.bookkeeping or _plain_id(op) == "detach":
+    if op.bookkeeping or plain_id(op) == "detach":
         return
     if not op.subs:
         yield op
@@ -286,7 +286,7 @@ def _is_cpu_scalar(value: Value) -> bool:
 
 def _is_changed(view: _View, written: _View, op: Op) -> bool:
     """Whether a write through another view surely changes this one. An assignment to items may spare most of them."""
-    spares = _plain_id(op) == "setitem" and not view.is_whole
+    spares = plain_id(op) == "setitem" and not view.is_whole
     return view is not written and not spares and view.overlaps(written)
 
 
@@ -294,12 +294,12 @@ def _named(op: Op, ops: Ops, problem: str) -> WrongGradient:
     return WrongGradient(op.name, ops.line(op), problem)
 
 
-def _plain_id(op: Op) -> str:
+def plain_id(op: Op) -> str:
     """``add`` of ``torch.Tensor.add_``."""
     return (op.id or "").rsplit(".", 1)[-1].strip("_")
 
 
-def _renames(op: Op) -> bool:
+def renames(op: Op) -> bool:
     """Whether it gives tensors new names, one for each, because their memory has been written."""
     return op.id in ("UPDATE_ALIASES", "update_aliases")
 
@@ -325,6 +325,6 @@ def _returned(op: Op) -> set[str]:
     return names_in(data.get("output") if isinstance(data, dict) else data)
 
 
-def _may_have_gradient(value: Value) -> bool:
+def may_have_gradient(value: Value) -> bool:
     is_float = value.dtype is not None and value.dtype.startswith(("float", "bfloat", "complex"))
     return is_float and not is_detached(value.proxy)

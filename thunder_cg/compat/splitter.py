@@ -259,8 +259,10 @@ def fixed_float(node: Node) -> float | None:
     return value.node.maybe_as_float() if isinstance(value, torch.SymFloat) else None
 
 
-def compute_again(number: Node, graph: Graph) -> Node | None:
+def compute_again(number: Node, graph: Graph) -> Node | int | float | None:
     """Computes a number of a part of a graph from the symbols that the whole graph takes; None if they do not suffice.
+
+    Of what Dynamo has found to be constant meanwhile, it is the constant.
 
     Args:
         graph: the whole one, which gets nodes where it inserts now.
@@ -272,7 +274,10 @@ def compute_again(number: Node, graph: Graph) -> Node | None:
     value = number.meta["example_value"]
     if not symbols.keys() >= value.node.expr.free_symbols:
         return None
-    found = sympy_interp(_OnProxies, symbols, value.node.expr).node
+    computed = sympy_interp(_OnProxies, symbols, value.node.expr)
+    if not isinstance(computed, Proxy):
+        return computed
+    found = computed.node
     found.meta.setdefault("example_value", value)
     return found
 

@@ -67,6 +67,8 @@ def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node],
     def objection(node: Node) -> str | None:
         if node.graph in checkpointed and written_by(node):
             return "writes in place in a checkpointed function, and Thunder does not see who reads it there"
+        if node.graph in checkpointed and node.target is torch.ops.higher_order.autograd_function_apply:
+            return "is a torch.autograd.Function in a checkpointed function, and Thunder traces others only"
         return of_graph[node.graph](node)
 
     return objection

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from thunder_cg.compat.dynamo_scope import specialize
 from thunder_cg.compat.splitter import compute_again, operator_name
@@ -102,8 +103,9 @@ def _compute_before(call: Node, result: Node, item: Node) -> bool:
     """Has a number that a part returns computed before it is called. Returns whether that is possible."""
     with call.graph.inserting_before(call):
         number = compute_again(result, call.graph) if _is_number(result) else None
-    if number is not None:
-        item.replace_all_uses_with(number)
+    for user in [*item.users] if number is not None else ():
+        user.args = map_arg(user.args, lambda node: number if node is item else node)
+        user.kwargs = map_arg(user.kwargs, lambda node: number if node is item else node)
     return number is not None
 
 

@@ -133,6 +133,10 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _compute_of_numbers(node, numbers)
         elif node.target in ("norm", torch.norm):
             _name_vector_norm(node)
+        elif node.op == "call_method" and node.target == "broadcast_to":  # which Thunder's tensors do not have
+            node.target = "expand"
+        elif node.target is torch.einsum:
+            _pass_each_operand(node)
         elif node.target is F.embedding:
             _count_padding_from_start(node)
         elif node.op == "call_method" and node.target == "bernoulli_":
@@ -458,6 +462,13 @@ def _name_vector_norm(node: Node) -> None:
         node.op, node.target = "call_function", torch.linalg.vector_norm
         node.args = tensor, 2 if p in ("fro", None) else p
         node.kwargs = {"dim": dim, "keepdim": keepdim}
+
+
+def _pass_each_operand(node: Node) -> None:
+    """``einsum("ij,jk->ik", (x, y))`` is ``einsum("ij,jk->ik", x, y)``."""
+    equation, *operands = node.args
+    if isinstance(equation, str) and len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        node.args = (equation, *operands[0])
 
 
 def _draw_out_of_place(node: Node) -> None:

@@ -28,7 +28,7 @@ Note [Streams of nodes]
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ from thunder_cg.runtime.tensors import address_if_any
 _NO_HOOKS = "thunder_cg"  # in a node's metadata: how many hooks had been registered when the node had none
 _STREAM = "thunder_cg stream"  # in a node's metadata, with the former: the stream on which the node was made
 _MAX_RENEWALS = 64  # of nodes, because somebody registered a hook somewhere
-_probes = 0  # how many hooks of ours have been registered
+_own = 0  # how many hooks of ours have been registered
 
 
 def _stream_of(device: torch.device) -> int:
@@ -51,7 +51,14 @@ def _stream_of(device: torch.device) -> int:
 
 def _registered() -> int:
     """How many hooks others have registered from Python, in this process."""
-    return RemovableHandle.next_id - _probes
+    return RemovableHandle.next_id - _own
+
+
+def register_own(register: Callable[[Callable[..., None]], RemovableHandle], hook: Callable[..., None]) -> Any:
+    """Registers a hook that changes nothing, so that those of others are counted right."""
+    global _own
+    _own += 1
+    return register(hook)
 
 
 def nodes_of(leaves: Iterable[torch.Tensor]) -> list[Any]:
@@ -80,13 +87,11 @@ def _node(leaf: torch.Tensor) -> Any:
 
 def _has_no_hooks(node: Any) -> bool:
     """See Note [Nodes without hooks]."""
-    global _probes
     known = node.metadata.get(_NO_HOOKS)
     if not isinstance(known, int):
         return False
     for register in (node.register_prehook, node.register_hook) if known != _registered() else ():
-        handle = register(lambda *gradients: None)
-        _probes += 1
+        handle = register_own(register, lambda *gradients: None)
         hooks = len(handle.hooks_dict_ref() or ())
         handle.remove()
         if hooks > 1:

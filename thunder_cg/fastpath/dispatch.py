@@ -13,7 +13,7 @@ import torch
 from thunder_cg.analysis.compile_errors import to_try
 from thunder_cg.analysis.sources import described
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.thunder import CacheEntry, ThunderModule, connect_to_autograd, current_trace
+from thunder_cg.compat.thunder import CacheEntry, ThunderModule, current_trace
 from thunder_cg.compat.torch import (
     autograd_is_active,
     dispatch_mode_count,
@@ -31,6 +31,7 @@ from thunder_cg.fastpath.late import watch
 from thunder_cg.fastpath.prologue import PrologueChecks
 from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported, refuse_fully_sharded
 from thunder_cg.fastpath.training import TrainingFastPath
+from thunder_cg.fastpath.undefined import connect
 from thunder_cg.progress import Stage
 from thunder_cg.runtime.compilation import name_of
 from thunder_cg.runtime.failures import note
@@ -57,16 +58,17 @@ class TracedFastPath:
         result = entry.computation_fn(*self._pick_inputs(values))
         if entry.backward_fn:
             data, (saved_tensors, saved_other) = result
-            connect_to_autograd(
-                backward_fn=entry.backward_fn,
-                flat_args=data["flat_args"],
-                flat_output=data["flat_output"],
-                saved_tensors=saved_tensors,
-                saved_other=saved_other,
-                return_none_instead_of_grads=entry.return_none_instead_of_grads,
-                disable_split_autograd=self._options.get("thunderfx_disable_split_autograd", False),
-                is_differentiable_outputs=self._options.get("is_differentiable_outputs"),
-            )
+            arguments = {
+                "backward_fn": entry.backward_fn,
+                "flat_args": data["flat_args"],
+                "flat_output": data["flat_output"],
+                "saved_tensors": saved_tensors,
+                "saved_other": saved_other,
+                "return_none_instead_of_grads": entry.return_none_instead_of_grads,
+                "disable_split_autograd": self._options.get("thunderfx_disable_split_autograd", False),
+                "is_differentiable_outputs": self._options.get("is_differentiable_outputs"),
+            }
+            connect(entry, arguments)
             result = data["output"]
         return entry.epilogue_fn(*self._pick_passed_on(values), *result)
 

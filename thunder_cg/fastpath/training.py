@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from thunder_cg.analysis.undefined import undefined_too
 from thunder_cg.compat.thunder import CollectionProxy, PrimIDs, Proxy, TraceCtx
 from thunder_cg.compat.torch import (
     autograd_base,
@@ -109,6 +110,8 @@ class TrainingFastPath:
                 arguments[position] = results[i]
         node = NodeState(self._backward, call, self._saved, self._keeper.keep(arguments))
         given = [results[i] for i in self._outputs]
+        if self._backward.routes and not self._backward.layouts:
+            self._backward.layouts = [(each.shape, each.dtype, each.device) for each in given]
         outputs = self._apply(node, passed, given, self._constant, *arguments)[-len(given) :]
         for i, output in zip(self._outputs, outputs):
             results[i] = output
@@ -206,6 +209,8 @@ class BackwardReplay:
         self._may_replay = program.may_replay_backward
         self._recorded: list[TraceRecording] | None = None
         self._graphs: list[BackwardGraph] = []
+        self.routes = program.routes
+        self.layouts: list[Layout] = []  # of the results, if gradients of some of them may be undefined
         # Whether no other call of the program is between its forward and the end of its backward.
         self.is_alone = partial(program.pair.is_alone, recording.arena)
 
@@ -233,6 +238,9 @@ class BackwardReplay:
                         return results, graph.are_apart
         result: Sequence[Any] = self._entry.backward_fn([saved, SavedState.of(call)], gradients)
         return [None] * len(result) if discards else result, False
+
+
+Layout = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class NodeState(NamedTuple):
@@ -294,6 +302,8 @@ def _keep(ctx: Any, node: NodeState, passed: list[Any], outputs: list[Any], cons
     # As Thunder does it: a saved view of an output would keep itself alive.
     ctx.save_for_backward(*[t.detach() if t is not None and autograd_base(t) is not None else t for t in passed])
     ctx.node = node
+    if node.backward.routes:
+        ctx.set_materialize_grads(False)
     if constant:
         ctx.mark_non_differentiable(*[outputs[i] for i in constant])
 
@@ -308,9 +318,17 @@ def _run_backward(ctx: Any, gradients: Sequence[Any], *, in_bulk: bool) -> Any:
         ctx.saved_tensors  # noqa: B018  (it raises if the backward has ended)
         raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
     backward, call, saved, accumulators = ctx.node
+    defined, is_partial = gradients, any(gradient is None for gradient in gradients)
     try:
         with torch.no_grad():
+            if is_partial:
+                gradients = [
+                    torch.zeros(layout[0], dtype=layout[1], device=layout[2]) if gradient is None else gradient
+                    for gradient, layout in zip(gradients, backward.layouts)
+                ]
             found, are_apart = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
+            if is_partial:
+                found = undefined_too(found, backward.routes, defined)
     except BaseException:
         if not backward_keeps_graph():
             ctx.node = None  # half a backward may have overwritten what the other half needs

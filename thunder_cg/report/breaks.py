@@ -31,6 +31,11 @@ _DEEPCOPY = (
     "copy before the call; a model of Transformers copies its configuration to make a cache: pass use_cache=False, or "
     "past_key_values= with a cache that is made before the call"
 )
+_COLLECTIVE = (
+    "a function of torch.distributed that Dynamo does not trace",
+    "call it outside of the compiled function, or compile with thunder.jit, which traces it",
+)
+_ASYNC = "leave out async_op=True and the wait: in a graph, collectives begin early and are waited for late anyway"
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
 
@@ -116,6 +121,8 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     reason, stack = break_behind(ended) or (None, ended.user_stack)
     frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
     reason, fix = _understood(reason) if reason is not None else _UNKNOWN
+    if "marked as skipped" in reason and any("/torch/distributed/" in frame.filename for frame in stack):
+        reason, fix = _COLLECTIVE
     yield GraphBreak(label, called_from(frames), frames[-1].text if frames else None, reason, fix)
 
 
@@ -147,6 +154,8 @@ def _understood(said: str) -> tuple[str, str]:
         return "print()", _PRINT
     if "copy.deepcopy" in first:
         return first, _DEEPCOPY
+    if first.startswith("async_op=True") or "of class `Work`" in said:
+        return first, _ASYNC
     if first.startswith("Dynamic shape operator"):  # traced, it would be left to Inductor
         return first, FIXED_SIZE
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]

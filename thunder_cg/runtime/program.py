@@ -20,6 +20,7 @@ from thunder_cg.analysis.memory import MemoryEstimate
 from thunder_cg.analysis.ops import process_groups
 from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.analysis.rules import Reason
+from thunder_cg.analysis.undefined import Routes
 from thunder_cg.compat.torch import backward_keeps_graph
 from thunder_cg.errors import CaptureError, RanksDiffer
 from thunder_cg.options import Options
@@ -110,6 +111,7 @@ class Program:
         self.calls = self.eager_calls = self.warm_ups = 0
         self.fast_path_calls = 0  # calls that went around Thunder's dispatch
         self.no_fast_path: str | None = None  # why none can
+        self.routes: Routes = ()  # of a backward
         self.remark: str | None = None  # what the user should know besides
         self.fallbacks: Counter[str] = Counter()
         # After so many calls, the next replay is verified.
