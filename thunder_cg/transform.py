@@ -170,7 +170,8 @@ class CudagraphTransform(compat.Transform):
     def _follow_gradients(self, trace: TraceCtx) -> TraceCtx:
         """Of a forward, notes which results the gradient of each argument comes from; drops those that come from none.
 
-        Other ranks may define what this one leaves undefined, so nothing changes in a backward that communicates.
+        Only in what `thunderfx` compiles: elsewhere gradients are those of uncaptured Thunder, zeros among them. Other
+        ranks may define what this one leaves undefined, so nothing changes in a backward that communicates.
         """
         its = self._compiling
         if compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
@@ -229,13 +230,16 @@ class CudagraphTransform(compat.Transform):
 
     def _wrong_gradients(self, trace: TraceCtx) -> tuple[WrongGradient, ...]:
         """Those that can be told from a trace before Thunder differentiates it, if it is to be."""
+        self._compiling.reached, self._compiling.results = {}, 0
         arguments, _ = compat.tree_flatten_with_dataclass((trace.args or (), trace.kwargs or {}))
         unpacked = (proxy for symbol in trace.bound_symbols for proxy in symbol.flat_proxy_outs)
         if not any(map(compat.requires_grad, (*arguments, *unpacked))):
             return ()
         ops = self._read(trace)
         aliasing = Aliasing.of(ops)
-        self._compiling.reached, self._compiling.results = results_reached(ops, aliasing), len(returned(ops.ops[-1]))
+        if compat.has_pytorchs_numbers(compat.get_compile_data()):
+            results = len(returned(ops.ops[-1]))
+            self._compiling.reached, self._compiling.results = results_reached(ops, aliasing), results
         return lost_or_unsummed(ops, aliasing)
 
     def _warn_of_what_is_lost(self, trace: TraceCtx, epilogue: TraceCtx | None) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that no loss depends on have no gradient, as in PyTorch, so that no optimizer changes them."""
+"""In `thunderfx`, parameters that no loss depends on have no gradient, as in PyTorch: no optimizer changes them."""
 
 from __future__ import annotations
 
@@ -74,9 +74,7 @@ def test_gradients_that_a_loss_does_not_depend_on_are_none(forward: Callable[...
     net = Net(forward)
     plain = copy.deepcopy(net)
     expected = _steps(plain, plain)
-    torch.testing.assert_close(
-        _steps(net, thunder.jit(net, transforms=[cudagraph_transform(backend="tape")])), expected
-    )
+    torch.testing.assert_close(_steps(net, thunderfx(net, backend="tape")), expected)
     assert expected[0] == [False, False, *([forward is not _of_zeros and forward is not _in_place] * 2)]
 
 
@@ -85,3 +83,10 @@ def test_gradients_are_none_across_graphs_of_dynamos(forward: Callable[..., Any]
     net = Net(forward)
     plain = copy.deepcopy(net)
     torch.testing.assert_close(_steps(net, thunderfx(net, backend="tape")), _steps(plain, plain))
+
+
+@pytest.mark.parametrize("forward", [_returned, _of_zeros])
+def test_gradients_with_a_transform_are_those_of_thunder(forward: Callable[..., Any]) -> None:
+    net = Net(forward)
+    plain, graphed = thunder.jit(copy.deepcopy(net)), thunder.jit(net, transforms=[cudagraph_transform(backend="tape")])
+    torch.testing.assert_close(_steps(graphed, graphed), _steps(plain, plain), rtol=0, atol=0)

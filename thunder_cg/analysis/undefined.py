@@ -3,6 +3,7 @@
 Thunder gets zeros for the gradients of results that autograd has left undefined, as of hidden states that no loss uses.
 So all that only these results depend on would get zeros, and an optimizer with weight decay would change parameters
 that it leaves alone without Thunder. What a gradient comes from is known of the trace before Thunder differentiates it.
+This is for `thunderfx`: with ``thunder.jit`` the numbers are those of uncaptured Thunder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Has Thunder promote dtypes as PyTorch does, where something of ours is compiled.
+"""Has Thunder promote dtypes as PyTorch does, in what our `thunderfx` compiles.
 
 Thunder (0.2.6) has what is made of a number or of a 0-dim tensor decide no dtype, even where it has dimensions by then,
 as ``torch.where(mask, 0.0, x)`` of a 0-dim ``x``, ``x[None]`` and ``mask * 1.5`` have. PyTorch has all that has
@@ -15,7 +15,7 @@ from thunder.core import dtypes, proxies
 from thunder.core.compile_data import _compile_data
 from thunder.core.proxies import TensorProxy
 
-from thunder_cg.compat.thunder import is_ours
+from thunder_cg.compat.thunder import has_pytorchs_numbers
 
 _infer = proxies._infer_tensor_properties
 _copysign = clang.copysign
@@ -25,7 +25,7 @@ _TRUE_DTYPE = 3  # its place among the properties
 def _infer_with_strong_dtype(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     found: tuple[Any, ...] = _infer(*args, **kwargs)
     shape, true_dtype = found[0], found[_TRUE_DTYPE]
-    if len(shape) == 0 or not true_dtype.is_weak or not is_ours(_compile_data.get()[0]):
+    if len(shape) == 0 or not true_dtype.is_weak or not has_pytorchs_numbers(_compile_data.get()[0]):
         return found
     return *found[:_TRUE_DTYPE], dtypes.to_strong_dtype(true_dtype), *found[_TRUE_DTYPE + 1 :]
 
@@ -34,6 +34,7 @@ def _copysign_in_dtype(a: Any, b: Any) -> Any:
     """The zero that Thunder's floor division of floats gives a sign has the dtype of the others."""
     found = _copysign(a, b)
     is_number = not isinstance(a, TensorProxy) and isinstance(b, TensorProxy)
+    is_number = is_number and has_pytorchs_numbers(_compile_data.get()[0])
     return clang.maybe_convert_to_dtype(found, b.true_dtype) if is_number else found
 
 

@@ -482,6 +482,14 @@ def _refuse_functional_call(module: torch.nn.Module, parameters_and_buffers: Any
 stateless._functional_call = _refuse_functional_call
 
 
+NAME = "thunder_cg.name"  # in the `meta` of a graph of Dynamo's that our `thunderfx` compiles: what the report calls it
+
+
+def has_pytorchs_numbers(data: Any) -> bool:
+    """Whether what is compiled has to compute what PyTorch does where uncaptured Thunder does not: in `thunderfx`."""
+    return is_ours(data) and isinstance(data.fn, torch.fx.GraphModule) and NAME in data.fn.meta
+
+
 def is_ours(data: Any) -> bool:
     """Whether our transform is one of those that something is compiled with."""
     return any(getattr(each, "owns_regions", False) for each in getattr(data, "transforms", None) or ())

@@ -23,7 +23,7 @@ from thunder_cg.compat.dynamo import (
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
 from thunder_cg.compat.lines import is_torchs
 from thunder_cg.compat.splitter import keeping_fallbacks
-from thunder_cg.compat.thunder import OPTIONS
+from thunder_cg.compat.thunder import NAME, OPTIONS
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
@@ -33,7 +33,7 @@ from thunder_cg.errors import CaptureError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name
-from thunder_cg.runtime.compilation import NAME, NAMES, name_of
+from thunder_cg.runtime.compilation import NAMES, name_of
 from thunder_cg.transform import cudagraph_transform
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from thunder_cg.compat.thunder import NAME
 from thunder_cg.runtime.changes import CallChange, Changes, differing
 
-NAME = "thunder_cg.name"  # in the `meta` of a graph of Dynamo's: what the report calls it
-NAMES = "thunder_cg.names"  # and what the user calls its inputs, by the names of their nodes
+NAMES = "thunder_cg.names"  # beside `NAME`: what the user calls the inputs of a graph, by the names of their nodes
 
 
 def name_of(fn: Any) -> str:
