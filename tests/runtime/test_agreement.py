@@ -141,9 +141,12 @@ def test_a_store_that_is_gone(store: HashStore, group: Group, monkeypatch: pytes
 
     votes = Collectives([group], asks=True, watch=watched).next_round()
     votes.decline("it warms up")
-    monkeypatch.setattr(distributed, "store", lambda group: SimpleNamespace(set=gone, check=gone, delete_key=gone))
+    monkeypatch.setattr(distributed, "store", lambda group: SimpleNamespace(set=gone, check=gone, add=gone))
     votes.decline("it warms up")
     votes.withdraw([])
+    monkeypatch.setattr(agreement, "_PERIOD", 1)
+    monkeypatch.setattr(agreement._states[group], "generation", None)
+    agreement._count(group)
     with pytest.raises(RanksDiffer, match="the store of its group fails: connection reset"):
         votes.ask("before", "subject")
 

@@ -218,8 +218,9 @@ def _generation(group: ProcessGroup) -> int:
 
 
 def _ask_for_meeting(group: ProcessGroup, call: int) -> None:
-    state, store, key = _states[group], distributed.store(group), _key_of_meeting(group)
+    state, store = _states[group], distributed.store(group)
     with suppress(RuntimeError):
+        key = _key_of_meeting(group)
         if call >= state.next_request and not (store.check([key]) and int(store.get(key)) > call):
             begin = (call // _PERIOD + 2) * _PERIOD  # all ranks will have seen that by then
             store.set(key, str(begin))
@@ -227,8 +228,9 @@ def _ask_for_meeting(group: ProcessGroup, call: int) -> None:
 
 
 def _look_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
-    store, key = distributed.store(group), _key_of_meeting(group)
-    with suppress(RuntimeError):
+    store = distributed.store(group)
+    with suppress(RuntimeError):  # a store that is gone
+        key = _key_of_meeting(group)
         if store.check([key]) and int(store.get(key)) == state.calls:
             state.meeting = state.calls + _MEETING
 
