@@ -318,7 +318,7 @@ def _run_backward(ctx: Any, gradients: Sequence[Any], *, in_bulk: bool) -> Any:
         ctx.saved_tensors  # noqa: B018  (it raises if the backward has ended)
         raise RuntimeError("this backward has failed, and what its forward saved is gone; run the forward again")
     backward, call, saved, accumulators = ctx.node
-    defined, is_partial = gradients, any(gradient is None for gradient in gradients)
+    defined, is_partial = gradients, bool(backward.routes) and any(gradient is None for gradient in gradients)
     try:
         with torch.no_grad():
             if is_partial:
