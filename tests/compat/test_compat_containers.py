@@ -72,6 +72,8 @@ WAYS = [
     (values, [OrderedDict(a=A), OrderedDict(b=A, a=B)]),
     (length, [{"a"}, {"a", "b"}]),
     (lambda x, items: x * 2 if "b" in items else x, [{"a"}, {"b"}, frozenset("b")]),
+    (lambda x, items: x * 2 if items == [1, 2] else x, [[1, 2], [1, 3], [1]]),
+    (lambda x, items: x if items != {"a": 1} else x * 2, [{"a": 1}, {"a": 2}, {"b": 1}]),
 ]
 
 

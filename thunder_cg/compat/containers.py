@@ -47,6 +47,7 @@ _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingPr
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
 _look_aside = InterpreterCompileCtx.lookaside
+_compare = interpreter._default_opcode_handler_map["COMPARE_OP"]
 _wrap = interpreter.wrap
 _wrapped = general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
 
@@ -244,7 +245,19 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
     return found
 
 
+def _compare_and_check(inst: Any, /, stack: Any, **state: Any) -> Any:
+    """Python compares containers, and Thunder sees none of the items."""
+    for operand in (stack.getitem_wrapped(-2), stack.getitem_wrapped(-1)):
+        if isinstance(operand, WrappedValue) and _is_callers(operand):
+            if isinstance(operand.value, (list, tuple, dict)):
+                _populate_and_check(operand)
+            else:
+                _check(operand, of_python=True)
+    return _compare(inst, stack=stack, **state)
+
+
 interpreter.populate_item_wrappers = _populate_and_check
+interpreter._default_opcode_handler_map["COMPARE_OP"] = _compare_and_check
 interpreter.wrap = _wrap_and_check
 general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK] = _check_if_constant
 InterpreterCompileCtx.lookaside = _look_aside_and_check
