@@ -104,3 +104,13 @@ def test_an_error_is_described_by_the_users_line():
     assert described(KeyError()) == "KeyError: no message"
     assert described(TypeError(f"no gradient of {torch.detach}")) == "TypeError: no gradient of detach"
     assert not SourceLine(sources.__file__, 1).is_users and SourceLine(demo.__file__, 1).is_users
+
+
+def test_a_model_of_thunders_own_has_its_lines(transform):
+    """As those of its tests, which are in its package."""
+    file, found = os.path.join(os.path.dirname(thunder.__file__), "tests", "a_model.py"), {}
+    exec(compile("def model(x):\n    return x.tanh()", file, "exec"), found)
+    jitted = thunder.jit(found["model"], transforms=[transform()])
+    jitted(torch.ones(2))
+    (symbol,) = (s for s in thunder.last_traces(jitted)[0].bound_symbols if s.sym.name == "tanh")
+    assert (symbol.source_filename, symbol.source_positions.lineno) == (file, 2)
