@@ -139,7 +139,9 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
     line = transformed.__code__.co_firstlineno + 2
     assert f"RuntimeError at test_opening.py:{line}: Failed to find a gradient transform for" in said
     advice = "To try: for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it"
-    assert advice in said and advice in str(plan(lambda x: torch.sin(x / x.norm()), x.repeat(2, 1), backend=backend))
+    assert advice in said
+    if device == "cpu":  # on a GPU, Thunder has a gradient of the norm
+        assert advice in str(plan(lambda x: torch.sin(x / x.norm()), x.repeat(2, 1), backend=backend))
 
 
 @pytest.mark.parametrize(

@@ -133,3 +133,23 @@ def test_a_flag_that_alternates(step_twins):
 
     step = step_twins.train(make, 10, lambda i, *_: flags.update(sync=i % 2 == 0))
     assert step.captures == 2 and step.replays >= 4, explain(step)
+
+
+def test_nvidias_bindings_are_constant(step_twins):
+    """A capture on a GPU calls them itself, so each step would need one more call before its graph."""
+    driver = pytest.importorskip("cuda.bindings.driver")
+    model = step_twins.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fn(x, y):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        driver.CUgraphNodeType(1)
+        optimizer.step()
+        return loss
+
+    step = step_twins.graphed(fn)
+    for _ in range(4):
+        step(*step_twins.batch())
+    assert step.replays == 2, explain(step)

@@ -59,7 +59,7 @@ _INSTALLED = tuple(
     }
 )
 _CONSTANT_PACKAGES = {
-    *("torch", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
+    *("torch", "cuda", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
     *("thunder", "nvfuser", "nvfuser_direct", "optree"),
 }
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
