@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 from types import SimpleNamespace
@@ -153,3 +154,17 @@ def test_nvidias_bindings_are_constant(step_twins):
     for _ in range(4):
         step(*step_twins.batch())
     assert step.replays == 2, explain(step)
+
+
+def test_what_the_garbage_collector_calls_is_not_the_steps(step_twins):
+    collected = []
+    callback = lambda phase, info: collected.append(phase)  # noqa: E731
+    threshold = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(50)
+    try:
+        step = step_twins.train(make_step(torch.tanh), 5)
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(callback)
+    assert collected and step.replays == 3, explain(step)

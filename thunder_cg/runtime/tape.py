@@ -6,6 +6,7 @@ arena with NaN at its release, so that a later use fails a test. It is slower th
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
@@ -408,13 +409,16 @@ class TapePool:
         tape = _Tape(self._device, free := tuple(self._free))
         self._note_given(args)
         generator = torch.get_rng_state()
-        _active.tape = tape
+        _active.tape, collects = tape, gc.isenabled()
+        gc.disable()  # as on a GPU: what it calls is no part of what is captured
         try:
             copier = EarlyCopier(self._device, tape.copy_early, 0)
             with tape:
                 outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
         finally:
             _active.tape = None
+            if collects:
+                gc.enable()
             tape.undo()
             if tape.may_draw:  # other threads draw from it, too
                 torch.set_rng_state(generator)
