@@ -18,6 +18,7 @@ import bisect
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +163,8 @@ def _all_tensors() -> list[Tensor]:
 def _known_to_collector() -> list[Tensor]:
     kinds = {Tensor, *_subclasses(Tensor)}
     with unfrozen():
-        return [each for each in gc.get_objects() if type(each) in kinds and has_memory(each)]
+        objects = gc.get_objects()  # a million, maybe, so no loop in Python
+        return [each for each in compress(objects, map(kinds.__contains__, map(type, objects))) if has_memory(each)]
 
 
 def _subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
