@@ -22,6 +22,8 @@ from torch.nn.functional import cross_entropy
 from thunder_cg import OptionError, explain, graphed_step, thunderfx
 from thunder_cg.runtime.backends import resolve
 from thunder_cg.step import graphed
+from thunder_cg.step.calls import Calls
+from thunder_cg.step.gradients import GradientsBefore
 from thunder_cg.step.reads import is_installed
 from thunder_cg.step.recording import StepCapture
 from thunder_cg.step.state import StepState
@@ -196,6 +198,22 @@ def test_gradients_that_an_interrupted_capture_dropped_come_back(step_twins):
     with pytest.raises(KeyboardInterrupt):
         step(*x)
     same([parameter.grad for parameter in model.parameters()], before)
+
+
+def test_gradients_move_into_the_pool_unless_somebody_holds_them(step_twins, device):
+    backend, parameters = (
+        resolve(step_twins.backend),
+        [*step_twins.model(*(nn.Linear(4, 4) for _ in range(4))).parameters()],
+    )
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    contents, at = [p.grad.clone() for p in parameters], [p.grad.data_ptr() for p in parameters]
+    held = parameters[0].grad, parameters[1].grad.view(-1)
+    parameters[2].grad = torch.randn(8, 4, device=device)[::2].copy_(contents[2])
+    parameters[3].grad = None
+    found = GradientsBefore(parameters, backend, Calls(), backend.pool(torch.device(device)), 1000)
+    assert all(torch.equal(p.grad, content) for p, content in zip(parameters, contents) if p.grad is not None)
+    assert found.moved == {p.grad.data_ptr() for p in parameters[4:]} and [each.data_ptr() for each in held] == at[:2]
 
 
 def test_gradients_may_be_cleared_or_changed_between_the_steps(step_twins):

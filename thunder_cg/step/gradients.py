@@ -70,8 +70,9 @@ class GradientsBefore:
     def _move(self, pool: Pool, needs: int) -> None:
         gradients: list[tuple[Tensor, Tensor]] = []  # and their copies on the host
         for i, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and _may_move(parameter):
+            if _may_move(parameter):
                 gradient = parameter.grad
+                assert gradient is not None
                 self._on_host[i] = torch.empty_like(gradient, device="cpu").copy_(gradient)
                 gradients.append((gradient, self._on_host[i]))
         for gradient, _ in gradients:
@@ -131,13 +132,16 @@ def _may_move(parameter: Tensor) -> bool:
     """Whether its gradient fills its memory, and nobody else holds the gradient or the memory."""
     other = torch.zeros(1, requires_grad=True)
     other.grad = torch.zeros(1)
-    if any(uses > alone for uses, alone in zip(_uses_of_gradient(parameter), _uses_of_gradient(other))):
+    return _fills_memory(parameter.grad) and all(
+        uses <= alone for uses, alone in zip(_uses_of_gradient(parameter), _uses_of_gradient(other))
+    )
+
+
+def _fills_memory(gradient: Tensor | None) -> bool:
+    """Whether it is a plain tensor without a history, which is all that its memory has."""
+    if gradient is None or gradient.requires_grad or not (can_move(gradient) and has_memory(gradient)):
         return False
-    gradient = parameter.grad
-    assert gradient is not None
-    is_plain = has_memory(gradient) and can_move(gradient) and not gradient.requires_grad
-    nbytes = span(gradient) * gradient.element_size()
-    return is_plain and gradient.nbytes == nbytes == gradient.untyped_storage().nbytes()
+    return gradient.nbytes == span(gradient) * gradient.element_size() == gradient.untyped_storage().nbytes()
 
 
 def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
