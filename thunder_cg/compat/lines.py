@@ -69,7 +69,7 @@ def _users_line(context: Any) -> Any:
 
 def _copied(bound: Any, **changes: Any) -> Any:
     """A copy of a symbol. A pass that makes several symbols of one gives all of them its line, last of all."""
-    if bound.source_filename is not None:
+    if changes and bound.source_filename is not None and is_ours(get_compile_data()):
         changes = {key: value for key, value in changes.items() if not key.startswith("source_")}
     return _copy(bound, **changes)
 
