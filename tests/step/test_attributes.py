@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from thunder_cg import explain
+from thunder_cg.compat.torch import attribute_writes_are_reported
 from thunder_cg.step.attributes import Attributes
 
 
@@ -244,6 +245,8 @@ def test_writes_to_other_attributes_collect_nothing(step_twins, monkeypatch):
         step(*step_twins.batch())
     state = step.recordings[0].state
     assert state.holds()
+    if not attribute_writes_are_reported():
+        pytest.skip("Python 3.13.0 reports no writes to attributes")
     monkeypatch.setattr(state, "_collect_roots", lambda: 1 / 0)
     trainer.global_step += 1
     assert state.holds()

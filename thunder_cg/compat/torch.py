@@ -168,13 +168,17 @@ def _dictionary_guard(watched: Sequence[Any]) -> Callable[[], bool]:
 def attribute_guard(values: Sequence[tuple[Any, Mapping[str, Any]]], missing: object) -> Callable[[], bool]:
     """A check that objects have their types, and these very values as attributes of their own or as items.
 
-    The values have to be kept alive. Classes with a lookup of their own are not supported.
+    The values have to be kept alive. Classes with a lookup of their own are not supported. Where CPython does not
+    report writes to attributes, the check is always False unless there are only dictionaries: guards skip those that no
+    write was reported of.
 
     Args:
         values: objects, each with the attributes in its dictionary and its slots; dictionaries, each with items.
         missing: stands for an attribute that an object does not have.
     """
     scope = tuple(value for value, _ in values)
+    if not (attribute_writes_are_reported() or all(type(value) is dict for value in scope)):
+        return lambda: False
     manager = _guards.RootGuardManager()
     kind = GuardManagerType.GUARD_MANAGER
     for i, (value, attributes) in enumerate(values):

@@ -70,6 +70,12 @@ _CODE = (
     types.WrapperDescriptorType, types.MethodWrapperType, types.ClassMethodDescriptorType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.ModuleType, type, classmethod, staticmethod, property, cached_property,
 )  # fmt: skip
+_OF_TWO = {
+    "LOAD_FAST_LOAD_FAST": ("LOAD_FAST", "LOAD_FAST"),
+    "LOAD_FAST_BORROW_LOAD_FAST_BORROW": ("LOAD_FAST", "LOAD_FAST"),
+    "STORE_FAST_LOAD_FAST": ("STORE_FAST", "LOAD_FAST"),
+    "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
+}
 _LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
 _NEUTRAL = {"CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP"}  # what was loaded last stays on top of the stack
 
@@ -429,8 +435,7 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
         if current is not None:
             found.setdefault(current)
 
-    for each in dis.get_instructions(code):
-        name, value = each.opname, each.argval
+    for name, value in _instructions(code):
         level, names = arguments
         arguments.append(value)
         if name in _NEUTRAL:
@@ -468,14 +473,21 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
     return tuple(found)
 
 
+def _instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
+    """The names and the arguments of the instructions; Python 3.13 has one for two variables, which are two here."""
+    for each in dis.get_instructions(code):
+        if (names := _OF_TWO.get(each.opname)) is not None:
+            yield from zip(names, each.argval)
+        else:
+            yield each.opname, each.argval
+
+
 def _begun(name: str, value: Any, aliases: dict[str, _Chain | None]) -> _Chain | None:
     """The chain that an instruction begins, if it loads or stores a variable."""
     if name in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL"):
         return _Chain("global", value)
     if name in ("LOAD_DEREF", "STORE_DEREF"):
         return _Chain("cell", value)
-    if name in ("LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "STORE_FAST_LOAD_FAST"):  # Python 3.13
-        name, value = "LOAD_FAST", value[1]
     if name in _LOCALS:
         return aliases.get(value) or _Chain("local", value)
     return None

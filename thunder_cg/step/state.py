@@ -54,6 +54,7 @@ from thunder_cg.compat.torch import (
     Settings,
     addresses_equal,
     attribute_guard,
+    attribute_writes_are_reported,
     dictionary_guard,
     dictionary_of,
     global_hooks,
@@ -88,6 +89,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MAX_ITEMS = 10_000  # of a container that can be compared before each replay
 _MAX_ARRAY = 2**16  # bytes of an array that can
 _MAX_DEPTH = 8
+_UNREPORTED = object()  # stands for a dictionary to which somebody may write unseen
 _NAMESPACES = types.SimpleNamespace, argparse.Namespace
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules")  # that each module has in its dictionary
 _OPAQUE = types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType, type
@@ -272,7 +274,7 @@ class _Collector:
         """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
         if (attributes := getattr(value, "__dict__", None)) and id(value) not in self._objects:
             self._objects.add(id(value))
-            self.watched.append(attributes)
+            self.watched.append(attributes if attribute_writes_are_reported() else _UNREPORTED)
             for name, attribute in attributes.items():
                 self.add(f"{label}.{name}", attribute, depth + 1)
 
