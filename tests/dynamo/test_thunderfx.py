@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import OptionError, cudagraph_transform, explain, graphed_step, thunderfx
+from thunder_cg.compat.torch import attribute_writes_are_reported
 from thunder_cg.errors import TransformConflictError
 
 logger = logging.getLogger("a model")
@@ -230,6 +231,8 @@ def test_a_float_that_an_operator_has_to_know_is_constant(backend, device):
     for rows in (2, 2, 3):
         x = torch.randn(rows, 4, device=device)
         torch.testing.assert_close(graphed(x), model(x))
+    if not attribute_writes_are_reported():
+        pytest.skip("on Python 3.13.0, torch.compile misses the change as well")
     for model[1].eps in (0.5, 0.5, 0.5, 2.0, 0.5):
         x = torch.randn(3, 4, device=device)
         torch.testing.assert_close(graphed(x), model(x))
