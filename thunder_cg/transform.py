@@ -20,14 +20,14 @@ from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.causes import refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
-from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off
+from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off, returned
 from thunder_cg.analysis.lost import constant, lost, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.analysis.sources import Stacks, users_level
-from thunder_cg.analysis.undefined import Routes, needed_for, results_reached, returned, routes_of
+from thunder_cg.analysis.undefined import Routes, needed_for, results_reached, routes_of
 from thunder_cg.communication import install as trace_collectives
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.dtypes import promote_as_pytorch

@@ -28,7 +28,14 @@ from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing, chosen
 from thunder_cg.analysis.ops import Op, Ops, Value, names_in
-from thunder_cg.compat.thunder import LOST_GRADIENT, WITHOUT_GRADIENT, is_detached, proxy_shape, requires_grad
+from thunder_cg.compat.thunder import (
+    LOST_GRADIENT,
+    WITHOUT_GRADIENT,
+    is_detached,
+    proxy_shape,
+    requires_grad,
+    tree_flatten_with_dataclass,
+)
 from thunder_cg.errors import CollectiveError
 
 
@@ -180,7 +187,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
                 found.append(_named(op, ops, _NOT_SUMMED))
             if tracked.isdisjoint(op.inputs) or tracked.isdisjoint(op.outputs):
                 continue
-        read = _returned(op) if op.bookkeeping else op.inputs
+        read = names_in(returned(op)) if op.bookkeeping else op.inputs
         found += [_named(stale[name], ops, _LOST) for name in read if name in stale]
         if (op.id or "").endswith(WITHOUT_GRADIENT):
             raise CollectiveError(f"{op.name.rsplit('.', 1)[-1]} {ops.place(op)}", *LOST_GRADIENT)
@@ -229,7 +236,7 @@ def _added_before_they_are_summed(ops: Ops, tracked: Collection[str]) -> Iterato
     Args:
         tracked: names that have a gradient.
     """
-    shapes: dict[str, set[tuple[Any, ...]]] = {name: {()} for name in _returned(ops.ops[-1])}  # of gradients
+    shapes: dict[str, set[tuple[Any, ...]]] = {name: {()} for name in names_in(returned(ops.ops[-1]))}  # of gradients
     for op in reversed(ops.ops):
         for prim in reversed([*_prims(op)]):
             outputs = [name for name in prim.outputs if name in shapes and may_have_gradient(ops.values[name])]
@@ -319,10 +326,11 @@ def _without_fusions(ops: Iterable[Op]) -> Iterator[Op]:
         yield from _without_fusions(op.subs) if op.is_fusion else [op]
 
 
-def _returned(op: Op) -> set[str]:
-    """Names that a trace returns to the caller."""
+def returned(op: Op) -> Sequence[Any]:
+    """The leaves of what a trace returns to its caller."""
     data = op.symbol.args[0] if op.id == "RETURN" and op.symbol.args else None
-    return names_in(data.get("output") if isinstance(data, dict) else data)
+    leaves, _ = tree_flatten_with_dataclass(data.get("output") if isinstance(data, dict) else data)
+    return leaves
 
 
 def may_have_gradient(value: Value) -> bool:

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.gradients import may_have_gradient, plain_id, renames
+from thunder_cg.analysis.gradients import may_have_gradient, plain_id, renames, returned
 from thunder_cg.analysis.ops import Op, Ops
-from thunder_cg.compat.thunder import Proxy, requires_grad, tree_flatten_with_dataclass
+from thunder_cg.compat.thunder import Proxy, requires_grad
 
 # Their results come from nothing that they get.
 _WITHOUT_GRADIENT = frozenset(["detach", "new_empty", "new_full", "new_ones", "new_zeros"])
@@ -52,13 +52,6 @@ def results_reached(ops: Ops, aliasing: Aliasing) -> dict[str, frozenset[int]]:
             if bits >> i & 1:
                 found[name].add(position)
     return {name: frozenset(positions) for name, positions in found.items()}
-
-
-def returned(op: Op) -> Sequence[Any]:
-    """The leaves of what a trace returns to its caller."""
-    data = op.symbol.args[0] if op.id == "RETURN" and op.symbol.args else None
-    leaves, _ = tree_flatten_with_dataclass(data.get("output") if isinstance(data, dict) else data)
-    return leaves
 
 
 def routes_of(reached: Mapping[str, frozenset[int]], arguments: Sequence[Any]) -> Routes:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, partial
+from typing import NamedTuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -21,14 +22,13 @@ from thunder_cg.runtime.compilation import changed_part, name_of
 _logger = logging.getLogger(__name__)
 
 
-class _Place:
+class _Place(NamedTuple):
     """Where a submodule is in a model that is compiled."""
 
-    __slots__ = ("module", "path", "said", "traced")
-
-    def __init__(self, module: ref[ThunderModule], path: str, said: set[str]) -> None:
-        self.module, self.path, self.said = module, path, said
-        self.traced = False  # whether Thunder has read which submodules there are
+    module: ref[ThunderModule]
+    path: str
+    said: set[str]  # parts that a warning was about
+    traced: bool  # whether Thunder has read which submodules there are
 
 
 _places: WeakKeyDictionary[torch.nn.Module, list[_Place]] = WeakKeyDictionary()
@@ -47,22 +47,13 @@ def watch(module: ThunderModule, parts: Mapping[str, torch.nn.Module] | None = N
     said: set[str] = set()
     for path, part in (parts if parts is not None else dict(model.named_modules())).items():
         places = [place for place in _places.get(part, ()) if place.module() not in (None, module)]
-        _places[part] = [*places, _Place(ref(module), path, said)]
-        _places[part][-1].traced = parts is not None
+        _places[part] = [*places, _Place(ref(module), path, said, traced=parts is not None)]
 
 
 @cache
 def _hook() -> None:
-    of_torch.register_module_parameter_registration_hook(_registers_parameter)
-    of_torch.register_module_module_registration_hook(_registers_module)
-
-
-def _registers_parameter(owner: torch.nn.Module, name: str, value: object) -> None:
-    _registers(owner, name, value, is_parameter=True)
-
-
-def _registers_module(owner: torch.nn.Module, name: str, value: object) -> None:
-    _registers(owner, name, value, is_parameter=False)
+    of_torch.register_module_parameter_registration_hook(partial(_registers, is_parameter=True))
+    of_torch.register_module_module_registration_hook(partial(_registers, is_parameter=False))
 
 
 def _registers(owner: torch.nn.Module, name: str, value: object, *, is_parameter: bool) -> None:

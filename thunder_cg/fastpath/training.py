@@ -110,8 +110,10 @@ class TrainingFastPath:
                 arguments[position] = results[i]
         node = NodeState(self._backward, call, self._saved, self._keeper.keep(arguments))
         given = [results[i] for i in self._outputs]
-        if self._backward.routes and not self._backward.layouts:
-            self._backward.layouts = [(each.shape, each.dtype, each.device) for each in given]
+        if self._backward.routes and not self._backward.zeros:
+            self._backward.zeros = [
+                partial(torch.zeros, each.shape, dtype=each.dtype, device=each.device) for each in given
+            ]
         outputs = self._apply(node, passed, given, self._constant, *arguments)[-len(given) :]
         for i, output in zip(self._outputs, outputs):
             results[i] = output
@@ -210,7 +212,7 @@ class BackwardReplay:
         self._recorded: list[TraceRecording] | None = None
         self._graphs: list[BackwardGraph] = []
         self.routes = program.routes
-        self.layouts: list[Layout] = []  # of the results, if gradients of some of them may be undefined
+        self.zeros: list[Callable[[], torch.Tensor]] = []  # for gradients of the results, if some may be undefined
         # Whether no other call of the program is between its forward and the end of its backward.
         self.is_alone = partial(program.pair.is_alone, recording.arena)
 
@@ -238,9 +240,6 @@ class BackwardReplay:
                         return results, graph.are_apart
         result: Sequence[Any] = self._entry.backward_fn([saved, SavedState.of(call)], gradients)
         return [None] * len(result) if discards else result, False
-
-
-Layout = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class NodeState(NamedTuple):
@@ -323,8 +322,7 @@ def _run_backward(ctx: Any, gradients: Sequence[Any], *, in_bulk: bool) -> Any:
         with torch.no_grad():
             if is_partial:
                 gradients = [
-                    torch.zeros(layout[0], dtype=layout[1], device=layout[2]) if gradient is None else gradient
-                    for gradient, layout in zip(gradients, backward.layouts)
+                    zeros() if gradient is None else gradient for gradient, zeros in zip(gradients, backward.zeros)
                 ]
             found, are_apart = backward.run(call, saved.all(ctx.saved_tensors), list(gradients))
             if is_partial:

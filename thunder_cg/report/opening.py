@@ -197,9 +197,7 @@ def unsettled(report: Report) -> list[ChangeReport]:
     """The changes that cost something still: not those to few values, for all of which there are graphs by now."""
     forwards = (trace for trace in report.traces if trace.kind == "forward" and trace.regions)
     new = {trace.function for trace in forwards if not trace.replays}
-    few = (each for each in report.changes if each.kind in VERSIONS and each.values <= FEW and each.function not in new)
-    settled = [*few]
-    return [each for each in report.changes if each not in settled]
+    return [each for each in report.changes if each.kind not in VERSIONS or each.values > FEW or each.function in new]
 
 
 def _not_replayed(report: Report, traces: Sequence[TraceReport], without: int) -> Iterator[str]:

@@ -283,31 +283,31 @@ class Collectives:
     def __init__(
         self, groups: Sequence[ProcessGroup], *, asks: bool, watch: Callable[[Sequence[ProcessGroup]], None]
     ) -> None:
-        self.groups, self._asks, self._watch = list(groups), asks, watch
+        self._groups, self._asks, self._watch = list(groups), asks, watch
         for group in groups:
             _states.setdefault(group, _GroupState())
 
     def held_by(self, holder: HoldsGroups) -> None:
         """``holder`` is told before one of the groups goes."""
         distributed.before_shutdown(_close_holders)
-        for group in self.groups:
+        for group in self._groups:
             _states[group].holders.add(holder)
 
     def are_alive(self) -> bool:
-        return all(distributed.is_alive(group) and not _states[group].is_closed for group in self.groups)
+        return all(distributed.is_alive(group) and not _states[group].is_closed for group in self._groups)
 
     def meets(self) -> bool:
         """Whether the next call is one of a meeting."""
-        return self._asks and meets(self.groups)
+        return self._asks and meets(self._groups)
 
     def next_round(self) -> Round:
         """To be called once for each call that communicates, before its first collective."""
-        opened = Round(self.groups, asks=self._asks)
+        opened = Round(self._groups, asks=self._asks)
         self._count()
         return opened
 
     def _count(self) -> None:
-        for group in self.groups:
+        for group in self._groups:
             _count(group)
 
     def count_replay(self) -> None:
@@ -317,7 +317,7 @@ class Collectives:
 
     def watch(self) -> None:
         """Has a replay watched."""
-        self._watch(self.groups)
+        self._watch(self._groups)
 
 
 def keep_eager(groups: Sequence[ProcessGroup], program: object) -> None:

@@ -220,8 +220,10 @@ class Program:
 
     def _tries_again(self) -> bool:
         """Whether this is a meeting, in which what other ranks did not capture with this one may be captured."""
+        if self.collectives is None or not self.collectives.meets():
+            return False
         lacking = [region for region in self.regions if region.lacks_ranks and region.stays_eager]
-        if self.collectives is None or not lacking or not self.collectives.meets():
+        if not lacking:
             return False
         for region in lacking:
             region.try_again()
