@@ -178,14 +178,6 @@ def count(kept, loss):
     kept.count += 1
 
 
-def average(kept, loss):
-    kept.average = 0.9 * kept.average + 0.1 * loss.detach()
-
-
-def average_in_place(kept, loss):
-    kept.average.mul_(0.9).add_(loss.detach(), alpha=0.1)
-
-
 def append(kept, loss):
     kept.losses.append(loss.detach())
 
@@ -194,14 +186,13 @@ def append(kept, loss):
     ("keep", "change", "instead"),
     [
         (count, "kept.count", count),  # of a tensor, += writes in place
-        (average, "kept.average", average_in_place),
         (append, "len(kept.losses)", None),
     ],
 )
 def test_what_python_keeps(run, device, keep, change, instead):
     def keeping(keep, number):
         def make(model, optimizer):
-            kept = types.SimpleNamespace(count=number, average=torch.zeros((), device=device), losses=[])
+            kept = types.SimpleNamespace(count=number, losses=[])
 
             def inner(loss):
                 loss.backward()

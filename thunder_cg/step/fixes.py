@@ -80,8 +80,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if "['betas']" in label or "['momentum']" in label:
         return f"; {_CONSTANT}"
     are_of_torch = any(isinstance(value, (Optimizer, GradScaler, AveragedModel)) for value in owners)
-    if are_of_torch and " from a tensor" not in change:
-        return ""  # they make their state in the first step
+    if (are_of_torch and " from a tensor" not in change) or " from None to a tensor" in change:
+        return ""  # it is made in the first step
     if change.startswith("the state of"):
         return f"; {_RANDOM}"
     return f"; {_IN_STEP if in_step else _BETWEEN}"

@@ -31,9 +31,10 @@ from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, where
 from thunder_cg.step.gradients import GraphGradient
 from thunder_cg.step.memory import PythonCall, nbytes
+from thunder_cg.step.places import Place
 from thunder_cg.step.reads import Called
 from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording, changed_argument
-from thunder_cg.step.state import Facts, StepState, states_outside, thread_states
+from thunder_cg.step.state import Facts, StepState, newly_carried, states_outside, thread_states
 
 _MAX_UNSTABLE = 8  # calls in a row that change the state, or find another one; then the regions' own graphs are used
 _MAX_CAPTURES = 16  # if they do not pay
@@ -101,6 +102,7 @@ class GraphedStep:
         self._unstable = 0  # calls in a row
         self._called: dict[Any, Called] = {}  # functions that no bytecode names
         self._attributes = Attributes()  # that were looked up
+        self._carried: dict[Any, Place] = {}  # by key: see Note [Carried tensors] in places.py
         self._hopeless = ""  # why the calls after that many run in Python
         self._new_layout: Any = None  # the last one
         self.calls = self.replays = self.captures = 0
@@ -200,7 +202,8 @@ class GraphedStep:
 
     def _whole_state(self, attributes: Attributes | None = None) -> StepState:
         """The state with all attributes of the user's objects, or with those that count."""
-        return StepState(self._fn, self._roots, self._backend.device_type, [*self._called.values()], attributes)
+        called = [*self._called.values()]
+        return StepState(self._fn, self._roots, self._backend.device_type, called, attributes, self._carried)
 
     def _try_capture(
         self,
@@ -306,10 +309,13 @@ class GraphedStep:
         if is_new := self._attributes.seen != seen:
             state = whole
         after = state.again()
-        change = change_between(state.facts | outside, after.facts | states_outside(state.device))
+        carried = newly_carried(state, after)
+        self._carried |= {place.key: place for place in carried.values()}
+        before, now = state.facts | outside, after.facts | states_outside(state.device)
+        change = change_between(*({k: v for k, v in each.items() if k not in carried} for each in (before, now)))
         if change is None:
             needs = python.allocated(after)
-            facts = self._state().facts if is_new else state.facts
+            facts = self._state().facts if is_new or carried else state.facts
             ready = _Ready(facts, needs + nbytes(batch.tensors), needs)
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]

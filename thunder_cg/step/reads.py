@@ -134,7 +134,7 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 if (forward := _forward_of(module)) is not None:
                     waiting.append((Called(forward, module), in_compiled or id(module) in below))
         for name, value in _bound_by_partial(_compiled_from(next_fn) or next_fn):
-            found.setdefault((id(next_fn), name), Read(name, partial(_attribute, value, ())))
+            found.setdefault((id(next_fn), name), Read(name, partial(value_of, value, ())))
         function, owner = next_fn if isinstance(next_fn, Called) else _function_of(next_fn)
         key = function and (function.__code__, id(owner), *map(id, function.__closure__ or ()), in_compiled)
         if function is None or key in seen:
@@ -223,19 +223,6 @@ def _method_of(get: Callable[[], Any]) -> Any:
     """Which function of its owner a method is."""
     method = get()
     return getattr(method, "__func__", None) or getattr(method, "__name__", MISSING)
-
-
-def places_of(path: Path) -> Iterator[tuple[Any, str]]:
-    """What a path leads through: each a cell, a namespace or an object, and a name in it ("" in a cell)."""
-    value, names = path
-    if isinstance(value, types.CellType):
-        yield value, ""
-        value = _in_cell(value, ())
-    for name in names:
-        if value is MISSING or (isinstance(value, torch.Tensor) and name not in vars(value)):
-            return
-        yield value, name
-        value = value.get(name, MISSING) if type(value) is dict else _attribute(value, (name,))
 
 
 def links_of(path: Path) -> list[tuple[Any, str, Any]] | None:
@@ -350,7 +337,7 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
         if chain.name in bound and chain.scope != "global":
             is_of_class = isinstance(owner, type) and attributes[:1] == ("__dict__",)  # which is a new proxy each time
             if not is_of_class and not (is_rooted and attributes and _has(owner, attributes[0])):
-                read = Read(where, partial(_attribute, owner, attributes), path=(owner, attributes))
+                read = Read(where, partial(value_of, owner, attributes), path=(owner, attributes))
                 yield (id(owner), attributes), read
         elif chain.scope == "cell" and chain.name in cells:
             cell = cells[chain.name]
@@ -416,7 +403,8 @@ def _has(module: nn.Module, name: str) -> bool:
     return any(name in attributes for attributes in module_dictionaries(module))
 
 
-def _attribute(value: Any, attributes: tuple[str, ...]) -> Any:
+def value_of(value: Any, attributes: tuple[str, ...]) -> Any:
+    """What attributes lead to, one after the other; `MISSING` if one is not there. What a tensor has is its own."""
     try:
         for name in attributes:
             if isinstance(value, torch.Tensor) and name not in vars(value):
@@ -429,14 +417,14 @@ def _attribute(value: Any, attributes: tuple[str, ...]) -> Any:
 
 def _in_cell(cell: types.CellType, attributes: tuple[str, ...]) -> Any:
     try:
-        return _attribute(cell.cell_contents, attributes)
+        return value_of(cell.cell_contents, attributes)
     except ValueError:  # it is empty
         return MISSING
 
 
 def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[str, ...]) -> Any:
     value = variables.get(name, MISSING)
-    return _attribute(value, attributes) if attributes and value is not MISSING else value
+    return value_of(value, attributes) if attributes and value is not MISSING else value
 
 
 @cache

@@ -10,10 +10,12 @@ Note [Captures of one call]
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,7 +23,15 @@ from torch import Tensor
 from torch.random import fork_rng
 
 from thunder_cg.compat.cuda import is_of_capture
-from thunder_cg.compat.torch import Settings, has_storage, kernel_settings, tree_flatten, tree_unflatten, version
+from thunder_cg.compat.torch import (
+    Settings,
+    has_storage,
+    kernel_settings,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    version,
+)
 from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena
@@ -37,6 +47,7 @@ from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
 from thunder_cg.step.gradients import ANY, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
+from thunder_cg.step.places import Carried, Place
 from thunder_cg.step.reads import settings_in
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
 from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
@@ -79,10 +90,6 @@ class Batch:
         shapes = tuple((tuple(t.shape), t.stride(), t.dtype, t.device) for t in self.tensors)
         return shapes, self.constants, self.structure
 
-    def is_in(self, memory: Set[int]) -> bool:
-        """Whether a tensor has one of these storages, which are addresses."""
-        return any(address_if_any(tensor) in memory for tensor in self.tensors)
-
     def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
         """Calls ``fn`` with other tensors in the places of the batch's."""
         found = iter(tensors)
@@ -120,6 +127,7 @@ class StepRecording(RecordingUse):
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read
+    carried: list[tuple[Place, Any, int]]  # what is put there, as the structure and the number of its tensors
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
@@ -164,11 +172,15 @@ class StepRecording(RecordingUse):
         """
         if not self.guard.holds([*batch.tensors]):
             return "the batch is aligned otherwise than the one that was captured"
-        if batch.is_in(self.memory):
+        if any(address_if_any(tensor) in self.memory for tensor in self._inputs(batch)):
             return _SHARES
         if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
+
+    def _inputs(self, batch: Batch) -> list[Tensor]:
+        """What is copied in."""
+        return [*batch.tensors, *(tensor for each in self.state.carried_values() for tensor in each.tensors)]
 
     def _may_reuse(self, left: Sequence[GraphGradient]) -> bool:
         """Whether somebody uses one of these, and the graph may use its memory for something else."""
@@ -184,12 +196,16 @@ class StepRecording(RecordingUse):
 
     def replay(self, batch: Batch) -> Any:
         """Runs the step again. `ReplayRefused` if nothing of it happened."""
-        results: list[Any] = [None] * self.structure[1]
+        inputs = self._inputs(batch)
+        results: list[Any] = [None] * (self.structure[1] + sum(count for _, _, count in self.carried))
         targets = self.outputs.allocate(results)
-        self.graph.replay([each.source(batch.tensors) for each in self.sources], targets)
+        self.graph.replay([each.source(inputs) for each in self.sources], targets)
         if self.collectives is not None:
             self.collectives.count_replay()
-        self.outputs.derive(results, [*batch.tensors, *self.state.tensors])
+        self.outputs.derive(results, [*inputs, *self.state.tensors])
+        for at, structure, count in reversed(self.carried):
+            results, tensors = results[:-count], results[-count:]
+            at.put(tree_unflatten(tensors, structure))
         for parameter, gradient in zip(self.state.parameters, self.gradients):
             if gradient is None or parameter.grad is not gradient.tensor:
                 parameter.grad = None if gradient is None else gradient.tensor
@@ -205,6 +221,8 @@ class _Body:
         self, fn: Callable[..., Any], batch: Batch, buffers: list[Tensor], state: StepState, calls: Calls
     ) -> None:
         self._fn, self._batch, self._buffers, self._state, self._calls = fn, batch, buffers, state, calls
+        self._aliases = [buffer.detach() for buffer in buffers[len(batch.tensors) :]]  # what is carried in
+        self.carried: list[tuple[Place, Any, int]] = []  # what is carried out
         self.structure: Any = None
         self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
@@ -215,7 +233,12 @@ class _Body:
         attributes = self._state.attributes
         watched = nullcontext() if attributes is None else attributes.watched(self._state.objects)
         try:
-            with known_to_be_positive(self._state.averages), self._calls.told_of_collectives(), watched:
+            with (
+                known_to_be_positive(self._state.averages),
+                self._calls.told_of_collectives(),
+                watched,
+                self._carry() as left,
+            ):
                 result = self._batch.call(self._fn, self._buffers)
         finally:
             self._calls.end()
@@ -234,7 +257,31 @@ class _Body:
                 raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
         self.structure = structure, len(leaves)
         self.addresses = {**backend.captured_addresses(), **self._calls.communicated}
+        leaves += left
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    @contextmanager
+    def _carry(self) -> Iterator[list[Tensor]]:
+        """Has the step find buffers in the places of what is carried. Yields a list that gets what it leaves there."""
+        left: list[Tensor] = []
+        aliases = iter(self._aliases)
+        found = []
+        for (label, at, _), then in zip(self._state.carried, self._state.carried_values()):
+            found.append((label, at, at.get(), then, [*islice(aliases, len(then.tensors))]))
+        self._aliases.clear()  # one that the step keeps elsewhere would be found
+        given = [then.with_tensors(tensors) for _, _, _, then, tensors in found]
+        for (_, at, _, _, _), value in zip(found, given):
+            at.put(value)
+        yield left
+        for (label, at, before, then, tensors), value in zip(found, given):
+            now, is_given = Carried.of(left_there := at.get(), self._state.device.type), left_there is value
+            at.put(before)
+            if is_given and all(map(is_, tree_leaves(value), tensors)):
+                continue
+            if is_given or now is None or not now.is_like(then):
+                raise CaptureRefused(f"the step leaves something else in {label} than a new tensor like the one before")
+            self.carried.append((at, now.structure, len(now.tensors)))
+            left += now.tensors
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
         tensors = [*self._buffers, *self._state.tensors]
@@ -320,12 +367,14 @@ class StepCapture:
     def _record(self, before: GradientsBefore) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
-        if batch.is_in(_storages([*state.tensors, *(each for each in before.memory if each is not None)])):
+        carried = state.carried_values()
+        inputs = [*batch.tensors, *(tensor for each in carried for tensor in each.tensors)]
+        if _storages(inputs) & _storages([*state.tensors, *(each for each in before.memory if each is not None)]):
             raise CaptureLater(_SHARES)
         guard = Guard([*batch.tensors], [], frozenset())
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
-        copied, buffers = place(pool, batch.tensors, frozenset(), {})
-        copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
+        copied, buffers = place(pool, inputs, frozenset(), {})
+        copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
         places = [*map(_place_of, state.tensors)]
         body = _Body(self.fn, batch, buffers, state, self.calls)
@@ -342,7 +391,8 @@ class StepCapture:
         missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
-        known = [*state.tensors, *batch.tensors, *before.memory]
+        self._refuse_history(carried, buffers, addresses)
+        known = [*state.tensors, *inputs, *before.memory]
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
@@ -366,6 +416,7 @@ class StepCapture:
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
+            carried=body.carried,
             settings=[(kernels, kernels()), *settings_in(self.calls.of_torch, self.calls.getters)],
         )
 
@@ -393,6 +444,14 @@ class StepCapture:
                 name = self.state.name_of(tensor)
                 problem = f"the step leaves {name} with other memory, another shape or another requires_grad"
                 raise CaptureRefused(f"{problem}, as no replay would; write {name} in place, or set it outside")
+
+    def _refuse_history(self, carried: Sequence[Carried], buffers: list[Tensor], addresses: Addresses) -> None:
+        """`CaptureRefused` if the step reads what has a history from the last step, since it has none in a replay."""
+        found = buffers[len(self.batch.tensors) :]
+        for (label, _, _), each in zip(self.state.carried, carried):
+            read, found = found[: len(each.tensors)], found[len(each.tensors) :]
+            if each.has_history and any(addresses.user_of(buffer) is not None for buffer in read):
+                raise CaptureRefused(f"the step reads {label}, which has a history from the last step; detach it")
 
     def _refuse_what_python_did(self, outside: Facts) -> None:
         """`CaptureRefused` if the call has done or changed what is not part of the state, and no replay would.

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from thunder_cg.compat.torch import default_device_is_set, dictionary_of
 from thunder_cg.step.attributes import slots_of
-from thunder_cg.step.reads import MISSING, Path, may_change, places_of
+from thunder_cg.step.places import Place, places_of
+from thunder_cg.step.reads import MISSING, Path, may_change
 
 Undo = Callable[[], object]
 
@@ -43,8 +44,8 @@ class Snapshot:
         self._undos: list[Undo] = []
         for each in {id(each): each for each in holders}.values():
             self._undos += _undos_of(each)
-        for holder, name in {(id(place[0]), place[1]): place for path in paths for place in places_of(path)}.values():
-            self._undos.append(partial(_put, holder, name, _get(holder, name)))
+        for place in {place.key: place for path in paths for place in places_of(path)}.values():
+            self._undos.append(partial(place.put, place.get()))
         self._undos += map(_undo_of_tensor, tensors)
         self._undos += starmap(_undo_of_setting, _settings())
 
@@ -67,7 +68,8 @@ def _undos_of(value: Any) -> Iterator[Undo]:
     if isinstance(names := getattr(value, "__dict__", None), dict):
         yield partial(_restore_dictionary, names, names.copy())
     for slot in slots_of(type(value)) if may_change(type(value)) else ():
-        yield partial(_put, value, slot, _get(value, slot))
+        place = Place(value, slot)
+        yield partial(place.put, place.get())
 
 
 def _restore_dictionary(now: dict[Any, Any], then: dict[Any, Any]) -> None:
@@ -88,46 +90,7 @@ def _restore_container(now: Any, then: Any) -> None:
 
 def _restore_names(owner: type | types.ModuleType, then: dict[str, Any]) -> None:
     for name in {*dictionary_of(owner), *then}:
-        _put(owner, name, then.get(name, MISSING))
-
-
-def _get(holder: Any, name: str) -> Any:
-    """What a cell holds, or a namespace, a class or an object of its own by a name."""
-    if isinstance(holder, types.CellType):
-        try:
-            return holder.cell_contents
-        except ValueError:  # it is empty
-            return MISSING
-    if isinstance(holder, (type, types.ModuleType)):
-        return dictionary_of(holder).get(name, MISSING)
-    if _is_slot(holder, name):
-        return getattr(holder, name, MISSING)
-    return (holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})).get(name, MISSING)
-
-
-def _put(holder: Any, name: str, value: Any) -> None:
-    """Gives it back, whatever the class does when somebody sets it."""
-    if _get(holder, name) is value:
-        return
-    kind: Any = type if isinstance(holder, type) else object
-    if isinstance(holder, types.CellType):
-        kind, name = types.CellType, "cell_contents"
-    elif not (isinstance(holder, (type, types.ModuleType)) or _is_slot(holder, name)):
-        names = holder if isinstance(holder, dict) else holder.__dict__
-        if value is MISSING:
-            del names[name]
-        else:
-            names[name] = value
-        return
-    if value is MISSING:
-        kind.__delattr__(holder, name)
-    else:
-        kind.__setattr__(holder, name, value)
-
-
-def _is_slot(holder: Any, name: str) -> bool:
-    is_member = isinstance(getattr(type(holder), name, None), types.MemberDescriptorType)
-    return is_member and may_change(type(holder))  # others may be read-only
+        Place(owner, name).put(then.get(name, MISSING))
 
 
 def _undo_of_tensor(tensor: Tensor) -> Undo:

@@ -37,11 +37,12 @@ import types
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal, getcontext
 from functools import lru_cache, partial, singledispatchmethod
 from itertools import starmap, takewhile
 from operator import attrgetter, is_
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -64,12 +65,15 @@ from thunder_cg.compat.torch import (
     kernel_settings,
     module_dictionaries,
     registered_hooks,
+    storage_id,
     tensor_guards,
     tensors_in,
     version,
 )
 from thunder_cg.errors import CaptureRefused
+from thunder_cg.runtime.tensors import layout
 from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
+from thunder_cg.step.places import Carried, Place, places_of
 from thunder_cg.step.reads import (
     MISSING,
     Called,
@@ -140,7 +144,10 @@ class Content:
 
 
 class _LookedUp(NamedTuple):
-    """An object and its class, and what it has as the attributes that count: `MISSING` if it has none."""
+    """An object and its class, and what it has as the attributes that count: `MISSING` if it has none.
+
+    It may be a dictionary with its items.
+    """
 
     value: Any
     kind: type
@@ -148,7 +155,7 @@ class _LookedUp(NamedTuple):
 
     def is_unchanged(self) -> bool:
         """Whether the attributes are equal to what they were."""
-        now = own_attributes(self.value)
+        now = self.value if type(self.value) is dict else own_attributes(self.value)
         pairs = ((now.get(name, MISSING), then) for name, then in self.attributes.items())
         return type(self.value) is self.kind and all(starmap(_is_equal, pairs))
 
@@ -156,9 +163,11 @@ class _LookedUp(NamedTuple):
 class _Collector:
     """Collects the facts of values, and which tensors, modules, optimizers and hooks they lead to."""
 
-    def __init__(self, device_type: str, names: Names) -> None:
-        self._device_type, self._names = device_type, names
+    def __init__(self, device_type: str, names: Names, carried: Container[Any]) -> None:
+        self._device_type, self._names, self._to_carry = device_type, names, carried
         self.facts: Facts = {}
+        self.places: dict[str, list[tuple[Place, Any]]] = {}  # of tensors: where each is, or what it is a part of
+        self.carried: dict[Any, tuple[str, Place, Any]] = {}  # by the place's key, with the fact
         self.tensors: dict[int, Tensor] = {}
         self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
         self.averages: list[AveragedModel] = []  # see averages.py
@@ -177,13 +186,24 @@ class _Collector:
         self._forwards: set[type] = set()
         self._objects: set[int] = set()  # that have been looked at, since they may refer to each other
 
-    def add(self, label: str, value: Any, depth: int = 0) -> None:
+    def add(self, label: str, value: Any, depth: int = 0, places: tuple[Place, ...] = ()) -> None:
+        """Adds a value.
+
+        Args:
+            places: where it is. The last one is its own, unless it is an item of a tuple or a list.
+        """
+        if not (self._to_carry and self._add_carried(label, value, places)):
+            self._add(label, value, depth, places)
+
+    def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
         if isinstance(value, ATOMS):
             self.facts[label] = _fact_of(value)
             if isinstance(value, enum.Enum) and may_change(type(value)):
                 self._add_own_attributes(label, value, depth)
         elif isinstance(value, Tensor):
             self._add_tensor(label, value, depth)
+            if type(value) is Tensor:
+                self.places[label] = [(place, place.get()) for place in places]
         elif value is sys.modules:
             problem = f"{label} leads to all modules, which are not compared before a replay"
             self.objections.append(f"{problem}; import those that the step needs")
@@ -195,7 +215,7 @@ class _Collector:
             problem = f"{label} is {depth} levels below what the step reads, and fewer are compared before a replay"
             self.objections.append(f"{problem}; have the step read it by a name")
         elif isinstance(value, _CONTAINERS):
-            self._add_container(label, value, depth)
+            self._add_container(label, value, depth, places)
         elif isinstance(value, (types.ModuleType, type)):
             self._add_names(label, value, depth)
         elif isinstance(value, types.FunctionType):
@@ -233,6 +253,16 @@ class _Collector:
             self._add_object(label, value, depth)
         else:
             self.facts[label] = Same(value)
+
+    def _add_carried(self, label: str, value: Any, places: tuple[Place, ...]) -> bool:
+        """Whether the value is carried: see Note [Carried tensors] in places.py."""
+        if not places or places[-1].key not in self._to_carry or places[-1].get() is not value:
+            return False
+        if (carried := Carried.of(value, self._device_type)) is None:
+            return False
+        self.facts[label] = carried.fact
+        self.carried[places[-1].key] = label, places[-1], carried.fact
+        return True
 
     def _is_looked_up(self, value: Any) -> bool:
         """Whether an attribute of an object of this class has been looked up."""
@@ -311,10 +341,10 @@ class _Collector:
         if is_open and (names := self._names_of(value)) is not None:
             attributes = self._only(names, value, attributes)
         elif hasattr(value, "__dict__"):
-            self.watched.append(value)
+            self._watch(value, vars(value))
         for name, attribute in attributes.items():
             if is_open or is_torchs or isinstance(attribute, ATOMS):
-                self.add(f"{label}.{name}", attribute, depth + 1)
+                self.add(f"{label}.{name}", attribute, depth + 1, (Place.of(value, name),))
 
     def _names_of(self, value: Any) -> Iterable[str] | None:
         """The attributes of a user's object that count; None for all of them."""
@@ -329,8 +359,21 @@ class _Collector:
     def _only(self, names: Iterable[str], value: Any, attributes: Mapping[str, Any]) -> dict[str, Any]:
         """Those of an object's attributes with these names, which are compared one by one before a replay."""
         found = {name: attributes.get(name, MISSING) for name in names}
-        self.looked_up.append(_LookedUp(value, type(value), found))
+        not_carried = {n: each for n, each in found.items() if not self._to_carry or not self._carries(value, n)}
+        self.looked_up.append(_LookedUp(value, type(value), not_carried))
         return {name: attribute for name, attribute in found.items() if attribute is not MISSING}
+
+    def _carries(self, value: Any, name: str) -> bool:
+        return Place.of(value, name).key in self._to_carry
+
+    def _watch(self, value: Any, names: dict[Any, Any]) -> None:
+        """Has a replay notice what is written to an object or a dictionary, besides what is carried there."""
+        if not any((id(names), name) in self._to_carry for name in names if self._to_carry):
+            self.watched.append(value)
+            return
+        others = {name: each for name, each in names.items() if (id(names), name) not in self._to_carry}
+        self.looked_up.append(_LookedUp(value, type(value), others))
+        self.values.append((partial(list, names), [*names]))
 
     def add_class(self, label: str, value: Any, depth: int = 0) -> None:
         """What an object has of its class."""
@@ -353,7 +396,7 @@ class _Collector:
                 if isinstance(member, types.FunctionType) if name.startswith("__") else is_open or is_data(member):
                     self.add(f"{where}.{name}", member, depth + 1)
 
-    def _add_container(self, label: str, value: Any, depth: int) -> None:
+    def _add_container(self, label: str, value: Any, depth: int, places: tuple[Place, ...] = ()) -> None:
         self.facts[f"len({label})"] = len(value)
         if len(value) > _MAX_ITEMS:
             problem = f"{label} has {len(value):,} items, and up to {_MAX_ITEMS:,} are compared before a replay"
@@ -364,17 +407,18 @@ class _Collector:
             self.containers.append((value, value.copy()))
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
-            self.watched.append(value)
+            self._watch(value, value)
             self.facts[f"the order of {label}"] = Content(
                 [key if isinstance(key, ATOMS) else Same(key) for key in value]
             )
             for i, (key, item) in enumerate(value.items()):
-                self.add(f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]", item, depth + 1)
+                name = f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]"
+                self.add(name, item, depth + 1, (*places, Place(value, key)))
                 if not isinstance(key, (*ATOMS, Tensor)):
                     self.add(f"key {i} of {label}", key, depth + 1)
         else:
             for i, item in enumerate(value):
-                self.add(f"{label}[{i}]", item, depth + 1)
+                self.add(f"{label}[{i}]", item, depth + 1, places)
 
     def add_root(self, label: str, root: Any) -> None:
         """All facts of a module or an optimizer."""
@@ -382,7 +426,7 @@ class _Collector:
             self.holders.append(root)
             self.watched.append(root)
             self._note_hooks(label, root)
-            self._add_attributes(label, vars(root), ())
+            self._add_attributes(label, vars(root), vars(root), ())
             return
         compiled = compiled_modules(root)
         for path, module in root.named_modules():
@@ -397,17 +441,19 @@ class _Collector:
             if is_users(type(module)) and (names := self._names_of(module)) is not None:
                 looked_up = self._only({*_OF_MODULES, *names}, module, attributes)
             else:
-                self.watched.append(module)
-            self.watched += [parameters, buffers, modules]
+                self._watch(module, attributes)
+            self._watch(buffers, buffers)
+            self.watched += [parameters, modules]
             self.holders += [attributes, parameters, buffers, modules]
             self._note_hooks(where, module)
-            for name, tensor in (*parameters.items(), *buffers.items()):
-                self.add(f"{where}.{name}", tensor)
+            for names in (parameters, buffers):
+                for name, tensor in names.items():
+                    self.add(f"{where}.{name}", tensor, 0, (Place(names, name),))
             if isinstance(module, AveragedModel):
                 self._add_averages(where, module)
             if isinstance(module, DistributedDataParallel):
                 self.objections.append(f"{where}: {'; '.join(DDP)}")
-            self._add_attributes(where, looked_up, (parameters, buffers, modules))
+            self._add_attributes(where, attributes, looked_up, (parameters, buffers, modules))
         self.in_compiled = False
 
     def _add_forward(self, kind: type) -> None:
@@ -422,11 +468,11 @@ class _Collector:
             if "forward" in names:
                 break
 
-    def _add_attributes(self, where: str, attributes: Mapping[str, Any], besides: Sequence[Any]) -> None:
+    def _add_attributes(self, where: str, own: Any, attributes: Mapping[str, Any], besides: Sequence[Any]) -> None:
         for name, attribute in attributes.items():
             if "hooks" in name or name in ("training", "_opt_called") or any(attribute is each for each in besides):
                 continue  # other facts, or none that a step depends on
-            self.add(f"{where}.{name}", attribute, 1)
+            self.add(f"{where}.{name}", attribute, 1, (Place(own, name),))
 
     def _add_averages(self, label: str, averages: AveragedModel) -> None:
         counter = averages.n_averaged
@@ -477,6 +523,7 @@ class StepState:
         device_type: of the graphs. Tensors elsewhere have their values baked in.
         called: functions of the user's that the step has been seen to call.
         attributes: of the user's objects that count; None for all of them.
+        carried: places by their keys: see Note [Carried tensors] in places.py.
 
     Attributes:
         facts: of everything.
@@ -495,21 +542,25 @@ class StepState:
         device_type: str,
         called: Sequence[Called] = (),
         attributes: Attributes | None = None,
+        carried: Mapping[Any, Place] = MappingProxyType({}),
     ) -> None:
+        self._to_carry = carried
         self._fn, self._given, self._device_type, self._called = fn, roots, device_type, called
         self.attributes = attributes
         self._names: Names
         self._seen, self._names = (0, {}) if attributes is None else (attributes.seen, attributes.by_class())
         reads = [(read, read.get()) for read in self._reads(called)]
         self._places = {read.place for read, _ in reads}
+        simple = _Collector(device_type, self._names, carried)
+        self._paths = [read.path for read, _ in reads if read.path is not None]
+        reads = [(read, value) for read, value in reads if not self._is_carried(read, value, simple)]
         self._simple = [(read, value) for read, value in reads if read.is_owner or self._is_simple(value)]
         self._others = [(read, value) for read, value in reads if not (read.is_owner or self._is_simple(value))]
-        simple = _Collector(device_type, self._names)
         for read, value in self._simple:
             if read.is_owner and not isinstance(value, (nn.Module, Optimizer)):
                 simple.facts[read.label] = Same(value)
             else:
-                simple.add(read.label, value)
+                simple.add(read.label, value, 0, _place_of(read))
         self._link()
         others = self._collect_others()
         roots_found = {**others.roots, **simple.roots, **{id(root): (name, root) for name, root in roots.items()}}
@@ -523,8 +574,14 @@ class StepState:
         self.parameters = [tensor for tensor in self.tensors if _may_get_gradient(tensor)]
         self._holders = [*others.holders, *heavy.holders]
         self.averages = heavy.averages
+        self.places = simple.places | others.places | heavy.places
+        self.carried = [*{**simple.carried, **others.carried, **heavy.carried}.values()]
         self.kinds, self.compiled_kinds = others.kinds | heavy.kinds, others.compiled_kinds | heavy.compiled_kinds
         self.objects = [*others.objects, *heavy.objects]
+
+    def _is_carried(self, read: Read, value: Any, collector: _Collector) -> bool:
+        """Whether what a name leads to is carried, which is checked by itself."""
+        return bool(self._to_carry) and not read.is_owner and collector._add_carried(read.label, value, _place_of(read))
 
     def _link(self) -> None:
         """One check in C++ of the functions and methods that names lead to, in the place of one for each."""
@@ -548,7 +605,7 @@ class StepState:
 
     def again(self) -> StepState:
         """The state as it is by now."""
-        return StepState(self._fn, self._given, self._device_type, self._called, self.attributes)
+        return StepState(self._fn, self._given, self._device_type, self._called, self.attributes, self._to_carry)
 
     def _reads(self, called: Sequence[Called]) -> list[Read]:
         return reads_of(self._fn, [root for root in self._given.values() if isinstance(root, nn.Module)], called)
@@ -580,10 +637,10 @@ class StepState:
         return not (isinstance(value, _CONTAINERS) or is_object(value) or (is_bare and may_change(value)))
 
     def _collect_others(self) -> _Collector:
-        collector = _Collector(self._device_type, self._names)
+        collector = _Collector(self._device_type, self._names, self._to_carry)
         for read, _ in self._others:
             collector.in_compiled = read.is_compiled
-            collector.add(read.label, read.get())
+            collector.add(read.label, read.get(), 0, _place_of(read))
         collector.in_compiled = False
         for read, value in self._simple:
             if read.is_owner:
@@ -591,7 +648,7 @@ class StepState:
         return collector
 
     def _collect_roots(self) -> _Collector:
-        collector = _Collector(self._device_type, self._names)
+        collector = _Collector(self._device_type, self._names, self._to_carry)
         waiting = [*self._roots]
         seen = {id(root) for _, root in waiting}
         while waiting:
@@ -631,12 +688,17 @@ class StepState:
         for read, value in reads:
             if (now := read.get()) is not value and not _is_equal(now, value):
                 return False
-        if not self._are_facts_same():
+        if not (self._are_facts_same() and self._are_carried()):
             return False
         if not self.tensors:
             return True
         same = addresses_equal(self.tensors, self._addresses, self._indices)
         return bool(same and self._metadata.check(*self.tensors))
+
+    def _are_carried(self) -> bool:
+        """Whether there still are values of the same layouts in the places of what is carried."""
+        values = ((Carried.of(place.get(), self._device_type), fact) for _, place, fact in self.carried)
+        return all(value is not None and value.fact == fact for value, fact in values)
 
     def _are_facts_same(self) -> bool:
         """Collects the facts again where something was written to. Those of roots are many."""
@@ -660,11 +722,15 @@ class StepState:
         """What names a tensor of the state."""
         return next(label for label, fact in self.facts.items() if isinstance(fact, Same) and fact.value is tensor)
 
+    def carried_values(self) -> list[Carried]:
+        """What is carried by now. `holds` says that there is something."""
+        values = [Carried.of(place.get(), self._device_type) for _, place, _ in self.carried]
+        return [value for value in values if value is not None]
+
     def snapshot(self) -> Snapshot:
         """All that the step may change of it."""
-        paths = [read.path for read, _ in (*self._simple, *self._others) if read.path is not None]
         owners = [value for read, value in self._simple if read.is_owner]
-        return Snapshot([*self._holders, *owners], paths, self.tensors)
+        return Snapshot([*self._holders, *owners], self._paths, self.tensors)
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""
@@ -675,6 +741,32 @@ class StepState:
     def release(self) -> None:
         """Nothing has to be restored any more."""
         self._holders = []
+
+
+def _place_of(read: Read) -> tuple[Place, ...]:
+    places = () if read.path is None else [*places_of(read.path)]
+    return (places[-1],) if places and places[-1].get() is read.get() else ()
+
+
+def newly_carried(before: StepState, after: StepState) -> dict[str, Place]:
+    """What a call has put in the place of tensors, by label: new tensors with the same layout."""
+    found: dict[str, Place] = {}
+    same = [
+        fact.value for label, fact in before.facts.items() if isinstance(fact, Same) and after.facts.get(label) == fact
+    ]
+    memory = {storage_id(value) for value in same if isinstance(value, Tensor) and has_storage(value)}
+    for label, places in before.places.items():
+        then, now = before.facts[label], after.facts.get(label)
+        if not (isinstance(then, Same) and isinstance(now, Same)) or then == now or type(now.value) is not Tensor:
+            continue
+        for place, was in reversed(places):
+            carried = Carried.of(value := place.get(), before.device.type)
+            if value is was or carried is None or not any(each is now.value for each in tensors_in(value)):
+                continue
+            if layout(then.value) == layout(now.value) and not any(storage_id(t) in memory for t in carried.tensors):
+                found[label] = place
+            break
+    return found
 
 
 def _may_get_gradient(tensor: Tensor) -> bool:

@@ -1,0 +1,265 @@
+"""A step may put tensors that it makes where it has found others: they are there after a replay, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support import same, sgd
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map_only
+
+pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+LAST = None
+
+
+@dataclass(slots=True)
+class Slots:
+    loss: Any = None
+
+
+class Keeper:
+    def __init__(self, model):
+        self.model, self.loss, self.before = model, torch.zeros((), device=model[0].weight.device), None
+        self.before = self.loss
+
+
+def attribute(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.loss = loss.detach()
+
+    return keep, lambda: keeper.loss
+
+
+def mean(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.loss = 0.9 * keeper.loss + 0.1 * loss.detach()
+
+    keep.keeper = keeper
+    return keep, lambda: keeper.loss
+
+
+def the_last_two(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.before, keeper.loss = keeper.loss, loss.detach()
+
+    return keep, lambda: [keeper.before, keeper.loss]
+
+
+def variable(model):
+    last = None
+
+    def keep(loss, logits):
+        nonlocal last
+        last = loss.detach()
+
+    return keep, lambda: last
+
+
+def of_module(model):
+    def keep(loss, logits):
+        global LAST
+        LAST = loss.detach()
+
+    return keep, lambda: LAST
+
+
+def items(model):
+    metrics = {"a": {}}
+
+    def keep(loss, logits):
+        metrics["loss"] = loss  # with its history
+        metrics["a"]["logits"], metrics["row"] = logits, logits[1].detach()
+
+    return keep, lambda: metrics
+
+
+def namespace(model):
+    metrics = SimpleNamespace(loss=None)
+
+    def keep(loss, logits):
+        metrics.loss = loss.detach()
+
+    return keep, lambda: metrics.loss
+
+
+def slot(model):
+    metrics = Slots()
+
+    def keep(loss, logits):
+        metrics.loss = loss.detach()
+
+    return keep, lambda: metrics.loss
+
+
+def another_dictionary(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.before = {"loss": loss.detach(), "both": (logits.detach(), [loss.detach()])}
+
+    return keep, lambda: keeper.before
+
+
+def buffer(model):
+    model.register_buffer("center", torch.zeros(3, device=model[0].weight.device))
+
+    def keep(loss, logits):
+        model.center = 0.9 * model.center + 0.1 * logits.detach().mean(0)
+
+    return keep, lambda: model.state_dict()
+
+
+def state_of_an_optimizer(model):
+    class Momentum(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                state["mean"] = 0.5 * state.get("mean", 0.0) + parameter.grad
+                parameter.sub_(0.01 * state["mean"])
+
+    optimizer = Momentum(model.parameters(), {})
+    return lambda loss, logits: optimizer.step(), lambda: [*optimizer.state.values()]
+
+
+KINDS = (
+    attribute, mean, the_last_two, variable, of_module, items, namespace, slot, another_dictionary, buffer,
+    state_of_an_optimizer,
+)  # fmt: skip
+
+
+def train(step_twins, make, graphed, between=lambda i, model: None, calls=9):
+    """What is kept after each call, as it is at the end."""
+    torch.manual_seed(0)
+    model = step_twins.model(nn.Linear(4, 3))
+    keep, kept = make(model)
+    optimizer = sgd(model.parameters())
+
+    def fn(x, y):
+        optimizer.zero_grad()
+        logits = model(x)
+        loss = cross_entropy(logits, y)
+        loss.backward()
+        optimizer.step()
+        keep(loss, logits)
+        return loss
+
+    torch.manual_seed(1)
+    step, found = step_twins.graphed(fn) if graphed else fn, []
+    for i in range(calls):
+        loss = step(*step_twins.batch())
+        found.append(tree_map_only(torch.Tensor, torch.Tensor.detach, [loss, kept(), [*model.parameters()]]))
+        between(i, model)
+    return found, step
+
+
+@pytest.mark.parametrize("make", KINDS, ids=lambda make: make.__name__)
+def test_tensors_that_a_step_keeps(step_twins, make):
+    expected, _ = train(step_twins, make, graphed=False)
+    found, step = train(step_twins, make, graphed=True)
+    same(found[1:], expected[1:])
+    assert step.replays >= 4, step.in_python
+
+
+def test_the_user_may_change_what_is_carried(step_twins):
+    """By a write, by another tensor, by one with another shape, by something else."""
+
+    def run(graphed):
+        keeper = None
+
+        def make(model):
+            nonlocal keeper
+            keep, kept = mean(model)
+            keeper = keep.keeper
+            return keep, kept
+
+        def between(i, model):
+            if i == 4:
+                keeper.loss.mul_(2)
+            elif i in (6, 8, 10):
+                keeper.loss = {6: torch.ones(()), 8: torch.ones(1), 10: 3.0}[i]
+                keeper.loss = keeper.loss if i == 10 else keeper.loss.to(step_twins.device)
+
+        return train(step_twins, make, graphed, between, calls=16)
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.replays >= 7 and step.captures == 2, step.in_python
+
+
+def reads_a_history(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.before = keeper.loss.detach() + 1
+        keeper.loss = loss
+
+    return keep, lambda: keeper.before
+
+
+def writes_in_place(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.loss.mul_(0.5)
+        keeper.loss = keeper.loss + loss.detach()
+
+    return keep, lambda: keeper.loss
+
+
+def changes_a_list(model):
+    losses = [torch.zeros((), device=model[0].weight.device)]
+    same_list = losses
+
+    def keep(loss, logits):
+        losses[0] = loss.detach()
+
+    return keep, lambda: same_list
+
+
+def gives_an_attribute(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.loss = loss.detach()
+        keeper.loss.tag = "loss"
+
+    return keep, lambda: len(getattr(keeper.loss, "tag", ""))
+
+
+def keeps_a_parameter(model):
+    keeper = Keeper(model)
+
+    def keep(loss, logits):
+        keeper.before = model[0].weight.detach()
+
+    return keep, lambda: keeper.before
+
+
+REFUSED = {
+    reads_a_history: "has a history from the last step",
+    writes_in_place: "the step writes to",
+    changes_a_list: "losses[0] changed",
+    gives_an_attribute: "keeper.loss changed",
+    keeps_a_parameter: "keeper.before changed",
+}
+
+
+@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
+def test_what_is_not_carried(step_twins, make):
+    expected, _ = train(step_twins, make, graphed=False, calls=6)
+    found, step = train(step_twins, make, graphed=True, calls=6)
+    same(found, expected)
+    assert step.captures == 0 and REFUSED[make] in str([*step.in_python]), step.in_python

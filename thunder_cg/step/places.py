@@ -1,0 +1,150 @@
+"""Where a step finds values and puts them: variables, attributes, items of dictionaries.
+
+Note [Carried tensors]
+    A step may put a tensor that it makes where it has found one, as in ``self.last_loss = loss.detach()``, and may read
+    what the last step has put there, as in ``self.mean = 0.9 * self.mean + 0.1 * x.mean()``. Once a call in Python has
+    done so, what is at the place is carried: it is copied in as the batch is, and what the step puts there is copied
+    out as its results are. Only its layout is a fact. A value is carried whole: a tensor, or a tuple, a list or a
+    dictionary of tensors.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from thunder_cg.compat.torch import dictionary_of, has_storage, module_dictionaries, tree_flatten, tree_unflatten
+from thunder_cg.runtime.tensors import layout
+from thunder_cg.step.reads import MISSING, Path, may_change, value_of
+
+_CONTAINERS = (tuple, list, dict)
+
+
+class Place:
+    """A cell, a namespace, a dictionary, a class or an object, and a name in it ("" in a cell)."""
+
+    __slots__ = ("holder", "name")
+
+    def __init__(self, holder: Any, name: Any) -> None:
+        self.holder, self.name = holder, name
+
+    @property
+    def key(self) -> tuple[int, Any]:
+        """Equal for the same place, as long as there is one of these."""
+        return id(self.holder), self.name
+
+    @classmethod
+    def of(cls, value: Any, name: str) -> Place:
+        """Where a value has what is its own by the name."""
+        if isinstance(value, nn.Module):
+            return cls(next((each for each in module_dictionaries(value) if name in each), value.__dict__), name)
+        if isinstance(value, (types.CellType, type, types.ModuleType, dict)) or _is_slot(value, name):
+            return cls(value, name)
+        return cls(getattr(value, "__dict__", {}), name)
+
+    def get(self) -> Any:
+        """The value, or `MISSING`."""
+        holder = self.holder
+        if isinstance(holder, types.CellType):
+            try:
+                return holder.cell_contents
+            except ValueError:  # it is empty
+                return MISSING
+        if isinstance(holder, dict):
+            return holder.get(self.name, MISSING)
+        if isinstance(holder, (type, types.ModuleType)):
+            return dictionary_of(holder).get(self.name, MISSING)
+        return getattr(holder, self.name, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Sets it, whatever a class does when somebody sets it, or removes it if it is `MISSING`."""
+        holder, name = self.holder, self.name
+        if self.get() is value:
+            return
+        if isinstance(holder, dict):
+            if value is MISSING:
+                del holder[name]
+            else:
+                holder[name] = value
+            return
+        kind: Any = type if isinstance(holder, type) else object
+        if isinstance(holder, types.CellType):
+            kind, name = types.CellType, "cell_contents"
+        if value is MISSING:
+            kind.__delattr__(holder, name)
+        else:
+            kind.__setattr__(holder, name, value)
+
+
+def _is_slot(holder: Any, name: str) -> bool:
+    is_member = isinstance(getattr(type(holder), name, None), types.MemberDescriptorType)
+    return is_member and may_change(type(holder))  # others may be read-only
+
+
+def places_of(path: Path) -> Iterator[Place]:
+    """What a path leads through."""
+    value, names = path
+    if isinstance(value, types.CellType):
+        yield Place(value, "")
+        value = Place(value, "").get()
+    for name in names:
+        if value is MISSING or (isinstance(value, Tensor) and name not in vars(value)):
+            return
+        yield Place.of(value, name)
+        value = value.get(name, MISSING) if type(value) is dict else value_of(value, (name,))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The fact of what is carried."""
+
+    structure: Any
+    layouts: tuple[Any, ...]  # of each tensor
+
+    def __repr__(self) -> str:
+        shape, _, dtype, *_ = self.layouts[0]
+        one = f"a tensor {shape} of {str(dtype).removeprefix('torch.')}"
+        return one if len(self.layouts) == 1 else f"{len(self.layouts)} tensors, the first of which is {one}"
+
+
+class Carried:
+    """A value that is carried: see Note [Carried tensors].
+
+    Attributes:
+        tensors: in it, without a history.
+        fact: equal for values that can stand for each other.
+        has_history: whether one of the tensors had one.
+    """
+
+    __slots__ = ("fact", "has_history", "structure", "tensors")
+
+    def __init__(self, leaves: list[Tensor], structure: Any) -> None:
+        self.structure = structure
+        self.has_history = any(leaf.requires_grad for leaf in leaves)
+        self.tensors = [leaf.detach() for leaf in leaves]
+        self.fact = Layout(structure, tuple(map(layout, self.tensors)))
+
+    @classmethod
+    def of(cls, value: Any, device_type: str) -> Carried | None:
+        """None if it is something else than plain tensors on the device."""
+        if type(value) is not Tensor and not isinstance(value, _CONTAINERS):
+            return None
+        leaves, structure = tree_flatten(value)
+        if not leaves or any(type(leaf) is not Tensor or leaf.device.type != device_type for leaf in leaves):
+            return None
+        are_plain = all(has_storage(t) and not (vars(t) or (t.is_leaf and t.requires_grad)) for t in leaves)
+        return cls(leaves, structure) if are_plain else None
+
+    def is_like(self, other: Carried) -> bool:
+        """Whether the tensors are laid out as the others are, wherever they are."""
+        pairs = zip(self.tensors, other.tensors)
+        are_alike = all(a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs)
+        return self.structure == other.structure and are_alike
+
+    def with_tensors(self, tensors: list[Tensor]) -> Any:
+        """The same with other tensors."""
+        return tree_unflatten(tensors, self.structure)
