@@ -37,7 +37,7 @@ from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.guards import Guard
-from thunder_cg.runtime.inputs import CopiedInput, place
+from thunder_cg.runtime.inputs import CopiedInput, place, static_buffer
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address_if_any, copy_all
@@ -127,6 +127,7 @@ class StepRecording(RecordingUse):
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read
+    reads: list[bool]  # of what is carried: whether the graph may read it
     carried: list[tuple[Place, Any, int]]  # what is put there, as the structure and the number of its tensors
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
@@ -157,6 +158,8 @@ class StepRecording(RecordingUse):
     def is_for(self, layout: Any) -> bool:
         """Whether a replay is a call with this layout, from the state and the gradients that there are now."""
         if layout != self.layout or not self.state.holds() or any(get() != then for get, then in self.settings):
+            return False
+        if any(each.has_history and read for each, read in zip(self.state.carried_values(), self.reads)):
             return False
         return all(place_of(parameter.grad) == place for parameter, place in self.places_before)
 
@@ -373,7 +376,11 @@ class StepCapture:
             raise CaptureLater(_SHARES)
         guard = Guard([*batch.tensors], [], frozenset())
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
-        copied, buffers = place(pool, inputs, frozenset(), {})
+        histories = [each.has_history for each in carried for _ in each.tensors]
+        unread = frozenset(i for i, has_history in enumerate(histories, len(batch.tensors)) if has_history)
+        copied, buffers = place(pool, inputs, unread, {})
+        for i in unread:  # so only a kernel that reads it gets the address
+            buffers[i] = static_buffer(pool, inputs[i])
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
         places = [*map(_place_of, state.tensors)]
@@ -416,6 +423,7 @@ class StepCapture:
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
+            reads=[not each.has_history for each in carried],
             carried=body.carried,
             settings=[(kernels, kernels()), *settings_in(self.calls.of_torch, self.calls.getters)],
         )
@@ -446,7 +454,7 @@ class StepCapture:
                 raise CaptureRefused(f"{problem}, as no replay would; write {name} in place, or set it outside")
 
     def _refuse_history(self, carried: Sequence[Carried], buffers: list[Tensor], addresses: Addresses) -> None:
-        """`CaptureRefused` if the step reads what has a history from the last step, since it has none in a replay."""
+        """`CaptureRefused` if the step reads what has a history from the last step: no replay differentiates that."""
         found = buffers[len(self.batch.tensors) :]
         for (label, _, _), each in zip(self.state.carried, carried):
             read, found = found[: len(each.tensors)], found[len(each.tensors) :]
