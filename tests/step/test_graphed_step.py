@@ -534,6 +534,28 @@ def test_python_that_changes_something_is_named(step_twins):
         assert step.captures == 0 and said in why(step), why(step)
 
 
+def test_a_value_read_on_the_host_where_somebody_catches_errors(step_twins):
+    def make(model):
+        optimizer = sgd(model.parameters())
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            try:
+                is_good = loss.item() < 100
+            except Exception:
+                is_good = False
+            if is_good:
+                optimizer.step()
+            return loss
+
+        return step
+
+    step = step_twins.train(make, 6)
+    assert step.captures == 0 and "is_good = loss.item() < 100" in why(step), why(step)
+
+
 def test_a_value_read_on_the_host_is_named_with_its_line(step_twins):
     def make(model):
         optimizer = sgd(model.parameters())

@@ -95,6 +95,21 @@ def in_dictionary(model):
     return lambda: 1.0 + len(numbers), lambda k: numbers.update(depth=k) if k > 1 else numbers.clear()
 
 
+def by_methods_in_a_dictionary(model):
+    """No bytecode names the object."""
+    owner = Multiplied()
+    methods = {"get": owner.get, "multiply": owner.multiply}
+    return lambda: methods["get"](), lambda k: methods["multiply"](k)
+
+
+class Multiplied(Plain):
+    def get(self):
+        return self.depth
+
+    def multiply(self, k):
+        self.depth *= k
+
+
 def in_array(make):
     def holder(model):
         numbers = make([1.0])
@@ -166,6 +181,7 @@ KINDS = {
     "a function": in_function,
     "a list": in_list,
     "a dictionary": in_dictionary,
+    "methods in a dictionary": by_methods_in_a_dictionary,
     "an array": in_array(lambda numbers: array("d", numbers)),
     "an array of NumPy": in_array(np.array),
     "an attribute of a tensor": in_tensors_attribute,

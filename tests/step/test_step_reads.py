@@ -13,6 +13,7 @@ import random
 import re
 import secrets
 import sys
+import threading
 import time
 import uuid
 import weakref
@@ -22,7 +23,7 @@ from contextvars import ContextVar, copy_context
 from datetime import datetime
 from decimal import Context, Decimal, setcontext
 from enum import Enum
-from functools import lru_cache, partial, singledispatch
+from functools import cached_property, lru_cache, partial, singledispatch
 from importlib import import_module
 from types import FunctionType, MappingProxyType, SimpleNamespace
 from typing import ClassVar
@@ -362,6 +363,56 @@ def test_clocks_and_random_numbers_of_the_system(step_twins, read):
     assert step.captures == 0
     said = r"\(\) returns another value in each call, at test_step_reads.py:\d+, and in no replay; call it"
     assert re.search(said, " ".join(str(explain(step)).split()))
+
+
+def on_a_thread(y):
+    found = []
+    thread = threading.Thread(target=lambda: found.append(y * 2))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+POOL = ThreadPoolExecutor(1)
+
+
+def in_a_pool(y):
+    return POOL.submit(lambda: y * 2).result()
+
+
+@pytest.mark.parametrize("of", [on_a_thread, in_a_pool])
+def test_work_of_other_threads(step_twins, of):
+    in_a_pool(torch.ones(1))  # the thread is there
+    step = step_twins.train(make_step(of), 5)
+    assert step.captures == 0 and re.search(r"thread, at test_step_reads.py:\d+,", str(explain(step))), explain(step)
+
+
+class Counting:
+    """Properties that somebody would notice if they were called to compare them."""
+
+    def __init__(self):
+        self.base, self.calls = 1.0, []
+
+    @property
+    def scale(self):
+        self.calls.append(None)
+        return self.base
+
+    @cached_property
+    def options(self):
+        self.calls.append(None)
+        return SimpleNamespace(scale=1.0)
+
+
+def test_properties_are_not_called_to_compare_them():
+    counting = Counting()
+    state = state_of(lambda y: y * counting.scale * counting.options.scale)
+    assert len(counting.calls) == 2 and state.holds() and state.again().facts == state.facts
+    counting.options.scale = 2.0
+    assert not state.holds() and len(counting.calls) == 2
+    state = state.again()
+    counting.base = 2.0
+    assert state.again().facts != state.facts and len(counting.calls) == 2
 
 
 def test_what_is_too_large_to_compare(step_twins):

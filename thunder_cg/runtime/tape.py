@@ -7,6 +7,7 @@ arena with NaN at its release, so that a later use fails a test. It is slower th
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import threading
 import weakref
@@ -170,6 +171,7 @@ class _Tape(_Reuse):
         self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self.steps: list[_Step] = []
         self.may_draw = False  # whether a recorded call may have drawn random numbers
+        self.refused: CaptureRefused | None = None  # ends the capture, as on a GPU, though somebody may catch it
 
     def copy_early(self, tensors: Tensors) -> list[torch.Tensor]:
         """Records an early copy of the tensors. Returns tensors that hold their memory."""
@@ -181,7 +183,12 @@ class _Tape(_Reuse):
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if _is_meta(args, kwargs):  # it touches no memory
             return func(*args, **kwargs)
-        self._refuse(func, args, kwargs)
+        try:
+            self._refuse(func, args, kwargs)
+        except CaptureRefused as refused:
+            if _is_called_from_file():
+                self.refused = refused
+            raise
         if func.overloadpacket in _RESHAPES:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
@@ -263,6 +270,14 @@ class _Tape(_Reuse):
         for storage, image in self._before.values():
             storage.copy_(image)
         self._before.clear()
+
+
+def _is_called_from_file() -> bool:
+    """Whether what calls PyTorch is no guard of Dynamo's, which reads numbers on the host and goes on if that fails."""
+    frame, folders = inspect.currentframe(), (os.path.dirname(torch.__file__), os.path.dirname(__file__))
+    while frame is not None and frame.f_code.co_filename.startswith(folders):
+        frame = frame.f_back
+    return frame is not None and os.path.isfile(frame.f_code.co_filename)
 
 
 def _is_meta(args: Any, kwargs: Any) -> bool:
@@ -415,6 +430,8 @@ class TapePool:
             copier = EarlyCopier(self._device, tape.copy_early, 0)
             with tape:
                 outputs = fn(*args) if copied_out is None else copier.finish(fn(*args, copier))
+            if tape.refused is not None:
+                raise tape.refused
         finally:
             _active.tape = None
             if collects:

@@ -16,6 +16,7 @@ Note [Collectives in a step]
 
 from __future__ import annotations
 
+import _thread
 import datetime
 import decimal
 import gc
@@ -28,6 +29,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, told_of_c
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.reads import Called, is_constant, is_installed
+from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
@@ -47,6 +50,9 @@ _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
 # What they return is another value in each call.
 _UNSTEADY = {datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
 _UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
+_STARTS_OF_THREADS = {
+    each for each in (getattr(_thread, n, None) for n in ("start_new_thread", "start_joinable_thread")) if each
+}
 # What they return is not compared before a replay, and may be another value in a later call.
 _UNCOMPARED = {eval, exec, __import__, input, open, decimal.getcontext}
 _UNCOMPARED |= {torch.get_num_threads, torch.get_num_interop_threads}
@@ -57,6 +63,7 @@ _ENVIRONMENT = {vars(type(os.environ))[name].__code__ for name in ("__getitem__"
 # Modules that return all of that to their callers.
 _PASS_ON = {"random", "secrets", "uuid", "torch.cuda.random", "torch.random"}
 _PASS_ON |= {"os", "posixpath", "ntpath", "genericpath", "pathlib", "glob", "io", "shutil", "decimal"}
+_PASS_ON |= {"threading", "concurrent.futures.thread", "concurrent.futures._base", "multiprocessing.pool"}
 _PASS_ON |= {"importlib", "collections.abc", "torch.serialization"}
 
 
@@ -90,6 +97,7 @@ class Calls:
         self._new: set[int] = set()  # objects that are made in the step
         self._ran: dict[Any, _Ran] = {}
         self._is_over = False
+        self._undos: list[Undo] = []
         self._threads: set[int] = set()
         self.forget_collectives()
         self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
@@ -129,6 +137,9 @@ class Calls:
             if code in _ENVIRONMENT and _is_called_by_user(frame):
                 owner = frame.f_locals[code.co_varnames[0]]
                 self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
+            elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
+                problem = f"the step gives work to another thread{_line(frame)}, which is in no graph"
+                self.objection = f"{problem}; do that outside of the step"
             elif code is importlib.import_module.__code__ and _is_called_by_user(frame):
                 self._refuse_uncompared(frame, "import_module")
             elif code not in self._foreign:
@@ -136,6 +147,9 @@ class Calls:
         elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
             self.objection = f"{problem}; call it outside of the step, and pass a tensor"
+        elif event == "c_call" and called in _STARTS_OF_THREADS and _is_called_by_user(frame):
+            problem = f"the step starts a thread{_line(frame)}, whose work is in no graph"
+            self.objection = f"{problem}; do that outside of the step"
         elif event == "c_call" and called is globals and _is_users(frame.f_code, frame.f_globals):
             problem = f"what globals() gives is not compared before a replay{_line(frame)}"
             self.objection = f"{problem}; name what the step needs"
@@ -208,7 +222,16 @@ class Calls:
         owner = _owner(frame, code)
         owner = type(owner) if id(owner) in self._new else owner  # which has what the class gives it
         variables = tuple(id(frame.f_locals.get(name)) for name in code.co_freevars)
-        self._ran.setdefault((code, id(owner), variables), _Ran(code, owner, variables, frame.f_globals))
+        if (key := (code, id(owner), variables)) not in self._ran:
+            self._ran[key] = _Ran(code, owner, variables, frame.f_globals)
+            if not isinstance(owner, torch.Tensor):
+                self._undos += undos_of(owner)
+            self._undos += undos_of_globals(code, frame.f_globals)
+
+    def undo(self) -> None:
+        """Gives objects and globals of the functions that have run what they had before. See Note [Effects once]."""
+        for undo in reversed(self._undos):
+            undo()
 
     def find_functions(self) -> None:
         """Finds the functions that have run, each with those that nobody can tell from it. Not inside of a capture."""
@@ -222,6 +245,7 @@ class Calls:
                 alike = [types.FunctionType(ran.code, ran.variables)]
             self.found |= {(id(each), id(ran.owner)): Called(each, ran.owner) for each in alike}
         self._ran.clear()
+        self._undos.clear()
 
 
 class _Ran(NamedTuple):

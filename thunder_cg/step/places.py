@@ -44,7 +44,7 @@ class Place:
             return cls(next((each for each in module_dictionaries(value) if name in each), value.__dict__), name)
         if isinstance(value, (types.CellType, type, types.ModuleType, dict)) or _is_slot(value, name):
             return cls(value, name)
-        return cls(getattr(value, "__dict__", {}), name)
+        return cls(names if isinstance(names := own(value, "__dict__"), dict) else {}, name)
 
     def get(self) -> Any:
         """The value, or `MISSING`."""
@@ -58,7 +58,7 @@ class Place:
             return holder.get(self.name, MISSING)
         if isinstance(holder, (type, types.ModuleType)):
             return dictionary_of(holder).get(self.name, MISSING)
-        return getattr(holder, self.name, MISSING)
+        return own(holder, self.name)
 
     def put(self, value: Any) -> None:
         """Sets it, whatever a class does when somebody sets it, or removes it if it is `MISSING`."""
@@ -80,6 +80,14 @@ class Place:
             kind.__setattr__(holder, name, value)
 
 
+def own(value: Any, name: str) -> Any:
+    """An attribute as Python looks it up, around what a class or somebody who watches it does about that."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return MISSING
+
+
 def _is_slot(holder: Any, name: str) -> bool:
     is_member = isinstance(getattr(type(holder), name, None), types.MemberDescriptorType)
     return is_member and may_change(type(holder))  # others may be read-only
@@ -91,11 +99,12 @@ def places_of(path: Path) -> Iterator[Place]:
     if isinstance(value, types.CellType):
         yield Place(value, "")
         value = Place(value, "").get()
-    for name in names:
+    for i, name in enumerate(names):
         if value is MISSING or (isinstance(value, Tensor) and name not in vars(value)):
             return
         yield Place.of(value, name)
-        value = value.get(name, MISSING) if type(value) is dict else value_of(value, (name,))
+        if i < len(names) - 1:  # the last one may be a property
+            value = value.get(name, MISSING) if type(value) is dict else value_of(value, (name,))
 
 
 @dataclass(frozen=True)

@@ -329,32 +329,62 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
     bound = {code.co_varnames[0]: owner} if owner is not None and code.co_argcount else {}
     of_package = is_installed(code.co_filename)
     for chain in chains(code):
-        where, attributes = ".".join((chain.name, *chain.attributes)), chain.attributes
-        if of_package and chain.name in bound:
-            where = ".".join(((owner if isinstance(owner, type) else type(owner)).__name__, *attributes))
+        name, attributes = chain.name, chain.attributes
+        label = name
+        if of_package and name in bound:
+            label = (owner if isinstance(owner, type) else type(owner)).__name__
         elif of_package:
-            where = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{where}"
-        if chain.name in bound and chain.scope != "global":
+            label = f"{variables.get('__name__') if chain.scope == 'global' else function.__name__}.{name}"
+        if name in bound and chain.scope != "global":
             is_of_class = isinstance(owner, type) and attributes[:1] == ("__dict__",)  # which is a new proxy each time
             if not is_of_class and not (is_rooted and attributes and _has(owner, attributes[0])):
-                read = Read(where, partial(value_of, owner, attributes), path=(owner, attributes))
-                yield (id(owner), attributes), read
-        elif chain.scope == "cell" and chain.name in cells:
-            cell = cells[chain.name]
-            read = Read(where, partial(_in_cell, cell, attributes), path=(cell, attributes))
-            yield (id(cell), attributes), read
-        elif chain.scope == "global" and (chain.name in variables or not hasattr(builtins, chain.name)):
-            path = variables, (chain.name, *attributes)
-            read = Read(where, partial(_in_globals, variables, chain.name, attributes), path=path)
-            yield (id(variables), chain.name, attributes), read
-        elif chain.scope == "import" and (module := _imported(chain.name, variables)) is not None:
-            get, path = partial(_in_globals, sys.modules, module, attributes), (sys.modules, (module, *attributes))
-            read = Read(".".join((module, *attributes)), get, path=path)
-            yield (id(sys.modules), module, attributes), read
+                yield _read(label, owner, (), attributes, partial(value_of, owner))
+        elif chain.scope == "cell" and name in cells:
+            yield _read(label, cells[name], (), attributes, partial(_in_cell, cells[name]))
+        elif chain.scope == "global" and (name in variables or not hasattr(builtins, name)):
+            yield _read(label, variables, (name,), attributes, partial(_in_globals, variables, name))
+        elif chain.scope == "import" and (module := _imported(name, variables)) is not None:
+            yield _read(module, sys.modules, (module,), attributes, partial(_in_globals, sys.modules, module))
     for what in () if of_package else ("__code__", "__defaults__", "__kwdefaults__"):
         if getattr(function, what) is not None:
             place = code if what == "__code__" else id(function)
             yield (place, what), Read(f"{function.__name__}.{what}", partial(getattr, function, what))
+
+
+def _read(
+    label: str, start: Any, names: tuple[str, ...], attributes: tuple[str, ...], look_up: Callable[..., Any]
+) -> tuple[Any, Read]:
+    """A read of attributes up to a property, if there is one: it is a function that is called, and not to be compared.
+
+    Args:
+        start, names: where the path to the first value begins.
+        look_up: what attributes of that value lead to.
+    """
+    get = partial(look_up, attributes)
+    for i, name in enumerate(attributes):
+        if _property_of(look_up(attributes[:i]), name) is not None:
+            get = partial(_bound_property, partial(look_up, attributes[:i]), name)
+            attributes = attributes[: i + 1]
+            break
+    path = start, (*names, *attributes)
+    return (id(start), *path[1]), Read(".".join((label, *attributes)), get, path=path)
+
+
+def _property_of(owner: Any, name: str) -> types.FunctionType | None:
+    """The function of a property, if it may change anything or be changed."""
+    if isinstance(owner, (torch.Tensor, types.ModuleType, type)):
+        return None
+    member = next((names[name] for kind in type(owner).__mro__ if name in (names := dictionary_of(kind))), None)
+    function: Any = member.fget if isinstance(member, property) else None
+    if isinstance(member, cached_property) and name not in getattr(owner, "__dict__", {}):
+        function = member.func
+    is_open = isinstance(function, types.FunctionType) and not is_constant(function.__code__.co_filename)
+    return function if is_open else None
+
+
+def _bound_property(get: Callable[[], Any], name: str) -> Any:
+    function = _property_of(owner := get(), name)
+    return MISSING if function is None else types.MethodType(function, owner)
 
 
 def settings_in(

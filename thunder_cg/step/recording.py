@@ -355,6 +355,7 @@ class StepCapture:
                 recording = self._record(before)
                 self.check()
             except BaseException:
+                self.calls.undo()
                 snapshot.restore()
                 before.restore()
                 raise

@@ -25,8 +25,8 @@ from torch import Tensor
 
 from thunder_cg.compat.torch import default_device_is_set, dictionary_of
 from thunder_cg.step.attributes import slots_of
-from thunder_cg.step.places import Place, places_of
-from thunder_cg.step.reads import MISSING, Path, may_change
+from thunder_cg.step.places import Place, own, places_of
+from thunder_cg.step.reads import MISSING, Path, chains, may_change
 
 Undo = Callable[[], object]
 
@@ -43,7 +43,7 @@ class Snapshot:
     def __init__(self, holders: Iterable[Any], paths: Iterable[Path], tensors: Iterable[Tensor]) -> None:
         self._undos: list[Undo] = []
         for each in {id(each): each for each in holders}.values():
-            self._undos += _undos_of(each)
+            self._undos += undos_of(each)
         for place in {place.key: place for path in paths for place in places_of(path)}.values():
             self._undos.append(partial(place.put, place.get()))
         self._undos += map(_undo_of_tensor, tensors)
@@ -55,7 +55,8 @@ class Snapshot:
             undo()
 
 
-def _undos_of(value: Any) -> Iterator[Undo]:
+def undos_of(value: Any) -> Iterator[Undo]:
+    """How to give a holder of values what it holds now."""
     if isinstance(value, (type, types.ModuleType)):
         yield partial(_restore_names, value, dictionary_of(value).copy())
         return
@@ -65,11 +66,19 @@ def _undos_of(value: Any) -> Iterator[Undo]:
         yield partial(_restore_container, value, value.copy())
     elif (undo := _undo_of_content(value)) is not None:
         yield undo
-    if isinstance(names := getattr(value, "__dict__", None), dict):
+    if isinstance(names := own(value, "__dict__"), dict):
         yield partial(_restore_dictionary, names, names.copy())
     for slot in slots_of(type(value)) if may_change(type(value)) else ():
         place = Place(value, slot)
         yield partial(place.put, place.get())
+
+
+def undos_of_globals(code: types.CodeType, variables: dict[str, Any]) -> Iterator[Undo]:
+    """The same for the globals that the code names."""
+    for chain in chains(code):
+        if chain.scope == "global" and chain.name in variables:
+            place = Place(variables, chain.name)
+            yield partial(place.put, place.get())
 
 
 def _restore_dictionary(now: dict[Any, Any], then: dict[Any, Any]) -> None:
