@@ -105,7 +105,7 @@ class RuntimeRegion:
         return self.run_list(call, args)
 
     def run_list(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
-        """The same in a backward: an eager run empties the list, so that it frees what it has read for the last time."""
+        """The same in a backward: an eager run empties the list, so that it can free what it has read."""
         if call.selection is not None:
             return call.selection.run(self, call, args)
         return self.run_untimed(call, args)
