@@ -130,3 +130,11 @@ def test_only_calls_of_the_user_count(transform, device):
     assert str(explain(jitted)).partition("\n\n")[0] == before and said in str(explain(jitted))
     jitted(x).backward(torch.ones_like(x))  # as `profile` does
     assert "4 of 6 calls and " in str(explain(jitted))
+
+
+def test_a_call_that_thunder_cannot_compile_does_not_count(transform, device):
+    jitted = thunder.jit(nn.Linear(4, 4).to(device), transforms=[transform()])
+    before = str(explain(jitted))
+    with pytest.raises(RuntimeError, match="innermost dimension"):
+        profile(jitted, torch.ones(2, 5, device=device))
+    assert str(explain(jitted)) == before

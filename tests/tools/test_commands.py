@@ -141,10 +141,9 @@ def test_explain_calls_what_a_function_makes(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("raises", "code"), [("jcalled(x[None])", 1), ("raise KeyboardInterrupt", 130)])
 def test_explain_says_what_ran_before_a_script_raised(
-    raises: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    raises: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, page = tmp_path / "raises.py", tmp_path / "report.json"
-    monkeypatch.setattr("sys.last_value", None, raising=False)
     path.write_text(
         "import thunder, torch\nfrom thunder_cg import cudagraph_transform\ndef called(x):\n"
         "  return torch.sin(x) * 2 if x.dim() == 1 or x.any() else x\n"

@@ -18,6 +18,7 @@ from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import get_torch_compile_kwargs
 from torch._dynamo import config, convert_frame
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._guards import CompileContext
 
@@ -71,7 +72,11 @@ class CompiledFunction(ThunderFXCompiledObject):
         return self._called(*args, **kwargs)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._func(*args, **kwargs)
+        try:
+            result = self._func(*args, **kwargs)
+        except BackendCompilerFailed as error:  # which hides the notes of what the compiler raised
+            vars(error).setdefault("__notes__", []).extend(getattr(error.inner_exception, "__notes__", ()))
+            raise
         self._count.calls += 1
         if self.after_call is not None:
             self.after_call()

@@ -29,10 +29,6 @@ _RAISE_LIMIT = (
     "torch._dynamo.reset(), after which Dynamo compiles everything anew"
 )
 _FEW_GRAPHS = 3  # that ran once, as each part of a function does in its first call
-_TO_PLAN = (
-    "Thunder keeps no error of a function: call thunder_cg.plan(fn, ...) with the arguments of such a call, and print "
-    "what it returns, which says what Thunder raises, where, and what to try"
-)
 
 
 def opening(report: Report) -> str:
@@ -70,10 +66,7 @@ def failures(report: Report) -> Iterator[str]:
     """In how many calls Thunder could not compile the function, where, and what to try."""
     if report.compile_failures:
         said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
-        problem = report.compile_failure
-        if problem is None:
-            yield f"{said}. {_TO_PLAN}."
-            return
+        problem = report.compile_failure or "an error that is not known"
         yield f"{said}: {problem}."
         if hint := to_try(problem, is_of_dynamo=report.is_of_dynamo):
             yield f"To try: {hint}."

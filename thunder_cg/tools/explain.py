@@ -122,7 +122,6 @@ def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[Ba
         print("interrupted", file=sys.stderr)
     except Exception as error:
         raised.append(error)
-        sys.last_value = error
         if is_reported():
             print("".join(traceback.format_exception_only(type(error), error)), end="", file=sys.stderr)
         else:
