@@ -169,6 +169,9 @@ def test_explain_counts_what_ran_inside_of_a_step_as_the_steps(
         assert main(["explain", str(path)]) == code
         said = capsys.readouterr().out
         assert said.startswith("step:\nStep function: ") and "jmodel:\nCUDA graphs: none of its own" in said
+    path.write_text(STEPS.replace("loss = jmodel(x).sum()", "loss = jmodel(x).cos().sum()").replace("CALLS", "4"))
+    assert main(["explain", str(path)]) == 0  # the model's backward has a region, too
+    assert "jmodel:\nCUDA graphs: none of its own" in capsys.readouterr().out
 
 
 def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

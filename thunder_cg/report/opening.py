@@ -114,7 +114,8 @@ def ran(report: Report) -> Iterator[str]:
         yield 'Not replayed: with cache="no caching", Thunder compiles each call anew, and no graph is kept'
         yield "To change that: compile without cache=; the rest of this report is about the last call"
         return
-    if having and all(trace.is_in_steps for trace in having):
+    in_steps = {(trace.function, trace.entry) for trace in having if trace.is_in_steps}
+    if having and in_steps.issuperset((trace.function, trace.entry) for trace in having):
         yield "none of its own, as all calls ran inside of graphed steps, whose graphs hold them (see explain(step))"
         return
     without = _calls_without_regions(report)

@@ -162,11 +162,9 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
 
 
 def _successor(backend: Any, number: int) -> str | None:
-    """The first graph of the same code that takes more sizes and numbers: Dynamo asks later graphs first."""
+    """The first graph that takes the same inputs, and more sizes and numbers: Dynamo asks later graphs first."""
     inputs = getattr(backend, "inputs", {})
-    if (mine := inputs.get(number)) is None:
-        return None
-    later = (n for n, its in inputs.items() if n > number and its.code == mine.code and its.symbols > mine.symbols)
+    later = (n for n, its in inputs.items() if n > number in inputs and its.succeeds(inputs[number]))
     return next((f"graph {n}" for n in later), None)
 
 

@@ -136,7 +136,7 @@ class TraceReport:
 
     @property
     def is_in_steps(self) -> bool:
-        """Whether all calls ran inside of graphed steps, whose graphs hold what the trace does."""
+        """Whether all calls of a forward ran inside of graphed steps, whose graphs hold what it does."""
         return IN_STEP in self.fallbacks and self.calls == sum(self.fallbacks.get(each, 0) for each in HELD_ELSEWHERE)
 
     @property
