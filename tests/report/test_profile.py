@@ -106,7 +106,7 @@ def test_what_the_times_say(report: Report) -> None:
         assert "; 30 µs as a graph, 12 µs eagerly, so it costs 18 µs a call" in said
         assert "ended by (140 µs of eager ops): Tensor.item at model.py:14" in said
     on_tape = str(replace(measured, clock="tape"))
-    assert "The tape stands in for CUDA graphs and is slower" in on_tape and "do not pay" not in on_tape
+    assert "The tape stands in for CUDA graphs: what regions save or cost" in on_tape and "do not pay" not in on_tape
 
 
 def test_what_is_not_compiled_is_not_called() -> None:

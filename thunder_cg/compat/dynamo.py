@@ -138,7 +138,7 @@ class GraphInputs(NamedTuple):
     shapes: tuple[tuple[int | None, ...], ...]
 
     def succeeds(self, earlier: GraphInputs) -> bool:
-        """Whether a later graph is for all calls of an earlier one: it is for the same sizes, or for any but 0 and 1."""
+        """Whether a later graph is for all calls of an earlier one. A size that may change is neither 0 nor 1."""
         if self.code != earlier.code or self.symbols <= earlier.symbols or len(self.shapes) != len(earlier.shapes):
             return False
         return all(

@@ -239,7 +239,7 @@ def measured(report: Report) -> Iterator[str]:
     how = "CUDA events" if report.clock == "cuda" else "the host's clock"
     yield f"Measured with {how}: the regions take {as_graphs:,.0f} µs of a call as graphs, {eagerly:,.0f} µs eagerly."
     if report.clock == "tape":
-        yield "The tape stands in for CUDA graphs and is slower than what it replays, so no region pays here."
+        yield "The tape stands in for CUDA graphs: what regions save or cost on a GPU is not known from these times."
     elif losing := [region for region in regions if not region.pays]:
         names = ", ".join(f"{r.name} ({_graph(r):,.0f} µs as a graph, {_eager(r):,.0f} µs eagerly)" for r in losing)
         larger = "Larger ones pay more: remove what splits them, or leave their operators eager with deny="
