@@ -5,8 +5,9 @@ from html import escape
 import pytest
 import thunder
 import torch
-from thunder.core.interpreter import ProvenanceRecord, PseudoInst
+from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.analysis.compile_errors import to_try
@@ -155,6 +156,17 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
 def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
     said = str(plan(fn, torch.ones(3)))
     assert f"To try: {advice}" in said and " at test_opening.py:" in said and said.count("use thunder_cg.thunderfx") < 2
+
+
+def test_what_to_try_under_a_mode_whose_hooks_thunder_would_trace(transform, device) -> None:
+    jitted, x = thunder.jit(nn.Linear(4, 4).to(device), transforms=[transform()]), torch.ones(2, 4, device=device)
+    with pytest.raises(InterpreterError), FlopCounterMode(display=False):
+        jitted(x)
+    assert "To try: for a FlopCounterMode, whose hooks of modules Thunder would trace, call" in str(explain(jitted))
+    jitted(x)
+    with FlopCounterMode(display=False) as counter:
+        jitted(x)
+    assert counter.get_total_flops() == 2 * 2 * 4 * 4
 
 
 def test_what_thunder_says_of_its_own_records_is_left_out() -> None:

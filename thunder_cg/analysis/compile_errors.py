@@ -70,6 +70,10 @@ _HINTS = (
         "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor",
     ),
     _Hint(
+        ("'weakref.ReferenceType' object has no attribute",),
+        "for a FlopCounterMode, whose hooks of modules Thunder would trace, call the compiled module once before",
+    ),
+    _Hint(
         ("no autograd formula",),
         "for an operator of torch.library, give it a gradient with torch.library.register_autograd",
     ),

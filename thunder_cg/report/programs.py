@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import Any
 
 import thunder
+import torch
 from torch.fx import GraphModule
 
 from thunder_cg.analysis.sources import called_from, user_frames
@@ -113,10 +114,18 @@ def locate(fn: Any, function: str = "explain") -> Found:
         failure = compile_failure(statistics)
         return Found(programs, statistics.calls, compile_failures(fn), failure, uncached=not _keeps_all(fn))
     if (backend := _dynamo_backend(fn)) is None:
-        raise NotCompiledError(fn, "Thunder did not compile this", function)
+        parts = _compiled_parts(fn)
+        only = f", only its part{'s' * (len(parts) > 1)} {', '.join(parts)}" if parts else ""
+        raise NotCompiledError(fn, f"Thunder did not compile this{only}", function)
     if not owns_regions(backend.thunder_options.get("transforms") or ()):
         raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
     return _of_dynamo(fn, backend)
+
+
+def _compiled_parts(fn: Any) -> list[str]:
+    """The names of the parts of a module that are compiled with the transform, such as ``module`` of a wrapper."""
+    parts = fn.named_modules() if isinstance(fn, torch.nn.Module) else ()
+    return [name for name, part in parts if is_ours(thunder.compile_data(part))]
 
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
