@@ -691,6 +691,59 @@ def test_a_tensor_that_escapes_is_refused(step_twins):
     assert step.captures == 0 and "still held after it" in why(step), why(step)
 
 
+@pytest.mark.parametrize("change", ["memory", "shape", "requires_grad"])
+def test_a_tensor_that_is_left_otherwise_is_refused(step_twins, change):
+    def make(model):
+        optimizer, spare = sgd(model.parameters()), torch.zeros(3, 8, device=step_twins.device)
+        weight = [*model.parameters()][2]
+        optimizer.step()
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            if change == "memory":
+                weight.data, spare.data = spare.data, weight.data
+            elif change == "shape":
+                spare.data = spare.data.t()
+            else:
+                spare.requires_grad_(not spare.requires_grad)
+            return loss + spare.sum().detach()
+
+        return step
+
+    step = step_twins.train(make, 6)
+    assert step.captures == 0 and re.search("leaves (spare|weight).*, as no replay would", why(step)), why(step)
+
+
+def test_parameters_that_a_step_freezes_and_unfreezes(step_twins):
+    """A GAN: the discriminator is frozen while the generator is trained, and stays so until the next step."""
+
+    def make(generator):
+        torch.manual_seed(2)
+        discriminator = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(step_twins.device)
+        optimizers = sgd(generator.parameters()), sgd(discriminator.parameters())
+
+        def step(x, y):
+            fake = generator(x)
+            discriminator.requires_grad_(True)
+            optimizers[1].zero_grad()
+            loss = discriminator(fake.detach()).mean() - discriminator(x[:, :3]).mean()
+            loss.backward()
+            optimizers[1].step()
+            discriminator.requires_grad_(False)
+            optimizers[0].zero_grad()
+            (-discriminator(fake).mean()).backward()
+            optimizers[0].step()
+            return loss, *(parameter.detach() for parameter in discriminator.parameters())
+
+        return step
+
+    step = step_twins.train(make, 8)
+    assert step.replays >= 5, why(step)
+
+
 @pytest.mark.parametrize("kind", ["requires grad", "written", "an object", "elsewhere"])
 def test_arguments_that_no_graph_can_have(step_twins, kind):
     model = step_twins.compiled(step_twins.model())

@@ -637,6 +637,15 @@ def a_cache_that_is_cleared():
     return lambda y: y * cached(1.0), cached.cache_clear
 
 
+def what_a_bounded_cache_has(typed=False):
+    @lru_cache(maxsize=2, typed=typed)
+    def options(name, other=None):
+        return SimpleNamespace(scale=1.0)
+
+    options("one", other=2.0)
+    return lambda y: y * options("one", other=2.0).scale, partial(setattr, options("one", other=2.0), "scale", 2.0)
+
+
 def a_function_that_is_registered():
     @singledispatch
     def function(y):
@@ -684,6 +693,7 @@ FAR = (
     a_method_of_a_package_that_is_replaced,
     a_variable_of_the_environment,
     a_cache_that_is_cleared,
+    what_a_bounded_cache_has,
     a_function_that_is_registered,
     an_attribute_of_an_enum,
     a_context_of_decimals,
@@ -786,6 +796,11 @@ def test_a_big_tensor_on_the_host_of_a_step_on_a_gpu():
     (objection,) = state_of(lambda y: y * values[0].item(), "cuda").objections
     assert objection.startswith("values is a tensor of 80,000 bytes on the CPU") and objection.endswith("to cuda")
     assert not state_of(lambda y: y * values[0].item()).objections  # beside the graph's own memory
+
+
+def test_a_cache_that_cannot_be_compared():
+    step, _ = what_a_bounded_cache_has(typed=True)
+    assert state_of(step).objections == ["what options has cached is not compared before a replay; drop typed=True"]
 
 
 def test_names_of_all_modules():

@@ -512,9 +512,9 @@ def graphed_step(
 
     The first calls run in Python, until one has left all that Python knows as it found it. The next one is captured,
     and later ones copy the batch in and replay. Python does not run in a replay, so the step prints and counts nothing
-    then. A capture does run it. If a capture fails, the call runs it once more: tensors are as after one run, but what
-    the step prints or writes to files is there twice. A call for which no graph is right runs in Python, with the
-    graphs of the compiled modules in it, and :func:`thunder_cg.explain` says why.
+    then. A capture does run it. If a capture fails, what it has changed is undone, and the step runs in Python; what it
+    prints or writes to files is there twice then. A call for which no graph is right runs in Python, with the graphs of
+    the compiled modules in it, and :func:`thunder_cg.explain` says why.
 
     Of several processes, each captures its step with the collectives in it, if all ranks of their groups do. Call the
     step on all ranks alike.

@@ -87,6 +87,9 @@ class _Chain:
     attributes: tuple[str, ...] = ()
 
 
+Path = tuple[Any, tuple[str, ...]]  # a namespace, a cell or an object, and the names from there on
+
+
 @dataclass(frozen=True, slots=True)
 class Read:
     """One value that a function reads, as the user wrote it, and how to look it up again."""
@@ -95,7 +98,8 @@ class Read:
     get: Callable[[], Any]
     is_owner: bool = False  # of methods that were looked into, so that what they read of it is known
     place: Any = None  # equal for reads of the same variable
-    path: tuple[Any, tuple[str, ...]] | None = None  # a namespace, a cell or an object, and the names from there on
+    path: Path | None = None
+    is_code: bool = False  # whether it is a function or a method
     is_compiled: bool = False  # whether Thunder or Dynamo compiles what reads it
 
 
@@ -151,12 +155,13 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
             if is_method:
                 label = read.label.rpartition(".")[0] or read.label
                 found.setdefault(
-                    (place, "owner"), replace(read, label=label, get=partial(_owner_of, read.get), is_owner=runs)
+                    (place, "owner"),
+                    replace(read, label=label, get=partial(_owner_of, read.get), is_owner=runs, is_code=True),
                 )
                 if not of_package:
-                    found.setdefault(place, replace(read, get=partial(_method_of, read.get)))
+                    found.setdefault(place, replace(read, get=partial(_method_of, read.get), is_code=True))
             else:
-                found.setdefault(place, read if _is_function(value) else replace(read, path=None))
+                found.setdefault(place, replace(read, is_code=_is_function(value)))
     return _with_names(found, compiled)
 
 
@@ -218,7 +223,20 @@ def _method_of(get: Callable[[], Any]) -> Any:
     return getattr(method, "__func__", None) or getattr(method, "__name__", MISSING)
 
 
-def links_of(path: tuple[Any, tuple[str, ...]]) -> list[tuple[Any, str, Any]] | None:
+def places_of(path: Path) -> Iterator[tuple[Any, str]]:
+    """What a path leads through: each a cell, a namespace or an object, and a name in it ("" in a cell)."""
+    value, names = path
+    if isinstance(value, types.CellType):
+        yield value, ""
+        value = _in_cell(value, ())
+    for name in names:
+        if value is MISSING or (isinstance(value, torch.Tensor) and name not in vars(value)):
+            return
+        yield value, name
+        value = value.get(name, MISSING) if type(value) is dict else _attribute(value, (name,))
+
+
+def links_of(path: Path) -> list[tuple[Any, str, Any]] | None:
     """What has to be the same for names to lead to the same function or method.
 
     Each is a namespace, a cell or an object, a name, and what it has of its own under the name. None if the names lead

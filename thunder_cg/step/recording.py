@@ -276,8 +276,7 @@ class StepCapture:
             RanksDiffer: another rank does not capture it.
             Exception: what ``fn`` raised.
 
-        In both cases tensors, gradients, PyTorch's random states and the containers of the state are as before. What
-        ``fn`` did elsewhere has happened, such as what it printed, or wrote to a file.
+        In both cases everything is as before: see Note [Effects once] in snapshot.py.
         """
         if self.state.objections:
             raise CaptureRefused(self.state.objections[0])
@@ -297,6 +296,7 @@ class StepCapture:
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
         with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
             to = None if self.others else self.arena.pool(state.device)
+            snapshot = state.snapshot()
             before = GradientsBefore(state.parameters, self.backend, self.calls, to, self.needs)
             try:
                 if state.device.type != "cpu":  # whose backwards run on the thread that calls them
@@ -305,7 +305,7 @@ class StepCapture:
                 recording = self._record(before)
                 self.check()
             except BaseException:
-                state.restore()
+                snapshot.restore()
                 before.restore()
                 raise
             finally:
@@ -327,6 +327,7 @@ class StepCapture:
         copied, buffers = place(pool, batch.tensors, frozenset(), {})
         copy_all([each.target for each in copied], [each.source(batch.tensors) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
+        places = [*map(_place_of, state.tensors)]
         body = _Body(self.fn, batch, buffers, state, self.calls)
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
@@ -335,6 +336,7 @@ class StepCapture:
         outputs = body.outputs
         assert outputs is not None
         outputs.disown()
+        self._refuse_other_places(places)
         touched = self._touched(versions, buffers)
         self._refuse_what_python_did(outside)
         missing = self._what_replays_would_miss()
@@ -380,6 +382,18 @@ class StepCapture:
         counters = {id(each.n_averaged) for each in self.state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
+    def _refuse_other_places(self, places: Sequence[Any]) -> None:
+        """`CaptureRefused` if the step has changed where a tensor of the state is, or whether it requires grad.
+
+        Args:
+            places: before the step.
+        """
+        for tensor, then in zip(self.state.tensors, places):
+            if _place_of(tensor) != then:
+                name = self.state.name_of(tensor)
+                problem = f"the step leaves {name} with other memory, another shape or another requires_grad"
+                raise CaptureRefused(f"{problem}, as no replay would; write {name} in place, or set it outside")
+
     def _refuse_what_python_did(self, outside: Facts) -> None:
         """`CaptureRefused` if the call has done or changed what is not part of the state, and no replay would.
 
@@ -421,7 +435,7 @@ class StepCapture:
         held = [
             *GraphGradient.tensors(),
             *(parameter.grad for parameter in self.state.parameters if parameter.grad is not None),
-            *self.state.tensors_in_containers(),
+            *self.state.tensors_in_holders(),
         ]
         for other in self.others:
             held += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
@@ -433,6 +447,10 @@ def _refuse_sparse_gradients(state: StepState) -> None:
         if (gradient := parameter.grad) is not None and not has_storage(gradient):
             problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
             raise CaptureRefused(f"{problem}; make its module with sparse=False")
+
+
+def _place_of(tensor: Tensor) -> Any:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
 
 
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:

@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal, getcontext
 from functools import lru_cache, partial, singledispatchmethod
-from itertools import starmap
+from itertools import starmap, takewhile
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -69,7 +69,6 @@ from thunder_cg.compat.torch import (
     version,
 )
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.runtime.tensors import is_leaf_with_grad
 from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
 from thunder_cg.step.reads import (
     MISSING,
@@ -83,6 +82,7 @@ from thunder_cg.step.reads import (
     may_change,
     reads_of,
 )
+from thunder_cg.step.snapshot import Snapshot
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -163,7 +163,8 @@ class _Collector:
         self.roots: dict[int, tuple[str, Any]] = {}  # modules and optimizers, whose facts are many
         self.averages: list[AveragedModel] = []  # see averages.py
         self.watched: list[Any] = []  # objects and dictionaries that may be written to
-        self.containers: list[tuple[Any, Any]] = []  # with a copy of each
+        self.containers: list[tuple[Any, Any]] = []  # lists and sets, with a copy of each
+        self.holders: list[Any] = []  # of values, which a step may change
         self.versions: list[tuple[Tensor, int]] = []  # of tensors whose values a graph has baked in
         self.values: list[tuple[Callable[[], Any], Any]] = []  # see Note [Values that nobody reports]
         self.looked_up: list[_LookedUp] = []
@@ -245,10 +246,14 @@ class _Collector:
                 continue
             self.watched.append(cached)
             self.facts[f"what {label} has cached"] = Content([(_fact_of(k), _fact_of(v)) for k, v in cached.items()])
-            for i, result in enumerate(cached.values()):
-                inner = gc.get_referents(result) if type(result).__name__ == "_lru_list_elem" else [result]
-                for each in inner:
-                    self.add(f"what {label} has cached ({i})", each, depth + 1)
+            results = [*cached.values()]
+            if results and value.cache_parameters()["maxsize"] is not None:
+                if value.cache_parameters()["typed"]:
+                    self.objections.append(f"what {label} has cached is not compared before a replay; drop typed=True")
+                    continue
+                results = [_call_by_key(value, key) for key in cached]
+            for i, result in enumerate(results):
+                self.add(f"what {label} has cached ({i})", result, depth + 1)
 
     def _add_tensor(self, label: str, tensor: Tensor, depth: int) -> None:
         self.facts[label] = Same(tensor)
@@ -264,7 +269,7 @@ class _Collector:
 
     def _add_tensor_on_host(self, label: str, tensor: Tensor, depth: int) -> None:
         if tensor.nbytes <= _MAX_ARRAY:
-            self._add_content(label, partial(_bytes_of, tensor))
+            self._add_content(label, tensor, partial(_bytes_of, tensor))
         elif depth == 0:
             problem = f"{label} is a tensor of {tensor.nbytes:,} bytes on the CPU, of which a graph has the values"
             limit = f"up to {_MAX_ARRAY:,} are compared before a replay"
@@ -274,6 +279,7 @@ class _Collector:
         """Those that somebody has given to a tensor, a function, or a container of a class of its own."""
         if (attributes := getattr(value, "__dict__", None)) and id(value) not in self._objects:
             self._objects.add(id(value))
+            self.holders.append(attributes)
             self.watched.append(attributes if attribute_writes_are_reported() else _UNREPORTED)
             for name, attribute in attributes.items():
                 self.add(f"{label}.{name}", attribute, depth + 1)
@@ -284,10 +290,11 @@ class _Collector:
             problem = f"{label} is an array of {nbytes:,} bytes, and up to {_MAX_ARRAY:,} are compared before a replay"
             self.objections.append(f"{problem}; make it a tensor before the step")
             return
-        self._add_content(label, get)
+        self._add_content(label, value, get)
 
-    def _add_content(self, label: str, get: Callable[[], Any]) -> None:
+    def _add_content(self, label: str, value: Any, get: Callable[[], Any]) -> None:
         content = get()
+        self.holders.append(value)
         self.facts[f"what {label} holds"] = Content(content)
         self.values.append((get, content))
 
@@ -298,14 +305,13 @@ class _Collector:
         if id(value) in self._objects or not (is_open or is_torchs or depth == 0):
             return
         self._objects.add(id(value))
+        self.holders.append(value)
         self.add_class(label, value, depth)
         attributes = own_attributes(value) if is_open else dict(getattr(value, "__dict__", {}))
         if is_open and (names := self._names_of(value)) is not None:
             attributes = self._only(names, value, attributes)
         elif hasattr(value, "__dict__"):
             self.watched.append(value)
-        if is_torchs:
-            self.containers.append((vars(value), attributes.copy()))
         for name, attribute in attributes.items():
             if is_open or is_torchs or isinstance(attribute, ATOMS):
                 self.add(f"{label}.{name}", attribute, depth + 1)
@@ -338,6 +344,7 @@ class _Collector:
             if id(each) in self._objects or not may_change(each):
                 continue
             self._objects.add(id(each))
+            self.holders.append(each)
             names = dictionary_of(each)
             self.watched.append(names)
             where = label if each is value else f"{each.__name__} of {label}"
@@ -352,7 +359,8 @@ class _Collector:
             problem = f"{label} has {len(value):,} items, and up to {_MAX_ITEMS:,} are compared before a replay"
             self.objections.append(f"{problem}; read what the step needs of it before the step")
             return
-        if not isinstance(value, (tuple, frozenset)):
+        self.holders.append(value)
+        if isinstance(value, (list, deque, set)):
             self.containers.append((value, value.copy()))
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
@@ -371,6 +379,7 @@ class _Collector:
     def add_root(self, label: str, root: Any) -> None:
         """All facts of a module or an optimizer."""
         if isinstance(root, Optimizer):
+            self.holders.append(root)
             self.watched.append(root)
             self._note_hooks(label, root)
             self._add_attributes(label, vars(root), ())
@@ -390,7 +399,7 @@ class _Collector:
             else:
                 self.watched.append(module)
             self.watched += [parameters, buffers, modules]
-            self.containers += [(each, each.copy()) for each in (attributes, parameters, buffers, modules)]
+            self.holders += [attributes, parameters, buffers, modules]
             self._note_hooks(where, module)
             for name, tensor in (*parameters.items(), *buffers.items()):
                 self.add(f"{where}.{name}", tensor)
@@ -442,7 +451,7 @@ class _Watch:
     def __init__(self, collector: _Collector) -> None:
         self.facts = collector.facts
         self._unchanged = dictionary_guard([*{id(each): each for each in collector.watched}.values()])
-        self._lists = [(now, then) for now, then in collector.containers if isinstance(now, (list, deque))]
+        self._lists = [(now, then) for now, then in collector.containers if not isinstance(now, set)]
         sets = [(now, then) for now, then in collector.containers if isinstance(now, set)]
         self._sets, self._sets_then = [now for now, _ in sets], [then for _, then in sets]
         self._versions, self._values, self._looked_up = collector.versions, collector.values, collector.looked_up
@@ -474,7 +483,7 @@ class StepState:
         kinds, compiled_kinds: classes of the user's objects, and those of objects that what is compiled may read.
         objects: of all of these classes.
         tensors: all that were found on the graphs' device.
-        parameters: those of them that get gradients.
+        parameters: those of them that get gradients, or have one, as frozen ones may that the step unfreezes.
         averages: moving averages of models that have been updated once.
         objections: why no graph would be right, in words, such as a hook, which runs Python in the middle of a step.
     """
@@ -511,8 +520,8 @@ class StepState:
         self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts}
         self.objections = [*simple.objections, *others.objections, *heavy.objections]
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
-        self.parameters = [tensor for tensor in self.tensors if is_leaf_with_grad(tensor)]
-        self._containers = [*others.containers, *heavy.containers]
+        self.parameters = [tensor for tensor in self.tensors if _may_get_gradient(tensor)]
+        self._holders = [*others.holders, *heavy.holders]
         self.averages = heavy.averages
         self.kinds, self.compiled_kinds = others.kinds | heavy.kinds, others.compiled_kinds | heavy.compiled_kinds
         self.objects = [*others.objects, *heavy.objects]
@@ -524,7 +533,7 @@ class StepState:
         self._others_simple: list[tuple[Read, Any]] = []
         found: dict[int, tuple[Any, dict[str, Any]]] = {}
         for read, value in self._simple:
-            links = None if read.path is None or read.get() is MISSING else links_of(read.path)
+            links = links_of(read.path) if read.path and read.is_code and read.get() is not MISSING else None
             if links is None:
                 self._others_simple.append((read, value))
                 continue
@@ -648,20 +657,29 @@ class StepState:
         self._hooks_registered = registered_hooks()
         return True
 
-    def restore(self) -> None:
-        """Gives dictionaries, lists and sets the items that they had: a step was broken off."""
-        for now, then in self._containers:
-            if not _is_unchanged((now, then)):
-                now.clear()
-                (now.extend if isinstance(now, (list, deque)) else now.update)(then)
+    def name_of(self, tensor: Tensor) -> str:
+        """What names a tensor of the state."""
+        return next(label for label, fact in self.facts.items() if isinstance(fact, Same) and fact.value is tensor)
 
-    def tensors_in_containers(self) -> list[Tensor]:
-        """What is in dictionaries and lists that the state had, though they may have been replaced since."""
-        return tensors_in([now for now, _ in self._containers])
+    def snapshot(self) -> Snapshot:
+        """All that the step may change of it."""
+        paths = [read.path for read, _ in (*self._simple, *self._others) if read.path is not None]
+        owners = [value for read, value in self._simple if read.is_owner]
+        return Snapshot([*self._holders, *owners], paths, self.tensors)
+
+    def tensors_in_holders(self) -> list[Tensor]:
+        """What is in containers and objects that the state had, though they may have been replaced since."""
+        return tensors_in(
+            [each if isinstance(each, _CONTAINERS) else getattr(each, "__dict__", {}) for each in self._holders]
+        )
 
     def release(self) -> None:
         """Nothing has to be restored any more."""
-        self._containers = []
+        self._holders = []
+
+
+def _may_get_gradient(tensor: Tensor) -> bool:
+    return tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None)
 
 
 def _content_of(value: Any) -> Callable[[], Any] | None:
@@ -712,6 +730,13 @@ def _is_iterator(value: Any) -> bool:
         is_written = value in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
         return not is_written and not value.closed and value.readable()
     return (is_queue or isinstance(value, Iterator)) and not _is_users(value)
+
+
+def _call_by_key(function: Any, key: Any) -> Any:
+    """What a function of `lru_cache` has cached for a key, since the dictionary of a bounded one shows no results."""
+    values = iter(key if type(key) is tuple else (key,))
+    args = [*takewhile(lambda value: type(value) is not object, values)]  # this stands before the keywords
+    return function(*args, **dict(zip(values, values)))
 
 
 def _autocast(kind: str) -> Any:
@@ -765,6 +790,8 @@ def difference(before: Facts, after: Facts) -> str | None:
     for label, value in before.items():
         if label not in after:
             return f"{label} was {_shown(value)} and is gone"
+        if after[label] != value and isinstance(value, Content):
+            return f"{label} changed"
         if after[label] != value:
             return f"{label} changed from {_shown(value)} to {_shown(after[label])}"
     new = next((label for label in after if label not in before), None)
@@ -822,8 +849,4 @@ def _items_of(value: Any) -> list[Any]:
 
 def _is_unchanged(container: tuple[Any, Any]) -> bool:
     now, then = container
-    if isinstance(now, dict):
-        return now.keys() == then.keys() and all(now[key] is then[key] for key in then)
-    if isinstance(now, (list, deque)):
-        return len(now) == len(then) and all(map(is_, now, then))
-    return bool(now == then)
+    return len(now) == len(then) and all(map(is_, now, then))

@@ -1,0 +1,208 @@
+"""A capture that fails has changed nothing: the step runs once more, in Python, and as if it ran for the first time."""
+
+from __future__ import annotations
+
+import os
+import random
+from array import array
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support import same, sgd
+from torch.nn.functional import cross_entropy
+
+pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
+DEPTH = 1.0
+
+
+class Plain:
+    def __init__(self):
+        self.depth = 1.0
+
+
+class Slots:
+    __slots__ = ("__dict__", "depth")
+
+    def __init__(self):
+        self.depth = 1.0
+
+
+class OfClass:
+    depth = 1.0
+
+
+class Outer:
+    def __init__(self):
+        self.inner = Plain()
+
+
+def in_attribute(owner):
+    """How to get a number that is 1 between the steps, and to multiply it."""
+    return lambda: owner.depth, lambda k: setattr(owner, "depth", owner.depth * k)
+
+
+def in_attribute_of_attribute(model):
+    outer = Outer()
+
+    def multiply(k):
+        outer.inner.depth *= k
+
+    return lambda: outer.inner.depth, multiply
+
+
+def in_variable(model):
+    depth = 1.0
+
+    def multiply(k):
+        nonlocal depth
+        depth *= k
+
+    return lambda: depth, multiply
+
+
+def in_global(model):
+    def multiply(k):
+        global DEPTH
+        DEPTH *= k
+
+    return lambda: DEPTH, multiply
+
+
+def in_class(model):
+    def multiply(k):
+        OfClass.depth *= k
+
+    return lambda: OfClass.depth, multiply
+
+
+def in_function(model):
+    def multiply(k):
+        multiply.depth *= k
+
+    multiply.depth = 1.0
+    return lambda: multiply.depth, multiply
+
+
+def in_list(model):
+    numbers = [1.0]
+    return lambda: sum(numbers), lambda k: numbers.append(1.0) if k > 1 else numbers.pop()
+
+
+def in_dictionary(model):
+    numbers = {}
+    return lambda: 1.0 + len(numbers), lambda k: numbers.update(depth=k) if k > 1 else numbers.clear()
+
+
+def in_array(make):
+    def holder(model):
+        numbers = make([1.0])
+        return lambda: float(numbers[0]), lambda k: numbers.__setitem__(0, numbers[0] * k)
+
+    return holder
+
+
+def in_tensors_attribute(model):
+    tensor = torch.ones(())
+    tensor.depth = 1.0
+    return in_attribute(tensor)
+
+
+def in_environment(model):
+    os.environ["DEPTH_OF_STEP"] = "1"
+    return lambda: float(os.environ["DEPTH_OF_STEP"]), lambda k: os.environ.update(DEPTH_OF_STEP=str(int(k + 0.5)))
+
+
+def in_grad_mode(model):
+    return lambda: 1.0 if torch.is_grad_enabled() else 2.0, lambda k: torch.set_grad_enabled(k < 1)
+
+
+def in_dtype(model):
+    dtypes = {True: torch.float64, False: torch.float32}
+    return lambda: 1.0 + (torch.get_default_dtype() == dtypes[True]), lambda k: torch.set_default_dtype(dtypes[k > 1])
+
+
+def in_requires_grad(model):
+    weight = next(model.parameters())
+    return lambda: 1.0 if weight.requires_grad else 2.0, lambda k: weight.requires_grad_(k < 1)
+
+
+def in_memory(model):
+    weight = next(model.parameters())
+    at, other = weight.data_ptr(), torch.zeros_like(weight)
+
+    def swap(k):
+        weight.data, other.data = other.data, weight.data
+
+    return lambda: 1.0 + (weight.data_ptr() != at), swap
+
+
+def in_random(generator):
+    def holder(model):
+        states = []
+
+        def draw(k):
+            if k > 1:
+                states.append(generator.getstate())
+                generator.random()
+            else:
+                generator.setstate(states.pop())
+
+        generator.seed(3)
+        return lambda: 1.0 + hash(generator.getstate()) % 8, draw
+
+    return holder
+
+
+KINDS = {
+    "an attribute": lambda model: in_attribute(Plain()),
+    "a slot": lambda model: in_attribute(Slots()),
+    "a namespace": lambda model: in_attribute(SimpleNamespace(depth=1.0)),
+    "an attribute of an attribute": in_attribute_of_attribute,
+    "a variable": in_variable,
+    "a global": in_global,
+    "a class": in_class,
+    "a function": in_function,
+    "a list": in_list,
+    "a dictionary": in_dictionary,
+    "an array": in_array(lambda numbers: array("d", numbers)),
+    "an array of NumPy": in_array(np.array),
+    "an attribute of a tensor": in_tensors_attribute,
+    "the environment": in_environment,
+    "the grad mode": in_grad_mode,
+    "the default dtype": in_dtype,
+    "requires_grad": in_requires_grad,
+    "memory": in_memory,
+    "random numbers": in_random(random),
+    "a generator": in_random(random.Random(3)),
+}
+
+
+def losses_of(step_twins, kind, graphed):
+    """Of a step that reads a value on the host while the number is 2."""
+    model = step_twins.model()
+    depth, multiply = KINDS[kind](model)
+    optimizer = sgd(model.parameters())
+
+    def fn(x, y):
+        optimizer.zero_grad()
+        loss = cross_entropy(model(x), y) * depth()
+        loss.backward()
+        optimizer.step()
+        multiply(2.0)
+        assert loss.item() > 0
+        multiply(0.5)
+        return loss
+
+    torch.manual_seed(1)
+    step = step_twins.graphed(fn) if graphed else fn
+    return [step(*step_twins.batch()).detach() for _ in range(5)], step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_capture_has_changed_is_undone(step_twins, kind):
+    expected, _ = losses_of(step_twins, kind, graphed=False)
+    losses, step = losses_of(step_twins, kind, graphed=True)
+    same(losses, expected)
+    assert step.captures == 0 and max(step.in_python.values()) == 3, step.in_python
