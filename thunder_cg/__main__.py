@@ -6,7 +6,6 @@ import argparse
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     from thunder_cg.compat.versions import check_versions
     from thunder_cg.errors import VersionError
-    from thunder_cg.tools.arguments import Parser
+    from thunder_cg.tools.arguments import Parser, without_warnings_of_others
 
     words = sys.argv[1:] if argv is None else [*argv]
     parser = Parser(
@@ -37,9 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     command = parser.parse_args(words[:1]).command
-    with warnings.catch_warnings(), _without_log():
-        if not sys.warnoptions:  # python -W shows all
-            warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
+    with without_warnings_of_others(), _without_log():
         try:
             if command != "doctor":  # which says what to install
                 check_versions()

@@ -9,7 +9,7 @@ from thunder_cg.analysis.ops import names_in
 from thunder_cg.analysis.partition import PlannedTrace, Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
-from thunder_cg.runtime.functions import unused
+from thunder_cg.runtime.functions import listed, unused
 from thunder_cg.runtime.outputs import copy_out
 from thunder_cg.runtime.program import Program
 
@@ -96,12 +96,12 @@ class Emitter:
         regions = iter(range(len(self._program.regions)))
         for step in self._plan.steps:
             if isinstance(step, Region):
-                symbols.append(self._region(next(regions), call))
+                symbols += self._region(next(regions), call)
             elif step.op not in placed:
                 symbols.append(self._ops.ops[step.op].symbol)
         return symbols + self._ending(call)
 
-    def _region(self, index: int, call: compat.Proxy) -> compat.BoundSymbol:
+    def _region(self, index: int, call: compat.Proxy) -> list[compat.BoundSymbol]:
         region = self._program.regions[index]
         inputs = [self._proxies[name] for name in (*region.input_names, *region.io.scalars)]
         outputs = [
@@ -109,7 +109,15 @@ class Emitter:
             for each in region.io.outputs
         ]
         subsymbols = [op.symbol for op in region.ops]
-        return executor.bind(region.name, region.run, [call, *inputs], outputs, subsymbols=subsymbols)
+        if self._forward is None:
+            return [executor.bind(region.name, region.run, [call, *inputs], outputs, subsymbols=subsymbols)]
+        # A backward lets go of what was saved, so that an eager run can free it as it goes.
+        taken = self._handle("inputs", "inputs0")
+        unpack = executor.bind("unpack_inputs", list, [taken], inputs)
+        return [
+            self._bind("cudagraph_inputs", listed, inputs, taken),
+            executor.bind(region.name, region.run_list, [call, taken], outputs, subsymbols=[unpack, *subsymbols]),
+        ]
 
     def _saved_state(self) -> compat.Proxy:
         """The collection of saved non-tensors, or of both collections where nothing took them apart."""

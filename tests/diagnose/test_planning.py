@@ -12,6 +12,7 @@ from models import BatchNorm2d, Conv2d, Dropout, Linear, ReLU, mlp
 from torch import nn
 
 from thunder_cg import NotCompiledError, OptionError, Report, cudagraph_transform, explain, plan, thunderfx
+from thunder_cg.compat import thunder as compat, tracing
 
 
 def reads(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -92,8 +93,15 @@ def test_nothing_is_run() -> None:
     assert all(p.grad is None and p.device.type == "cpu" for p in model.parameters())
     assert explain(jmodel).traces == () and thunder.cache_misses(jmodel) == 0
     x = torch.zeros(3)
-    plan(writes, x, x + 1)
-    assert torch.equal(x, torch.zeros(3))
+    said = str(plan(writes, x, x + 1))
+    assert torch.equal(x, torch.zeros(3)) and "CUDAGraph1 on cuda:0, 6 ops: has not run" in said
+
+
+def test_thunder_traces_as_fast_as_in_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, inside = tracing._inside, list[int]()  # all tests may be inside
+    monkeypatch.setattr(compat, "compile_only", lambda *args: inside.append(tracing._inside))
+    plan(nn.Linear(4, 4), torch.ones(2, 4))
+    assert inside == [before + 1] and tracing._inside == before
 
 
 def test_options_are_those_of_the_transform_and_of_thunder() -> None:

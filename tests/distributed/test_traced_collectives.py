@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,6 +271,45 @@ def test_what_cannot_be_traced_says_so(ranks: Ranks) -> None:
         for expected, said in zip(MESSAGES.values(), found):
             assert expected in said
         assert "broadcast at test_traced_collectives.py:" in found[2]
+
+
+class Varies(torch.nn.Module):
+    """Communicates in the group, and by the reduction, that it has, that a variable has, or that a call brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group, self.op = dist.group.WORLD, dist.ReduceOp.SUM
+
+    def forward(self, x: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
+        y, z, total = torch.sin(x), torch.cos(x), torch.tanh(x)
+        dist.all_reduce(y, self.op, self.group)
+        dist.all_reduce(z, **options)
+        dist.all_reduce(total, _settings.op, _settings.group)
+        return y * z + total
+
+
+_settings = SimpleNamespace()
+
+
+def varied() -> tuple[int, int]:
+    """How many results are not those of eager calls, and how often Thunder compiled."""
+    import parallel
+
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    module, differing = Varies(), 0
+    compiled = thunder.jit(module, transforms=[parallel.transform()])
+    usual = {"group": dist.group.WORLD, "op": dist.ReduceOp.SUM}
+    others = [{}, {"group": alone}, {"op": dist.ReduceOp.MAX}]
+    for mine, calls, globals_ in [*((each, {}, {}) for each in others), ({}, others[1], {}), ({}, {}, others[2])]:
+        vars(_settings).update(usual | globals_)
+        module.group, module.op = (usual | mine).values()
+        for x in batches(3):
+            differing += not torch.equal(compiled(x, usual | calls), module(x, usual | calls))
+    return differing, thunder.cache_misses(compiled)
+
+
+def test_other_groups_and_reductions_compile_anew(ranks: Ranks) -> None:
+    assert ranks.run(varied) == [(0, 5)] * 2
 
 
 def alone() -> list[str]:

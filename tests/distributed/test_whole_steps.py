@@ -388,7 +388,7 @@ REASONS = {
     "a DTensor": r"the step uses a DTensor, which is no plain tensor; take thunder.distributed",
     "barrier": r"the host waits for the other ranks \(barrier\), at .*; do that outside of the step",
     "a method": r"it calls a method of a process group itself, at .*; call the function of torch.distributed",
-    "unknown origin": r"the step uses a tensor \(\) of float32 in .*, and it is not known where from",
+    "unknown origin": r"the step seems to use a tensor \(\) of float32 in .*, and it is not known where from",
 }
 
 

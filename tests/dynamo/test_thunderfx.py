@@ -651,6 +651,13 @@ def test_the_report_has_the_users_names_and_promises_nothing_of_graphs_that_are_
     assert first.remark == "later calls take graph 1, which is for more sizes or numbers" and not first.awaiting_capture
     assert [(trace.awaiting_capture, trace.remark) for trace in later] == [(1, None)] * 2
 
+    torch._dynamo.reset()
+    token = thunderfx(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device).requires_grad_(False), backend=backend)
+    for size in (1, 2, 1, 1):  # no size that may change is 1
+        token(torch.ones(size, 4, device=device))
+    first, second = explain(token).traces
+    assert (first.calls, first.replays, first.remark, second.calls) == (3, 1, None, 1)
+
     def breaks(x):
         scale = torch.sum(x).item()
         return torch.sin(x * scale) + x

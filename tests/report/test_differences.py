@@ -47,7 +47,8 @@ def test_what_a_change_did(report: Report) -> None:
 
 def test_lines_that_moved_and_calls_are_no_difference(report: Report) -> None:
     (trace,) = report.traces
-    moved = replace(trace, ops=tuple(replace(op, line="model.py:99") for op in trace.ops), calls=50)
+    ops = tuple(replace(op, line="model.py:99") for op in trace.ops)
+    moved = replace(trace, ops=ops, calls=50, arena_bytes=trace.arena_bytes + 1)  # shown in KiB and more
     found = Report((moved,)).differences(report)
     said = "The reports do not differ, but in how often the function ran."
     assert found.changes == () and found.lines == (said,) and said in found._repr_html_()

@@ -5,11 +5,22 @@ from html import escape
 import pytest
 import thunder
 import torch
+from thunder.core.interpreter import InterpreterError, ProvenanceRecord, PseudoInst
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from thunder_cg import cudagraph_transform, explain, plan, thunderfx
+from thunder_cg.analysis.compile_errors import to_try
+from thunder_cg.analysis.sources import described
 from thunder_cg.report import Report, opening
 from thunder_cg.transform import CudagraphTransform
+
+
+class Branches(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 2:
+            return torch.relu(x) * 2
+        return x * 2 if x.sum() > 0 else x
 
 
 def test_empty_report_says_what_to_do() -> None:
@@ -60,12 +71,6 @@ def test_headline_says_what_ran(backend, device) -> None:
 def test_a_function_that_thunder_cannot_compile(backend, device) -> None:
     """A module's report has what Thunder raised and where, and only the advice that is for it."""
 
-    class Branches(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if x.dim() == 2:
-                return torch.relu(x) * 2
-            return x * 2 if x.sum() > 0 else x
-
     model = thunder.jit(Branches(), transforms=[cudagraph_transform(backend=backend)])
     for _ in range(2):
         with pytest.raises(NotImplementedError):
@@ -84,47 +89,39 @@ def test_a_function_that_thunder_cannot_compile(backend, device) -> None:
         assert "0 of 1 call replayed" in said
 
 
-def test_a_plain_function_that_thunder_cannot_compile(backend, device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thunder keeps no error of a function. If it is still at hand, the report has it; else it says how to get it."""
-
+def test_what_thunder_raises_of_a_function_has_a_note_and_is_in_the_report(transform, device) -> None:
     def branches(x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.sum() > 0 else x
+        return x.sin() if x.sum() > 0 else x.cos()
 
-    jitted, other = (thunder.jit(branches, transforms=[cudagraph_transform(backend=backend)]) for _ in range(2))
-    x = torch.ones(3, device=device)
-    where = f"NotImplementedError at test_opening.py:{branches.__code__.co_firstlineno + 1}: casting a TensorProxy"
-    with pytest.raises(NotImplementedError):
-        other(x)
-    monkeypatch.setattr("sys.last_value", None, raising=False)
-    try:
-        try:
-            jitted(x)
-        except NotImplementedError as error:
-            raise RuntimeError("the step failed") from error
-    except RuntimeError as error:
-        said, of_other = str(explain(jitted)), str(explain(other))
-        kept = error
-    assert f"in 1 of 1 call: {where}" in said and "To try: for a branch on what a tensor holds" in said
-    for said in (of_other, str(explain(jitted))):
-        assert "in 1 of 1 call. Thunder keeps no error of a function: call thunder_cg.plan(fn, ...)" in said
-    assert where in str(plan(jitted, x))
-    monkeypatch.setattr("sys.last_value", kept)  # as Python, a notebook and a debugger leave it
-    assert f"in 1 of 1 call: {where}" in str(explain(jitted)) and where not in str(explain(other))
+    jitted, other = (thunder.jit(branches, transforms=[transform()]) for _ in range(2))
+    with pytest.raises(NotImplementedError) as raised:
+        jitted(torch.ones(2, device=device))
+    problem = f"NotImplementedError at test_opening.py:{branches.__code__.co_firstlineno + 1}: casting a TensorProxy"
+    fix = "To try: for a branch on what a tensor holds, or for int(), float()"
+    for note in getattr(raised.value, "__notes__", ()):  # Python 3.11
+        assert note.startswith(f"Thunder raised this while it compiled {branches.__qualname__}: {problem}")
+        assert fix in note
+    said = str(explain(jitted))
+    assert f"Thunder raised while it compiled, in 1 of 1 call: {problem}" in said and fix in said
+    assert str(explain(other)) == opening.NOTHING_COMPILED
 
 
 def test_what_thunder_raises_of_a_module_has_a_note(transform, device) -> None:
-    class Branches(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.sin() if x.sum() > 0 else x.cos()
-
     with pytest.raises(NotImplementedError) as raised:
         thunder.jit(Branches(), transforms=[transform()])(torch.ones(2, device=device))
-    line = f"test_opening.py:{Branches.forward.__code__.co_firstlineno + 1}"
+    line = f"test_opening.py:{Branches.forward.__code__.co_firstlineno + 3}"
     for note in getattr(raised.value, "__notes__", ()):  # Python 3.11
         assert note.startswith(
             f"Thunder raised this while it compiled Branches: NotImplementedError at {line}: casting"
         )
         assert "To try: for a branch on what a tensor holds, or for int(), float()" in note
+
+
+def test_what_others_compile_has_no_note(transform) -> None:
+    transform()
+    with pytest.raises(NotImplementedError) as raised:
+        thunder.jit(lambda x: x if x.sum() > 0 else -x)(torch.ones(2))
+    assert not hasattr(raised.value, "__notes__")
 
 
 def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
@@ -159,6 +156,26 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
 def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
     said = str(plan(fn, torch.ones(3)))
     assert f"To try: {advice}" in said and " at test_opening.py:" in said and said.count("use thunder_cg.thunderfx") < 2
+
+
+def test_what_to_try_under_a_mode_whose_hooks_thunder_would_trace(transform, device) -> None:
+    jitted, x = thunder.jit(nn.Linear(4, 4).to(device), transforms=[transform()]), torch.ones(2, 4, device=device)
+    with pytest.raises(InterpreterError), FlopCounterMode(display=False):
+        jitted(x)
+    assert "To try: for a FlopCounterMode, whose hooks of modules Thunder would trace, call" in str(explain(jitted))
+    jitted(x)
+    with FlopCounterMode(display=False) as counter:
+        jitted(x)
+    assert counter.get_total_flops() == 2 * 2 * 4 * 4
+
+
+def test_what_thunder_says_of_its_own_records_is_left_out() -> None:
+    record = ProvenanceRecord(PseudoInst.INPUT_FN, inputs=[])
+    said = described(AssertionError(f"trying to set .seen of {record}to object of type list"))
+    assert said == "AssertionError: trying to set .seen of a value that it looked up to object of type list"
+    assert to_try(said, is_of_dynamo=False).startswith("for an attribute, an item or a global variable that is set")
+    said = str(plan(Branches(), torch.ones(3), 2))
+    assert "TypeError: Branches.forward() takes 2 positional arguments, but 3 were given" in said
 
 
 def test_a_function_with_nothing_to_capture(backend) -> None:

@@ -106,7 +106,7 @@ def test_what_the_times_say(report: Report) -> None:
         assert "; 30 µs as a graph, 12 µs eagerly, so it costs 18 µs a call" in said
         assert "ended by (140 µs of eager ops): Tensor.item at model.py:14" in said
     on_tape = str(replace(measured, clock="tape"))
-    assert "The tape stands in for CUDA graphs and is slower" in on_tape and "do not pay" not in on_tape
+    assert "The tape stands in for CUDA graphs: what regions save or cost" in on_tape and "do not pay" not in on_tape
 
 
 def test_what_is_not_compiled_is_not_called() -> None:
@@ -130,3 +130,11 @@ def test_only_calls_of_the_user_count(transform, device):
     assert str(explain(jitted)).partition("\n\n")[0] == before and said in str(explain(jitted))
     jitted(x).backward(torch.ones_like(x))  # as `profile` does
     assert "4 of 6 calls and " in str(explain(jitted))
+
+
+def test_a_call_that_thunder_cannot_compile_does_not_count(transform, device):
+    jitted = thunder.jit(nn.Linear(4, 4).to(device), transforms=[transform()])
+    before = str(explain(jitted))
+    with pytest.raises(RuntimeError, match="innermost dimension"):
+        profile(jitted, torch.ones(2, 5, device=device))
+    assert str(explain(jitted)) == before

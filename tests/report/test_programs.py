@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import thunder
@@ -189,6 +190,13 @@ def test_thunders_words_are_understood(said: str, expected: tuple[str, str, str]
 def test_what_thunder_did_not_compile_is_refused(given: object) -> None:
     with pytest.raises(NotCompiledError, match=r"did not compile this.*thunder\.jit\(fn, transforms="):
         explain(given)
+
+
+def test_the_compiled_part_of_a_module_is_named(transform: Callable[..., Any]) -> None:
+    """As `DistributedDataParallel` has one, and a module of Lightning's."""
+    around = torch.nn.ModuleDict({"net": thunder.jit(Net(), transforms=[transform()]), "other": thunder.jit(Net())})
+    with pytest.raises(NotCompiledError, match="Thunder did not compile this, only its part net; pass what"):
+        explain(around)
 
 
 @pytest.mark.parametrize("called", [False, True])

@@ -77,3 +77,19 @@ def test_transforms_of_torch_func(jitted, device):
         notes = getattr(raised.value, "__notes__", ["for torch.func, such as vmap or grad, compile the function that"])
         assert notes[0].startswith("for torch.func, such as vmap or grad, compile the function that")
     assert "for torch.func, such as vmap" in " ".join(str(plan(lambda x: vmap(torch.sin)(x), x)).split())
+
+
+def test_dynamo_compiles_what_makes_modules_while_a_compiled_one_goes(transform, device):
+    """A guard of Dynamo's on the models that are watched would raise, as one of them is gone when it is made."""
+    compiled = [thunder.jit(nn.Linear(4, 4).to(device), transforms=[transform()])]
+    x = torch.ones(2, 4, device=device)
+    compiled[0](x)
+
+    def backend(graph, inputs):
+        compiled.clear()
+        return graph.forward
+
+    torch._dynamo.reset()
+    made = torch.compile(lambda x: nn.Sequential(nn.Identity(), nn.ReLU())(-x), backend=backend)
+    assert torch.equal(made(x), torch.zeros_like(x))
+    assert not compiled

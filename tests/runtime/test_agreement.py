@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -14,13 +15,16 @@ from thunder_cg.runtime.agreement import Collectives, Round, call_of_step
 
 
 class Group:
-    """What a round asks of a process group, for the rank 0 of two."""
+    """What a round asks of a process group, for its rank 0."""
+
+    def __init__(self, size: int = 2) -> None:
+        self._size = size
 
     def rank(self) -> int:
         return 0
 
     def size(self) -> int:
-        return 2
+        return self._size
 
 
 class Other:
@@ -40,9 +44,10 @@ def watched(groups: object) -> None:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> HashStore:
     made = HashStore()
+    made.set_timeout(timedelta(seconds=1))  # who reads a key that is not there waits for it
     monkeypatch.setattr(distributed, "store", lambda group: made)
     monkeypatch.setattr(distributed, "is_alive", lambda group: True)
-    monkeypatch.setattr(distributed, "ranks", lambda group: [0, 1])
+    monkeypatch.setattr(distributed, "ranks", lambda group: [*range(group.size())])
     monkeypatch.setattr(agreement, "_TIMEOUT", 0.02)
     monkeypatch.setattr(agreement, "_CAPTURE_TIMEOUT", 0.03)
     return made
@@ -181,12 +186,13 @@ def test_after_a_capture(store: HashStore, group: Group, monkeypatch: pytest.Mon
         votes.ask("after", "subject")
 
 
-def test_ranks_meet(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("others", [[], [Group(1)]], ids=["", "in a mesh with a dimension of one rank"])
+def test_ranks_meet(store: HashStore, group: Group, others: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
     """After a time-out; those who could replay do so if all could."""
     monkeypatch.setattr(agreement, "_PERIOD", 4)
     monkeypatch.setattr(agreement, "_MEETING", 3)
     monkeypatch.setattr(agreement, "_MEETING_TIMEOUT", 0.01)
-    collectives, met, asked = Collectives([group], asks=True, watch=watched), [], []
+    collectives, met, asked = Collectives([*others, group], asks=True, watch=watched), [], []
     for call in range(1, 40):
         if agreement.meets([group]):
             met.append(call)

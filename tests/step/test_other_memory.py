@@ -39,7 +39,7 @@ def test_a_tensor_that_nothing_names(step_twins, device):
     hidden = ctypes.py_object(torch.ones((), device=device))
     step = step_twins.train(make_step(lambda: getattr(hidden, "val" + "ue")))
     said = str(explain(step))
-    assert step.captures == 0 and "the step uses a tensor () of float32 in " in said
+    assert step.captures == 0 and "the step seems to use a tensor () of float32 in " in said
     assert "it is not known where from; pass it as an argument" in said
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 from importlib import import_module
 from types import SimpleNamespace
@@ -87,6 +89,18 @@ def test_code_of_packages_is_constant(package):
     assert not is_constant(package.__file__) and is_constant(torch.__file__) and is_constant(pytest.__file__) is False
     state = state_of(lambda y: package.by_global(y))
     assert all("by_global" not in label or label == "package.by_global" for label in state.facts), state.facts
+
+
+def test_packages_in_a_folder_of_their_own(tmp_path):
+    """As ``pip install --target`` makes it, and ``PYTHONPATH`` has it."""
+    (tmp_path / "some.dist-info").mkdir()
+    files = [f"{folder}/{name}" for folder in (tmp_path, "/a/site-packages") for name in ("optree/ops.py", "some.py")]
+    ask = f"from thunder_cg.step.reads import *; print([(is_installed(f), is_constant(f)) for f in {files}])"
+    path = os.pathsep.join([*sys.path, str(tmp_path)])
+    done = subprocess.run(
+        [sys.executable, "-c", ask], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path}, timeout=120
+    )
+    assert done.stdout.strip() == f"{[(True, True), (True, False)] * 2}", done.stderr
 
 
 def test_a_package_that_counts(step_twins, package):

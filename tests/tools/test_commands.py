@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from thunder_cg.__main__ import main
+from thunder_cg.tools.arguments import interruptible
 
 SCRIPT = """
 import atexit
@@ -141,10 +144,9 @@ def test_explain_calls_what_a_function_makes(tmp_path: Path, capsys: pytest.Capt
 
 @pytest.mark.parametrize(("raises", "code"), [("jcalled(x[None])", 1), ("raise KeyboardInterrupt", 130)])
 def test_explain_says_what_ran_before_a_script_raised(
-    raises: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    raises: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, page = tmp_path / "raises.py", tmp_path / "report.json"
-    monkeypatch.setattr("sys.last_value", None, raising=False)
     path.write_text(
         "import thunder, torch\nfrom thunder_cg import cudagraph_transform\ndef called(x):\n"
         "  return torch.sin(x) * 2 if x.dim() == 1 or x.any() else x\n"
@@ -156,9 +158,20 @@ def test_explain_says_what_ran_before_a_script_raised(
     assert printed.out.startswith("jcalled:\nCUDA graphs: 1 of 3 calls replayed") and page.exists()
     if code == 1:
         assert "NotImplementedError at raises.py:4: casting a TensorProxy to a Python boolean" in printed.out
-        assert printed.err.startswith("Traceback (most recent call last):")
+        assert printed.err.startswith(f'Traceback (most recent call last):\n  File "{path}", line 7, in <module>')
     else:
         assert printed.err == "interrupted\n"
+
+
+def test_explain_says_what_a_function_raised_that_was_to_make_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "raises.py"
+    path.write_text("def make():\n    raise ValueError('no data')\n")
+    assert main(["explain", f"{path}:make"]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f'Traceback (most recent call last):\n  File "{path}", line 2, in make\n')
+    assert said.err.endswith("ValueError: no data\n") and not said.out
 
 
 def test_explain_counts_what_ran_inside_of_a_step_as_the_steps(
@@ -170,6 +183,9 @@ def test_explain_counts_what_ran_inside_of_a_step_as_the_steps(
         assert main(["explain", str(path)]) == code
         said = capsys.readouterr().out
         assert said.startswith("step:\nStep function: ") and "jmodel:\nCUDA graphs: none of its own" in said
+    path.write_text(STEPS.replace("loss = jmodel(x).sum()", "loss = jmodel(x).cos().sum()").replace("CALLS", "4"))
+    assert main(["explain", str(path)]) == 0  # the model's backward has a region, too
+    assert "jmodel:\nCUDA graphs: none of its own" in capsys.readouterr().out
 
 
 def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +206,21 @@ def test_explain_refuses_what_it_cannot_call_or_write(tmp_path: Path, capsys: py
         (line,) = capsys.readouterr().err.splitlines()
         assert said in line
     assert path.read_text() == MODELS
+
+
+def test_warnings_of_other_packages_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def warn(argv: Sequence[str]) -> int:
+        for module in ("thunder.executors.transformer_engineex", "thunder_cg.transform"):
+            warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module)
+        return 3
+
+    both = ["of thunder.executors.transformer_engineex", "of thunder_cg.transform"]
+    for options, expected in (([], both[1:]), (["default"], both)):
+        monkeypatch.setattr(sys, "warnoptions", options)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            assert interruptible(warn, []) == 3
+        assert [str(each.message) for each in said] == expected
 
 
 @pytest.mark.parametrize(

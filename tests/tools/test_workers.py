@@ -15,6 +15,7 @@ from thunder_cg.tools.workers import Supervisor, Workers
 
 def misbehave(task: str, supervisor: Supervisor) -> None:
     supervisor.send_result((os.getpid(), os.environ.get("SAID_TO_WORKERS")))
+    assert os.environ["PYTHONWARNINGS"] == "ignore", "what it imports would print"
     if task == "crashes":
         supervisor.report("the hard part")
         os.write(2, b"terminate called\n\n  what(): out of luck\n")

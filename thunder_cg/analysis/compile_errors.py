@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from thunder_cg import errors
 from thunder_cg.analysis.rules import FIXED_SIZE, KEEP_ON_DEVICE
+from thunder_cg.analysis.sources import LOOKED_UP
 from thunder_cg.errors import CudagraphError
 
 _TRANSFORMED = (
@@ -36,9 +37,14 @@ class _Hint(NamedTuple):
 _HINTS = (
     _Hint(("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"), _TRANSFORMED),
     _Hint(
-        ("unhashable type: 'TensorProxy'", "from ProvenanceRecord"),
+        ("unhashable type: 'TensorProxy'", f"from {LOOKED_UP}"),
         "for torch.func.functional_call, or modules in a list, a dict or a global variable, use thunder_cg.thunderfx, "
         "or hold the modules in a torch.nn.ModuleList of the module that is compiled",
+    ),
+    _Hint(
+        ("trying to set .", "Modifications "),
+        "for an attribute, an item or a global variable that is set, return the value instead, or use "
+        "thunder_cg.thunderfx, which leaves it to Python",
     ),
     _Hint(
         ("data dependen", "DataDependentOutput", "tolist"),
@@ -62,6 +68,10 @@ _HINTS = (
     _Hint(
         ("gradient transform", "VJP for", "automatic registration"),
         "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor",
+    ),
+    _Hint(
+        ("'weakref.ReferenceType' object has no attribute",),
+        "for a FlopCounterMode, whose hooks of modules Thunder would trace, call the compiled module once before",
     ),
     _Hint(
         ("no autograd formula",),

@@ -342,7 +342,7 @@ def _kernels(op: Op, verdict: Verdict) -> int:
 def _too_small(verdict: Verdict, kernels: int, has_eager: bool) -> Verdict:
     found = "only views" if kernels == 0 else "one kernel"
     where = "alone between eager operators or devices" if has_eager else "all that the trace runs on its device"
-    detail = f"{where}: {found}, and a graph of fewer than two launches no faster"
+    detail = f"{where}: {found}, and a graph of fewer than two launches is no faster"
     fix = "allow or remove the eager operators around it, and it joins the region before or after them"
     if not has_eager:
         fix = "nothing has to change: there is nothing to gain"

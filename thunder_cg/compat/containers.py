@@ -4,7 +4,8 @@ Thunder (0.2.6) traces what the Python code does with a list or a dict, and then
 With other items, such as one more in a list, or a key that was missing, it would run the trace of the first call.
 What is added to the prologue is one check for each container that the code looks at as a whole: of its length, of the
 keys of a dict, of the items of what Python itself looks into, such as a set of names. Then other items compile anew.
-So do another dtype or function, and a value in the place of None.
+So do another dtype or function, and a value in the place of None. So do another process group, device mesh or
+reduction, wherever the code finds it: Thunder would communicate in the group of the first call.
 
 A container that the code changes gets no check: Thunder changes it while it traces, and in no call.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, NoneType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType, NoneType
 from typing import Any
 
 import torch
@@ -31,15 +32,19 @@ from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_
 from thunder.core.prims import OpTags
 from thunder.core.proxies import AnyProxy
 from thunder.extend import OperatorExecutor, register_executor
+from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_cg.compat.thunder import is_ours, note_change
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, NoneType)
 # Values that a program may depend on, and that it does not change.
+_OF_COLLECTIVES = (ProcessGroup, DeviceMesh, ReduceOp, ReduceOp.RedOpType)
 CONSTANTS = (
     *(NoneType, FunctionType, BuiltinFunctionType, type, Enum),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *_OF_COLLECTIVES,
 )
 _OF_MODULES = frozenset(dir(torch.nn.Module()))  # which Thunder reads and writes in ways of its own
 _OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
@@ -146,6 +151,11 @@ def _is_of_call(provenance: Any) -> bool:
     return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
 
 
+def _is_of_package(provenance: Any) -> bool:
+    """Whether it is an attribute of a class or of a module of Python, as ``ReduceOp.SUM`` is."""
+    return provenance.inst is PseudoInst.LOAD_ATTR and isinstance(provenance.inputs[0].value, (type, ModuleType))
+
+
 def _proxy(value: Any, provenance: ProvenanceRecord) -> AnyProxy:
     """Of what is checked. Thunder would take ``any0`` for what the function returns of its arguments as it is."""
     return AnyProxy(value, prefix="checked", history=provenance)
@@ -158,7 +168,8 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
     """
     if not isinstance(value, CONSTANTS) or not _is_looked_up_by_prologue(provenance):
         return
-    if _is_of_call(provenance) and is_ours(_compile_data.get()[0]):
+    is_of_collective = isinstance(value, _OF_COLLECTIVES) and not _is_of_package(provenance)
+    if (is_of_collective or _is_of_call(provenance)) and is_ours(_compile_data.get()[0]):
         context, path = get_jit_ctx(), _path(provenance)
         known: set[Any] = vars(context).setdefault("cudagraph_known", set())
         if path not in known:

@@ -18,6 +18,7 @@ from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import get_torch_compile_kwargs
 from torch._dynamo import config, convert_frame
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._guards import CompileContext
 
@@ -71,7 +72,11 @@ class CompiledFunction(ThunderFXCompiledObject):
         return self._called(*args, **kwargs)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._func(*args, **kwargs)
+        try:
+            result = self._func(*args, **kwargs)
+        except BackendCompilerFailed as error:  # which hides the notes of what the compiler raised
+            vars(error).setdefault("__notes__", []).extend(getattr(error.inner_exception, "__notes__", ()))
+            raise
         self._count.calls += 1
         if self.after_call is not None:
             self.after_call()
@@ -125,18 +130,32 @@ class GraphInputs(NamedTuple):
     Attributes:
         code: a number of the Python code that it is of.
         symbols: how many sizes and numbers may change from call to call.
+        shapes: of its tensors, with None for a size that may change.
     """
 
     code: int
     symbols: int
+    shapes: tuple[tuple[int | None, ...], ...]
+
+    def succeeds(self, earlier: GraphInputs) -> bool:
+        """Whether a later graph is for all calls of an earlier one. A size that may change is neither 0 nor 1."""
+        if self.code != earlier.code or self.symbols <= earlier.symbols or len(self.shapes) != len(earlier.shapes):
+            return False
+        return all(
+            len(mine) == len(its) and all(m == i or (m is None and i not in (0, 1)) for m, i in zip(mine, its))
+            for mine, its in zip(self.shapes, earlier.shapes)
+        )
 
 
 def inputs_of(graph: torch.fx.Graph) -> GraphInputs:
     """Those of a graph that Dynamo compiles now."""
     compiling = CompileContext.current_compile_id()
     values = [(node.meta.get("example_value"), node) for node in graph.find_nodes(op="placeholder")]
-    free = (isinstance(v, (torch.SymInt, torch.SymFloat)) or _is_float(node) for v, node in values)
-    return GraphInputs(-1 if compiling is None or compiling.frame_id is None else compiling.frame_id, sum(free))
+    free = sum(isinstance(v, (torch.SymInt, torch.SymFloat)) or _is_float(node) for v, node in values)
+    tensors = (value for value, node in values if isinstance(value, torch.Tensor) and not _is_float(node))
+    shapes = tuple(tuple(size if isinstance(size, int) else None for size in each.shape) for each in tensors)
+    code = compiling.frame_id if compiling is not None else None
+    return GraphInputs(-1 if code is None else code, free, shapes)
 
 
 def _is_float(node: torch.fx.Node) -> bool:

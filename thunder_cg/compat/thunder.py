@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial, wraps
 from operator import attrgetter
@@ -23,7 +23,12 @@ from thunder.common import transform_to_torch_types
 from thunder.core import dtypes, prims
 from thunder.core.baseutils import build_callable
 from thunder.core.codeutils import SigInfo, module_shortname
-from thunder.core.compile_data import _compile_data, get_compile_data
+from thunder.core.compile_data import (
+    _compile_data,
+    get_compile_data,
+    reset_compile_data_and_stats,
+    set_compile_data_and_stats,
+)
 from thunder.core.devices import to_torch_device
 from thunder.core.dtypes import is_float_dtype, to_torch_dtype
 from thunder.core.interpreter import get_interpreterruntimectx, interpreter_needs_wrap, unwrap
@@ -223,16 +228,32 @@ def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
     module._forward_fn = forward
 
 
-def compile_failure(function: Any) -> str | None:
-    """What Thunder raised last while it compiled a module that has a `Dispatch`, and where; None if it did not."""
-    return getattr(getattr(function, "_forward_fn", None), "compile_failure", None)
+class _CompileScope:
+    """Thunder's ``compile_data_and_stats``, inside of which it compiles, that says what is raised there."""
+
+    __slots__ = ("_data", "_statistics", "_token")
+    raised: Callable[[Any, Any, Exception], None]
+
+    def __init__(self, data: Any, statistics: Any, /) -> None:
+        self._data, self._statistics = data, statistics
+
+    def __enter__(self) -> None:
+        self._token = set_compile_data_and_stats(self._data, self._statistics)
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        reset_compile_data_and_stats(self._token)
+        if isinstance(error, Exception) and is_ours(self._data):
+            type(self).raised(self._data, self._statistics, error)
 
 
-def is_of_compilation(error: BaseException, statistics: Any) -> bool:
-    """Whether Thunder raised an error while it compiled the function that has these statistics."""
-    steps = {"acquire_initial_trace", "apply_transforms_and_build_cache_entry"}
-    frames = (frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name in steps)
-    return any(frame.f_locals.get("cs") is statistics for frame in frames)
+def on_compile_failure(raised: Callable[[Any, Any, Exception], None]) -> None:
+    """Has a function called with what Thunder raises while it compiles something of ours.
+
+    Args:
+        raised: gets Thunder's data and statistics of what it compiles, and the error.
+    """
+    _CompileScope.raised = staticmethod(raised)
+    thunder.compile_data_and_stats = _CompileScope
 
 
 def computation_and_inputs(function: Any, args: Any, kwargs: Any) -> tuple[CacheEntry, Sequence[Any]]:
@@ -492,7 +513,12 @@ def has_pytorchs_numbers(data: Any) -> bool:
 
 def is_ours(data: Any) -> bool:
     """Whether our transform is one of those that something is compiled with."""
-    return any(getattr(each, "owns_regions", False) for each in getattr(data, "transforms", None) or ())
+    return owns_regions(getattr(data, "transforms", None) or ())
+
+
+def owns_regions(transforms: Iterable[Any]) -> bool:
+    """Whether one of the transforms is ours."""
+    return any(getattr(each, "owns_regions", False) for each in transforms)
 
 
 def constant_results(epilogue: TraceCtx | None) -> list[str]:

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import thunder
 import torch
 
-from thunder_cg.analysis.sources import described
+from thunder_cg.analysis.sources import called_from, described, user_frames
 from thunder_cg.compat.dynamo import (
     CompiledFunction,
     GraphInputs,
@@ -23,7 +23,8 @@ from thunder_cg.compat.dynamo import (
 from thunder_cg.compat.dynamo_scope import TensorifyScalarRestartAnalysis
 from thunder_cg.compat.lines import is_torchs
 from thunder_cg.compat.splitter import keeping_fallbacks
-from thunder_cg.compat.thunder import NAME, OPTIONS
+from thunder_cg.compat.thunder import NAME, OPTIONS, owns_regions
+from thunder_cg.compat.torch import library_names
 from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
@@ -33,7 +34,7 @@ from thunder_cg.errors import CaptureError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name
-from thunder_cg.runtime.compilation import NAMES, name_of
+from thunder_cg.runtime.compilation import NAMES, name_of, note_what_to_try
 from thunder_cg.transform import cudagraph_transform
 
 
@@ -76,7 +77,9 @@ class Compiler(ThunderCompiler):
         except TensorifyScalarRestartAnalysis:
             raise
         except Exception as error:
-            self.failures, self.failure = self.failures + 1, described(error)
+            self.failures += 1
+            self.failure = described(error, near=_line_of_named_operator(module, str(error)))
+            note_what_to_try(error, self.function, self.failure, is_of_dynamo=True)
             raise
         self.inputs[len(self.subgraph_infos) - 1] = of_graph
         self._name_parts(names)
@@ -108,11 +111,17 @@ class Compiler(ThunderCompiler):
                 module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: names}
 
 
+def _line_of_named_operator(module: torch.fx.GraphModule, message: str) -> str | None:
+    """The line of the operator of ``torch.library`` that an error of Inductor's names; None if it names none."""
+    called = (node for node in module.graph.nodes if library_names(node.target) and str(node.target) in message)
+    return next((called_from(user_frames(node.stack_trace)) for node in called), None)
+
+
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """See :func:`thunder_cg.thunderfx`."""
     ours = taken_from(options, "thunderfx", {*OPTIONS, *signature(torch.compile).parameters}, may_be_others=True)
     given = options.pop("transforms", None) or ()
-    if graphs := [type(each).__name__ for each in given if getattr(each, "owns_regions", False)]:
+    if graphs := [type(each).__name__ for each in given if owns_regions([each])]:
         fix = "thunder_cg.thunderfx has one itself; pass its options, as in thunderfx(fn, allow=[...])"
         raise TransformConflictError([type(each).__name__ for each in given], [*graphs, "its own"], fix)
     transforms = [*given, cudagraph_transform(**ours)]

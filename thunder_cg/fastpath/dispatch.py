@@ -11,7 +11,6 @@ from weakref import WeakMethod, WeakValueDictionary, ref
 import torch
 
 from thunder_cg.analysis.compile_errors import to_try
-from thunder_cg.analysis.sources import described
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import CacheEntry, ThunderModule, current_trace
 from thunder_cg.compat.torch import (
@@ -20,7 +19,6 @@ from thunder_cg.compat.torch import (
     function_mode_count,
     functorch_is_active,
     is_traced,
-    stacks_of_generated_code,
 )
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.fastpath.accumulate import nodes_of
@@ -163,7 +161,6 @@ class Dispatch:
         self._calls: list[FastPath] = []  # of all entries
         self._unsupported: list[CacheEntry] = []
         self._statistics = compat.compile_stats(module)
-        self.compile_failure: str | None = None  # what Thunder raised last while it compiled, and where
         self.parts: Mapping[str, torch.nn.Module] | None = None  # of the model, when Thunder first compiled it
         self._known = 0  # how many cache entries there were
         # Whether Thunder may have to compile for a call that no fast path is for. It must not if such calls are usual.
@@ -206,15 +203,7 @@ class Dispatch:
             else:
                 result = self._thunders(*args, **kwargs)
         except Exception as error:
-            if self._failures() > failures:
-                original = compat.original_module(module) if module is not None else None
-                self.compile_failure = described(error, stacks_of_generated_code(original))
-                dynamos, in_functorch = isinstance(original, torch.fx.GraphModule), functorch_is_active()
-                fix = to_try(self.compile_failure, is_of_dynamo=dynamos, in_functorch=in_functorch)
-                if fix:
-                    where = f"while it compiled {self._name}"
-                    note(error, f"Thunder raised this {where}: {self.compile_failure}. To try: {fix}.")
-            elif functorch_is_active():
+            if self._failures() == failures and functorch_is_active():
                 note(error, to_try("", is_of_dynamo=False, in_functorch=True))
             raise
         del nodes

@@ -57,6 +57,8 @@ def _hook() -> None:
 
 
 def _registers(owner: torch.nn.Module, name: str, value: object, *, is_parameter: bool) -> None:
+    if torch.compiler.is_dynamo_compiling():  # it would guard all that is read here, of models that it has not met
+        return
     for place in _places.get(owner, ()):
         module = place.module()
         if module is None or getattr(owner, name, None) is value or current_trace() is not None:

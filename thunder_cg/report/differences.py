@@ -129,8 +129,8 @@ def _came_and_went(
 def _numbers(where: str, before: TraceReport, after: TraceReport) -> Iterator[Change]:
     old, new = (_measured(trace) for trace in (before, after))
     for name in old:
-        if old[name] != new[name]:
-            shown = units.size if name.startswith("bytes") else str
+        shown = units.size if name.startswith("bytes") else str
+        if shown(old[name]) != shown(new[name]):
             # More regions may hold more ops, or be what is left of a larger one; fewer ops may be fusions.
             better = None if name in ("regions", "captured ops") else new[name] < old[name]
             yield Change(where, name.removeprefix("bytes "), shown(old[name]), shown(new[name]), better)

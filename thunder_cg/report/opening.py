@@ -29,10 +29,6 @@ _RAISE_LIMIT = (
     "torch._dynamo.reset(), after which Dynamo compiles everything anew"
 )
 _FEW_GRAPHS = 3  # that ran once, as each part of a function does in its first call
-_TO_PLAN = (
-    "Thunder keeps no error of a function: call thunder_cg.plan(fn, ...) with the arguments of such a call, and print "
-    "what it returns, which says what Thunder raises, where, and what to try"
-)
 
 
 def opening(report: Report) -> str:
@@ -70,10 +66,7 @@ def failures(report: Report) -> Iterator[str]:
     """In how many calls Thunder could not compile the function, where, and what to try."""
     if report.compile_failures:
         said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
-        problem = report.compile_failure
-        if problem is None:
-            yield f"{said}. {_TO_PLAN}."
-            return
+        problem = report.compile_failure or "an error that is not known"
         yield f"{said}: {problem}."
         if hint := to_try(problem, is_of_dynamo=report.is_of_dynamo):
             yield f"To try: {hint}."
@@ -121,7 +114,8 @@ def ran(report: Report) -> Iterator[str]:
         yield 'Not replayed: with cache="no caching", Thunder compiles each call anew, and no graph is kept'
         yield "To change that: compile without cache=; the rest of this report is about the last call"
         return
-    if having and all(trace.is_in_steps for trace in having):
+    in_steps = {(trace.function, trace.entry) for trace in having if trace.is_in_steps}
+    if having and in_steps.issuperset((trace.function, trace.entry) for trace in having):
         yield "none of its own, as all calls ran inside of graphed steps, whose graphs hold them (see explain(step))"
         return
     without = _calls_without_regions(report)
@@ -245,7 +239,7 @@ def measured(report: Report) -> Iterator[str]:
     how = "CUDA events" if report.clock == "cuda" else "the host's clock"
     yield f"Measured with {how}: the regions take {as_graphs:,.0f} µs of a call as graphs, {eagerly:,.0f} µs eagerly."
     if report.clock == "tape":
-        yield "The tape stands in for CUDA graphs and is slower than what it replays, so no region pays here."
+        yield "The tape stands in for CUDA graphs: what regions save or cost on a GPU is not known from these times."
     elif losing := [region for region in regions if not region.pays]:
         names = ", ".join(f"{r.name} ({_graph(r):,.0f} µs as a graph, {_eager(r):,.0f} µs eagerly)" for r in losing)
         larger = "Larger ones pay more: remove what splits them, or leave their operators eager with deny="

@@ -24,7 +24,7 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
-from thunder_cg.report.programs import jitted_parts, locate
+from thunder_cg.report.programs import compile_failures, jitted_parts, locate
 from thunder_cg.report.state import state_kept
 from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.functions import unused
@@ -68,7 +68,7 @@ def _uncounted(fn: Any) -> Iterator[None]:
     """Inside, calls of ``fn`` do not count in its report: these are not the user's."""
     counts = {id(each.program): each.program.counts() for each in locate(fn).programs}
     replays = {each: each.replays for each in _recordings(fn)}
-    calls = {id(part): thunder.compile_stats(part).calls for part in jitted_parts(fn)}
+    calls = {id(part): (thunder.compile_stats(part).calls, compile_failures(part)) for part in jitted_parts(fn)}
     try:
         yield
     finally:
@@ -77,7 +77,9 @@ def _uncounted(fn: Any) -> Iterator[None]:
         for recording in _recordings(fn):
             recording.replays = replays.get(recording, 0)
         for part in jitted_parts(fn):
-            thunder.compile_stats(part).calls = calls.get(id(part), 0)
+            statistics = thunder.compile_stats(part)
+            statistics.calls, failed = calls.get(id(part), (0, 0))
+            statistics.cache_misses -= compile_failures(part) - failed
 
 
 def _recordings(fn: Any) -> set[Recording]:

@@ -15,10 +15,11 @@ from itertools import pairwise
 from typing import Any
 
 import thunder
+import torch
 from torch.fx import GraphModule
 
-from thunder_cg.analysis.sources import called_from, described, user_frames
-from thunder_cg.compat.thunder import CACHE_OPTIONS, compile_failure, is_of_compilation
+from thunder_cg.analysis.sources import called_from, user_frames
+from thunder_cg.compat.thunder import CACHE_OPTIONS, is_ours, owns_regions
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.breaks import (
     GraphBreak,
@@ -30,7 +31,7 @@ from thunder_cg.report.breaks import (
     whole_function_left,
 )
 from thunder_cg.report.units import count
-from thunder_cg.runtime.compilation import name_of
+from thunder_cg.runtime.compilation import compile_failure, name_of
 from thunder_cg.runtime.program import Program, program_of
 
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
@@ -77,7 +78,7 @@ class Found:
     Attributes:
         calls: how often the function was called, as Thunder counts; of Dynamo's graphs, all calls together.
         failures: in how many of the calls Thunder raised while it compiled.
-        failure: what it raised last and where; of a function, only if that error is still at hand.
+        failure: what it raised last and where.
         python_calls: calls of what `thunder_cg.thunderfx` returned in which no graph of Dynamo's ran, at least.
         is_of_dynamo: Dynamo reads the Python of the function.
         uncached: Thunder compiles each call anew, and the programs are those of the last call.
@@ -107,15 +108,24 @@ def locate(fn: Any, function: str = "explain") -> Found:
     """
     if thunder.compile_stats(fn) is not None:
         programs = tuple(_in_caches(_name(fn), fn))
-        if not programs and not _has_transform(thunder.list_transforms(fn)):
+        if not programs and not is_ours(thunder.compile_data(fn)):
             raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
-        calls, failure = thunder.compile_stats(fn).calls, compile_failure(fn) or _error_at_hand(fn)
-        return Found(programs, calls, _failures(fn), failure, uncached=not _keeps_all(fn))
+        statistics = thunder.compile_stats(fn)
+        failure = compile_failure(statistics)
+        return Found(programs, statistics.calls, compile_failures(fn), failure, uncached=not _keeps_all(fn))
     if (backend := _dynamo_backend(fn)) is None:
-        raise NotCompiledError(fn, "Thunder did not compile this", function)
-    if not _has_transform(backend.thunder_options.get("transforms") or ()):
+        parts = _compiled_parts(fn)
+        only = f", only its part{'s' * (len(parts) > 1)} {', '.join(parts)}" if parts else ""
+        raise NotCompiledError(fn, f"Thunder did not compile this{only}", function)
+    if not owns_regions(backend.thunder_options.get("transforms") or ()):
         raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
     return _of_dynamo(fn, backend)
+
+
+def _compiled_parts(fn: Any) -> list[str]:
+    """The names of the parts of a module that are compiled with the transform, such as ``module`` of a wrapper."""
+    parts = fn.named_modules() if isinstance(fn, torch.nn.Module) else ()
+    return [name for name, part in parts if is_ours(thunder.compile_data(part))]
 
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
@@ -134,8 +144,8 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         for part, jitted in enumerate(compiled):
             programs += _in_caches(part_name(label, part, len(compiled)), jitted, _successor(backend, number))
             calls += thunder.compile_stats(jitted).calls
-            failures += _failures(jitted)
-            if (raised := compile_failure(jitted)) is not None:
+            failures += compile_failures(jitted)
+            if (raised := compile_failure(thunder.compile_stats(jitted))) is not None:
                 failure = f"{label}: {raised}"
         ran += [max(thunder.compile_stats(jitted).calls for jitted in compiled)] if compiled else []
         outside += outside_of(label, graph)
@@ -161,11 +171,9 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
 
 
 def _successor(backend: Any, number: int) -> str | None:
-    """The first graph of the same code that takes more sizes and numbers: Dynamo asks later graphs first."""
+    """The first graph that takes the same inputs, and more sizes and numbers: Dynamo asks later graphs first."""
     inputs = getattr(backend, "inputs", {})
-    if (mine := inputs.get(number)) is None:
-        return None
-    later = (n for n, its in inputs.items() if n > number and its.code == mine.code and its.symbols > mine.symbols)
+    later = (n for n, its in inputs.items() if n > number in inputs and its.succeeds(inputs[number]))
     return next((f"graph {n}" for n in later), None)
 
 
@@ -179,24 +187,10 @@ def part_name(graph: str, part: int, parts: int) -> str:
     return f"{graph}, part {part}" if parts > 1 else graph
 
 
-def _failures(jitted: Any) -> int:
+def compile_failures(jitted: Any) -> int:
     """In how many calls Thunder raised while it compiled: of what it compiled, it keeps all."""
     stats = thunder.compile_stats(jitted)
     return stats.cache_misses - len(stats.interpreter_cache) if _keeps_all(jitted) else 0
-
-
-def _error_at_hand(jitted: Any) -> str | None:
-    """What Thunder raised while it compiled a function, and where, if the error can still be found.
-
-    Thunder calls no transform then, and keeps no error. But one that is being handled here is known, and the last one
-    that nobody handled: in a notebook, that of the cell before.
-    """
-    for error in (sys.exc_info()[1], getattr(sys, "last_value", None)):
-        while error is not None:
-            if is_of_compilation(error, thunder.compile_stats(jitted)):
-                return described(error)
-            error = error.__cause__ or error.__context__
-    return None
 
 
 def _keeps_all(jitted: Any) -> bool:
@@ -290,11 +284,6 @@ def _dynamo_backend(fn: Any) -> Any | None:
         while (inner := next((getattr(backend, link) for link in links if hasattr(backend, link)), None)) is not None:
             backend = inner
     return backend if isinstance(backend, compiler.ThunderCompiler) else None
-
-
-def _has_transform(transforms: Iterable[Any]) -> bool:
-    # By its mark: the transform stands above the report, which cannot import it.
-    return any(getattr(transform, "owns_regions", False) for transform in transforms)
 
 
 def _name(fn: Any) -> str:

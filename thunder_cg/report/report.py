@@ -136,7 +136,7 @@ class TraceReport:
 
     @property
     def is_in_steps(self) -> bool:
-        """Whether all calls ran inside of graphed steps, whose graphs hold what the trace does."""
+        """Whether all calls of a forward ran inside of graphed steps, whose graphs hold what it does."""
         return IN_STEP in self.fallbacks and self.calls == sum(self.fallbacks.get(each, 0) for each in HELD_ELSEWHERE)
 
     @property
@@ -170,9 +170,7 @@ class Report(_OfFunction):
     causes: tuple[CauseReport, ...] = ()  # of eager ops, the most expensive first
     changes: tuple[ChangeReport, ...] = ()  # because of which calls compile, warm up or capture anew
     compile_failures: int = 0  # calls in which Thunder raised while it compiled
-    # What it raised last and where. Thunder keeps no error of a function: it has one that is being handled, or that
-    # nobody handled, as in the cell before.
-    compile_failure: str | None = None
+    compile_failure: str | None = None  # what it raised last and where
     # Names in the options allow= and deny= that no operator of the traces has: the option, the name, what to write.
     unmatched: tuple[tuple[str, str, str | None], ...] = ()
     clock: str | None = None  # the backend whose clock measured the times in it; None if none did

@@ -104,6 +104,8 @@ def memory(ledger: MemoryReport, *, of_step: bool = False) -> Iterator[str]:
 
 def region_counts(region: RegionReport) -> str:
     """What the region did so far and what one replay of it copies."""
+    if not (region.captures or region.eager_runs or region.microseconds):
+        return "has not run"
     runs = (
         (region.captures, "capture"),
         (region.replays - region.captures, "replay"),

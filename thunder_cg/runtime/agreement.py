@@ -103,14 +103,15 @@ def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
 
 
 class Round:
-    """The votes of the next call, in each of the groups that it communicates in.
+    """The votes of the next call, in each of the groups of several ranks that it communicates in.
 
     Args:
         asks: whether the other ranks have a say; otherwise the user vouches for them.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
-        self._numbers = {group: _states[group].next_call for group in groups if asks and not _states[group].is_captured}
+        votes = [each for each in groups if asks and each.size() > 1 and not _states[each].is_captured]
+        self._numbers = {group: _states[group].next_call for group in votes}
         self._has_declined = self._has_agreed = False
 
     def decline(self, reason: str) -> None:

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
+from thunder_cg.analysis.compile_errors import to_try
+from thunder_cg.analysis.sources import described
 from thunder_cg.compat.thunder import NAME
+from thunder_cg.compat.torch import functorch_is_active, stacks_of_generated_code
 from thunder_cg.runtime.changes import CallChange, Changes, differing
+from thunder_cg.runtime.failures import note
 
 NAMES = "thunder_cg.names"  # beside `NAME`: what the user calls the inputs of a graph, by the names of their nodes
 
@@ -26,6 +31,26 @@ def changed_part(model: str, part: str) -> str:
     when = f"after thunder.jit compiled the {model}, and calls run as before"
     fix = "compile the model anew, or copy into its parameters in place"
     return f"{model}.{part} was added, removed or replaced {when}; {fix}"
+
+
+_compile_failures: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by Thunder's statistics of what it compiled
+
+
+def compile_failure(statistics: Any) -> str | None:
+    """What Thunder raised last while it compiled what has these statistics, and where; None if it did not."""
+    return _compile_failures.get(statistics)
+
+
+def note_compile_failure(data: Any, statistics: Any, error: Exception) -> None:
+    """Keeps what Thunder raised while it compiled something, and where, and notes on the error what to try."""
+    _compile_failures[statistics] = problem = described(error, stacks_of_generated_code(data.fn))
+    note_what_to_try(error, name_of(data.fn), problem, is_of_dynamo=isinstance(data.fn, torch.fx.GraphModule))
+
+
+def note_what_to_try(error: Exception, name: str, problem: str, *, is_of_dynamo: bool) -> None:
+    """Notes on what Thunder raised while it compiled something of that name where it did, and what to try."""
+    if fix := to_try(problem, is_of_dynamo=is_of_dynamo, in_functorch=functorch_is_active()):
+        note(error, f"Thunder raised this while it compiled {name}: {problem}. To try: {fix}.")
 
 
 _CHECKED = {"items": "items", "number": "numbers", "attribute": "attributes", "shape": "shapes"}  # by kind of a change

@@ -101,13 +101,17 @@ class RuntimeRegion:
         return bool(self.io.scalars)
 
     def run(self, call: Call, *args: Any) -> Sequence[Any]:
-        """What the region does in a call, with its inputs: what stands behind its symbol in the trace."""
+        """What the region does in a call, with its inputs: what stands behind its symbol in a forward."""
+        return self.run_list(call, args)
+
+    def run_list(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
+        """The same in a backward: an eager run empties the list, so that it can free what it has read."""
         if call.selection is not None:
             return call.selection.run(self, call, args)
         return self.run_untimed(call, args)
 
     def run_untimed(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
-        """`run` without a clock."""
+        """`run_list` without a clock."""
         if call.mode is Mode.REPLAY:
             assert call.trace is not None
             graph = call.trace.graphs[self.index]
@@ -184,6 +188,9 @@ class RuntimeRegion:
         owners = list(args)
         for i in self._in_pool(call, args):
             owners[i] = call.owned[self.input_names[i]]
+        held = {_memory(args[i]) for i in self.aliased_in_pool} - {0}
+        if isinstance(args, list) and not held:
+            args.clear()
         try:
             results = list(self.function(owners))
         except Exception as error:
@@ -191,7 +198,7 @@ class RuntimeRegion:
             raise
         for i in self._stay_and_copied:  # the copy becomes a part of autograd's graph, and what stays does not
             results[i] = results[i].detach()
-        if held := {_memory(args[i]) for i in self.aliased_in_pool} - {0}:
+        if held:
             to_copy = [yes and _memory(result) in held for yes, result in zip(self._are_copied_out, results)]
             if any(to_copy):
                 outputs = Outputs(results.copy(), (), to_copy, self.device, torch.Tensor.detach)

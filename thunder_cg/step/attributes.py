@@ -46,10 +46,12 @@ class Attributes:
 
     Attributes:
         seen: how many there are. Whatever makes more of the state facts raises it.
+        newest: the last of them, in words.
     """
 
     def __init__(self) -> None:
         self.seen = 0
+        self.newest = ""
         self._names: dict[type, dict[str, None]] = {}
         self._whole: set[type] = set()
         self._is_whole = False
@@ -74,6 +76,7 @@ class Attributes:
     def add_all(self) -> None:
         """From now on all attributes of all objects are facts."""
         self.seen += bool(self._names)
+        self.newest = "any attribute of any object"
         self._names, self._is_whole = {}, True
 
     def _give_up(self, hooks: ExitStack) -> None:
@@ -81,7 +84,9 @@ class Attributes:
         hooks.close()
 
     def _add_all(self, kind: type) -> None:
-        self.seen += self._names.pop(kind, None) is not None
+        if self._names.pop(kind, None) is not None:
+            self.seen += 1
+            self.newest = f"any attribute of a {kind.__name__}"
         self._whole.add(kind)
 
     def _note(self, kind: type, name: str) -> None:
@@ -92,6 +97,7 @@ class Attributes:
         elif name not in _EVERYTHING:
             names[name] = None
             self.seen += 1
+            self.newest = f"the attribute {name} of a {kind.__name__}"
 
     @contextmanager
     def watched(self, values: Iterable[Any] = ()) -> Iterator[None]:

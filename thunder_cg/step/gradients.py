@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, ClassVar
@@ -78,8 +78,7 @@ class GradientsBefore:
         for gradient, _ in gradients:
             gradient.data = gradient.new_empty(0)
         self._backend.give_back()
-        with suppress(torch.OutOfMemoryError):
-            pool.memory(needs)  # in one piece, which all that follows splits, and which is whole again without it
+        pool.begin(needs)
         while gradients:
             gradient, host = gradients.pop()
             try:

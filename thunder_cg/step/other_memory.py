@@ -99,12 +99,12 @@ def refuse_other_memory(
     if used:
         tensor, user = used[0]
         fix = "pass it as an argument, or let the step's function name it"
-        reason = f"the step uses {_shown(tensor)} in {user}, and it is not known where from; {fix}"
+        reason = f"the step seems to use {_shown(tensor)} in {user}, and it is not known where from; {fix}"
         raise OtherMemoryUsed(reason, [tensor for tensor, _ in used])
     for start in gone:
         nbytes, shown = before[start]
         if (user := addresses.user_of_memory(start, nbytes)) is not None:
-            problem = f"the step uses {shown} in {user}, and lets go of it; pass it as an argument"
+            problem = f"the step seems to use {shown} in {user}, and lets go of it; pass it as an argument"
             raise OtherMemoryUsed(problem, [])
 
 

@@ -45,22 +45,20 @@ def _folders_of_packages() -> list[str]:
 
 MISSING = object()  # what a read yields that raises now
 # Where packages are installed, in this environment and those below it. Some are elsewhere, as this one may be.
-_PACKAGES = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
+_PACKAGES = (
+    *(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")),
+    *(folder + os.sep for folder in _folders_of_packages()),
+    *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")),
+)
 _CONSTANT = (
     sysconfig.get_paths()["stdlib"] + os.sep,
     *(os.path.dirname(os.path.abspath(str(package.__file__))) + os.sep for package in (torch, thunder)),
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
-)
-_INSTALLED = tuple(
-    {
-        *(folder + os.sep for folder in _folders_of_packages()),
-        *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")),
-        *_CONSTANT,
-    }
+    "<frozen",
 )
 _CONSTANT_PACKAGES = {
     *("torch", "cuda", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
-    *("thunder", "nvfuser", "nvfuser_direct", "optree"),
+    *("thunder", "thunder_cg", "nvfuser", "nvfuser_direct", "optree"),
 }
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 _WITHOUT_SETTINGS = ("torch._dynamo", "torch._inductor", "torch._logging", "torch.autograd.profiler")  # modules
@@ -307,19 +305,16 @@ def _file_of(value: types.ModuleType | type) -> str | None:
 @cache
 def is_installed(filename: str) -> bool:
     """Whether a source file belongs to an installed package or to the standard library."""
-    is_below = any(packages in filename for packages in _PACKAGES)
-    return is_below or filename.startswith(_INSTALLED) or filename.startswith("<frozen")
+    return any(packages in filename for packages in _PACKAGES) or filename.startswith(_CONSTANT)
 
 
 @cache
 def is_constant(filename: str) -> bool:
     """Whether nothing that a source file defines is looked at: see Note [Packages]."""
-    if not is_installed(filename):
-        return False
     package = next((filename.rpartition(each)[2] for each in _PACKAGES if each in filename), None)
     if package is not None:
         return package.partition(os.sep)[0] in _CONSTANT_PACKAGES
-    return filename.startswith(_CONSTANT) or filename.startswith("<frozen")
+    return filename.startswith(_CONSTANT)
 
 
 def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iterator[tuple[Any, Read]]:

@@ -484,8 +484,8 @@ class StepCapture:
             state.attributes.add_all()
         self.calls.find_functions()
         try:
-            if not state.knows([*self.calls.found.values()]):
-                raise CallsMore("functions that the step calls read more from outside than was compared")
+            if (label := state.first_unknown([*self.calls.found.values()])) is not None:
+                raise CallsMore(f"the step reads more than was compared, such as {label}")
             self._refuse_change(state.facts, state.again().facts)
         except CaptureRefused as refused:
             if self.calls.groups:

@@ -610,11 +610,12 @@ class StepState:
     def _reads(self, called: Sequence[Called]) -> list[Read]:
         return reads_of(self._fn, [root for root in self._given.values() if isinstance(root, nn.Module)], called)
 
-    def knows(self, called: Sequence[Called]) -> bool:
-        """Whether all that these functions read, and what was looked up, is part of the state."""
+    def first_unknown(self, called: Sequence[Called]) -> str | None:
+        """Something that these functions read, or that was looked up, and that is no part of the state."""
         if self.attributes is not None and self.attributes.seen != self._seen:
-            return False
-        return self._places.issuperset(read.place for read in self._reads([*self._called, *called]))
+            return self.attributes.newest
+        reads = self._reads([*self._called, *called])
+        return next((read.label for read in reads if read.place not in self._places), None)
 
     @property
     def device(self) -> torch.device:

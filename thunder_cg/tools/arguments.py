@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,10 +24,20 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message} (--help says more)\n")
 
 
+@contextmanager
+def without_warnings_of_others() -> Iterator[None]:
+    """Inside, warnings of other packages are not printed, unless ``python -W`` says which are."""
+    with warnings.catch_warnings():
+        if not sys.warnoptions:
+            warnings.filterwarnings("ignore", module=r"(?!thunder_cg\b|__main__\b)")
+        yield
+
+
 def interruptible(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
     """The exit status of a tool. Says in one line that the user has interrupted it."""
     try:
-        return main(argv)
+        with without_warnings_of_others():
+            return main(argv)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

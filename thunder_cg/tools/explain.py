@@ -56,7 +56,12 @@ def main(argv: Sequence[str]) -> int:
     if raised and isinstance(raised[0], KeyboardInterrupt) and "explain" not in vars(sys.modules["thunder_cg"]):
         return 130  # it has compiled nothing, and an import that was interrupted may not be made again
     if name and not raised:
-        call = _made(variables, name, parser)
+        make = _maker(variables, name, parser)
+        with _printing_errors() as raised:
+            made = make()
+        if raised:  # by the user's function, and nothing is compiled
+            return 130 if isinstance(raised[0], KeyboardInterrupt) else 1
+        call = _compiled(made, name, parser)
         variables, raised = {name: call.func}, _make_calls(call, arguments.calls)
     reports = _reports(variables)
     if not reports and not raised:
@@ -109,7 +114,7 @@ def _split(text: str) -> tuple[Path, str]:
 
 @contextmanager
 def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[BaseException]]:
-    """Ends the block where it raises, and prints that as Python does. Reports find what Thunder raised there.
+    """Ends the block where it raises, and prints that as Python does, without the lines of this file.
 
     Args:
         is_reported: whether a report says where it was raised, so that the stack, which is Thunder's, is left out.
@@ -122,11 +127,13 @@ def _printing_errors(is_reported: Callable[[], bool] = bool) -> Iterator[list[Ba
         print("interrupted", file=sys.stderr)
     except Exception as error:
         raised.append(error)
-        sys.last_value = error
         if is_reported():
             print("".join(traceback.format_exception_only(type(error), error)), end="", file=sys.stderr)
-        else:
-            traceback.print_exception(error)
+            return
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next
+        traceback.print_exception(type(error), error, frames)
 
 
 def _run_file(file: Path, arguments: Sequence[str], name: str) -> tuple[dict[str, Any], list[BaseException]]:
@@ -167,18 +174,22 @@ def _run(module: ModuleType, arguments: Sequence[str]) -> None:
         sys.argv, sys.path, sys.modules["__main__"] = before
 
 
-def _made(variables: Mapping[str, Any], name: str, parser: Parser) -> partial[Any]:
-    """The compiled model that the function `name` makes, with its inputs."""
-    import thunder
-
-    from thunder_cg import NotCompiledError, cudagraph_transform, explain
-
+def _maker(variables: Mapping[str, Any], name: str, parser: Parser) -> Callable[[], Any]:
+    """The function `name`. Ends the process if there is none that can be called without arguments."""
     if not callable(make := variables.get(name)):
         parser.error(f"the file has no function {name!r}; it has {', '.join(_functions(variables)) or 'none'}")
     if needed := _needed(make):
         problem = f"{name} is called without arguments, and needs {', '.join(needed)}"
         parser.error(f"{problem}; give a function that returns a model and its inputs: def make(): return {name}, (x,)")
-    made = make()
+    return make
+
+
+def _compiled(made: Any, name: str, parser: Parser) -> partial[Any]:
+    """The compiled model that the function `name` has made, with its inputs."""
+    import thunder
+
+    from thunder_cg import NotCompiledError, cudagraph_transform, explain
+
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         problem = f"{name}() returned a value of type {type(made).__name__}"
         parser.error(f"{problem}; return a model and its inputs: (model, (x,))")

@@ -11,10 +11,9 @@ import os
 import signal
 import tempfile
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing import connection, get_context
 from typing import IO, Any, Generic, TypeVar
@@ -210,8 +209,9 @@ class Workers(Generic[T]):
         pipe, its_pipe = context.Pipe()
         output = tempfile.NamedTemporaryFile()  # noqa: SIM115
         process = context.Process(target=_serve, args=(its_pipe, output.name, self._work), daemon=True)
-        # The variables of this process are shared by its threads, which may start processes at once.
-        with patch.dict(os.environ, self._environment) if self._environment else nullcontext():
+        # The variables of this process are shared by its threads, which may start processes at once. What a worker
+        # imports before it serves prints here.
+        with patch.dict(os.environ, {"PYTHONWARNINGS": "ignore", **self._environment}):
             process.start()
         its_pipe.close()
         self._workers.append(_Worker(process, pipe, output))
@@ -285,7 +285,6 @@ def _serve(pipe: connection.Connection, output: str, work: Callable[[Any, Superv
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.enable(2)
-    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     pipe.send(("ready", None))
     while True:
