@@ -67,6 +67,19 @@ def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: R
     assert [*lines.by_line(Report(report.traces))] == []
 
 
+def test_many_lines_say_a_long_fix_once_and_the_last_ones_are_counted(report: Report) -> None:
+    long, short = "keep the value on the device " * 4, "keep it"
+    (cause,) = report.causes
+    many = tuple(
+        replace(cause, place=f"at model.py:{i}", fix=short if i == 2 else long, added_regions=99 - i)
+        for i in range(1, 40)
+    )
+    first, *said = lines.by_line(Report(report.traces, causes=many))
+    assert first == lines.HEADING and said[3] == f"        to change it: {long}"
+    assert said[7] == f"        to change it: {short}" and said[11] == "        to change it: as for model.py:1"
+    assert len(said) == 30 * 4 + 1 and said[-1] == "  9 more lines: see explain(fn).causes, .breaks and .outside"
+
+
 def test_a_norm_an_item_and_a_branch_in_one_line_are_one_entry() -> None:
     def checked(x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(x) * 2
