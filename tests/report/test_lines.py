@@ -228,3 +228,15 @@ def test_a_module_of_pytorchs_is_known_to_a_backward_that_does_not_get_its_param
     compiled(torch.ones(2, 2, device="meta")).sum().backward()
     backward = explain(compiled).traces[1]
     assert any(op.detail.startswith("the result of torch.nn.functional.linear at self.up (") for op in backward.ops)
+
+
+def test_a_sum_of_gradients_is_called_so(backend: str, device: str) -> None:
+    def used_twice(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        return (y * torch.cos(y)).exp()
+
+    jitted = thunder.jit(used_twice, transforms=[cudagraph_transform(backend=backend, deny=["torch.add"])])
+    jitted(torch.ones(3, device=device, requires_grad=True)).sum().backward()
+    (cause,) = explain(jitted).causes
+    line = f"test_lines.py:{used_twice.__code__.co_firstlineno + 2}"
+    assert (cause.name, cause.place) == ("torch.add", f"in a sum of gradients near {line}")
