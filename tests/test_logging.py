@@ -113,6 +113,25 @@ def test_a_warning_for_each_eager_operator_that_is_a_cause(lines: Any) -> None:
     assert {level for level, _ in lines()} == {"INFO"}, "what the user denies, and what is alone, is no cause"
 
 
+def test_an_operator_at_many_lines_is_one_warning(lines: Any) -> None:
+    def reads(x, is_larger):
+        y = torch.sin(x) * 2
+        y = y * y.sum().item() + torch.cos(y)
+        y = y * y.sum().item() + torch.cos(y)
+        y = y * y.sum().item() + torch.cos(y)
+        y = y * y.sum().item() + torch.cos(y)
+        return y * y.sum().item() + torch.cos(y) if is_larger else y
+
+    jfn, line = compiled(reads), reads.__code__.co_firstlineno
+    jfn(torch.ones(3), False)
+    ((_, text),) = (said for said in lines() if said[0] == "WARNING")
+    at = ", ".join(f"at test_logging.py:{line + i}" for i in (2, 3, 4))
+    assert f"Tensor.item {at} and 1 more is eager: " in text
+    jfn(torch.ones(3), True)
+    ((_, text),) = (said for said in lines() if said[0] == "WARNING")
+    assert f"Tensor.item at test_logging.py:{line + 6} is eager: " in text, "what is new"
+
+
 def test_a_fallback_is_a_line_and_its_cause_one_warning(lines: Any) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
     jmodel, x = compiled(model), torch.ones(1, 2)

@@ -52,6 +52,7 @@ _logger = logging.getLogger(__name__)
 
 # The log does not warn of operators that are eager for these reasons.
 _FINE = {Reason.BOOKKEEPING, Reason.USER_DENY, Reason.TOO_SMALL}
+_MOST_PLACES = 3  # of one operator, in a warning
 _NO_FIXES = ("none needed", "nothing to gain")
 
 
@@ -307,12 +308,18 @@ class CudagraphTransform(compat.Transform):
         _logger.info("%s: compiled: %s", program.label, said)
         numbers = {name for op in program.ops.ops for name in op.outputs if program.ops.values[name].kind == "number"}
         fine = _FINE | ({Reason.COLLECTIVE} if self.options.capture_collectives == "never" else set())
+        places: dict[tuple[str, str], list[str]] = {}  # that no warning was about, by operator and why
         for op, verdict in zip(program.ops.ops, program.plan.verdicts):
             is_cause = verdict.reason not in fine and not numbers.intersection(op.inputs)
             if verdict.capture or not is_cause or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
                 continue
-            place = program.ops.place(op)
-            self._warn(program.label, f"{op.name} {place} is eager: {verdict.detail}; {verdict.fix}")
+            why, place = f"{verdict.detail}; {verdict.fix}", program.ops.place(op)
+            if (about := f"{op.name} {place}: {why}") not in self._shared.warned:
+                self._shared.warned.add(about)
+                places.setdefault((op.name, why), []).append(place)
+        for (name, why), found in places.items():
+            more = f" and {len(found) - _MOST_PLACES:,} more" if len(found) > _MOST_PLACES else ""
+            _logger.warning("%s: %s %s%s is eager: %s", program.label, name, ", ".join(found[:_MOST_PLACES]), more, why)
 
     def _region(
         self, planned: Region, io: RegionIO, trace: PlannedTrace, verifier: ReplayVerifier, taken: set[str]

@@ -638,6 +638,55 @@ def test_the_report_says_what_to_do_about_a_float_that_changes(backend, device):
     assert [trace.counts["eager"] > 0 for trace in explain(compiled).traces] == [False, True, False], "as it advises"
 
 
+def test_what_dynamo_raises_is_in_the_report(backend, device):
+    def branches(x):
+        y = torch.sin(x)
+        return y + 1 if y.sum() > 0 else y
+
+    compiled = thunderfx(branches, backend=backend, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported) as raised:
+        compiled(torch.ones(4, device=device))
+    line = f"test_thunderfx.py:{branches.__code__.co_firstlineno + 2}"
+    problem = f"Unsupported at {line}: Data-dependent branching"
+    said = " ".join(str(explain(compiled)).split())
+    assert (
+        f"Nothing is compiled. Dynamo or Thunder raised while it compiled, in 1 of 1 call: {problem}. To try:" in said
+    )
+    assert "To try: leave out fullgraph=True" in said
+    for note in getattr(raised.value, "__notes__", ()):  # Python 3.11
+        assert problem in note and "leave out fullgraph=True" in note
+
+
+@pytest.mark.parametrize("option", [{"mode": "reduce-overhead"}, {"options": {"max_autotune": True}}])
+def test_inductors_options_are_refused_before_a_call(option):
+    with pytest.raises(OptionError, match=f"thunderfx\\({next(iter(option))}=.*Inductor; drop it"):
+        thunderfx(torch.sin, backend="tape", **option)
+
+
+def test_training_and_evaluation_in_turns_leave_nothing_to_change(backend, device):
+    compiled = thunderfx(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to(device), backend=backend)
+    x = torch.ones(2, 4, device=device)
+
+    def said():
+        return [line for line in str(explain(compiled)).partition("\n\n")[0].splitlines() if "anew" not in line]
+
+    for _ in range(2):
+        compiled(x).sum().backward()
+        with torch.no_grad():
+            compiled(x)
+    assert not any("To have fewer" in line for line in said()), "a mode is no value to be passed as a tensor"
+    for _ in range(2):
+        compiled(x).sum().backward()
+        with torch.no_grad():
+            compiled(x)
+    before = said()
+    assert before[-1].endswith("there is nothing to change.")
+    assert "as calls did not meet: `the same mode: grad_mode`" in " ".join(str(explain(compiled)).split())
+    with torch.no_grad():
+        explain(compiled).profile(x)
+    assert said() == before, "calls of a profile are no calls in plain Python"
+
+
 def test_the_report_has_the_users_names_and_promises_nothing_of_graphs_that_are_called_no_more(backend, device):
     """Dynamo calls a module of PyTorch's with ``*args``, and has names of its own for what a graph break leaves."""
     sizes = thunderfx(nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device).requires_grad_(False), backend=backend)

@@ -67,6 +67,19 @@ def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: R
     assert [*lines.by_line(Report(report.traces))] == []
 
 
+def test_many_lines_say_a_long_fix_once_and_the_last_ones_are_counted(report: Report) -> None:
+    long, short = "keep the value on the device " * 4, "keep it"
+    (cause,) = report.causes
+    many = tuple(
+        replace(cause, place=f"at model.py:{i}", fix=short if i == 2 else long, added_regions=99 - i)
+        for i in range(1, 40)
+    )
+    first, *said = lines.by_line(Report(report.traces, causes=many))
+    assert first == lines.HEADING and said[3] == f"        to change it: {long}"
+    assert said[7] == f"        to change it: {short}" and said[11] == "        to change it: as for model.py:1"
+    assert len(said) == 30 * 4 + 1 and said[-1] == "  9 more lines: see explain(fn).causes, .breaks and .outside"
+
+
 def test_a_norm_an_item_and_a_branch_in_one_line_are_one_entry() -> None:
     def checked(x: torch.Tensor) -> torch.Tensor:
         x = torch.relu(x) * 2
@@ -215,3 +228,15 @@ def test_a_module_of_pytorchs_is_known_to_a_backward_that_does_not_get_its_param
     compiled(torch.ones(2, 2, device="meta")).sum().backward()
     backward = explain(compiled).traces[1]
     assert any(op.detail.startswith("the result of torch.nn.functional.linear at self.up (") for op in backward.ops)
+
+
+def test_a_sum_of_gradients_is_called_so(backend: str, device: str) -> None:
+    def used_twice(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        return (y * torch.cos(y)).exp()
+
+    jitted = thunder.jit(used_twice, transforms=[cudagraph_transform(backend=backend, deny=["torch.add"])])
+    jitted(torch.ones(3, device=device, requires_grad=True)).sum().backward()
+    (cause,) = explain(jitted).causes
+    line = f"test_lines.py:{used_twice.__code__.co_firstlineno + 2}"
+    assert (cause.name, cause.place) == ("torch.add", f"in a sum of gradients near {line}")

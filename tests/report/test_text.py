@@ -33,6 +33,15 @@ def test_what_verification_found(report: Report) -> None:
     assert found.to_dict()["traces"][0]["regions"][1]["verified"] == 1234
 
 
+def test_of_many_regions_the_first_are_shown_and_those_that_run_eagerly(report: Report) -> None:
+    (trace,) = report.traces
+    fine, failed = (replace(region, split="") for region in trace.regions)
+    assert failed.failure and not fine.failure
+    said = str(Report((replace(trace, regions=(*[fine] * 40, failed)),)))
+    assert said.count("CUDAGraph1 on") == 30 and said.count("CUDAGraph2 on") == 1
+    assert "  10 more regions: see explain(fn).traces" in said
+
+
 def test_calls_and_fallbacks_and_memory(report: Report) -> None:
     assert "5 calls: 2 replayed, 1 warm-up, 1 capture, 1 eager (strides changed: 1)\n" in str(report)
 

@@ -35,6 +35,10 @@ class _Hint(NamedTuple):
 
 
 _HINTS = (
+    _Hint(
+        ("Unsupported at ", "Unsupported: "),
+        "leave out fullgraph=True: thunder_cg.explain then names each graph break, and what to change",
+    ),
     _Hint(("BatchedTensor", "TensorWrapper", "transform API", "functorch", "wrapper_descriptor"), _TRANSFORMED),
     _Hint(
         ("unhashable type: 'TensorProxy'", f"from {LOOKED_UP}"),
@@ -87,6 +91,11 @@ _HINTS = (
         "for a function that Thunder does not know, use thunder_cg.thunderfx, which keeps it or leaves it to Inductor",
     ),
 )
+
+
+def compiler_name(*, is_of_dynamo: bool) -> str:
+    """Who raises while it compiles, if Dynamo reads the Python, or if Thunder does."""
+    return "Dynamo or Thunder" if is_of_dynamo else "Thunder"
 
 
 def to_try(problem: str, *, is_of_dynamo: bool, in_functorch: bool = False) -> str:

@@ -131,6 +131,7 @@ class Ops:
     # For each value, an op with a known line: the op that made it, or one close to that op, or one that uses it.
     near: Mapping[str, Op] = field(default_factory=dict)
     made_by: Mapping[str, Op] = field(default_factory=dict)  # for each value that an op of it, or of its forward, made
+    is_backward: bool = False
 
     def origin(self, op: Op) -> Op | None:
         """The op whose line is reported for this one: itself, or a close one where Thunder has lost the line."""
@@ -158,9 +159,14 @@ class Ops:
         return origin.source if origin is not None and (origin is op or op.library_line is None) else None
 
     def place(self, op: Op) -> str:
-        """``"at file.py:12"``, ``"near file.py:12"``, or that the line is unknown."""
+        """``"at file.py:12"``, ``"near file.py:12"``, or that the line is unknown.
+
+        What a backward adds and no line has are the gradients of a value that was used more than once.
+        """
         line = self.line(op) or "a line unknown to Thunder"
-        return line if line.startswith("near ") else f"at {line}"
+        if not line.startswith("near "):
+            return f"at {line}"
+        return f"in a sum of gradients {line}" if self.is_backward and op.name == "torch.add" else line
 
     def described(self, name: str) -> str:
         """A value as the user knows it: an argument by its name, any other by what made it and where."""
@@ -204,7 +210,7 @@ def read(
         if frames := user_frames((stacks or {}).get((name, 0))):
             line = str(frames[-1])
             near.setdefault(name, Op(-1, "an argument", None, None, outputs=(name,), line=line, source=frames[-1].text))
-    return Ops(ops, reader.values, args, near, made_by)
+    return Ops(ops, reader.values, args, near, made_by, is_backward=forward is not None)
 
 
 def names_in(tree: Any) -> set[str]:

@@ -86,17 +86,17 @@ def _is_written(file: str) -> bool:
     return os.path.exists(file) or _notebook_cell(file) is not None or file in ("<stdin>", "<string>")
 
 
-def described(error: BaseException, stacks: Stacks = _NO_STACKS, near: str | None = None) -> str:
+def described(error: BaseException, stacks: Stacks = _NO_STACKS, at: str | None = None) -> str:
     """The type of an error, where in the user's code it was raised, and the first sentence of its message.
 
     Args:
-        near: where that was if the error does not know.
+        at: the line, if it is known; else the traceback says it.
     """
     errors = [each for each in (error, error.__cause__) if each is not None]
     lines = [line for each in errors for line in _lines_of(each, stacks)]
     cause = error.__cause__ if lines and error.__cause__ is not None else error
     lines = lines or [*_traced_lines(error, stacks)]
-    where = f" at {lines[-1] if lines else near}" if lines or near else ""
+    where = f" at {at or lines[-1]}" if at or lines else ""
     said = re.sub(r"ProvenanceRecord\(\n.*?^\)\s*", f"{LOOKED_UP} ", str(cause), flags=re.MULTILINE | re.DOTALL)
     said = said.strip().partition("\n")[0].partition(". ")[0].rstrip(".!")
     said = re.sub(r"<(?:built-in )?(?:method|function) (\S+?)(?: (?:of|at) [^>]*)?>(?!\.)", r"\1", said)

@@ -18,7 +18,7 @@ from thunder.dynamo.compiler import ThunderCompiler, ThunderFXCompiledObject
 from thunder.dynamo.utils import get_torch_compile_kwargs
 from torch._dynamo import config, convert_frame
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._guards import CompileContext
 
@@ -26,6 +26,7 @@ from thunder_cg.compat.dynamo_scope import scope_dynamo
 from thunder_cg.compat.lines import BEFORE_BREAK, is_torchs
 
 __all__ = [
+    "MODE",
     "CodeAtLimit",
     "CompiledFunction",
     "GraphInputs",
@@ -48,9 +49,7 @@ class CompiledFunction(ThunderFXCompiledObject):
     compiled, is of what was compiled, and is compiled itself.
     """
 
-    def __init__(
-        self, backend: ThunderCompiler, function: Callable[..., Any], copied: Callable[[Any], CompiledFunction]
-    ) -> None:
+    def __init__(self, backend: Any, function: Callable[..., Any], copied: Callable[[Any], CompiledFunction]) -> None:
         super().__init__(backend, function)
         self._copied = copied
         self.after_call: Callable[[], None] | None = None
@@ -77,17 +76,25 @@ class CompiledFunction(ThunderFXCompiledObject):
         except BackendCompilerFailed as error:  # which hides the notes of what the compiler raised
             vars(error).setdefault("__notes__", []).extend(getattr(error.inner_exception, "__notes__", ()))
             raise
+        except TorchDynamoException as error:
+            self._backend.note_dynamos_failure(error, getattr(error, "real_stack", None) or ())
+            raise
         self._count.calls += 1
         if self.after_call is not None:
             self.after_call()
         return result
 
     @property
-    def calls(self) -> int:
-        """How often it was called and returned."""
-        return self._count.calls
+    def counts(self) -> tuple[int, int]:
+        """How often it was called and returned, and how often Dynamo or Thunder raised while it compiled."""
+        return self._count.calls, self._backend.failures
+
+    @counts.setter
+    def counts(self, counts: tuple[int, int]) -> None:
+        self._count.calls, self._backend.failures = counts
 
 
+MODE = "the same mode: "  # begins a condition such as "the same mode: grad_mode"
 _OF_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
 
 
@@ -250,6 +257,7 @@ def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
     condition = condition.partition(": ")[2].strip()
     found = re.search(r"([^/\\\s]+:\d+) in \S+$", source.strip())
     condition = _with_names(_LEFT.sub(BEFORE_BREAK, condition), getattr(backend, "parameters", ()))
+    condition = condition.replace("GLOBAL_STATE changed: ", MODE).strip()
     is_of_another = condition.startswith("BACKEND_MATCH")  # a call of another function with the same code
     return ("" if is_of_another else condition), (found[1] if found else "")
 

@@ -35,8 +35,8 @@ def thunderfx(fn: Callable[..., Any], /, **options: Any) -> Any:
     Args:
         fn: a function or module.
         options: those of :func:`cudagraph_transform`, of ``torch.compile`` (``dynamic``, ``fullgraph``, ``disable``)
-            and of ``thunder.jit`` (``executors``, ``transforms``, ...). ``mode`` and ``options`` raise, as with
-            Thunder's: they are Inductor's.
+            and of ``thunder.jit`` (``executors``, ``transforms``, ...). ``mode`` and ``options`` raise: they are
+            Inductor's.
 
     Returns:
         What ``thunder.dynamo.thunderfx`` returns: a callable.

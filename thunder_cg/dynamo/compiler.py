@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
+from traceback import FrameSummary
 from typing import Any
 from unittest.mock import patch
 
 import thunder
 import torch
 
-from thunder_cg.analysis.sources import called_from, described, user_frames
+from thunder_cg.analysis.sources import SourceLine, called_from, described, user_frames, users
 from thunder_cg.compat.dynamo import (
     CompiledFunction,
     GraphInputs,
@@ -30,7 +31,7 @@ from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.rewrites import rewrite
 from thunder_cg.dynamo.writes import order_counts
-from thunder_cg.errors import CaptureError, TransformConflictError
+from thunder_cg.errors import CaptureError, OptionError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
 from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name
@@ -77,9 +78,7 @@ class Compiler(ThunderCompiler):
         except TensorifyScalarRestartAnalysis:
             raise
         except Exception as error:
-            self.failures += 1
-            self.failure = described(error, near=_line_of_named_operator(module, str(error)))
-            note_what_to_try(error, self.function, self.failure, is_of_dynamo=True)
+            self._note_failure(error, _stack_of_named_operator(module, str(error)))
             raise
         self.inputs[len(self.subgraph_infos) - 1] = of_graph
         self._name_parts(names)
@@ -90,6 +89,16 @@ class Compiler(ThunderCompiler):
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 raise CaptureError(where, problem, "use an operator that Thunder traces", option='strict="ops"')
         return put_back(compiled)
+
+    def note_dynamos_failure(self, error: Exception, stack: Sequence[FrameSummary]) -> None:
+        """Keeps what Dynamo raised before it had a graph."""
+        self._note_failure(error, users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack]))
+
+    def _note_failure(self, error: Exception, stack: Sequence[SourceLine]) -> None:
+        """Keeps what was raised, and where, and notes on the error what to try. ``stack`` is empty if not known."""
+        self.failures += 1
+        self.failure = described(error, at=called_from(stack))
+        note_what_to_try(error, self.function, self.failure, is_of_dynamo=True)
 
     def _split(self, module: torch.fx.GraphModule, *inputs: Any) -> Any:
         """Thunder's own ``__call__``, with fusions of consecutive operators where `order_counts`."""
@@ -111,15 +120,18 @@ class Compiler(ThunderCompiler):
                 module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: names}
 
 
-def _line_of_named_operator(module: torch.fx.GraphModule, message: str) -> str | None:
-    """The line of the operator of ``torch.library`` that an error of Inductor's names; None if it names none."""
+def _stack_of_named_operator(module: torch.fx.GraphModule, message: str) -> list[SourceLine]:
+    """Where the operator of ``torch.library`` is called that an error of Inductor's names; nothing if it names none."""
     called = (node for node in module.graph.nodes if library_names(node.target) and str(node.target) in message)
-    return next((called_from(user_frames(node.stack_trace)) for node in called), None)
+    return next((user_frames(node.stack_trace) for node in called), [])
 
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """See :func:`thunder_cg.thunderfx`."""
     ours = taken_from(options, "thunderfx", {*OPTIONS, *signature(torch.compile).parameters}, may_be_others=True)
+    for name in ("mode", "options"):
+        if options.get(name) not in (None, "default"):
+            raise OptionError(name, options[name], "nothing, as it is for Inductor", "drop it", "thunderfx")
     given = options.pop("transforms", None) or ()
     if graphs := [type(each).__name__ for each in given if owns_regions([each])]:
         fix = "thunder_cg.thunderfx has one itself; pass its options, as in thunderfx(fn, allow=[...])"

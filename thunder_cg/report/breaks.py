@@ -85,23 +85,26 @@ class Recompilation:
         condition: in Dynamo's words: "len(sizes) == 1".
         line: where that is read, as "train.py:7"; "" if it is not known.
         count: how often, with other values.
+        is_mode: whether it is about a mode, such as whether gradients are enabled.
     """
 
     function: str
     condition: str
     line: str
     count: int
+    is_mode: bool = False
 
 
 def recompilations(backend: Any) -> Iterator[Recompilation]:
     """What Dynamo has compiled more than once, those together that are about one value."""
-    from thunder_cg.compat.dynamo import recompiled  # Dynamo is imported by now
+    from thunder_cg.compat.dynamo import MODE, recompiled  # Dynamo is imported by now
 
     alike: dict[Any, list[Any]] = {}
     for each in recompiled(backend):
         alike.setdefault((each.function, each.line, re.split(r" [=!<>]=? ", each.condition)[0]), []).append(each)
     for (function, line, _), all_ in alike.items():
-        yield Recompilation(function, all_[0].condition, line, len(all_))
+        condition = all_[0].condition
+        yield Recompilation(function, condition, line, len(all_), condition.startswith(MODE))
 
 
 def recompile_limits(compiled: Any, backend: Any) -> Iterator[RecompileLimit]:

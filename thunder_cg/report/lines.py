@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_MOST_LINES = 30  # of source
+_LONG = 80  # characters of a fix, which is not said again for another line
 HEADING = "What is not in a graph, by line of source, the most expensive first:"
 
 
@@ -43,18 +45,23 @@ def by_line(report: Report) -> Iterator[str]:
     lines.sort(key=_cost, reverse=True)
     if lines:
         yield HEADING
-    for problems in lines:
+    fixes: dict[str, str] = {}  # with the lines that they are said of
+    for problems in lines[:_MOST_LINES]:
         source = next((problem.source for problem in problems if problem.source), None)
         line = next((problem.line for problem in problems if not problem.line.startswith("near ")), problems[0].line)
         yield f"  {line}" + (f": {source}" if source else "")
-        fixes: set[str] = set()
         for problem in problems:
             yield f"      {problem.said}"
             if problem.why:
                 yield f"        why: {problem.why}"
             if problem.fix:
-                yield f"        to change it: {'as above' if problem.fix in fixes else problem.fix}"
-            fixes.add(problem.fix)
+                known = fixes.get(problem.fix)
+                fix = "as above" if known == line else problem.fix
+                fix = f"as for {known}" if known not in (None, line) and len(fix) > _LONG else fix
+                yield f"        to change it: {fix}"
+                fixes.setdefault(problem.fix, line)
+    if len(lines) > _MOST_LINES:
+        yield f"  {count(len(lines) - _MOST_LINES, 'more line')}: see explain(fn).causes, .breaks and .outside"
     for cut in _grouped(report.outside, lambda part: part.cost):
         graphs = [*dict.fromkeys(part.function for part in cut)]
         yield f"{_few(graphs)}, {'are' if len(graphs) > 1 else 'is'} {cut[0].cost}"

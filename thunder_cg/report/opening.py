@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from thunder_cg.analysis.compile_errors import to_try
+from thunder_cg.analysis.compile_errors import compiler_name, to_try
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
 from thunder_cg.runtime.changes import FEW, IF_CACHE, IF_DROPOUT, VERSIONS
@@ -65,7 +65,8 @@ def nothing(report: Report) -> str:
 def failures(report: Report) -> Iterator[str]:
     """In how many calls Thunder could not compile the function, where, and what to try."""
     if report.compile_failures:
-        said = f"Thunder raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
+        who = compiler_name(is_of_dynamo=report.is_of_dynamo)
+        said = f"{who} raised while it compiled, in {report.compile_failures:,} of {count(report.calls, 'call')}"
         problem = report.compile_failure or "an error that is not known"
         yield f"{said}: {problem}."
         if hint := to_try(problem, is_of_dynamo=report.is_of_dynamo):
@@ -102,7 +103,8 @@ def compiled_anew(report: Report) -> Iterator[str]:
         )
         times = count(sum(each.count for each in mine), "time")
         yield f"Dynamo compiled {function} anew {times}, as calls did not meet: {', '.join(causes)}"
-    if functions:
+    values = [each for each in report.recompilations if not each.is_mode]
+    if values and not is_complete(report):
         yield f"Each version warms up and has graphs of its own. To have fewer: {_FEWER}."
 
 
@@ -133,7 +135,7 @@ def ran(report: Report) -> Iterator[str]:
     yield f"{' and '.join(said)} replayed"
     if why := [*_not_replayed(report, having, without)]:
         yield f"Not replayed: {'; '.join(why)}"
-    if is_complete(report, having):
+    if is_complete(report):
         yield "All calls after warm-up and capture replay, and no operator is eager: there is nothing to change."
     for reason, fix in {reason: fix for trace in having for reason, fix in trace.fixes.items()}.items():
         yield f"To change that {reason.partition(' (')[0].partition(',')[0]}: {fix}"
@@ -173,8 +175,9 @@ def _calls_without_regions(report: Report) -> int:
     return max(0, report.calls - report.compile_failures - sum(trace.calls for trace in forwards if trace.regions))
 
 
-def is_complete(report: Report, having: Sequence[TraceReport]) -> bool:
+def is_complete(report: Report) -> bool:
     """Whether nothing can be better: all operators are in graphs, and all calls that may replay do."""
+    having = [trace for trace in report.traces if trace.regions]
     eager = sum(trace.counts["eager"] for trace in report.traces)
     graphs = report.outside or report.breaks or report.limits or report.python_calls  # Dynamo's
     others = (

@@ -24,7 +24,7 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat import thunder as compat
 from thunder_cg.executor import executor
-from thunder_cg.report.programs import compile_failures, jitted_parts, locate
+from thunder_cg.report.programs import compile_failures, jitted_parts, locate, that_counts
 from thunder_cg.report.state import state_kept
 from thunder_cg.runtime.backend import Timer
 from thunder_cg.runtime.functions import unused
@@ -66,12 +66,16 @@ def measure(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int,
 @contextmanager
 def _uncounted(fn: Any) -> Iterator[None]:
     """Inside, calls of ``fn`` do not count in its report: these are not the user's."""
+    counting = that_counts(fn)
+    of_function = counting.counts if counting is not None else None
     counts = {id(each.program): each.program.counts() for each in locate(fn).programs}
     replays = {each: each.replays for each in _recordings(fn)}
     calls = {id(part): (thunder.compile_stats(part).calls, compile_failures(part)) for part in jitted_parts(fn)}
     try:
         yield
     finally:
+        if counting is not None:
+            counting.counts = of_function
         for each in locate(fn).programs:
             each.program.set_counts(counts.get(id(each.program), Counts()))
         for recording in _recordings(fn):

@@ -130,8 +130,6 @@ def _compiled_parts(fn: Any) -> list[str]:
 
 def _of_dynamo(fn: Any, backend: Any) -> Found:
     """Dynamo makes one graph for all between two graph breaks, and Thunder one or more functions for a graph."""
-    from thunder_cg.compat.dynamo import CompiledFunction  # Dynamo is imported by now
-
     programs: list[Located] = []
     outside: list[Outside] = []
     breaks: list[GraphBreak] = []
@@ -151,7 +149,7 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         outside += outside_of(label, graph)
         breaks += graph_breaks(label, graph)
     breaks += whole_function_left(_name(fn), fn)
-    made = fn.calls if isinstance(fn, CompiledFunction) else 0
+    made = counting.counts[0] if (counting := that_counts(fn)) is not None else 0
     without_graph = made - sum(ran)  # negative if a call has several graphs, or calls are not counted
     python_calls = max(0, without_graph) if len(ran) == len(backend.subgraph_infos) else 0
     reached = [*recompile_limits(fn, backend)] if without_graph else []
@@ -168,6 +166,12 @@ def _of_dynamo(fn: Any, backend: Any) -> Found:
         is_of_dynamo=True,
         recompilations=tuple(recompilations(backend)),
     )
+
+
+def that_counts(fn: Any) -> Any | None:
+    """``fn``, if `thunder_cg.thunderfx` returned it, which counts its calls; else None."""
+    dynamo = sys.modules.get("thunder_cg.compat.dynamo")  # where nobody imported it, nobody has such a function
+    return fn if dynamo is not None and isinstance(fn, dynamo.CompiledFunction) else None
 
 
 def _successor(backend: Any, number: int) -> str | None:

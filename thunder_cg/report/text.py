@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thunder_cg.report.report import RegionReport, Report, TraceReport
 
 _MOST_ALIKE = 3  # traces that differ from another one in the sizes of inputs only
+_MOST_REGIONS = 30  # of a trace, besides those that run eagerly
 _MOST_LINES = 8  # of recordings, and of traces that are not captured, in the ledger
 
 
@@ -189,9 +190,12 @@ def _trace(trace: TraceReport) -> Iterator[str]:
         yield f"  {entry(trace)}"
     yield f"  {calls(trace)}"
     yield from _indent(collectives(trace))
-    for region in trace.regions:
+    shown = [each for i, each in enumerate(trace.regions) if i < _MOST_REGIONS or each.failure or each.remark]
+    for region in shown:
         yield f"  {region.name} on {region.device}, {count(region.ops, 'op')}: {region_counts(region)}"
         yield from _indent(f"    {note}" for note in notes(region))
+    if more := len(trace.regions) - len(shown):
+        yield f"  {count(more, 'more region')}: see explain(fn).traces"
 
 
 def _indent(lines: Iterable[str]) -> Iterator[str]:

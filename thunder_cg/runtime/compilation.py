@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from thunder_cg.analysis.compile_errors import to_try
+from thunder_cg.analysis.compile_errors import compiler_name, to_try
 from thunder_cg.analysis.sources import described
 from thunder_cg.compat.thunder import NAME
 from thunder_cg.compat.torch import functorch_is_active, stacks_of_generated_code
@@ -48,9 +48,10 @@ def note_compile_failure(data: Any, statistics: Any, error: Exception) -> None:
 
 
 def note_what_to_try(error: Exception, name: str, problem: str, *, is_of_dynamo: bool) -> None:
-    """Notes on what Thunder raised while it compiled something of that name where it did, and what to try."""
+    """Notes on what was raised while something of that name was compiled where that was, and what to try."""
     if fix := to_try(problem, is_of_dynamo=is_of_dynamo, in_functorch=functorch_is_active()):
-        note(error, f"Thunder raised this while it compiled {name}: {problem}. To try: {fix}.")
+        who = compiler_name(is_of_dynamo=is_of_dynamo)
+        note(error, f"{who} raised this while it compiled {name}: {problem}. To try: {fix}.")
 
 
 _CHECKED = {"items": "items", "number": "numbers", "attribute": "attributes", "shape": "shapes"}  # by kind of a change
