@@ -334,14 +334,11 @@ _INSTEAD: dict[Any, str] = {
     dist.reduce_scatter: "reduce_scatter_tensor",
 }
 _UNTRACED = (
-    dist.barrier,
-    dist.broadcast_object_list,
-    dist.gather,
-    dist.irecv,
-    dist.isend,
-    dist.recv,
-    dist.scatter,
-    dist.send,
+    *(dist.all_gather_coalesced, dist.all_reduce_coalesced, dist.gather, dist.scatter),
+    *(dist.all_gather_object, dist.broadcast_object_list, dist.gather_object, dist.scatter_object_list),
+    *(dist.barrier, dist.monitored_barrier),
+    *(dist.batch_isend_irecv, dist.irecv, dist.isend, dist.recv, dist.send),
+    *(dist.recv_object_list, dist.send_object_list),
     *(function for name in _COALESCED for function, _ in distributed.functional_collectives(name)),
 )
 

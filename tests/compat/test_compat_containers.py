@@ -8,6 +8,7 @@ import logging
 from collections import OrderedDict
 
 import dill
+import numpy as np
 import pytest
 import thunder
 import torch
@@ -205,6 +206,23 @@ def test_what_was_none(how, transform, device):
         kwargs = {"keyword": {"mask": value}, "item": {"options": {"shift": value}}}.get(how, {})
         same(jitted(*args, **kwargs), model(*args, **kwargs))
     assert thunder.cache_misses(jitted) == 2 and fast_path_calls(jitted) >= 3
+
+
+@pytest.mark.parametrize("how", ["argument", "attribute"])
+@pytest.mark.parametrize("values", [(np.float32(2), np.float32("nan")), (np.int64(2), np.int64(3)), (..., 2)])
+def test_values_that_thunder_does_not_check(how, values, transform, device):
+    class Compares(nn.Module):
+        own = None
+
+        def forward(self, x, value):
+            return torch.sin(x).cos() * (2 if (self.own if value is None else value) == values[0] else 3)
+
+    model, x = Compares(), torch.randn(3, device=device)
+    jitted = thunder.jit(model, transforms=[transform()])
+    for value in [values[0]] * 4 + [values[1]] * 4 + [values[0]]:
+        model.own, value = (value, None) if how == "attribute" else (None, value)
+        same(jitted(x, value), model(x, value))
+    assert thunder.cache_misses(jitted) == 2 and fast_path_calls(jitted) == 5
 
 
 class Casts(nn.Module):

@@ -225,6 +225,18 @@ def sends(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def gathers_objects(x: torch.Tensor) -> torch.Tensor:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, dist.get_rank())
+    return x * sum(found)
+
+
+def awaits_others(x: torch.Tensor) -> torch.Tensor:
+    """Thunder would do so while it traces, and never again."""
+    dist.monitored_barrier()
+    return x * 2
+
+
 def loses_gradient(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     dist.broadcast(y, 0)
@@ -245,6 +257,8 @@ def has_other_dtype(x: torch.Tensor) -> torch.Tensor:
 MESSAGES = {
     gathers_list: "all_gather, in a compiled function: Thunder cannot trace it; call all_gather_into_tensor",
     sends: "send, in a compiled function: Thunder cannot trace it; call it outside of that",
+    gathers_objects: "all_gather_object, in a compiled function: Thunder cannot trace it; call it outside of that",
+    awaits_others: "monitored_barrier, in a compiled function: Thunder cannot trace it; call it outside of that",
     loses_gradient: "takes a tensor that has a gradient, which would be lost; call it with x.detach()",
     asks_for_future: "its handle has no get_future in a trace; call wait()",
     has_other_dtype: "tensors of thunder.dtypes.float64 (8, 8) and thunder.dtypes.float32 (4, 8) do not fit 2 ranks",
@@ -270,7 +284,7 @@ def test_what_cannot_be_traced_says_so(ranks: Ranks) -> None:
     for found in ranks.run(messages):
         for expected, said in zip(MESSAGES.values(), found):
             assert expected in said
-        assert "broadcast at test_traced_collectives.py:" in found[2]
+        assert "broadcast at test_traced_collectives.py:" in found[4]
 
 
 class Varies(torch.nn.Module):

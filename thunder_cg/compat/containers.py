@@ -4,8 +4,8 @@ Thunder (0.2.6) traces what the Python code does with a list or a dict, and then
 With other items, such as one more in a list, or a key that was missing, it would run the trace of the first call.
 What is added to the prologue is one check for each container that the code looks at as a whole: of its length, of the
 keys of a dict, of the items of what Python itself looks into, such as a set of names. Then other items compile anew.
-So do another dtype or function, and a value in the place of None. So do another process group, device mesh or
-reduction, wherever the code finds it: Thunder would communicate in the group of the first call.
+So do another dtype, function or number of NumPy, and a value in the place of None. So do another process group, device
+mesh or reduction, wherever the code finds it: Thunder would communicate in the group of the first call.
 
 A container that the code changes gets no check: Thunder changes it while it traces, and in no call.
 """
@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType, NoneType
+from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, ModuleType, NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from thunder.core import interpreter
 from thunder.core.compile_data import _compile_data
@@ -42,7 +43,7 @@ _LITERALS = (str, int, float, bool, NoneType)
 # Values that a program may depend on, and that it does not change.
 _OF_COLLECTIVES = (ProcessGroup, DeviceMesh, ReduceOp, ReduceOp.RedOpType)
 CONSTANTS = (
-    *(NoneType, FunctionType, BuiltinFunctionType, type, Enum),
+    *(NoneType, FunctionType, BuiltinFunctionType, type, Enum, EllipsisType, np.generic),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *_OF_COLLECTIVES,
 )
@@ -89,6 +90,8 @@ def _check_constant(value: Any, expected: Any) -> None:
 
 def essence(constant: Any) -> Any:
     """What is compared. A function may be made anew for each call, and what it closes over, Thunder checks."""
+    if isinstance(constant, np.generic):
+        return constant.tobytes()  # NaN is NaN
     if not isinstance(constant, FunctionType):
         return constant
     defaults = (*(constant.__defaults__ or ()), *(constant.__kwdefaults__ or {}).values())
