@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from types import MappingProxyType
@@ -138,7 +138,10 @@ class CudagraphTransform(compat.Transform):
         self._compiling.forward = None
         names_operators = self.options.allow or self.options.deny
         self._compiling.before = self._read(computation_trace) if names_operators else None
-        self._compiling.wrong_gradients = self._wrong_gradients(computation_trace)
+        wrong = self._wrong_gradients(computation_trace)
+        self._compiling.wrong_gradients = tuple(each for each in wrong if not each.is_of_argument)
+        if torch.is_grad_enabled():
+            self._warn_of_wrong_gradients(each for each in wrong if each.is_of_argument)
         self._warn_of_what_is_lost(computation_trace, epilogue_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)
@@ -205,11 +208,7 @@ class CudagraphTransform(compat.Transform):
         if compat.TraceTag.BACKWARD in trace.tags:
             known = {each.line for each in self._compiling.wrong_gradients}
             late = [each for each in put_off(ops, aliasing, self._compiling.seen) if each.line not in known]
-            found = (*self._compiling.wrong_gradients, *late)
-            if isinstance(compat.get_compile_data().fn, torch.fx.GraphModule):
-                found = tuple(each.in_thunderfx() for each in found)
-            self._compiling.compilation.differs += map(str, found)
-            _warn_of_wrong_gradients(found)
+            self._warn_of_wrong_gradients([*self._compiling.wrong_gradients, *late])
         elif compat.TraceTag.AUGMENTED_FORWARD in trace.tags:
             saved = names_in(trace.bound_symbols[-1].args[1:])
             self._compiling.wrong_gradients += overwritten(ops, aliasing, saved)
@@ -243,6 +242,14 @@ class CudagraphTransform(compat.Transform):
             results = len(returned(ops.ops[-1]))
             self._compiling.reached, self._compiling.results = results_reached(ops, aliasing), results
         return lost_or_unsummed(ops, aliasing)
+
+    def _warn_of_wrong_gradients(self, found: Iterable[WrongGradient]) -> None:
+        is_of_dynamo = isinstance(compat.get_compile_data().fn, torch.fx.GraphModule)
+        for each in found:
+            named = str(each.in_thunderfx() if is_of_dynamo else each)
+            self._compiling.compilation.differs.append(named)
+            said = f"Thunder computes another gradient, writes too late or raises, with and without graphs: {named}"
+            warnings.warn(said, WrongGradientWarning, stacklevel=users_level())
 
     def _warn_of_what_is_lost(self, trace: TraceCtx, epilogue: TraceCtx | None) -> None:
         """Says once of each thing that Python does and Thunder loses."""
@@ -382,12 +389,6 @@ class _Compiling(threading.local):
     results = 0
     routes: Routes = ()
     seen: frozenset[str] = frozenset()  # names of the forward in memory that its caller sees
-
-
-def _warn_of_wrong_gradients(found: Sequence[WrongGradient]) -> None:
-    for each in found:
-        said = f"Thunder computes another gradient, writes too late or raises, with and without graphs: {each}"
-        warnings.warn(said, WrongGradientWarning, stacklevel=users_level())
 
 
 def _gets_saved(trace: TraceCtx) -> bool:

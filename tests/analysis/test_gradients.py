@@ -148,6 +148,35 @@ def test_a_right_gradient_is_not(name):
     assert is_right(fn, thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")]))
 
 
+def items_of_an_argument(x, z):
+    x[:, :2] = z
+    return x.exp()
+
+
+ARGUMENT_WRITTEN = {
+    "divided": lambda x, z: x.div_(2.0).exp(),
+    "items": items_of_an_argument,
+    "a slice": lambda x, z: x[:, :2].mul_(2.0).sum() + x.exp().sum(),
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENT_WRITTEN)
+def test_a_gradient_of_an_argument_that_is_written_is_warned_of(name):
+    """An argument that is made of another tensor: autograd lets nobody write to that one."""
+    fn = ARGUMENT_WRITTEN[name]
+    graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
+
+    def gradient(call, x):
+        argument = x * 2
+        (call(argument, torch.ones(3, 2)).sum() + argument.sum()).backward()
+        return x.grad
+
+    mine, other = (torch.ones(3, 4, requires_grad=True) for _ in range(2))
+    with pytest.warns(WrongGradientWarning, match=r"gradients.py:\d+ writes in place to an argument"):
+        found = gradient(graphed, mine)
+    assert not torch.allclose(found, gradient(fn, other)), "Thunder's gradient has become right: the warning can go"
+
+
 def test_a_write_that_thunder_puts_off_to_the_backward_is_warned_of():
     """It has no part in the gradient, and the graph of the forward has handed its result out by then."""
 

@@ -273,6 +273,18 @@ def test_graph_breaks(pair, device):
     assert [len(program.regions) for program in programs(graphed)] == [1, 1, 1, 1]
 
 
+def test_a_view_of_an_argument_is_written_in_place_after_the_call(backend, device):
+    """As DeBERTa's scores were. Autograd lets nobody write to a view that a function of its own has returned."""
+
+    graphed = thunderfx(lambda x: x.view(4, 2, 2).permute(1, 0, 2), backend=backend)
+    for _ in range(4):
+        w = torch.randn(4, 4, device=device, requires_grad=True)
+        heads = graphed(w * 1)
+        heads /= 2
+        heads.sum().backward()
+        same(w.grad, torch.full_like(w, 0.5))
+
+
 def test_training(backend, device):
     """Without a fallback that Inductor would have got, both are the same program."""
     model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)).to(device)

@@ -50,6 +50,11 @@ class WrongGradient:
     def __str__(self) -> str:
         return f"{self.operator} at {self.line or 'an unknown line'} {self.problem}"
 
+    @property
+    def is_of_argument(self) -> bool:
+        """Whether the gradient of an argument is lost, for which the trace may have no backward."""
+        return self.problem.startswith(_OF_ARGUMENT)
+
     def in_thunderfx(self) -> WrongGradient:
         """Without the advice to compile with it."""
         return replace(self, problem=self.problem.replace(_BY_THUNDERFX, ""))
@@ -59,6 +64,8 @@ _BY_THUNDERFX = ", or compile with thunder_cg.thunderfx, which corrects or refus
 _INSTEAD = f"write out of place{_BY_THUNDERFX}"
 _OVERWRITTEN = f"overwrites in place what the backward needs; {_INSTEAD}"
 _LOST = f"writes in place to memory that another tensor shares, whose gradient does not see it; {_INSTEAD}"
+_OF_ARGUMENT = "writes in place to an argument"
+_ARGUMENT = f"{_OF_ARGUMENT}, whose gradient does not see it; {_INSTEAD}"
 _PUT_OFF = f"writes in place to what the caller sees, and Thunder puts that off to the backward; {_INSTEAD}"
 _OTHER = (
     "has another gradient in Thunder than in PyTorch; compile with thunder_cg.thunderfx, which leaves it to Inductor"
@@ -100,7 +107,12 @@ class _View:
     @property
     def is_whole(self) -> bool:
         """Whether it shows all of the memory that is known of."""
-        return 0 < self.nbytes == [*self._bases()][-1].nbytes
+        return 0 < self.nbytes == self.memory.nbytes
+
+    @property
+    def memory(self) -> _View:
+        """The view of all of the memory that is known of."""
+        return [*self._bases()][-1]
 
 
 class _Views:
@@ -171,6 +183,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
     """
     views = _Views(ops, aliasing)
     tracked = {name for name in ops.args if requires_grad(ops.values[name].proxy)}  # what has a gradient
+    given = [views.of(name) for name in ops.args if name in aliasing.sets]
     stale: dict[str, Op] = {}  # of these, names whose gradient does not see a write, and the write
     reduced: set[str] = set()  # CPU scalars that were made of larger tensors
     found: list[WrongGradient] = []
@@ -193,6 +206,9 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
             raise CollectiveError(f"{op.name.rsplit('.', 1)[-1]} {ops.place(op)}", *LOST_GRADIENT)
         if not op.bookkeeping and _has_another_gradient(op, ops, tracked):
             found.append(_named(op, ops, _OTHER))
+        outputs = [name for name in op.outputs if name in tracked and name in aliasing.sets]
+        if not op.bookkeeping and written and any(views.of(name).memory in given for name in outputs):
+            found.append(_named(op, ops, _ARGUMENT))
         for name in written:
             shared = [each for each in views.in_memory_of(name) if _is_changed(views.of(each), views.of(name), op)]
             stale |= dict.fromkeys(shared, op)

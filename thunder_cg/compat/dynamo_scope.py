@@ -19,7 +19,7 @@ from torch._dynamo import cache_size, config, convert_frame, pgo
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import TensorifyState
-from torch._dynamo.variables import ConstantVariable, builder, misc
+from torch._dynamo.variables import ConstantVariable, TensorVariable, builder, misc
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 __all__ = ["TensorifyScalarRestartAnalysis", "dynamo_callback", "scope_dynamo", "specialize"]
@@ -27,6 +27,7 @@ __all__ = ["TensorifyScalarRestartAnalysis", "dynamo_callback", "scope_dynamo", 
 _LOG_METHODS = re.compile(r"(debug|info|warning|warn|error|critical|fatal|log)(_once|_advice)?")  # they return None
 _call_method_of_logger = misc.LoggingLoggerVariable.call_method
 _wrap_symfloat = builder.VariableBuilder.wrap_symfloat
+_method_item = TensorVariable.method_item
 _has_same_id_matched_objs = cache_size._has_same_id_matched_objs
 
 
@@ -50,7 +51,13 @@ def scope_dynamo(function: Any) -> None:
     history, backend = _SizeHistory(), _innermost_backend(callback)
 
     def convert_scoped(*args: Any, skip: int = 0, **kwargs: Any) -> Any:
-        with history.in_use(), _logging_after_graphs(), _floats_constant_at_first(), _counting_versions_of(backend):
+        with (
+            history.in_use(),
+            _logging_after_graphs(),
+            _floats_constant_at_first(),
+            _reading_constants(),
+            _counting_versions_of(backend),
+        ):
             return convert(*args, skip=skip + 1, **kwargs)
 
     # Dynamo looks for the caller of a frame behind the frames of its own file.
@@ -108,6 +115,19 @@ def _floats_constant_at_first() -> AbstractContextManager[Any]:
             return _wrap_symfloat(self, value)
 
     return patch.object(builder.VariableBuilder, "wrap_symfloat", wrap)
+
+
+def _reading_constants() -> AbstractContextManager[Any]:
+    """Has the value of ``torch.tensor(4).item()`` be a constant. Dynamo would end the graph there.
+
+    PyTorch keeps the value of a small tensor that is made of constants and not written since, also through arithmetic.
+    """
+
+    def item(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+        value = getattr(self.proxy.node.meta.get("example_value"), "constant", None)
+        return _method_item(self, tx, *args, **kwargs) if value is None else ConstantVariable.create(value.item())
+
+    return patch.object(TensorVariable, "method_item", item)
 
 
 def _logging_after_graphs() -> AbstractContextManager[Any]:

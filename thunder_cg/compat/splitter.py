@@ -40,6 +40,7 @@ __all__ = [
     "is_unused",
     "is_wait",
     "keeping_fallbacks",
+    "known_constant",
     "loses_wait",
     "numpy_name",
     "on_examples",
@@ -109,6 +110,12 @@ def is_collective(node: Node) -> bool:
 def is_unused(collective: Node) -> bool:
     """Whether nothing in the graph but waits uses what it gives."""
     return all(is_wait(user) and not user.users for user in collective.users)
+
+
+def known_constant(node: Node) -> torch.Tensor | None:
+    """The tensor of one number that a call makes of constants alone, as PyTorch knows it; None of all else."""
+    value = node.meta.get("example_value") if node.op.startswith("call") else None
+    return value.constant if isinstance(value, FakeTensor) else None
 
 
 def is_differentiable(node: Node, options: dict[str, Any]) -> bool:

@@ -30,7 +30,7 @@ from thunder_cg.dynamo.fallbacks import objections
 from thunder_cg.dynamo.layouts import keeping_layouts
 from thunder_cg.dynamo.numbers import specialize_floats, take_out_numbers, take_out_numbers_of_parts
 from thunder_cg.dynamo.rewrites import rewrite
-from thunder_cg.dynamo.writes import order_counts
+from thunder_cg.dynamo.writes import makes_only_views, order_counts
 from thunder_cg.errors import CaptureError, OptionError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
@@ -65,6 +65,7 @@ class Compiler(ThunderCompiler):
         Raises:
             CaptureError: with ``strict="ops"``, Inductor got an operator of it.
         """
+        only_views = makes_only_views(module.graph)
         names, of_graph = users_names(module.graph, self.parameters), inputs_of(module.graph)
         try:
             specialize_floats(module)
@@ -88,7 +89,7 @@ class Compiler(ThunderCompiler):
                 where = f"{outside.operator} at {outside.line or 'a line unknown to Dynamo'}"
                 problem = f"runs eagerly, as Inductor got it and no trace has it: {outside.reason}"
                 raise CaptureError(where, problem, "use an operator that Thunder traces", option='strict="ops"')
-        return put_back(compiled)
+        return put_back(module if only_views else compiled)
 
     def note_dynamos_failure(self, error: Exception, stack: Sequence[FrameSummary]) -> None:
         """Keeps what Dynamo raised before it had a graph."""

@@ -41,6 +41,7 @@ from thunder_cg.dynamo.writes import (
     shares_memory,
     untracked_writes,
     views_and_writes,
+    writes_to_inputs,
     written_by,
 )
 
@@ -78,7 +79,7 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
     transformed = inside_transforms(graph)
     lost_views = [example(node) for node in _views_lost_before_writes(graph)]
     lost, untracked = untracked_writes(graph), without_gradient(graph)
-    viewed = views_and_writes(graph)
+    viewed, given = views_and_writes(graph), writes_to_inputs(graph)
 
     def objection(node: Node) -> str | None:
         if node.name in transformed:
@@ -101,6 +102,8 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
             return "didn't have any mapping in thunder"
         if node.name in lost:
             return "writes in place, without a gradient, to a tensor that has one, which Thunder loses"
+        if node.name in given:
+            return "writes in place to an argument, or makes a view of it, whose gradient Thunder loses"
         if node.name in viewed:
             return "writes to memory of which a view is read later, or makes that view, whose gradient Thunder loses"
         is_tracked = requires_grad(result := example(node)) and node.name not in untracked

@@ -17,7 +17,7 @@ from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.splitter import example, inside_transforms
 from thunder_cg.compat.torch import dispatch_mode_count, has_storage, shares_storage, tensors_in
 from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.writes import shares_memory, written_by
+from thunder_cg.dynamo.writes import shares_memory, writes_to_inputs, written_by
 from thunder_cg.errors import LayoutError
 
 # What makes a tensor with the strides of another one, which Thunder's do not keep, and what makes it from sizes.
@@ -79,11 +79,15 @@ def layout_counts(node: Node) -> bool:
 def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
     """``torch._inductor.compile`` of pieces that take values in the layouts that they were compiled for.
 
-    Under a dispatch mode, they run operator by operator.
+    Under a dispatch mode, they run operator by operator, and always if they write with a gradient to what they get,
+    unless they read memory by strides.
     """
 
     def compiled_piece(piece: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         operators_of_piece = GraphModule(piece, _copied(piece.graph))
+        reads = any(map(reads_by_strides, piece.graph.nodes))
+        if writes_to_inputs(piece.graph) and not reads:  # autograd refuses much of what Inductor makes of it
+            return operators_of_piece
         compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)
         *_, output = piece.graph.nodes
         kept = [example(output.args), *(example(written_by(node)) for node in piece.graph.nodes)]

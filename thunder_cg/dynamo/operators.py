@@ -114,6 +114,47 @@ def _bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
     return torch.empty_like(like).bernoulli_(p)
 
 
+class _MaskedScatter(torch.autograd.Function):
+    """``masked_scatter`` with PyTorch's bits, whose backward does not count the mask on the host."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(mask)
+        ctx.shape = source.shape
+        return tensor.masked_scatter(mask, source)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad,), (mask,) = grads, ctx.saved_tensors
+        mask = mask.expand(grad.shape)
+        flat, size = mask.flatten(), ctx.shape.numel()
+        places = torch.where(flat, torch.cumsum(flat, 0) - 1, size)  # what came from elsewhere goes to the end, and off
+        taken = grad.new_zeros(size + 1).scatter(0, places, grad.flatten())
+        return grad.masked_fill(mask, 0), None, taken[:size].view(ctx.shape)
+
+
+def _masked_scatter(tensor: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = _MaskedScatter.apply(tensor, mask, source)
+    return result
+
+
+@cache
+def masked_scatter() -> Callable[..., Any]:
+    """``x.masked_scatter(mask, source)``, where ``x`` is not broadcast."""
+    symbol = register_function(_executor, "scatter_masked", _masked_scatter)
+    return for_splitter(_callable(symbol, _masked_scatter), "scatter_masked")
+
+
+def _unfold(tensor: torch.Tensor, dimension: int, size: int, step: int) -> torch.Tensor:
+    return tensor.unfold(dimension, size, step).clone()
+
+
+@cache
+def unfold() -> Callable[..., Any]:
+    """``x.unfold(0, 4, 2)`` in new memory. Thunder's method of that name is another function."""
+    return for_splitter(_callable(register_function(_executor, "unfold_copy", _unfold), _unfold), "unfold_copy")
+
+
 @cache
 def bernoulli() -> Callable[..., Any]:
     """``x.bernoulli_(p)`` of a tensor that nothing else sees, in a new one. It has no gradient."""

@@ -30,6 +30,7 @@ from thunder_cg.compat.splitter import (
     is_supported,
     is_unused,
     is_wait,
+    known_constant,
     on_examples,
     operator_name,
     without_gradient,
@@ -67,6 +68,7 @@ _UNKNOWN = frozenset(
         "split_size_or_sections",
         "tensor",
         "tensors",
+        "weight",
     ]
 )
 _OF_NUMPY = {"axis": "dim", "keepdims": "keepdim"}
@@ -104,6 +106,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
     transformed = inside_transforms(module.graph)
+    _write_constants(module.graph, transformed)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
         _name_inplace(node)
@@ -112,6 +115,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         if node.name not in untracked:
             _compute_out_of_place(node)
             _write_slice_as_item(node)
+        _name_as_thunder_does(node)
         _pass_by_position(node)
     for node in nodes:
         if node.op == "call_function" and node.target is torch.cat:
@@ -129,20 +133,14 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _fill_with_number(node)
         elif node.target in LIKE:
             make_as_laid_out(node)
-        elif node.target in _ARITHMETIC and (numbers := _known_numbers(node)) is not None:
-            _compute_of_numbers(node, numbers)
         elif node.target in ("norm", torch.norm):
             _name_vector_norm(node)
-        elif node.op == "call_method" and node.target == "broadcast_to":  # which Thunder's tensors do not have
-            node.target = "expand"
         elif node.target is torch.einsum:
             _pass_each_operand(node)
         elif node.target is F.embedding:
             _count_padding_from_start(node)
-        elif node.op == "call_method" and node.target == "bernoulli_":
-            _draw_out_of_place(node)
-        elif node.op == "call_method" and node.target == "where":
-            _name_condition_first(node)
+        elif node.op == "call_method" and node.target in _METHODS:
+            _METHODS[node.target](node)
         elif node.target is torch.ops.higher_order.autograd_function_apply and not is_checkpointed:
             _write_as_before(node, module, options)
         elif is_collective(node):
@@ -220,7 +218,7 @@ def _compute_out_of_place(node: Node) -> None:
     if not (result.requires_grad or function is F.dropout):
         return
     later = _later(node)
-    if _has_other_names(result, later, (written, node)):
+    if not _is_put_back(node) and _has_other_names(result, later, (written, node)):
         return
     kwargs = {**node.kwargs, "inplace": False} if "inplace" in node.kwargs else node.kwargs
     fresh = on_examples(function, example(node.args), example(kwargs))
@@ -230,6 +228,14 @@ def _compute_out_of_place(node: Node) -> None:
     node.kwargs = kwargs
     for user in later.intersection(written.users):
         user.replace_input_with(written, node)
+
+
+def _is_put_back(node: Node) -> bool:
+    """Whether it is the ``+=`` of ``y[1:] += z``, which Python writes as ``t = y[1:]``, ``t += z``, ``y[1:] = t``."""
+    item: Any = node.args[0]
+    put: Any = node.next
+    is_put = put.target is operator.setitem and item.target is operator.getitem and put.args == (*item.args, node)
+    return is_put and node.target in IN_PLACE and [*item.users] == [node] and [*node.users] == [put]
 
 
 def _write_slice_as_item(node: Node) -> None:
@@ -298,6 +304,20 @@ def _has_other_names(tensor: torch.Tensor, later: set[Node], known: tuple[Node, 
             if other.op in ("placeholder", "get_attr") or is_read_later:
                 return True
     return False
+
+
+def _name_as_thunder_does(node: Node) -> None:
+    """``x % 5`` is ``torch.remainder(x, 5)``, and ``x.var(-1, unbiased=False)`` is ``x.var(-1, correction=0)``."""
+    if node.op == "call_method" and node.target == "broadcast_to":
+        node.target = "expand"
+    elif node.target is operator.mod and isinstance(_value(node), torch.Tensor):
+        node.target = torch.remainder
+    elif operator_name(node) in ("std", "std_mean", "var", "var_mean") and not returns_cpu_scalar(node):
+        tensor, *others = node.args or [node.kwargs.get("input")]
+        given = dict(zip(("unbiased",) if others and isinstance(others[0], bool) else ("dim", "unbiased"), others))
+        kwargs = {**given, **{name: value for name, value in node.kwargs.items() if name != "input"}}
+        if len(given) == len(others) and isinstance(unbiased := kwargs.pop("unbiased", None), bool):
+            node.args, node.kwargs = (tensor,), {**kwargs, "correction": int(unbiased)}
 
 
 def _pass_by_position(node: Node) -> None:
@@ -425,31 +445,36 @@ def _fill_with_number(node: Node) -> None:
         node.kwargs = {"dtype": result.dtype, "device": result.device}
 
 
-def _known_numbers(node: Node) -> dict[Node, torch.Tensor] | None:
-    """The inputs of what computes a tensor of known numbers alone; None for all else."""
-    numbers = {source: _number_in(source) for source in node.all_input_nodes}
-    known = {source: number for source, number in numbers.items() if number is not None}
-    return known if isinstance(_value(node), torch.Tensor) and len(known) == len(numbers) else None
+def _write_constants(graph: Graph, transformed: frozenset[str]) -> None:
+    """``torch.sqrt(torch.tensor(4.0))`` is ``torch.full((), 2.0)``, and 2.0 where an operator takes a number.
 
-
-def _compute_of_numbers(node: Node, inputs: dict[Node, torch.Tensor]) -> None:
-    """``torch.div(8, 4)`` is ``torch.full((), 2.0)``: PyTorch makes a tensor of numbers, Thunder a number.
-
-    As a size, which PyTorch would read on the host, it is the number itself.
+    PyTorch would compute it on the host. Of numbers, PyTorch makes a tensor, and Thunder another number.
     """
-    function: Any = node.target
-    result = function(*map_arg(node.args, inputs.__getitem__), **map_arg(node.kwargs, inputs.__getitem__))
-    node.target, node.args = torch.full, ((), result.item())
-    node.kwargs = {"dtype": result.dtype, "device": result.device}
-    for user in [*node.users]:
-        if user.op == "call_method" and user.target in _TAKE_SIZES and user.args[0] is not node:
-            user.args = map_arg(user.args, lambda arg: result.item() if arg is node else arg)
+    written = [example(written_by(node)) for node in graph.nodes]
+    for node in [*graph.nodes]:
+        constant = known_constant(node)
+        if constant is None or constant.dim() or node.name in transformed or shares_memory(written, _value(node)):
+            continue
+        number = constant.item()
+        for user in [each for each in node.users if _takes_number(each, node, number)]:
+            user.args = map_arg(user.args, {**{arg: arg for arg in user.all_input_nodes}, node: number}.__getitem__)
+        node.op, node.target, node.args = "call_function", torch.full, ((), number)
+        node.kwargs = {"dtype": constant.dtype, "device": constant.device}
+        if not node.users:
+            graph.erase_node(node)
 
 
-def _number_in(node: Node) -> torch.Tensor | None:
-    """The 0-dim tensor that a node makes of a number that is known."""
-    is_known = node.target is torch.full and node.args[0] == () and not isinstance(node.args[1], Node)
-    return torch.full(*node.args, **node.kwargs) if is_known else None  # type: ignore[arg-type]
+def _takes_number(user: Node, constant: Node, number: Any) -> bool:
+    """Whether an operator computes the same with a number in the place of a 0-dim tensor."""
+    if user.op == "call_method" and user.target in _TAKE_SIZES:
+        return user.args[0] is not constant
+    if operator_name(user) in ("clamp", "clip"):
+        return any(isinstance(bound, (int, float)) for bound in user.args[1:])
+    if user.target not in _ARITHMETIC or user.kwargs:
+        return False
+    args = [number if arg is constant else example(arg) for arg in user.args]
+    is_beside_larger = any(isinstance(arg, torch.Tensor) and arg.dim() for arg in args)
+    return is_beside_larger and on_examples(user.target, args, {}).dtype == _value(user).dtype
 
 
 def _name_vector_norm(node: Node) -> None:
@@ -480,12 +505,35 @@ def _draw_out_of_place(node: Node) -> None:
         node.op, node.target = "call_function", operators.bernoulli()
 
 
+def _unfold_to_new_memory(node: Node) -> None:
+    """Thunder takes the method for the function of that name."""
+    if not shares_memory([example(written_by(each)) for each in node.graph.nodes], _value(node)):
+        node.op, node.target = "call_function", operators.unfold()
+
+
+def _scatter_without_waiting(node: Node) -> None:
+    """Models of images and text place an image's values so. PyTorch's backward would read the mask on the host."""
+    named = dict(zip(("input", "mask", "source"), node.args), **node.kwargs)
+    is_whole = named.keys() == {"input", "mask", "source"} and _value(named["input"]).shape == _value(node).shape
+    if is_whole and requires_grad(_value(node)):
+        node.op, node.target, node.kwargs = "call_function", operators.masked_scatter(), {}
+        node.args = named["input"], named["mask"], named["source"]
+
+
 def _name_condition_first(node: Node) -> None:
     """``x.where(condition, y)`` is ``torch.where(condition, x, y)``: Thunder takes the first for the condition."""
     named = dict(zip(("input", "condition", "other"), node.args), **node.kwargs)
     if named.keys() == {"input", "condition", "other"}:
         node.op, node.target, node.kwargs = "call_function", torch.where, {}
         node.args = named["condition"], named["input"], named["other"]
+
+
+_METHODS: dict[Any, Callable[[Node], None]] = {
+    "bernoulli_": _draw_out_of_place,
+    "masked_scatter": _scatter_without_waiting,
+    "unfold": _unfold_to_new_memory,
+    "where": _name_condition_first,
+}
 
 
 def _count_padding_from_start(node: Node) -> None:

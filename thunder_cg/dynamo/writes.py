@@ -36,6 +36,15 @@ def shares_memory(values: Any, others: Any) -> bool:
     return any(has_storage(tensor) and shares_storage(values, tensor) for tensor in tensors_in(others))
 
 
+def makes_only_views(graph: Graph) -> bool:
+    """Whether all tensors that a graph makes are views of its inputs, and it writes nothing: it runs no kernel."""
+    inputs = [example(node) for node in graph.nodes if not node.op.startswith("call")]
+    calls = [node for node in graph.nodes if node.op.startswith("call")]
+    return bool(calls) and not any(
+        written_by(node) or not shares_memory(inputs, value) for node in calls for value in tensors_in(example(node))
+    )
+
+
 def untracked_writes(graph: Graph) -> frozenset[str]:
     """Names of the nodes that write, with no gradient, to tensors that require one, and of the views they write to.
 
@@ -64,6 +73,21 @@ def untracked_writes(graph: Graph) -> frozenset[str]:
     return frozenset([*found, *views])
 
 
+def writes_to_inputs(graph: Graph) -> frozenset[str]:
+    """Names of the nodes that write, with a gradient, to memory of the graph's inputs, and of the views of it.
+
+    Such as ``x /= 2`` of an argument. Thunder leaves the argument the gradient that it had before the write.
+    """
+    untracked = without_gradient(graph)
+    inputs = [example(node) for node in graph.nodes if not node.op.startswith("call")]
+    writes = [(node, _written(node)) for node in graph.nodes if node.name not in untracked]
+    memory = [w for n, w in writes if w is not None and requires_grad(w) and shares_memory(inputs, w)]
+    if not memory:
+        return frozenset()
+    calls = [node for node in graph.nodes if node.op.startswith("call")]
+    return frozenset(node.name for node in calls if shares_memory(memory, [example(node), example(written_by(node))]))
+
+
 def views_and_writes(graph: Graph) -> frozenset[str]:
     """Names of the nodes that write, with a gradient, to memory of which another view is read later, and of such views.
 
@@ -86,8 +110,17 @@ def views_and_writes(graph: Graph) -> frozenset[str]:
 def _is_other_view(node: Node, written: Tensor) -> bool:
     """Whether a node makes another view of the memory of what is written."""
     value = example(node)
-    is_call = node.op.startswith("call") and value is not written
+    is_call = node.op.startswith("call") and value is not written and not _is_new_name(node)
     return is_call and shares_memory([written], value) and shares_memory(example(node.all_input_nodes), value)
+
+
+def _is_new_name(node: Node) -> bool:
+    """Whether a node returns its argument, of which nothing reads the old name later, as ``y.contiguous()`` may do."""
+    source: Any = node.args[0] if node.args else None
+    if not isinstance(source, Node) or example(source) is not example(node):
+        return False
+    nodes = [*node.graph.nodes]
+    return source.users.keys().isdisjoint(nodes[nodes.index(node) + 1 :])
 
 
 def _written(node: Node) -> Tensor | None:

@@ -35,6 +35,9 @@ _COLLECTIVE = (
     "a function of torch.distributed that Dynamo does not trace",
     "call it outside of the compiled function, or compile with thunder.jit, which traces it",
 )
+_CHECK = (
+    "check before the call; TRANSFORMERS_DISABLE_TORCH_CHECK=1 in the environment leaves out the checks of Transformers"
+)
 _ASYNC = "leave out async_op=True and the wait: in a graph, collectives begin early and are waited for late anyway"
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
@@ -126,6 +129,8 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
     reason, fix = _understood(reason) if reason is not None else _UNKNOWN
     if "marked as skipped" in reason and any("/torch/distributed/" in frame.filename for frame in stack):
         reason, fix = _COLLECTIVE
+    if frames and "torch._check_tensor_all" in (frames[-1].text or ""):
+        fix = _CHECK
     yield GraphBreak(label, called_from(frames), frames[-1].text if frames else None, reason, fix)
 
 

@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = (
     *rows("torch_ops", """
         avg_pool1d avg_pool1d_vjp avg_pool2d avg_pool2d_vjp avg_pool3d avg_pool3d_vjp interpolate interpolate_vjp
         max_pool1d max_pool1d_vjp max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp weight_norm weight_norm_vjp
-        repeat_interleave repeat_interleave_vjp
+        repeat_interleave repeat_interleave_vjp unfold_copy unfold_copy_vjp
         bartlett_window blackman_window eye hamming_window hann_window kaiser_window linspace logspace
         tril_indices triu_indices
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
@@ -72,6 +72,7 @@ RULES: tuple[Rule, ...] = (
     *rows("torch_ops", "cross_entropy cross_entropy_vjp mul mul_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
     *rows("torch_ops", "laid_out", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST),
     *rows("torch_ops", "laid_out_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=ALL),
+    *rows("torch_ops", "scatter_masked scatter_masked_vjp", CAPTURED, Evidence.KNOWN),
     *rows("torch_ops", "bernoulli", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, draws=True),
     # On an H200 with torch 2.11, both ways, with ends of groups that change from call to call. A GPU that has no kernel
     # for it reads them on the host, which fails the capture.
