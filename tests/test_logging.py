@@ -16,7 +16,7 @@ from models import mlp
 from support import replays
 from torch import nn
 
-from thunder_cg import __main__, cudagraph_transform, explain
+from thunder_cg import __main__, cudagraph_transform, explain, plan
 from thunder_cg.analysis.rules import KEEP_ON_DEVICE
 from thunder_cg.runtime import backends, call, program, region, skip_reasons
 from thunder_cg.runtime.tape import TapePool
@@ -111,6 +111,16 @@ def test_a_warning_for_each_eager_operator_that_is_a_cause(lines: Any) -> None:
     assert text.endswith("; or read it outside of the compiled function")
     compiled(lambda x: torch.sin(torch.cos(x)).exp(), deny=["sin"])(torch.ones(3))
     assert {level for level, _ in lines()} == {"INFO"}, "what the user denies, and what is alone, is no cause"
+
+
+def test_what_is_eager_because_of_another_operator_has_no_warning(lines: Any) -> None:
+    def moves(x):
+        y = torch.tanh(torch.sin(x)).cpu() * 2
+        return torch.cos(y.to(x.device)) + 1
+
+    plan(moves, torch.ones(3, device="meta"))
+    (text,) = (text for level, text in lines() if level == "WARNING")
+    assert "Tensor.cpu at test_logging.py" in text
 
 
 def test_an_operator_at_many_lines_is_one_warning(lines: Any) -> None:

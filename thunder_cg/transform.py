@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from thunder_cg.analysis.aliasing import Aliasing
-from thunder_cg.analysis.causes import refuse_eager_ops
+from thunder_cg.analysis.causes import is_root, refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off, returned
@@ -313,12 +313,12 @@ class CudagraphTransform(compat.Transform):
         regions = f"{len(program.regions)} region{'s' * (len(program.regions) != 1)}"
         said = f"{regions} with {captured} of {len(verdicts)} ops, planned in {took} ms"
         _logger.info("%s: compiled: %s", program.label, said)
-        numbers = {name for op in program.ops.ops for name in op.outputs if program.ops.values[name].kind == "number"}
         fine = _FINE | ({Reason.COLLECTIVE} if self.options.capture_collectives == "never" else set())
         places: dict[tuple[str, str], list[str]] = {}  # that no warning was about, by operator and why
         for op, verdict in zip(program.ops.ops, program.plan.verdicts):
-            is_cause = verdict.reason not in fine and not numbers.intersection(op.inputs)
-            if verdict.capture or not is_cause or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
+            if verdict.capture or verdict.reason in fine or not verdict.fix or verdict.fix.startswith(_NO_FIXES):
+                continue
+            if not is_root(program.ops, program.plan, op):
                 continue
             why, place = f"{verdict.detail}; {verdict.fix}", program.ops.place(op)
             if (about := f"{op.name} {place}: {why}") not in self._shared.warned:

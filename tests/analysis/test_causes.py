@@ -36,6 +36,13 @@ def test_an_op_elsewhere_is_the_cause_of_what_follows_there(trace):
     assert (name, place, ops, eager) == ("Tensor.to", "at model.py:3", (2, 3, 4), 3)
 
 
+def test_what_is_alone_before_a_move_is_not_its_cause(trace):
+    t = trace().op("relu", "a", "x", line="model.py:2").op("to", "x", "c0", name="Tensor.to", line="model.py:3")
+    t.op("tanh", "c0", "c1", line="model.py:4").returns("c1")
+    ((name, place, ops, eager, _),) = causes_of(t)
+    assert (name, place, ops, eager) == ("Tensor.to", "at model.py:3", (1, 2), 3)
+
+
 def test_a_trace_too_small_for_a_region_is_its_own_cause(trace):
     t = trace().op("relu", "a", "x", name="torch.relu", line="model.py:2").returns("x")
     assert causes_of(t) == [("torch.relu", "at model.py:2", (0,), 1, 0)]

@@ -304,6 +304,10 @@ def test_a_learning_rate_that_changes_in_each_step_is_said(step_twins):
     with pytest.warns(UserWarning, match="'lr'] changed from .*; make the learning rate a tensor"):
         step = step_twins.train(scheduled, 14, lambda i, model, fn, batch: fn.scheduler.step())
     assert step.captures == 0
+    report = explain(step)
+    (merged,) = (reason for reason in report.in_python if reason.endswith(" and later to others"))
+    assert report.in_python[merged] > 2 and merged.count(" changed from ") == 1
+    assert sum("'lr'] changed" in line for line in report.lines()) == 2, "and in each step, once it is known"
 
 
 def test_a_learning_rate_that_is_a_tensor_is_followed(step_twins):

@@ -13,7 +13,7 @@ from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.thunder import NumberProxy
 from thunder_cg.errors import CaptureError
 
-__all__ = ["RootCause", "refuse_eager_ops", "root_causes"]
+__all__ = ["RootCause", "is_root", "refuse_eager_ops", "root_causes"]
 
 _MAX_PLANS = 16  # a plan of 5,000 ops takes 50 ms; of what more causes add, only their ops are counted
 _ELSEWHERE = frozenset({Reason.NOT_ON_DEVICE, Reason.MIXED_DEVICES})  # an earlier op has left the device
@@ -67,6 +67,11 @@ def _eager(ops: Ops, plan: Plan) -> list[Op]:
     return [op for op, verdict in zip(ops.ops, plan.verdicts) if not (verdict.capture or op.bookkeeping)]
 
 
+def is_root(ops: Ops, plan: Plan, op: Op) -> bool:
+    """Whether an op is not eager because of another one."""
+    return next(_causes(ops, plan, op), None) is None
+
+
 def _root(ops: Ops, plan: Plan, op: Op) -> Op:
     """The first of the ops that are eager because of one another: what reads a number for those that compute with it.
 
@@ -91,7 +96,8 @@ def _causes(ops: Ops, plan: Plan, op: Op) -> Iterator[Op]:
         if maker is None or maker is op:
             continue
         if _is_here(ops, maker):
-            is_eager = not plan.verdicts[maker.index].capture
+            made = plan.verdicts[maker.index]
+            is_eager = not made.capture and made.reason is not Reason.TOO_SMALL  # which has its result on the device
         else:
             is_eager = value.symbolic or value.device not in devices
         from_elsewhere = reason in _ELSEWHERE or (reason is Reason.SYMBOLIC_SHAPE and value.symbolic)

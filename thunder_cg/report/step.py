@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +13,8 @@ from thunder_cg.report import files, html, schema, terminal, text
 from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.units import count
 from thunder_cg.step import GraphedStep
+
+_VALUES = re.compile(r"(?<= changed) from .*? to .*?(?=, in the step|, in each step|;|$)")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -29,7 +33,7 @@ class StepReport:
 
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
-        in_python = {reason: number for reason, number in step.in_python.most_common() if number}
+        in_python = dict(_merged(step.in_python).most_common())
         nodes = tuple(recording.graph.counts() for recording in step.recordings)
         return cls(step.name, step.calls, step.replays, step.captures, in_python, MemoryReport.of_step(step), nodes)
 
@@ -69,3 +73,15 @@ class StepReport:
 
     def _repr_html_(self) -> str:
         return html.lines(self.lines())
+
+
+def _merged(reasons: Mapping[str, int]) -> Counter[str]:
+    """Reasons that differ only in the values that have changed as one, with the first values."""
+    alike: dict[str, list[str]] = {}
+    for reason in (each for each, number in reasons.items() if number):
+        alike.setdefault(_VALUES.sub("", reason), []).append(reason)
+    merged: Counter[str] = Counter()
+    for first, *others in alike.values():
+        said = _VALUES.sub(r"\g<0> and later to others", first, count=1) if others else first
+        merged[said] = sum(reasons[each] for each in (first, *others))
+    return merged
