@@ -213,6 +213,16 @@ def test_ranks_meet(store: HashStore, group: Group, others: list[Group], monkeyp
     assert not agreement.meets([group])
 
 
+def test_a_call_meets_where_all_its_groups_do(store: HashStore, group: Group) -> None:
+    """In a mesh of two dimensions: a vote in the other one, whose ranks expect none, would end the meeting."""
+    other = Group()
+    both, alone = (Collectives(groups, asks=True, watch=watched) for groups in ([group, other], [group]))
+    agreement._states[group].meeting = 5
+    assert alone.meets() and not both.meets()
+    agreement._states[other].meeting = 5
+    assert both.meets() and not agreement.meets([])
+
+
 def test_a_rank_that_is_elsewhere(store: HashStore, group: Group) -> None:
     """What it says of later calls is an answer, and what it has said of earlier ones is none."""
     collectives = Collectives([group], asks=True, watch=watched)

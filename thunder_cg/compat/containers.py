@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, ModuleType, NoneType
+from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, NoneType
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ from thunder_cg.compat.thunder import is_ours, note_change
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, NoneType)
 # Values that a program may depend on, and that it does not change.
-_OF_COLLECTIVES = (ProcessGroup, DeviceMesh, ReduceOp, ReduceOp.RedOpType)
+_OF_COLLECTIVES = (ProcessGroup, DeviceMesh, ReduceOp.RedOpType)
 CONSTANTS = (
     *(NoneType, FunctionType, BuiltinFunctionType, type, Enum, EllipsisType, np.generic),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -154,11 +154,6 @@ def _is_of_call(provenance: Any) -> bool:
     return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
 
 
-def _is_of_package(provenance: Any) -> bool:
-    """Whether it is an attribute of a class or of a module of Python, as ``ReduceOp.SUM`` is."""
-    return provenance.inst is PseudoInst.LOAD_ATTR and isinstance(provenance.inputs[0].value, (type, ModuleType))
-
-
 def _proxy(value: Any, provenance: ProvenanceRecord) -> AnyProxy:
     """Of what is checked. Thunder would take ``any0`` for what the function returns of its arguments as it is."""
     return AnyProxy(value, prefix="checked", history=provenance)
@@ -171,8 +166,7 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
     """
     if not isinstance(value, CONSTANTS) or not _is_looked_up_by_prologue(provenance):
         return
-    is_of_collective = isinstance(value, _OF_COLLECTIVES) and not _is_of_package(provenance)
-    if (is_of_collective or _is_of_call(provenance)) and is_ours(_compile_data.get()[0]):
+    if (isinstance(value, _OF_COLLECTIVES) or _is_of_call(provenance)) and is_ours(_compile_data.get()[0]):
         context, path = get_jit_ctx(), _path(provenance)
         known: set[Any] = vars(context).setdefault("cudagraph_known", set())
         if path not in known:

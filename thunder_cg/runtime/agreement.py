@@ -15,7 +15,9 @@ Note [Meetings]
     meeting: each rank looks every `_PERIOD` calls whether there is one now. For the next `_MEETING` calls, a rank that
     could replay votes first. If all could, they do. If one needs a capture, all capture: a step in that call, a program
     in its next one, since a backward cannot be captured without its forward. A rank asks for the next meeting after
-    twice as many calls, up to `_MAX_PAUSE` periods, since another one may not help either.
+    twice as many calls, up to `_MAX_PAUSE` periods, since another one may not help either. It asks for none if the call
+    communicates in groups of different ranks, as in a mesh of two dimensions: the ranks of one would not see that of
+    the other. For the same reason a call takes part in a meeting only if all its groups meet.
 
 Note [Keys in the store]
     There may be millions of calls, so each rank has one key for each stage, whatever the call. Its value begins with
@@ -110,7 +112,7 @@ class Round:
     """
 
     def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
-        votes = [each for each in groups if asks and each.size() > 1 and not _states[each].is_captured]
+        votes = [group for group in _with_others(groups) if asks and not _states[group].is_captured]
         self._numbers = {group: _states[group].next_call for group in votes}
         self._has_declined = self._has_agreed = False
 
@@ -241,8 +243,17 @@ def _key_of_meeting(group: ProcessGroup) -> str:
 
 
 def meets(groups: Sequence[ProcessGroup]) -> bool:
-    """Whether the next call that communicates in these groups is one of a meeting."""
-    return any(_states[group].meets() for group in groups)
+    """Whether the next call that communicates in these groups is one of a meeting in each of them.
+
+    Where only some meet, as in one dimension of a mesh, nobody would answer in the others.
+    """
+    others = _with_others(groups)
+    return bool(others) and all(_states[group].meets() for group in others)
+
+
+def _with_others(groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
+    """The groups of several ranks: in any other, this rank has nobody to agree with."""
+    return [group for group in groups if group.size() > 1]
 
 
 def _count(group: ProcessGroup) -> None:
