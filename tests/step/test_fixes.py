@@ -214,7 +214,11 @@ def test_what_python_keeps(run, device, keep, change, instead):
 
 def test_checkpoints(run, backend, device):
     def of(**options):
-        return on(device, lambda y, ones: checkpoint(torch.sin, ones, use_reentrant=False, **options).sum() * y.sum())
+        def what(y, ones):
+            x = ones.clone().requires_grad_()
+            return checkpoint(torch.sin, x, use_reentrant=False, **options).sum() * y.sum()
+
+        return on(device, what)
 
     step, (said,) = run(of())
     fix = "checkpoint with preserve_rng_state=False what draws nothing, or in a function that is compiled"
