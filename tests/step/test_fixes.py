@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.utils.checkpoint import checkpoint
 
 from thunder_cg.step import fixes
 from thunder_cg.step.state import Same
@@ -209,6 +210,21 @@ def test_what_python_keeps(run, device, keep, change, instead):
     if instead is not None:
         step, said = run(keeping(instead, torch.zeros((), device=device)))
         assert step.replays >= 6 and not said, said
+
+
+def test_checkpoints(run, backend, device):
+    def of(**options):
+        def what(y, ones):
+            x = ones.clone().requires_grad_()
+            return checkpoint(torch.sin, x, use_reentrant=False, **options).sum() * y.sum()
+
+        return on(device, what)
+
+    step, (said,) = run(of())
+    fix = "checkpoint with preserve_rng_state=False what draws nothing, or in a function that is compiled"
+    assert step.replays == 0 and (backend == "cuda" or said.endswith(fix)), said
+    step, said = run(of(preserve_rng_state=False))
+    assert step.replays >= 6 and not said, said
 
 
 @pytest.mark.parametrize(

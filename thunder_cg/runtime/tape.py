@@ -436,7 +436,7 @@ class TapePool:
             if tape.refused is not None:
                 raise tape.refused
         finally:
-            _active.tape = None
+            _active.tape = tape.refused = None  # its frames hold the tensors of the capture
             if collects:
                 gc.enable()
             tape.undo()

@@ -203,7 +203,10 @@ class Calls:
             does = "reads"
         if does is not None:
             problem = f"the step {does} the state of a generator of random numbers{_line(frame)}"
-            self.objection = f"{problem}, which no replay would do; do it outside of the step"
+            fix = "do it outside of the step"
+            if _is_called_in(frame, "torch.utils.checkpoint"):
+                fix = "checkpoint with preserve_rng_state=False what draws nothing, or in a function that is compiled"
+            self.objection = f"{problem}, which no replay would do; {fix}"
 
     def _note_function(self, frame: types.FrameType, code: types.CodeType) -> None:
         self.looks_up_unseen |= code is not frame.f_code
@@ -304,6 +307,15 @@ def _logs(frame: types.FrameType | None) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != "logging":
         frame = frame.f_back
     return frame is not None
+
+
+def _is_called_in(frame: types.FrameType | None, module: str) -> bool:
+    """Whether a function of a package that the user's line calls is one of the module's, or calls one."""
+    while frame is not None and is_installed(frame.f_code.co_filename):
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
