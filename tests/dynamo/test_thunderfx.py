@@ -457,6 +457,19 @@ def test_a_graph_break_that_dynamo_cannot_go_on_from_has_its_reason(backend, dev
     assert "TORCH_LOGS" in explain(compiled).breaks[0].fix, "Dynamo has forgotten"
 
 
+def test_the_report_says_how_to_leave_out_the_checks_of_transformers(backend, device):
+    def fn(x):
+        y = torch.sin(x)
+        torch._check_tensor_all(y <= 1)
+        return y * 2 + y
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(2):
+        x = torch.randn(4, 4, device=device)
+        same(graphed(x), fn(x))
+    assert "TRANSFORMERS_DISABLE_TORCH_CHECK=1" in explain(graphed).breaks[0].fix
+
+
 def test_calls_of_a_logger_are_made_after_the_graph(backend, device, caplog):
     def function(x):
         logger.log(logging.INFO, "%s rows", x.shape[0])
