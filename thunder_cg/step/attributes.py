@@ -41,6 +41,25 @@ Names = Mapping[type, Sequence[str]]
 _HOOKED = ("__getattribute__", "__setattr__", "__delattr__")
 
 
+class _Thread(threading.local):
+    """Whether this package itself looks at objects."""
+
+    looks_itself = False
+
+
+_thread = _Thread()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, what this thread looks up or writes is not the step's."""
+    before, _thread.looks_itself = _thread.looks_itself, True
+    try:
+        yield
+    finally:
+        _thread.looks_itself = before
+
+
 class Attributes:
     """The attributes that a step has been seen to look up or to write, by class.
 
@@ -165,7 +184,7 @@ class _Hook:
 
     def _hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def hook(value: Any, name: str, *args: Any) -> Any:
-            for note in self.notes:
+            for note in () if _thread.looks_itself else self.notes:
                 note(type(value), name)
             return original(value, name, *args)
 

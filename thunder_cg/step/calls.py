@@ -38,6 +38,7 @@ import torch
 from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, told_of_collectives, uncapturable
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater
+from thunder_cg.step.attributes import unwatched
 from thunder_cg.step.reads import Called, is_constant, is_installed
 from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 
@@ -227,9 +228,10 @@ class Calls:
         variables = tuple(id(frame.f_locals.get(name)) for name in code.co_freevars)
         if (key := (code, id(owner), variables)) not in self._ran:
             self._ran[key] = _Ran(code, owner, variables, frame.f_globals)
-            if not isinstance(owner, torch.Tensor):
-                self._undos += undos_of(owner)
-            self._undos += undos_of_globals(code, frame.f_globals)
+            with unwatched():
+                if not isinstance(owner, torch.Tensor):
+                    self._undos += undos_of(owner)
+                self._undos += undos_of_globals(code, frame.f_globals)
 
     def undo(self) -> None:
         """Gives objects and globals of the functions that have run what they had before. See Note [Effects once]."""

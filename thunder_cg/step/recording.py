@@ -239,8 +239,8 @@ class _Body:
             with (
                 known_to_be_positive(self._state.averages),
                 self._calls.told_of_collectives(),
-                watched,
                 self._carry() as left,
+                watched,
             ):
                 result = self._batch.call(self._fn, self._buffers)
         finally:
