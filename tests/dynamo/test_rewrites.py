@@ -242,8 +242,10 @@ def test_numbers_that_are_computed_as_tensors(backend, device):
     def fn(x):
         n = torch.tensor(min(x.shape[0], 3))
         scale = torch.sqrt(torch.tensor(x.shape[1] * 3, dtype=torch.float))
-        positions = torch.clamp(torch.arange(8, device=x.device) + n, 0, n * 2 - 1)
-        return (x / scale.to(x.dtype))[:, positions] * torch.arange(8, device=x.device)[4 - n : 4 + n].sum() + n.item()
+        positions = torch.clamp(torch.arange(8, device=x.device) + n, min=0, max=n * 2 - 1)
+        return (x / scale.to(x.dtype))[:, positions] * torch.arange(8, device=x.device)[4 - n : 4 + n].sum() + (
+            x.view(size=(torch.div(16, 2, rounding_mode="trunc"), n + 5)) * n.item()
+        )
 
     graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(8, 8, device=device), backend)
     assert one_region_each_way(graphed)

@@ -457,7 +457,8 @@ def _write_constants(graph: Graph, transformed: frozenset[str]) -> None:
             continue
         number = constant.item()
         for user in [each for each in node.users if _takes_number(each, node, number)]:
-            user.args = map_arg(user.args, {**{arg: arg for arg in user.all_input_nodes}, node: number}.__getitem__)
+            values = {**{arg: arg for arg in user.all_input_nodes}, node: number}
+            user.args, user.kwargs = (map_arg(each, values.__getitem__) for each in (user.args, user.kwargs))
         node.op, node.target, node.args = "call_function", torch.full, ((), number)
         node.kwargs = {"dtype": constant.dtype, "device": constant.device}
         if not node.users:
@@ -469,7 +470,7 @@ def _takes_number(user: Node, constant: Node, number: Any) -> bool:
     if user.op == "call_method" and user.target in _TAKE_SIZES:
         return user.args[0] is not constant
     if operator_name(user) in ("clamp", "clip"):
-        return any(isinstance(bound, (int, float)) for bound in user.args[1:])
+        return any(isinstance(bound, (int, float)) for bound in (*user.args[1:], *user.kwargs.values()))
     if user.target not in _ARITHMETIC or user.kwargs:
         return False
     args = [number if arg is constant else example(arg) for arg in user.args]
