@@ -113,11 +113,6 @@ class Arena:
             self._pools[device].enter()
         return self._pools[device]
 
-    def begin(self, device: torch.device, nbytes: int) -> None:
-        """Has a new arena get so many bytes in one piece: pieces as they are asked for fit less well."""
-        if device not in self._pools:
-            self.pool(device).begin(nbytes)
-
     def enter(self) -> None:
         """Orders the caller's streams after what used the arena before. Only for the holder."""
         for pool in self._pools.values():

@@ -68,9 +68,6 @@ class Pool(Protocol):
     def prepare_thread(self) -> None:
         """Makes what libraries keep for the calling thread's captures, before one could make it in the pool."""
 
-    def begin(self, nbytes: int) -> None:
-        """Has it get so many bytes of the device in one piece, if there are any. All that follows splits that piece."""
-
     def memory(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` bytes of the pool, as a flat ``uint8`` tensor that owns them."""
 

@@ -36,7 +36,6 @@ class Pair:
         # Layouts whose recordings went for others: the kind of a `CallChange`, and the option that bounds them.
         self.lost: dict[Any, tuple[str, tuple[str, ...]]] = {}
         self.awaiting_backward: weakref.WeakSet[Call] = weakref.WeakSet()
-        self.needs = 0  # bytes in an arena, as estimated
         self.moves = Moves()
         # See Note [Lent gradients].
         self.lends = options.verify is None and options.memory_budget is None

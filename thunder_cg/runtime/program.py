@@ -131,7 +131,6 @@ class Program:
         is_limited, needed = self.options.memory_budget is not None, self.memory.arena
         if forward is not None and self.pair.lends:
             needed = max(needed, self.memory.without_graphs)
-        self.pair.needs = max(self.pair.needs, needed)
         self.budget = ProgramBudget(shared.arenas, self.pair, self.regions, is_limited=is_limited, needed=needed)
         self._place_regions(in_pool)
         self.collectives = self._find_collectives()
@@ -343,10 +342,9 @@ class Program:
         call.key = self.inputs.key(inputs)
         if self._begins_calls and call.recording is None:
             self._note_change(call, inputs)
-        assert call.arena is not None
         if call.key not in self._warm:
-            call.arena.begin(self.regions[0].device, self.pair.needs)
             return call.switch_to(Mode.WARMUP)
+        assert call.arena is not None
         if call.recording is None:
             call.recording = Recording(call.arena)
             self._count_moves([r.forward for r in self.pair.recordings if r.forward is not None], inputs)

@@ -397,9 +397,6 @@ class TapePool:
     def enter(self) -> None:
         """There are no streams on a CPU."""
 
-    def begin(self, nbytes: int) -> None:
-        """Its memory is in no pieces."""
-
     def memory(self, nbytes: int) -> torch.Tensor:
         made = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._given.discard(compat.storage_id(made))  # of a storage that has gone

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, ClassVar
@@ -78,7 +78,8 @@ class GradientsBefore:
         for gradient, _ in gradients:
             gradient.data = gradient.new_empty(0)
         self._backend.give_back()
-        pool.begin(needs)
+        with suppress(torch.OutOfMemoryError):
+            pool.memory(needs)  # in one piece, which all that follows splits, and which is whole again without it
         while gradients:
             gradient, host = gradients.pop()
             try:

@@ -6,8 +6,7 @@ Note [Warm-up inside the pool]
 
 Note [Memory for a pool]
     A private pool gets no memory that the caching allocator keeps cached for others. So this module frees the cache
-    before a warm-up, which makes the pool as large as it gets: both together take no more than an eager call. A pool
-    begins with as much as its graphs seem to need, in one piece, which wastes less than pieces as they come. When
+    before a warm-up, which makes the pool as large as it gets: both together take no more than an eager call. When
     memory runs out, the allocator frees its cache and tries again, but not while this thread allocates from a private
     pool. So this module frees the cache after a warm-up or a capture has failed, and once more before the next
     capture, because what was in the way may be cached by then.
@@ -118,12 +117,6 @@ class CudaPool:
     def prepare_thread(self) -> None:
         with self._on_capture_stream():
             pass
-
-    def begin(self, nbytes: int) -> None:
-        with suppress(RuntimeError):  # while a user captures on another thread
-            torch.cuda.empty_cache()  # see Note [Memory for a pool]
-        with suppress(torch.OutOfMemoryError):
-            self._allocate(nbytes)
 
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
