@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import thunder
 import torch
-from models import Linear
+from models import Linear, mlp
 from support import programs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_cg import cudagraph_transform
+from thunder_cg.runtime.skip_reasons import held_back
 
 
 class Allocated(TorchDispatchMode):
@@ -65,3 +66,18 @@ def test_estimate(trains, backend, device):
     else:
         result = 4 * x.numel()  # the caller has it in the backward
         assert backward[0].without_graphs + result == pytest.approx(allocated.peak, abs=64)
+
+
+@pytest.mark.parametrize("deny", [[], ["gelu"]])
+def test_eager_backwards_free_what_they_have_read(deny):
+    """As uncaptured Thunder does: the forward's values go while the gradients come."""
+    model = mlp(6, 32)
+    peaks = []
+    for transforms in ([], [cudagraph_transform(backend="tape", deny=deny)]):
+        compiled = thunder.jit(model, transforms=transforms)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            with held_back(True), Allocated() as allocated:
+                compiled(torch.randn(32, 32)).square().mean().backward()
+        peaks.append(allocated.peak)
+    assert 0 < peaks[1] <= peaks[0] + 1024, peaks

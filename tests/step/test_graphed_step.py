@@ -10,6 +10,7 @@ import re
 import sys
 import types
 import warnings
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -558,6 +559,32 @@ def test_a_value_read_on_the_host_where_somebody_catches_errors(step_twins):
 
     step = step_twins.train(make, 6)
     assert step.captures == 0 and "is_good = loss.item() < 100" in why(step), why(step)
+
+
+def test_what_breaks_a_capture_is_named_if_the_step_catches_it(step_twins, monkeypatch):
+    """A capture of CUDA goes on after the error, and is found to be broken at its end."""
+
+    def make(model):
+        optimizer = sgd(model.parameters())
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            with suppress(RuntimeError):
+                loss.view(7)
+            optimizer.step()
+            return loss
+
+        return step
+
+    def refuse(backend):
+        raise RuntimeError("the driver refused")
+
+    kind = type(resolve(step_twins.backend))
+    monkeypatch.setattr(kind, "captured_addresses", refuse)
+    step = step_twins.train(make, 5)
+    assert step.captures == 0 and re.search(r"view\(\) raised .*loss.view\(7\).*has caught it", why(step)), why(step)
 
 
 def test_a_value_read_on_the_host_is_named_with_its_line(step_twins):

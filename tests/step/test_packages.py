@@ -128,6 +128,16 @@ def test_settings_of_pytorch_in_python(step_twins):
     assert get() is value is True
 
 
+def test_whether_there_is_a_profiler_is_no_setting():
+    """What Inductor compiles asks that, too."""
+    names = {"torch": torch, "__name__": "torch.somewhere"}
+    exec(
+        "def ask(): return torch.autograd.profiler._is_profiler_enabled, torch.backends.mha._is_fastpath_enabled", names
+    )
+    ((_, value),) = settings_in({names["ask"].__code__: names})
+    assert value is True
+
+
 def test_a_flag_that_alternates(step_twins):
     """Each of its values gets a graph, as for gradients that are accumulated over two calls."""
     flags = {"sync": False}

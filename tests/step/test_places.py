@@ -78,8 +78,8 @@ def items(model):
     metrics = {"a": {}}
 
     def keep(loss, logits):
-        metrics["loss"] = loss  # with its history
-        metrics["a"]["logits"], metrics["row"] = logits, logits[1].detach()
+        metrics["loss"] = loss.detach()
+        metrics["a"]["logits"], metrics["row"] = logits.detach(), logits[1].detach()
 
     return keep, lambda: metrics
 
@@ -209,6 +209,15 @@ def reads_a_history(model):
     return keep, lambda: keeper.before
 
 
+def keeps_a_history(model):
+    metrics = {"loss": None}
+
+    def keep(loss, logits):
+        metrics["loss"] = loss
+
+    return keep, lambda: metrics
+
+
 def writes_in_place(model):
     keeper = Keeper(model)
 
@@ -249,7 +258,8 @@ def keeps_a_parameter(model):
 
 
 REFUSED = {
-    reads_a_history: "has a history from the last step",
+    reads_a_history: "detach it: a graph keeps no history",
+    keeps_a_history: "detach it: a graph keeps no history",
     writes_in_place: "the step writes to",
     changes_a_list: "losses[0] changed",
     gives_an_attribute: "keeper.loss changed",

@@ -23,6 +23,7 @@ import gc
 import importlib
 import inspect
 import io
+import linecache
 import os
 import sys
 import threading
@@ -84,6 +85,7 @@ class Calls:
         events: of CUDA, that were recorded, and where, by identity.
         of_torch: functions of PyTorch's, as their code with their globals.
         getters: functions of C of PyTorch's, of which some return settings.
+        raised: the first method of a tensor that has raised an error, in words.
     """
 
     def __init__(self) -> None:
@@ -97,6 +99,7 @@ class Calls:
         self._inner: set[types.CodeType] = set()  # of functions that are made in the step
         self._new: set[int] = set()  # objects that are made in the step
         self._ran: dict[Any, _Ran] = {}
+        self.raised: str | None = None
         self._is_over = False
         self._undos: list[Undo] = []
         self._threads: set[int] = set()
@@ -162,6 +165,8 @@ class Calls:
             self.events[id(owner)] = owner, _line(frame)
         elif event == "c_call" and called.__name__.startswith(_GETTERS) and _is_torchs(called):
             self.getters[called] = None
+        elif event == "c_exception" and isinstance(getattr(called, "__self__", None), torch.Tensor):
+            self.raised = self.raised or f"{called.__name__}() raised an error while capturing{_line(frame, True)}"
 
     def _object_to(self, frame: types.FrameType, method: str | None = None) -> None:
         if self.objection is None and (found := uncapturable(frame, method)) is not None:
@@ -352,8 +357,12 @@ def _content(cell: types.CellType) -> Any:
         return None
 
 
-def _line(frame: types.FrameType | None) -> str:
+def _line(frame: types.FrameType | None, with_code: bool = False) -> str:
     """The line of the user's that is under way."""
     while frame is not None and is_installed(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f", at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    if frame is None:
+        return ""
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    code = f" ({linecache.getline(file, line).strip()})" * with_code
+    return f", at {os.path.basename(file)}:{line}{code}"

@@ -84,6 +84,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return ""  # it is made in the first step
     if change.startswith("the state of"):
         return f"; {_RANDOM}"
+    if in_step and isinstance(kept := named.get(label), Tensor) and kept.grad_fn is not None:
+        return "; detach it: a graph keeps no history"
     return f"; {_IN_STEP if in_step else _BETWEEN}"
 
 

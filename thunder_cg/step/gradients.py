@@ -95,10 +95,11 @@ class GradientsBefore:
         assert memory is not None
         if not self._backend.busy():  # another thread has held it for longer; `expected` finds out
             return
-        if self._addresses().user_of(memory) is None:
-            self._unread.add(i)
-            if i in self._on_host:
-                self.memory[i] = None
+        with suppress(RuntimeError):  # the capture is broken, and will be refused
+            if self._addresses().user_of(memory) is None:
+                self._unread.add(i)
+                if i in self._on_host:
+                    self.memory[i] = None
 
     def _addresses(self) -> Addresses:
         """Of what has been captured up to now."""

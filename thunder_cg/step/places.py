@@ -5,7 +5,8 @@ Note [Carried tensors]
     what the last step has put there, as in ``self.mean = 0.9 * self.mean + 0.1 * x.mean()``. Once a call in Python has
     done so, what is at the place is carried: it is copied in as the batch is, and what the step puts there is copied
     out as its results are. Only its layout is a fact. A value is carried whole: a tensor, or a tuple, a list or a
-    dictionary of tensors.
+    dictionary of tensors. One with a history is not: the step may differentiate that, and in a capture autograd would
+    join the stream of the last step.
 """
 
 from __future__ import annotations
@@ -124,28 +125,26 @@ class Carried:
     """A value that is carried: see Note [Carried tensors].
 
     Attributes:
-        tensors: in it, without a history.
+        tensors: in it.
         fact: equal for values that can stand for each other.
-        has_history: whether one of the tensors had one.
     """
 
-    __slots__ = ("fact", "has_history", "structure", "tensors")
+    __slots__ = ("fact", "structure", "tensors")
 
     def __init__(self, leaves: list[Tensor], structure: Any) -> None:
         self.structure = structure
-        self.has_history = any(leaf.requires_grad for leaf in leaves)
         self.tensors = [leaf.detach() for leaf in leaves]
         self.fact = Layout(structure, tuple(map(layout, self.tensors)))
 
     @classmethod
     def of(cls, value: Any, device_type: str) -> Carried | None:
-        """None if it is something else than plain tensors on the device."""
+        """None if it is something else than plain tensors on the device, without a history."""
         if type(value) is not Tensor and not isinstance(value, _CONTAINERS):
             return None
         leaves, structure = tree_flatten(value)
         if not leaves or any(type(leaf) is not Tensor or leaf.device.type != device_type for leaf in leaves):
             return None
-        are_plain = all(has_storage(t) and not (vars(t) or (t.is_leaf and t.requires_grad)) for t in leaves)
+        are_plain = all(has_storage(t) and not (vars(t) or t.requires_grad) for t in leaves)
         return cls(leaves, structure) if are_plain else None
 
     def is_like(self, other: Carried) -> bool:

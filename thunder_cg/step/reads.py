@@ -396,8 +396,9 @@ def settings_in(
         if str(variables.get("__name__")).startswith(_WITHOUT_SETTINGS):
             continue
         for chain in chains(code):
-            if (chain.attributes or (chain.name,))[-1].isupper():
-                continue  # a constant
+            name = (chain.attributes or (chain.name,))[-1]
+            if name.isupper() or name == "_is_profiler_enabled":
+                continue  # a constant, or what no result depends on
             module = _imported(chain.name, variables) if chain.scope == "import" else None
             if chain.scope == "global" and chain.name in variables:
                 place = id(variables), chain.name, chain.attributes

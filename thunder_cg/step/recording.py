@@ -37,7 +37,7 @@ from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Backend, Graph, Pool
 from thunder_cg.runtime.guards import Guard
-from thunder_cg.runtime.inputs import CopiedInput, place, static_buffer
+from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address_if_any, copy_all
@@ -127,7 +127,6 @@ class StepRecording(RecordingUse):
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read
-    reads: list[bool]  # of what is carried: whether the graph may read it
     carried: list[tuple[Place, Any, int]]  # what is put there, as the structure and the number of its tensors
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
@@ -158,8 +157,6 @@ class StepRecording(RecordingUse):
     def is_for(self, layout: Any) -> bool:
         """Whether a replay is a call with this layout, from the state and the gradients that there are now."""
         if layout != self.layout or not self.state.holds() or any(get() != then for get, then in self.settings):
-            return False
-        if any(each.has_history and read for each, read in zip(self.state.carried_values(), self.reads)):
             return False
         return all(place_of(parameter.grad) == place for parameter, place in self.places_before)
 
@@ -259,9 +256,17 @@ class _Body:
             elif not isinstance(leaf, ATOMS):
                 raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
         self.structure = structure, len(leaves)
-        self.addresses = {**backend.captured_addresses(), **self._calls.communicated}
+        self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
         leaves += left
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def _captured_addresses(self, backend: Backend) -> dict[int, str]:
+        try:
+            return backend.captured_addresses()
+        except RuntimeError as error:
+            if (raised := self._calls.raised) is None:
+                raise
+            raise CaptureRefused(f"{raised}, and the step has caught it") from error
 
     @contextmanager
     def _carry(self) -> Iterator[list[Tensor]]:
@@ -377,11 +382,7 @@ class StepCapture:
             raise CaptureLater(_SHARES)
         guard = Guard([*batch.tensors], [], frozenset())
         memory = {at: tensor for at, tensor in memory_of_tensors(state.device).items() if at not in before.moved}
-        histories = [each.has_history for each in carried for _ in each.tensors]
-        unread = frozenset(i for i, has_history in enumerate(histories, len(batch.tensors)) if has_history)
-        copied, buffers = place(pool, inputs, unread, {})
-        for i in unread:  # so only a kernel that reads it gets the address
-            buffers[i] = static_buffer(pool, inputs[i])
+        copied, buffers = place(pool, inputs, frozenset(), {})
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
         places = [*map(_place_of, state.tensors)]
@@ -399,7 +400,6 @@ class StepCapture:
         missing = self._what_replays_would_miss()
         addresses = Addresses(body.addresses)
         own = [*graph.tensors(), *outputs.sources(), *buffers, *targets, *(each.buffer for each in copied)]
-        self._refuse_history(carried, buffers, addresses)
         known = [*state.tensors, *inputs, *before.memory]
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
@@ -424,7 +424,6 @@ class StepCapture:
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
             only_once=missing,
-            reads=[not each.has_history for each in carried],
             carried=body.carried,
             settings=[(kernels, kernels()), *settings_in(self.calls.of_torch, self.calls.getters)],
         )
@@ -453,14 +452,6 @@ class StepCapture:
                 name = self.state.name_of(tensor)
                 problem = f"the step leaves {name} with other memory, another shape or another requires_grad"
                 raise CaptureRefused(f"{problem}, as no replay would; write {name} in place, or set it outside")
-
-    def _refuse_history(self, carried: Sequence[Carried], buffers: list[Tensor], addresses: Addresses) -> None:
-        """`CaptureRefused` if the step reads what has a history from the last step: no replay differentiates that."""
-        found = buffers[len(self.batch.tensors) :]
-        for (label, _, _), each in zip(self.state.carried, carried):
-            read, found = found[: len(each.tensors)], found[len(each.tensors) :]
-            if each.has_history and any(addresses.user_of(buffer) is not None for buffer in read):
-                raise CaptureRefused(f"the step reads {label}, which has a history from the last step; detach it")
 
     def _refuse_what_python_did(self, outside: Facts) -> None:
         """`CaptureRefused` if the call has done or changed what is not part of the state, and no replay would.
