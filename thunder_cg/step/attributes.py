@@ -39,25 +39,17 @@ _FOR_ONE = {
 _ORIGINAL = "original of thunder_cg"
 Names = Mapping[type, Sequence[str]]
 _HOOKED = ("__getattribute__", "__setattr__", "__delattr__")
-
-
-class _Thread(threading.local):
-    """Whether this package itself looks at objects."""
-
-    looks_itself = False
-
-
-_thread = _Thread()
+_ours = threading.local()  # has a name while this package itself looks at objects on the thread
 
 
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Inside, what this thread looks up or writes is not the step's."""
-    before, _thread.looks_itself = _thread.looks_itself, True
+    _ours.looks = True
     try:
         yield
     finally:
-        _thread.looks_itself = before
+        del _ours.looks
 
 
 class Attributes:
@@ -184,7 +176,7 @@ class _Hook:
 
     def _hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def hook(value: Any, name: str, *args: Any) -> Any:
-            for note in () if _thread.looks_itself else self.notes:
+            for note in () if hasattr(_ours, "looks") else self.notes:
                 note(type(value), name)
             return original(value, name, *args)
 
