@@ -52,6 +52,7 @@ def test_regions_show_in_the_trace(transform, device):
     assert "= CUDAGraph1(" in str(trace)
     assert [s.sym.name for s in thunder.last_backward_traces(jfn)[-1].bound_symbols if s.sym.is_fusion] == [
         "cudagraph_begin_backward",
+        "cudagraph_inputs",
         "CUDAGraph2",
         "cudagraph_end_call",
     ]

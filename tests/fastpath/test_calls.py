@@ -160,6 +160,7 @@ def test_views(twins, device):
     assert fast_path_calls(graphed) == CALLS - 2
 
 
+@pytest.mark.filterwarnings("ignore::thunder_cg.WrongGradientWarning")
 def test_arguments_written_in_place(twins, device):
     plain, graphed = twins(InPlace())
     for x in batches(device):
