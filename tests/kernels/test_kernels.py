@@ -345,7 +345,14 @@ def _views(a, b):
 
 
 @pytest.mark.filterwarnings("ignore:Inductor cannot compile .* it writes an argument that shares memory")
-@pytest.mark.parametrize("fn", [_computed_anew, _read_before, _written_again, _nothing_read, _views])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        _computed_anew,
+        _views,
+        *(pytest.param(fn, marks=pytest.mark.nightly) for fn in (_read_before, _written_again, _nothing_read)),
+    ],
+)
 def test_writes_in_place_between_fusions(fn, transform, device):
     """Thunder computes anew what is cheap, in an order of its own: not so what is written, or read before it is."""
     options = {"executors": thunder_cg.executors(), "debug_options": thunder.DebugOptions(check_traces=2)}

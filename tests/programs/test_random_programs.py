@@ -130,6 +130,7 @@ def test_planted_bugs_are_found(
         check(planted, operators, "cpu", cudagraph_transform(backend="tape", debug=True))
 
 
+@pytest.mark.nightly
 def test_reproduction_is_a_script(operators: Operators, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shown = example(operators, "{a}.mul_({k})", "{r} = ops.note({a})", "{r} = torch.tanh({a})")
     script = tmp_path / "reproduction.py"

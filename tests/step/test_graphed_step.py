@@ -428,7 +428,10 @@ class Slots:
     __slots__ = ("scale",)
 
 
-@pytest.mark.parametrize("kind", ["an object", "in a list", "with slots", "a namespace", "bound by partial", "counted"])
+NIGHTLY = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("in a list", "with slots", "bound by partial")]
+
+
+@pytest.mark.parametrize("kind", ["an object", "a namespace", "counted", *NIGHTLY])
 def test_objects_that_are_passed_on(step_twins, kind):
     """The bytecode of the step does not tell what a function reads of its argument."""
 

@@ -52,6 +52,9 @@ CASES = {  # a model, its batch, its dtype, whether under autocast
 }
 
 
+NIGHTLY = ("resnet", "recomputed, autocast")
+
+
 def loop(model, parameters, device, autocast):
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True, capturable=device == "cuda")
 
@@ -79,7 +82,7 @@ def train(case, device, steps, compiled, model, wrap):
     return step, torch.stack(losses)
 
 
-@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.nightly) if c == "resnet" else c for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.nightly) if c in NIGHTLY else c for c in CASES])
 def test_many_steps(deterministic, backend, device, case):
     torch.manual_seed(0)
     make, _, dtype, _ = CASES[case]

@@ -197,7 +197,7 @@ FUNCTIONS = {
 }
 
 
-IN_CI = {"compiled", "a base class", "a property", "a backward"}
+IN_CI = {"compiled", "a base class", "a property"}
 
 
 @pytest.mark.parametrize("kind", [k if k in IN_CI else pytest.param(k, marks=pytest.mark.nightly) for k in FUNCTIONS])

@@ -82,6 +82,7 @@ def in_two_parts(task: str, supervisor: Supervisor) -> None:
     supervisor.send_result((begin, time.monotonic()))
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_workers")
 def test_nothing_else_is_at_work_in_a_turn() -> None:
     tasks = ["prepares", "a", "hangs", "b"]

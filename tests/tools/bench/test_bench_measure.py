@@ -78,6 +78,7 @@ def test_a_case_is_measured_under_every_variant(trains: bool) -> None:
     assert rows[THUNDER].bits == rows[THUNDER].captured == ""
 
 
+@pytest.mark.nightly
 def test_captures_are_timed_when_nothing_else_runs() -> None:
     contender = Contender(OURS, subject(tiny(trains=True), CPU))
     contender.turn(2)
@@ -106,6 +107,7 @@ def test_a_variant_that_cannot_be_prepared_is_a_row_that_says_why(monkeypatch: p
     assert rows[EAGER].failure == rows[OURS].failure == ""
 
 
+@pytest.mark.nightly
 def test_a_variant_that_breaks_later_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     left = iter(range(10))
 
@@ -146,6 +148,7 @@ def test_a_capture_that_fails_leaves_the_process_as_it_was() -> None:
     assert not any(row.failure for row in measured(tiny(), names, cuda).values())
 
 
+@pytest.mark.nightly
 def test_slow_calls_are_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "TURN_SECONDS", 0.0)
     progress = Progress(1, io.StringIO())

@@ -25,6 +25,7 @@ def row(variant: str, **values: object) -> GenerationRow:
     return made
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_workers")
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "generation.json"

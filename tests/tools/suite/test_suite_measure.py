@@ -108,6 +108,7 @@ def test_other_numbers_are_found(operator: Any, monkeypatch: pytest.MonkeyPatch)
     assert found.agrees.startswith("no: output 0 of step 2, by up to ")
 
 
+@pytest.mark.nightly
 def test_numbers_that_vary_without_graphs_are_not_held_against_them(operator: Any) -> None:
     numbers = count()
     counted = operator("add_count", lambda: next(numbers))
@@ -120,6 +121,7 @@ def test_numbers_that_vary_without_graphs_are_not_held_against_them(operator: An
     assert found.agrees.startswith("Thunder varies: output 0 of step 0, by up to ")
 
 
+@pytest.mark.nightly
 def test_where_thunder_varies_kernels_that_do_not_tell(operator: Any) -> None:
     numbers = count()
     deterministic = torch.are_deterministic_algorithms_enabled

@@ -26,6 +26,7 @@ def tasks(*names: str, mode: str = FORWARD, device: torch.device = CPU) -> list[
     return [SuiteTask("suite_models", name, "tests", mode, device, 2) for name in names]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_workers")
 def test_a_process_that_crashes_or_hangs_costs_its_row() -> None:
     rows = {found.model: found for found in measure_all(tasks("Crash", "Hang"), 2, timeout=4.0)}
