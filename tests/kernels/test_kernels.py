@@ -83,9 +83,8 @@ def fusions(jfn):
     return [op for program in programs(jfn) for op in program.ops.ops if op.is_fusion and op.executor == "inductor"]
 
 
-@pytest.mark.parametrize(
-    "memory_format", [torch.contiguous_format, pytest.param(torch.channels_last, marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_convolutions_are_pytorchs(transform, device, step, memory_format):
     torch.manual_seed(0)
     model = ConvNet().double().to(device, memory_format=memory_format)

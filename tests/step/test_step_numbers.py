@@ -52,7 +52,7 @@ CASES = {  # a model, its batch, its dtype, whether under autocast
 }
 
 
-NIGHTLY = ("resnet", "recomputed, autocast")
+NIGHTLY = ("gpt, bfloat16", "resnet", "recomputed, autocast")
 
 
 def loop(model, parameters, device, autocast):

@@ -777,7 +777,7 @@ def test_kernels_that_are_not_deterministic_on_cuda(twins, backend, device):
     assert region["remark"] is None or "is not deterministic" in region["remark"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.nightly), torch.float16], ids=str)
 def test_attention_is_right(twins, backend, device, dtype):
     """Without dropout its kernels return seeds that they never wrote, and some of them add atomically."""
     if backend == "tape" and dtype is torch.float16:

@@ -20,6 +20,7 @@ from thunder_cg.tools.bench.run import BenchmarkTask, measure_in_processes
 from thunder_cg.tools.bench.variants import ON_CPU, OURS, THUNDER
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_workers")
 def test_command_measures_and_adds_to_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """First a case in this process, then a scaling series with each size in a process of its own."""
