@@ -30,7 +30,7 @@ def images(device):
     [
         (mlp, lambda d: (torch.randn(4, 16, device=d),)),
         (GPT, lambda d: (tokens(d),)),
-        (GPT, lambda d: (tokens(d), tokens(d))),
+        pytest.param(GPT, lambda d: (tokens(d), tokens(d)), marks=pytest.mark.nightly),
         (lambda: GPT(dropout=0.2), lambda d: (tokens(d), tokens(d))),
         (ResNet, lambda d: (images(d),)),
     ],

@@ -231,7 +231,7 @@ def test_gradients_may_be_cleared_or_changed_between_the_steps(step_twins):
     assert step.replays >= 8, why(step)
 
 
-@pytest.mark.parametrize("to_none", [False, True])
+@pytest.mark.parametrize("to_none", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.parametrize("change", ["memory", "strides"])
 def test_a_gradient_may_get_other_memory_or_strides(step_twins, device, to_none, change):
     """It is the same tensor as before, though not at the place where the graph writes it."""

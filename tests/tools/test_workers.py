@@ -31,6 +31,7 @@ def misbehave(task: str, supervisor: Supervisor) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered\nand more")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("forked_workers")
 def test_what_goes_wrong_costs_its_task() -> None:
     tasks, later = ["fine", "crashes", "raises"], ["hangs", "retires", "after", "dies"]

@@ -18,6 +18,7 @@ def swept(tmp_path_factory) -> tuple[OperatorResults, list[str]]:
     return OperatorResults.read(path), path.with_name("rules.json.parts").read_text().splitlines()
 
 
+@pytest.mark.nightly
 def test_the_command_writes_what_it_measured(swept):
     results, lines = swept
     assert results.environment["backend"] == "tape"
@@ -27,6 +28,7 @@ def test_the_command_writes_what_it_measured(swept):
     assert "lift_fresh" in results.notes["torch.__getitem__ fail"]
 
 
+@pytest.mark.nightly
 def test_an_interrupted_sweep_goes_on(swept, tmp_path, capsys):
     _, lines = swept
     path = tmp_path / "rules.json"

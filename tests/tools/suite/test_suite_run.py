@@ -53,6 +53,7 @@ def test_rows_are_timed_on_a_gpu(mode: str) -> None:
         assert found.failure == "" and found.agrees == "yes" and found.thunder_us > 0
 
 
+@pytest.mark.nightly
 def test_the_suite_runs(net: SuiteRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "suite.json"
     settings = SuiteSettings(CPU, only="net", jobs=2, json=file, catalogue="suite_models")
