@@ -509,7 +509,7 @@ def _refuse_sparse_gradients(state: StepState) -> None:
 
 
 def _place_of(tensor: Tensor) -> Any:
-    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.requires_grad
+    return place_of(tensor), tensor.requires_grad
 
 
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:
