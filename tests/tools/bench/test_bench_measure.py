@@ -29,6 +29,7 @@ from thunder_cg.tools.bench.variants import (
     EAGER,
     FLOOR,
     GRAPHED_CALLABLES,
+    GRAPHED_STEP,
     ON_CPU,
     OURS,
     THUNDER,
@@ -51,6 +52,11 @@ class Loss(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.layer(x)).square().sum()
+
+
+class ReadsItsInput(Loss):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.sum().item()
 
 
 def tiny(name: str = "tiny", trains: bool = False, model: Any = None, **more: Any) -> BenchmarkCase:
@@ -76,6 +82,17 @@ def test_a_case_is_measured_under_every_variant(trains: bool) -> None:
     assert rows[OURS].bits == "same" and rows[OURS].analysis_ms > 0
     assert "ops eager" in rows[OURS].captured
     assert rows[THUNDER].bits == rows[THUNDER].captured == ""
+
+
+@pytest.mark.filterwarnings("ignore:graphed_step.step. runs in Python")
+@pytest.mark.parametrize("model", [Loss, ReadsItsInput])
+def test_a_step_that_is_never_replayed_has_no_time(model: Any) -> None:
+    row = measured(tiny(trains=True, model=model, steps=True), [GRAPHED_STEP])[GRAPHED_STEP]
+    if model is Loss:
+        assert row.failure == "" and row.back_to_back > 0
+    else:
+        assert row.failure.startswith("0 of ") and "host" in row.failure, row.failure
+        assert row.failure in table([row])
 
 
 @pytest.mark.nightly

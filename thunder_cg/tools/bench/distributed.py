@@ -23,6 +23,7 @@ from torch import Tensor
 from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces, optimize_ddp
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.report.report import explain
+from thunder_cg.step import GraphedStep
 from thunder_cg.tools.bench.measure import (
     FIRST_CALLS,
     ROUNDS,
@@ -31,6 +32,7 @@ from thunder_cg.tools.bench.measure import (
     p99,
     quiet_collector,
     subject,
+    why_never_replayed,
 )
 from thunder_cg.tools.bench.parallel import COLLECTIVES_EAGER, TENSOR, RankStep, RankSubject, prepare
 from thunder_cg.tools.bench.rank_cases import RankCase
@@ -301,5 +303,7 @@ def _fill(row: RankRow, contender: RankContender, control: dist.ProcessGroup) ->
     row.steps = len(contender.samples.ends)
     said = {rank.bits for rank in ranks}
     row.bits = next((word for word in ("different", "thunder varies", "same") if word in said), "")
+    if isinstance(contender.step.compiled, GraphedStep):
+        row.failure = why_never_replayed(contender.step.compiled)
     if contender.name in _WITH_THUNDERS_KERNELS:
         row.captured = str(explain(contender.step.compiled)).splitlines()[0].partition(": ")[2]

@@ -20,6 +20,7 @@ from thunder_cg.progress import Progress
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import explain
 from thunder_cg.runtime.recording import Recording
+from thunder_cg.step import GraphedStep
 from thunder_cg.tools.bench import accuracy
 from thunder_cg.tools.bench.cases import BenchmarkCase
 from thunder_cg.tools.bench.variants import OURS, REDUCE_OVERHEAD, THUNDER, VARIANTS, Subject, is_of
@@ -79,6 +80,11 @@ class BenchmarkRow:
     bits: str = ""
     captured: str = ""
     failure: str = ""
+
+
+def why_never_replayed(step: GraphedStep) -> str:
+    """Why no call of the step was a graph, so that its time is that of something else; "" if one was."""
+    return "" if step.replays else f"0 of {step.calls} calls replayed: {step.in_python.most_common(1)[0][0]}"
 
 
 class Contender:
@@ -154,8 +160,9 @@ class Contender:
     def finish(self) -> BenchmarkRow:
         """The row, after all turns."""
         row = self.row
-        if self.prepared.transform is None and self.prepared.compiled is not None:  # a graphed step
+        if isinstance(self.prepared.compiled, GraphedStep):
             row.captured = "; ".join(map(str.strip, str(explain(self.prepared.compiled)).splitlines()))
+            row.failure = why_never_replayed(self.prepared.compiled)
         row.samples = len(self._host)
         row.host_p50, row.host_p99 = median(self._host), p99(self._host)
         row.end_to_end_p50, row.end_to_end_p99 = median(self._end_to_end), p99(self._end_to_end)
