@@ -6,7 +6,10 @@ import os
 import signal
 import subprocess
 import time
-from multiprocessing import resource_tracker
+from multiprocessing import get_context, resource_tracker
+from multiprocessing.pool import ThreadPool
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -104,3 +107,29 @@ def test_processes_that_cannot_be_started() -> None:
     workers = Workers(misbehave, ["fine"], 1, timeout=4, environment={"PYTHONHOME": "/nowhere"})
     with pytest.raises(RuntimeError, match="a worker does not start: the process ended with status 1"):
         list(workers.answers())
+
+
+def test_threads_start_their_processes_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two threads gives its process variables of its own, and the environment is the same after both."""
+    seen = []
+
+    class SlowToStart:
+        def __init__(self, **options: Any) -> None:
+            pass
+
+        def start(self) -> None:
+            before = os.environ["SAID_TO_WORKERS"]
+            time.sleep(0.1)
+            seen.append((before, os.environ["SAID_TO_WORKERS"]))
+            raise OSError("no process is needed here")
+
+    context = SimpleNamespace(Process=SlowToStart, Pipe=get_context("spawn").Pipe)
+    monkeypatch.setattr("thunder_cg.tools.workers.get_context", lambda method: context)
+
+    def start(word: str) -> None:
+        with pytest.raises(OSError, match="no process"):
+            list(Workers(misbehave, ["fine"], 1, timeout=4, environment={"SAID_TO_WORKERS": word}).answers())
+
+    with ThreadPool(2) as threads:
+        threads.map(start, ["a", "b"])
+    assert sorted(seen) == [("a", "a"), ("b", "b")] and "SAID_TO_WORKERS" not in os.environ

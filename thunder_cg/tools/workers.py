@@ -10,6 +10,7 @@ import faulthandler
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -125,6 +126,9 @@ class _Worker(Generic[T]):
         self.output.close()
 
 
+_environment = threading.Lock()  # held while the variables of this process are those of a new one
+
+
 class Workers(Generic[T]):
     """A number of processes, and the tasks that wait for one.
 
@@ -209,9 +213,8 @@ class Workers(Generic[T]):
         pipe, its_pipe = context.Pipe()
         output = tempfile.NamedTemporaryFile()  # noqa: SIM115
         process = context.Process(target=_serve, args=(its_pipe, output.name, self._work), daemon=True)
-        # The variables of this process are shared by its threads, which may start processes at once. What a worker
-        # imports before it serves prints here.
-        with patch.dict(os.environ, {"PYTHONWARNINGS": "ignore", **self._environment}):
+        # Threads share the variables of this process. What a worker imports before it serves prints here.
+        with _environment, patch.dict(os.environ, {"PYTHONWARNINGS": "ignore", **self._environment}):
             process.start()
         its_pipe.close()
         self._workers.append(_Worker(process, pipe, output))
