@@ -18,16 +18,15 @@ import bisect
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress
 
 import torch
 from torch import Tensor, nn
 
-from thunder_cg.compat.torch import has_memory, storage_id, storage_use_count, version
+from thunder_cg.compat.torch import storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import address, address_if_any
-from thunder_cg.step.calls import unfrozen
+from thunder_cg.step.heap import known_tensors
 
 
 class Addresses:
@@ -61,7 +60,7 @@ Memory = dict[int, tuple[int, str]]  # by address: bytes, and what is there
 
 def memory_of_tensors(device: torch.device) -> Memory:
     """Where all tensors of the device are. It keeps none of them."""
-    tensors = [tensor for tensor in _known_to_collector() if tensor.device == device]
+    tensors = [tensor for tensor in known_tensors() if tensor.device == device]
     return {address(tensor): (tensor.untyped_storage().nbytes(), _shown(tensor)) for tensor in tensors}
 
 
@@ -155,19 +154,6 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _all_tensors() -> list[Tensor]:
-    """Those with memory that the garbage collector knows, without garbage, also those that `gc.freeze` has hidden."""
+    """Those with memory, without garbage."""
     gc.collect()
-    return _known_to_collector()
-
-
-def _known_to_collector() -> list[Tensor]:
-    kinds = {Tensor, *_subclasses(Tensor)}
-    with unfrozen():
-        objects = gc.get_objects()  # a million, maybe, so no loop in Python
-        return [each for each in compress(objects, map(kinds.__contains__, map(type, objects))) if has_memory(each)]
-
-
-def _subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _subclasses(each)
+    return known_tensors()
