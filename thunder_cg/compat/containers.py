@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, NoneType
 from typing import Any
@@ -189,7 +190,8 @@ def check_group_of_collective(group: ProcessGroup) -> None:
 
     Another group that is made then may be the default one, or have the name.
     """
-    get_jit_ctx().add_constraint((check_group, group))
+    with suppress(LookupError):  # thunderfx asks first what Thunder would trace, and there is no prologue
+        get_jit_ctx().add_constraint((check_group, group))
 
 
 def _check_if_constant(value: WrappedValue) -> Any:
