@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, NoneType
 from typing import Any
@@ -36,6 +37,7 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
+from thunder_cg.compat.distributed import is_alive
 from thunder_cg.compat.thunder import is_ours, note_change
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -88,6 +90,11 @@ def _check_constant(value: Any, expected: Any) -> None:
         raise RuntimeError(f"Expected {expected}, got {value}")
 
 
+def _check_group(group: ProcessGroup) -> None:
+    if not is_alive(group):
+        raise RuntimeError("The process group has been destroyed")
+
+
 def essence(constant: Any) -> Any:
     """What is compared. A function may be made anew for each call, and what it closes over, Thunder checks."""
     if isinstance(constant, np.generic):
@@ -106,6 +113,10 @@ check_keys = _register("check_keys", _check_keys)
 check_items = _register("check_items", _check_items)
 CHECK_CONSTANT = "check_constant"
 check_constant = _register(CHECK_CONSTANT, _check_constant)
+CHECK_GROUP = "check_group"
+check_group = _executor.register_operator(
+    CHECK_GROUP, meta=lambda group: None, fn=_check_group, tags=(OpTags.DONT_DCE,)
+)
 _CHECKS = (check_length, check_keys, check_items)
 CHECKS_OF_CONTAINERS = frozenset(each.name for each in _CHECKS)
 
@@ -172,6 +183,15 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
         if path not in known:
             known.add(path)
             context.add_constraint((check_constant, _proxy(value, provenance), value))
+
+
+def check_group_of_collective(group: ProcessGroup) -> None:
+    """Has the prologue check that a group, which a collective takes by default or by its name, has not been destroyed.
+
+    Another group that is made then may be the default one, or have the name.
+    """
+    with suppress(LookupError):  # thunderfx asks first what Thunder would trace, and there is no prologue
+        get_jit_ctx().add_constraint((check_group, group))
 
 
 def _check_if_constant(value: WrappedValue) -> Any:

@@ -156,7 +156,9 @@ class Program:
             keep_eager(groups, self)
         if captures == "never" or not groups:
             return None
-        collectives = Collectives(groups, asks=captures == "auto", watch=self.backend.watch_collectives)
+        self.pair.groups += [group for group in groups if group not in self.pair.groups]
+        watch = self.backend.watch_collectives
+        collectives = Collectives(groups, asks=captures == "auto", watch=watch, together=self.pair.groups)
         collectives.held_by(self.pair)
         return collectives
 
