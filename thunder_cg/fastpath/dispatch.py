@@ -99,7 +99,11 @@ class EntryFastPaths:
             if values is None:
                 return MISS
             for path in paths:
-                result = path(values)
+                try:
+                    result = path(values)
+                except Exception:
+                    statistics.calls += 1
+                    raise
                 if result is not MISS:
                     program.fast_path_calls += 1
                     statistics.calls += 1

@@ -126,6 +126,9 @@ class RuntimeRegion:
                         return results
                     except ReplayRefused as error:
                         call.run_eagerly(f"{self.name} could not be replayed: {sentence(error)}")
+                    except Exception:
+                        call.program.count_raised(is_counted=True)
+                        raise
                 else:
                     assert call.recording is not None
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
@@ -352,6 +355,7 @@ class RuntimeRegion:
             call.program.log_progress(call, "captured", self)
             return results
         except _Executed as error:
+            call.program.count_raised(is_counted=True)
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
             self._fail(call, error)
