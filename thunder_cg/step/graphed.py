@@ -80,6 +80,7 @@ class GraphedStep:
     Attributes:
         calls, replays, captures: how many calls there were, and what became of them; the others ran in Python.
         in_python: why calls ran in Python, and how many.
+        raised: calls whose replay raised.
     """
 
     def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:
@@ -105,7 +106,7 @@ class GraphedStep:
         self._carried: dict[Any, Place] = {}  # by key: see Note [Carried tensors] in places.py
         self._hopeless = ""  # why the calls after that many run in Python
         self._new_layout: Any = None  # the last one
-        self.calls = self.replays = self.captures = 0
+        self.calls = self.replays = self.captures = self.raised = 0
         self.in_python: Counter[str] = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -404,6 +405,7 @@ class GraphedStep:
         except ReplayRefused:
             raise
         except Exception as error:
+            self.raised += 1
             note_replay(error, f"the step {self.name}", "the whole step", f"call {self.name} without graphed_step()")
             raise
 
