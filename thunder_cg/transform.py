@@ -337,12 +337,16 @@ class CudagraphTransform(compat.Transform):
         results = [each.name for each in io.outputs]
         early = {each.name: each.last_use for each in io.outputs if each.last_use is not None}
         launches = coalesced(mine, trace.ops.values)
-        function = region_function(name, mine, inputs, results, early, launches, self._backend)
+        function = partial(region_function, name, mine, inputs, results, early, launches, self._backend)
+
+        def profiled() -> Callable[..., Sequence[Any]]:
+            return function([f"{op.name} {trace.ops.place(op)}" for op in mine])
+
         hashes = None
         if io.scalars or self.options.verify is not None:
             hash_values = partial(verifier.hash_values, torch.device(planned.device))
             hashes = hash_function(name, mine, inputs, trace.aliasing, self._backend, hash_values)
-        return RuntimeRegion(name, planned, mine, io, function, hashes)
+        return RuntimeRegion(name, planned, mine, io, function(), profiled, hashes)
 
     def _warn_of_unmatched_names(self, ops: Ops, executors: Sequence[Any]) -> None:
         """Says once of each name in ``allow=`` and ``deny=`` that no operator has, or one that Thunder has split."""
