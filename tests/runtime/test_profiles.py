@@ -14,9 +14,10 @@ import pytest
 import thunder
 import torch
 from models import mlp
-from support import fast_path_calls
+from support import fast_path_calls, training_step
 from torch.profiler import ProfilerActivity, profile
 
+import thunder_cg
 from thunder_cg.runtime import recording
 
 
@@ -41,6 +42,15 @@ def test_replays_are_ranges(transform: Callable[..., Any], device: str, trains: 
     before = fast_path_calls(jmodel)
     assert named(step) == ["CUDAGraph1 of Sequential, forward", "CUDAGraph2 of Sequential, backward"][: 1 + trains]
     assert fast_path_calls(jmodel) == before + 1, "a profile shows what runs without it"
+
+
+def test_a_replay_of_a_whole_step_is_a_range(backend: str, device: str) -> None:
+    model = mlp(1).to(device)
+    step = thunder_cg.graphed_step(training_step(model), backend=backend)
+    x = torch.ones(2, 16, device=device)
+    for _ in range(3):
+        step(x)
+    assert named(lambda: step(x)) == ["CUDAGraph of the step step"] and step.replays == 2
 
 
 @pytest.mark.parametrize("debug", [False, True])
