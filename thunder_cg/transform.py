@@ -42,7 +42,7 @@ from thunder_cg.fastpath.sharing import told_apart
 from thunder_cg.options import Options, taken_from
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
-from thunder_cg.runtime.compilation import Compilation, name_of, note_compile_failure
+from thunder_cg.runtime.compilation import Compilation, compiling, name_of, note_compile_failure
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program, SharedState, program_of
 from thunder_cg.runtime.region import RuntimeRegion
@@ -94,7 +94,7 @@ class CudagraphTransform(compat.Transform):
         trace_collectives()
         keep_lines()
         promote_as_pytorch()
-        compat.on_compile_failure(note_compile_failure)
+        compat.on_compile(compiling, note_compile_failure)
         self.options = options
         self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
