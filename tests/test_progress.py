@@ -278,7 +278,7 @@ def test_what_a_step_shows(at_once: Terminal) -> None:
 
 def test_what_a_plan_shows(at_once: Terminal) -> None:
     thunder_cg.plan(nn.Tanh(), torch.ones(3))
-    assert texts(at_once) == ["compiling Tanh"]
+    assert texts(at_once)[0] == "compiling Tanh: Thunder traces it"
 
 
 def test_what_a_graph_of_dynamo_shows(at_once: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
