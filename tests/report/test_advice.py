@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import thunder
 import torch
@@ -218,6 +219,52 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
     report = explain(mended)
     assert [len(trace.regions) for trace in report.traces] == [1, 1]
     assert not (report.breaks or report.outside or report.causes)
+
+
+@pytest.mark.parametrize(
+    ("fn", "operators", "advice", "better"),
+    [
+        (
+            lambda x: torch.vmap(lambda row: row.sum() * 2)(x),
+            "sum, mul",
+            "write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)",
+            lambda x: x.sum(-1) * 2,
+        ),
+        (
+            lambda x: torch.func.grad(lambda row: row.exp().sum())(x),
+            "exp, sum",
+            "write it without the transform",
+            torch.exp,
+        ),
+        (lambda x: torch.from_numpy(np.cos(x.numpy())), "numpy.cos", "call PyTorch's function of that name", torch.cos),
+    ],
+    ids=["vmap", "grad", "numpy"],
+)
+def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, better):
+    """The operators are the user's, without those that Dynamo makes of a transform; so are names of inputs."""
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one takes long
+    x = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
+    torch._dynamo.reset()
+    broken, mended = (thunderfx(around(each), backend="tape") for each in (fn, better))
+    torch.testing.assert_close(broken(x), mended(x))
+    said = str(explain(broken))
+    assert re.search(rf"\n      {operators} of .*, (is|are) left to Inductor: ", said), said
+    assert f"        to change it: {advice}" in said
+    assert "nesting" not in said and "_batch_dim" not in said and "for_grad" not in said
+    report = explain(mended)
+    assert [len(trace.regions) for trace in report.traces] == [1] and not (report.outside or report.causes)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_advice_for_an_argument_that_is_written(monkeypatch, in_place):
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    torch._dynamo.reset()
+    compiled = thunderfx(lambda x: torch.cos(torch.sin(x.mul_(2) if in_place else x * 2)), backend="tape")
+    compiled(torch.tensor([0.1, 0.2], requires_grad=True) * 1)
+    report = explain(compiled)
+    said = "to change it: compute a new tensor, as x = x * 2 for x.mul_(2)" in str(report)
+    assert (said, bool(report.outside)) == (in_place, in_place)
+    assert sum(len(trace.regions) for trace in report.traces) == 2
 
 
 def test_advice_for_print():

@@ -6,6 +6,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial, wraps
 from operator import attrgetter
@@ -229,30 +230,42 @@ def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
 
 
 class _CompileScope:
-    """Thunder's ``compile_data_and_stats``, inside of which it compiles, that says what is raised there."""
+    """Thunder's ``compile_data_and_stats``, inside of which it compiles, or asks what it has compiled."""
 
-    __slots__ = ("_data", "_statistics", "_token")
+    __slots__ = ("_compiling", "_data", "_statistics", "_token")
     raised: Callable[[Any, Any, Exception], None]
+    compiling: Callable[[Any, Any], AbstractContextManager[None]]
 
     def __init__(self, data: Any, statistics: Any, /) -> None:
         self._data, self._statistics = data, statistics
 
     def __enter__(self) -> None:
         self._token = set_compile_data_and_stats(self._data, self._statistics)
+        compiles = self._statistics.last_trace_cache_stop > self._statistics.last_trace_cache_start
+        self._compiling = None
+        if compiles and is_ours(self._data):
+            self._compiling = type(self).compiling(self._data, self._statistics)
+            self._compiling.__enter__()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if self._compiling is not None:
+            self._compiling.__exit__(None, None, None)
         reset_compile_data_and_stats(self._token)
         if isinstance(error, Exception) and is_ours(self._data):
             type(self).raised(self._data, self._statistics, error)
 
 
-def on_compile_failure(raised: Callable[[Any, Any, Exception], None]) -> None:
-    """Has a function called with what Thunder raises while it compiles something of ours.
+def on_compile(
+    compiling: Callable[[Any, Any], AbstractContextManager[None]], raised: Callable[[Any, Any, Exception], None]
+) -> None:
+    """Has Thunder compile what is ours inside of a context, and a function called with what it raises there.
 
     Args:
-        raised: gets Thunder's data and statistics of what it compiles, and the error.
+        compiling: makes the context, of Thunder's data and statistics of what it compiles. Thunder enters one while it
+            traces, and another one while it transforms the trace.
+        raised: gets the data and the statistics, and the error.
     """
-    _CompileScope.raised = staticmethod(raised)
+    _CompileScope.compiling, _CompileScope.raised = staticmethod(compiling), staticmethod(raised)
     thunder.compile_data_and_stats = _CompileScope
 
 

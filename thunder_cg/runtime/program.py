@@ -467,6 +467,11 @@ class Program:
         if self.collectives is not None:
             self.collectives.count_replay()
 
+    def count_raised(self, *, is_counted: bool) -> None:
+        """Counts a call whose replay raised, unless it has been counted as a call already."""
+        self.calls += not is_counted
+        self.fallbacks[skip_reasons.RAISED] += 1
+
     def _end_trace(self, call: Call) -> None:
         """All regions have run."""
         if call.mode is Mode.WARMUP:

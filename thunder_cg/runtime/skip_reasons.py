@@ -19,6 +19,7 @@ IN_CAPTURE = "inside another capture"
 IN_STEP = "inside a graphed step, whose own graph is to hold it"
 TIMED = 'select="measured" times the ops without graphs'
 DESELECTED = 'no region pays, and select="measured" leaves such regions eager'
+RAISED = "the replay raised an error"
 FORWARD_WAS_EAGER = "the forward of this backward ran eagerly"
 NO_FORWARD = "something has replaced what the forward saved for this backward, so its forward is unknown"
 
