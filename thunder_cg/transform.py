@@ -125,7 +125,7 @@ class CudagraphTransform(compat.Transform):
         data = compat.get_compile_data()
         transforms = data.transforms
         _refuse_a_second_graph_transform(transforms)
-        prologue_trace, computation_trace = told_apart(prologue_trace, computation_trace)
+        prologue_trace = told_apart(prologue_trace, computation_trace)
         gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]

@@ -60,7 +60,7 @@ from thunder.core.symbol import BoundSymbol, Symbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, from_trace, tracectx
 from thunder.core.transform_common import Transform
 from thunder.core.transforms import augmented_forward_impls, backward_impls
-from thunder.core.update_aliases import _is_inplace_op, insert_alias_updates
+from thunder.core.update_aliases import insert_alias_updates
 from thunder.core.utils import get_computation_dtype
 from thunder.distributed import get_skip_data_parallel_grad_sync as skips_grad_sync
 from thunder.distributed.prims import DistributedReduceOps, PrimIDs as _Communication
@@ -423,12 +423,19 @@ def is_guess(symbol: BoundSymbol) -> bool:
     return isinstance(number, NumberProxy) and number.value is None and symbol.output.value is not None
 
 
-def before_alias_updates(trace: TraceCtx) -> TraceCtx | None:
-    """The trace before Thunder made one of arguments that share a storage; None if it did nothing, or is not known."""
-    _, stats = _compile_data.get()
-    before = stats.last_traces[-2:] if stats is not None else []
-    is_known = len(before) == 2 and before[1] is trace
-    return before[0] if is_known and any(map(_is_inplace_op, before[0].bound_symbols)) else None
+def mark_aliases_with(mark: Callable[[TraceCtx, TraceCtx, list[list[int]]], TraceCtx]) -> None:
+    """Has another function than Thunder's rename what shares memory with what is written, where ours captures graphs.
+
+    It gets the prologue, the trace, and Thunder's positions of arguments that share a storage.
+    """
+
+    def insert(trace: TraceCtx, groups: list[list[int]]) -> TraceCtx:
+        compiling = sys._getframe(1).f_locals
+        if not owns_regions(compiling["transforms"]):
+            return insert_alias_updates(trace, groups)
+        return mark(compiling["prologue_trc"], trace, groups)
+
+    thunder.insert_alias_updates = insert
 
 
 def connect_with(connect: Callable[[CacheEntry, dict[str, Any]], None]) -> None:
