@@ -9,7 +9,8 @@ Note [Numbers that look like addresses]
     The addresses are found among the arguments of kernels, which hold other numbers, too. A number of four bytes and
     four bytes that nobody has set (see Note [Stale arguments] in stack.py) may be the address of some tensor: 0.125 is
     half of one at a multiple of 32 MiB. So the tensors that seem to be used are moved, and the step is captured once
-    more. Only where the new addresses show up are the tensors really used.
+    more. Only where the new addresses show up are the tensors really used. A tensor that is larger than what is free on
+    the device moves to memory of the host, which kernels of other threads may use meanwhile.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thunder_cg.compat.cuda import copy_on_host
 from thunder_cg.compat.torch import has_memory, storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
@@ -123,8 +126,8 @@ def moved(refusal: OtherMemoryUsed) -> Iterator[None]:
     if not (are_all_here and all(map(can_move, tensors))):
         raise refusal
     try:
-        copies = {home: storage.clone() for home, storage in homes.items()}
-    except torch.OutOfMemoryError:
+        copies = {home: _copy(storage) for home, storage in homes.items()}
+    except RuntimeError:  # there is no memory on the host either
         raise refusal from None
     versions = [version(tensor) for tensor in tensors]
     for tensor, home in zip(tensors, ids):
@@ -136,6 +139,13 @@ def moved(refusal: OtherMemoryUsed) -> Iterator[None]:
             if version(tensor) != then:  # written meanwhile, by another thread
                 homes[home].copy_(copies[home])
             _move(tensor, homes[home])
+
+
+def _copy(storage: torch.UntypedStorage) -> Any:
+    try:
+        return storage.clone()
+    except torch.OutOfMemoryError:
+        return copy_on_host(storage)
 
 
 def can_move(tensor: Tensor) -> bool:
