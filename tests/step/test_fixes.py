@@ -179,18 +179,22 @@ def count(kept, loss):
     kept.count += 1
 
 
+_KEEP = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
+
+
 def append(kept, loss):
-    kept.losses.append(loss.detach())
+    if len(kept.losses) < 100:
+        kept.losses.append(loss.detach())
 
 
 @pytest.mark.parametrize(
-    ("keep", "change", "instead"),
-    [
-        (count, "kept.count", count),  # of a tensor, += writes in place
-        (append, "len(kept.losses)", None),
+    ("keep", "change", "fix", "instead"),
+    [  # of a tensor, += writes in place
+        (count, "kept.count", _KEEP, count),
+        (append, "len(kept.losses)", "return what it adds, and add that outside of the step", lambda kept, loss: None),
     ],
 )
-def test_what_python_keeps(run, device, keep, change, instead):
+def test_what_python_keeps(run, device, keep, change, fix, instead):
     def keeping(keep, number):
         def make(model, optimizer):
             kept = types.SimpleNamespace(count=number, losses=[])
@@ -205,11 +209,57 @@ def test_what_python_keeps(run, device, keep, change, instead):
         return make
 
     step, (said,) = run(keeping(keep, 0))
-    fix = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
     assert step.replays == 0 and f"{change} changed from" in said and said.endswith(f", in each step; {fix}"), said
-    if instead is not None:
-        step, said = run(keeping(instead, torch.zeros((), device=device)))
-        assert step.replays >= 6 and not said, said
+    assert " (see test_fixes.py:" in said
+    step, said = run(keeping(instead, torch.zeros((), device=device)))
+    assert step.replays >= 6 and not said, said
+
+
+def test_averages_over_all_batches(run, device):
+    """They read the number of batches on the host, and others do not."""
+
+    def norm(momentum):
+        def make(model, optimizer):
+            norm = nn.BatchNorm1d(4, momentum=momentum, device=device)
+
+            def inner(loss):
+                (loss * norm(model.weight).sum()).backward()
+                optimizer.step()
+
+            return inner
+
+        return make
+
+    step, (said,) = run(norm(None))
+    assert step.replays == 0 and "at test_fixes.py:" in said and said.endswith("; make it with momentum=0.1"), said
+    step, said = run(norm(0.1))
+    assert step.replays >= 6 and not said, said
+
+
+def test_weights_that_get_other_memory(run):
+    """As optimizers that look around a minimum do it: they step to a neighbour, and back."""
+
+    def perturb(in_place):
+        def make(model, optimizer):
+            def inner(loss):
+                old = model.weight.data.clone()
+                model.weight.data.add_(0.1)
+                (loss + model.weight.sum()).backward()
+                if in_place:
+                    model.weight.data.copy_(old)
+                else:
+                    model.weight.data = old
+                optimizer.step()
+
+            return inner
+
+        return make
+
+    step, (said,) = run(perturb(in_place=False))
+    fix = "write model.weight in place, such as by .data.copy_(), or set it outside of the step"
+    assert step.replays == 0 and said.endswith(fix) and "(see test_fixes.py:" in said, said
+    step, said = run(perturb(in_place=True))
+    assert step.replays >= 6 and not said, said
 
 
 def test_checkpoints(run, backend, device):

@@ -62,6 +62,19 @@ def test_a_number_that_looks_like_an_address(step_twins, device, looks_used):
     assert kept.tolist() == [0, 1, 2, 3, 4, 5] and row.tolist() == [2, 3, 4, 5] and kept.grad_fn is not None
 
 
+def test_numbers_that_look_like_other_addresses_each_time(step_twins, device, backend, monkeypatch):
+    """What nobody has set varies, so the next capture has another tensor's address."""
+    kept = [torch.arange(3.0, device=device) for _ in range(3)]
+    numbers, kind = [each.data_ptr() for each in kept], type(resolve(backend))
+    addresses, left = kind.captured_addresses, [*numbers]
+    monkeypatch.setattr(
+        kind, "captured_addresses", lambda self: addresses(self) | ({left.pop(): "some kernel"} if left else {})
+    )
+    step = step_twins.train(make_step(lambda: 1.0))
+    assert step.captures == 1 and step.replays > 2 and not left, explain(step)
+    assert [each.data_ptr() for each in kept] == numbers and all(each.tolist() == [0, 1, 2] for each in kept)
+
+
 def test_tensors_without_an_address(step_twins, device):
     """The derivative of ``sgn`` is zeros without memory, a sparse tensor consists of several."""
     x = torch.ones(2, device=device, requires_grad=True)

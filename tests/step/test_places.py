@@ -199,6 +199,74 @@ def test_the_user_may_change_what_is_carried(step_twins):
     assert step.replays >= 7 and step.captures == 2, step.in_python
 
 
+def appended(model):
+    losses, keeper = [], Keeper(model)
+    keeper.before = [torch.zeros((), device=keeper.loss.device)]
+
+    def keep(loss, logits):
+        losses.append(loss.detach())
+        keeper.before.append((loss.detach(), {"logits": logits.detach()}))
+        keeper.before.extend(row for row in logits.detach())
+
+    return keep, lambda: (losses.copy(), keeper.before.copy()), losses, keeper
+
+
+def test_lists_that_grow(step_twins):
+    """The user may empty a list, and put another one in its place."""
+
+    def run(graphed):
+        lists = []
+
+        def make(model):
+            keep, kept, *lists[:] = appended(model)
+            return keep, kept
+
+        def between(i, model):
+            losses, keeper = lists
+            if i == 4:
+                losses.clear()
+            elif i in (6, 8):
+                keeper.before = [] if i == 6 else losses
+
+        return train(step_twins, make, graphed, between, calls=12)
+
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.replays >= 7 and step.captures == 2, step.in_python
+
+
+def appends_a_history(model):
+    losses = []
+    return lambda loss, logits: losses.append(loss), lambda: [loss.detach() for loss in losses]
+
+
+def appends_a_number(model):
+    losses = []
+    return lambda loss, logits: losses.append(1.0), lambda: losses.copy()
+
+
+def appends_and_reads(model):
+    losses = []
+
+    def keep(loss, logits):
+        losses.append(loss.detach())
+        losses.append(loss.detach() * len(losses))
+
+    return keep, lambda: losses.copy()
+
+
+def appends_and_reads_elsewhere(model):
+    keeper = Keeper(model)
+    keeper.before = losses = []
+
+    def keep(loss, logits):
+        losses.append(loss.detach())
+        keeper.loss = loss.detach() * sum(1 for _ in keeper.before)
+
+    return keep, lambda: [*losses, keeper.loss]
+
+
 def reads_a_history(model):
     keeper = Keeper(model)
 
@@ -262,6 +330,10 @@ REFUSED = {
     keeps_a_history: "detach it: a graph keeps no history",
     writes_in_place: "the step writes to",
     changes_a_list: "losses[0] changed",
+    appends_a_history: "without a history to losses (test_places.py:{line}); detach them, or return them",
+    appends_a_number: "something else than tensors without a history to losses (test_places.py:{line})",
+    appends_and_reads: "len(losses) changed",
+    appends_and_reads_elsewhere: "len(keeper.before) changed",
     gives_an_attribute: "keeper.loss changed",
     keeps_a_parameter: "keeper.before changed",
 }
@@ -272,4 +344,5 @@ def test_what_is_not_carried(step_twins, make):
     expected, _ = train(step_twins, make, graphed=False, calls=6)
     found, step = train(step_twins, make, graphed=True, calls=6)
     same(found, expected)
-    assert step.captures == 0 and REFUSED[make] in str([*step.in_python]), step.in_python
+    said = REFUSED[make].format(line=make.__code__.co_firstlineno + 2)
+    assert step.captures == 0 and said in str([*step.in_python]), step.in_python

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 from array import array
@@ -12,6 +13,9 @@ import pytest
 import torch
 from support import same, sgd
 from torch.nn.functional import cross_entropy
+
+from thunder_cg.errors import ReplayRefused
+from thunder_cg.step.recording import StepRecording
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 DEPTH = 1.0
@@ -222,3 +226,40 @@ def test_what_a_capture_has_changed_is_undone(step_twins, kind):
     losses, step = losses_of(step_twins, kind, graphed=True)
     same(losses, expected)
     assert step.captures == 0 and max(step.in_python.values()) == 3, step.in_python
+
+
+@pytest.mark.parametrize("changes", [False, True], ids=["nothing", "a flag"])
+def test_what_a_first_replay_that_is_refused_has_changed_is_undone(step_twins, monkeypatch, changes):
+    """The capture has set a flag, which replays would not, and has left gradients that were not computed."""
+
+    def losses(graphed):
+        model, flags, is_second = step_twins.model(), Plain(), ctypes.py_object(count := [0])
+
+        def fn(x, y):
+            if changes and getattr(is_second, "val" + "ue")[0] == 1:
+                flags.depth *= 2
+            loss = cross_entropy(model(x), y) * flags.depth
+            loss.backward()
+            return loss
+
+        torch.manual_seed(1)
+        step, found = step_twins.graphed(fn) if graphed else fn, []
+        for i in range(6):
+            count[0] = i
+            model.zero_grad()
+            found += [step(*step_twins.batch()).detach(), *(p.grad.clone() for p in model.parameters())]
+        return found
+
+    refused = []
+    replay = StepRecording.replay
+
+    def refuse_the_first(recording, batch):
+        if refused:
+            return replay(recording, batch)
+        refused.append(recording.only_once)
+        raise ReplayRefused("CUDA error: out of memory")
+
+    expected = losses(graphed=False)
+    monkeypatch.setattr(StepRecording, "replay", refuse_the_first)
+    same(losses(graphed=True), expected)
+    assert len(refused) == 1 and (refused[0] is not None) == changes

@@ -14,7 +14,7 @@ from thunder_cg.report.memory import MemoryReport
 from thunder_cg.report.units import count
 from thunder_cg.step import GraphedStep
 
-_VALUES = re.compile(r"(?<= changed) from .*? to .*?(?=, in the step|, in each step|;|$)")
+_VALUES = re.compile(r"(?<= changed) from .*? to .*?(?= \(see |, in the step|, in each step|;|$)")
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributions import Distribution
 from torch.optim import Optimizer
@@ -28,10 +28,12 @@ _RATE = "make the learning rate a tensor on the device, which a scheduler then w
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
 _IN_STEP = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
+_ADDS = "return what it adds, and add that outside of the step"
 _BETWEEN = "leave it as it is between steps, or keep it in a tensor on the device, and write that in place"
 _OPTIMIZER = "the optimizer reads its state on the host"
 _SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
 _AVERAGES = "the average of all steps reads their number on the host; make AveragedModel with avg_fn=get_swa_avg_fn()"
+_BATCHES = "it reads the number of batches on the host, since it averages over all; make it with momentum=0.1"
 _VALIDATION = "the distribution reads its arguments on the host; make it with validate_args=False"
 _READ = "the host reads a value there; return the tensor, and read it outside of the step"
 _MASK = "the number of elements depends on values; take torch.where, or multiply by the mask"
@@ -41,6 +43,7 @@ _COPY = "a tensor is copied between host and device there; make it on the device
 _HISTORY = (
     "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
 )
+_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _READ_THEIR_RATE = ("Adadelta", "Muon", "RMSprop")  # on the host if it is a tensor, and nothing else
 # By what the message of an error has in small letters; the first one counts.
 _FIXES = {
@@ -86,7 +89,13 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_RANDOM}"
     if in_step and isinstance(kept := named.get(label), Tensor) and kept.grad_fn is not None:
         return "; detach it: a graph keeps no history"
-    return f"; {_IN_STEP if in_step else _BETWEEN}"
+    in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP
+    return f"; {in_step_fix if in_step else _BETWEEN}"
+
+
+def fix_of_moved(moved: str) -> str:
+    """What to do about a tensor that the step leaves with other memory, in the words of `StepState.moved_since`."""
+    return f"; write {moved.partition(' ')[0]} in place, such as by .data.copy_(), or set it outside of the step"
 
 
 def fix_of_argument(value: Any) -> str:
@@ -131,6 +140,8 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
             return _VALIDATION
         if isinstance(owner, AveragedModel):
             return _AVERAGES
+        if isinstance(owner, _NORMS) and owner.momentum is None:
+            return _BATCHES
         if isinstance(owner, Optimizer):
             return f"{_OPTIMIZER}; {_make(owner)}"
         if isinstance(owner, GradScaler) and isinstance(optimizer, Optimizer):

@@ -30,7 +30,7 @@ from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.attributes import Attributes
 from thunder_cg.step.averages import move_counters
 from thunder_cg.step.calls import Calls
-from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, where
+from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, fix_of_moved, where
 from thunder_cg.step.gradients import GraphGradient
 from thunder_cg.step.memory import PythonCall, nbytes
 from thunder_cg.step.places import Place
@@ -243,6 +243,8 @@ class GraphedStep:
                     return self._replay_once(recording, recording.only_once, batch, layout, ready, calls)
                 return self._replay_first(recording, batch)
             except ReplayRefused as error:
+                if isinstance(recording.only_once, CallsMore):
+                    raise  # what functions have done that nobody knew of was not undone
                 return self._run(args, kwargs, str(error), layout)
         if not self.recordings and self.arena is not None:
             self.release()
@@ -263,7 +265,7 @@ class GraphedStep:
     def _replay_first(self, recording: StepRecording, batch: Batch) -> Any:
         """The first replay of a recording: the capture has run nothing."""
         self._left = [*self._left, *recording.left]
-        result = self._launch(recording, batch)
+        result = self._launch_first(recording, batch)
         self._unstable = 0
         return result
 
@@ -275,7 +277,7 @@ class GraphedStep:
         if self.recordings:  # one that is captured later uses no memory that is in use now
             self._left = [*self._left, *recording.left]
         try:
-            result = self._launch(recording, batch)
+            result = self._launch_first(recording, batch)
         finally:
             recording.close()
         if not isinstance(problem, CallsMore):
@@ -306,17 +308,17 @@ class GraphedStep:
         self._attributes.observe(whole.kinds, whole.compiled_kinds)
         seen = self._attributes.seen
         outside = states_outside(whole.device)
-        python = PythonCall(whole, self._backend)
+        python, places = PythonCall(whole, self._backend), state.places_of_tensors()
         with self._attributes.watched(whole.objects):
             result = self._run(args, kwargs, reason, layout)
         if is_new := self._attributes.seen != seen:
             state = whole
-        after = state.again()
+        moved, after = None if is_new else state.moved_since(places), state.again()
         carried = newly_carried(state, after)
         self._carried |= {place.key: place for place in carried.values()}
         before, now = state.facts | outside, after.facts | states_outside(state.device)
         change = change_between(*({k: v for k, v in each.items() if k not in carried} for each in (before, now)))
-        if change is None:
+        if change is None and moved is None:
             needs = python.allocated(after)
             facts = self._state().facts if is_new or carried else state.facts
             ready = _Ready(facts, needs + nbytes(batch.tensors), needs)
@@ -324,7 +326,9 @@ class GraphedStep:
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
         else:
-            fix = fix_of_change(change, state.facts, self._roots, in_step=True)
+            fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
+            change = moved or str(change)
+            change += state.line_of(change) if fix else ""
             self.in_python[reason] -= 1
             self.in_python[f"{change}, in the step{fix}"] += 1
         if change is not None or reason != _FIRST:
@@ -334,7 +338,8 @@ class GraphedStep:
     def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[str, str]:
         """Why a call runs in Python and is noted, and what to do about that if it is so in each call."""
         if known is not None and (change := change_between(known.facts, state.facts)) is not None:
-            return change, fix_of_change(change, state.facts, self._roots, in_step=False)
+            fix = fix_of_change(change, state.facts, self._roots, in_step=False)
+            return change + (state.line_of(change) if fix else ""), fix
         before, self._new_layout = self._new_layout, layout
         if before is not None and (changed := changed_argument(before, layout)) is not None:
             then, now = changed
@@ -413,6 +418,16 @@ class GraphedStep:
             self.raised += 1
             note_replay(error, f"the step {self.name}", "the whole step", f"call {self.name} without graphed_step()")
             raise
+
+    def _launch_first(self, recording: StepRecording, batch: Batch) -> Any:
+        is_refused = False
+        try:
+            return self._launch(recording, batch)
+        except ReplayRefused:
+            is_refused = True
+            raise
+        finally:
+            recording.end_capture(undo=is_refused)
 
     def _make_room(self, arena: Arena, device: torch.device, layout: Any, expected: int | None = None) -> None:
         """`NoRoom` if what a capture needs is past the budget: see Note [Memory budget] in runtime/arena.py."""

@@ -9,7 +9,8 @@ Note [Numbers that look like addresses]
     The addresses are found among the arguments of kernels, which hold other numbers, too. A number of four bytes and
     four bytes that nobody has set (see Note [Stale arguments] in stack.py) may be the address of some tensor: 0.125 is
     half of one at a multiple of 32 MiB. So the tensors that seem to be used are moved, and the step is captured once
-    more. Only where the new addresses show up are the tensors really used.
+    more. Only where the new addresses show up are the tensors really used. What nobody has set may be another number
+    then, and the address of another tensor, which is moved as well.
 """
 
 from __future__ import annotations

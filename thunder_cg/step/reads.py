@@ -9,6 +9,11 @@ Note [Packages]
     an object has. Python's library, PyTorch, Thunder and what these two use are taken to be constant as a whole, except
     for PyTorch's settings: those in C++ are compared by themselves (see `states_outside`), those that are plain values
     of its modules where a function that has run reads them (`settings_in`).
+
+Note [Lists that grow]
+    ``losses.append(loss)`` and ``losses.extend(...)`` read nothing of the list, so nothing of it has to be as it was: a
+    replay appends to the list that is there. If the step reads the list in any other way, that is another read, and
+    all of the list is compared.
 """
 
 from __future__ import annotations
@@ -99,8 +104,10 @@ class Read:
     is_owner: bool = False  # of methods that were looked into, so that what they read of it is known
     place: Any = None  # equal for reads of the same variable
     path: Path | None = None
+    line: str = ""  # of the user's code that names it
     is_code: bool = False  # whether it is a function or a method
     is_compiled: bool = False  # whether Thunder or Dynamo compiles what reads it
+    only_grows: bool = False  # see Note [Lists that grow]
 
 
 class Called(NamedTuple):
@@ -152,8 +159,11 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 waiting.append((value, in_compiled))
             if in_compiled:
                 compiled.update((place, (place, "owner")))
-            if is_method:
-                label = read.label.rpartition(".")[0] or read.label
+            label = read.label.rpartition(".")[0] or read.label
+            if _grows_a_list(value) and not in_compiled:
+                get = partial(_owner_of, read.get)
+                found.setdefault((place, "list"), replace(read, label=label, get=get, path=None, only_grows=True))
+            elif is_method:
                 found.setdefault(
                     (place, "owner"),
                     replace(read, label=label, get=partial(_owner_of, read.get), is_owner=runs, is_code=True),
@@ -167,11 +177,12 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
 
 def _with_names(found: dict[Any, Read], compiled: Set[Any]) -> list[Read]:
     """The reads, with another label where several have the same."""
-    labels: Counter[str] = Counter()
+    labels: Counter[tuple[str, bool]] = Counter()
     reads = []
     for place, read in found.items():
-        labels[read.label] += 1
-        count = labels[read.label]
+        key = read.label, read.only_grows
+        labels[key] += 1
+        count = labels[key]
         label = read.label if count == 1 else f"{read.label} (the {count}. of this name)"
         reads.append(replace(read, label=label, place=place, is_compiled=place in compiled))
     return reads
@@ -210,6 +221,11 @@ def is_data(value: Any) -> bool:
 
 def _is_function(value: Any) -> bool:
     return isinstance(value, (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType))
+
+
+def _grows_a_list(value: Any) -> bool:
+    is_lists = isinstance(value, types.BuiltinMethodType) and type(value.__self__) is list
+    return is_lists and value.__name__ in ("append", "extend")
 
 
 def _owner_of(get: Callable[[], Any]) -> Any:
@@ -323,8 +339,9 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
     cells = dict(zip(code.co_freevars, function.__closure__ or ()))
     bound = {code.co_varnames[0]: owner} if owner is not None and code.co_argcount else {}
     of_package = is_installed(code.co_filename)
-    for chain in chains(code):
+    for chain, line in chains(code).items():
         name, attributes = chain.name, chain.attributes
+        at = "" if of_package else f"{os.path.basename(code.co_filename)}:{line}"
         label = name
         if of_package and name in bound:
             label = (owner if isinstance(owner, type) else type(owner)).__name__
@@ -333,13 +350,13 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
         if name in bound and chain.scope != "global":
             is_of_class = isinstance(owner, type) and attributes[:1] == ("__dict__",)  # which is a new proxy each time
             if not is_of_class and not (is_rooted and attributes and _has(owner, attributes[0])):
-                yield _read(label, owner, (), attributes, partial(value_of, owner))
+                yield _read(label, at, owner, (), attributes, partial(value_of, owner))
         elif chain.scope == "cell" and name in cells:
-            yield _read(label, cells[name], (), attributes, partial(_in_cell, cells[name]))
+            yield _read(label, at, cells[name], (), attributes, partial(_in_cell, cells[name]))
         elif chain.scope == "global" and (name in variables or not hasattr(builtins, name)):
-            yield _read(label, variables, (name,), attributes, partial(_in_globals, variables, name))
+            yield _read(label, at, variables, (name,), attributes, partial(_in_globals, variables, name))
         elif chain.scope == "import" and (module := _imported(name, variables)) is not None:
-            yield _read(module, sys.modules, (module,), attributes, partial(_in_globals, sys.modules, module))
+            yield _read(module, at, sys.modules, (module,), attributes, partial(_in_globals, sys.modules, module))
     for what in () if of_package else ("__code__", "__defaults__", "__kwdefaults__"):
         if getattr(function, what) is not None:
             place = code if what == "__code__" else id(function)
@@ -347,9 +364,11 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
 
 
 def _read(
-    label: str, start: Any, names: tuple[str, ...], attributes: tuple[str, ...], look_up: Callable[..., Any]
+    label: str, line: str, start: Any, names: tuple[str, ...], attributes: tuple[str, ...], look_up: Callable[..., Any]
 ) -> tuple[Any, Read]:
-    """A read of attributes up to a property, if there is one: it is a function that is called, and not to be compared.
+    """A read of attributes up to a tensor or a property.
+
+    What a tensor has belongs to it, and a property is a function that is called, and not to be compared.
 
     Args:
         start, names: where the path to the first value begins.
@@ -357,12 +376,17 @@ def _read(
     """
     get = partial(look_up, attributes)
     for i, name in enumerate(attributes):
-        if _property_of(look_up(attributes[:i]), name) is not None:
+        owner = look_up(attributes[:i])
+        if isinstance(owner, torch.Tensor) and name not in vars(owner):
+            attributes = attributes[:i]
+            get = partial(look_up, attributes)
+            break
+        if _property_of(owner, name) is not None:
             get = partial(_bound_property, partial(look_up, attributes[:i]), name)
             attributes = attributes[: i + 1]
             break
     path = start, (*names, *attributes)
-    return (id(start), *path[1]), Read(".".join((label, *attributes)), get, path=path)
+    return (id(start), *path[1]), Read(".".join((label, *attributes)), get, path=path, line=line)
 
 
 def _property_of(owner: Any, name: str) -> types.FunctionType | None:
@@ -454,26 +478,28 @@ def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[str, ...
 
 
 @cache
-def chains(code: types.CodeType) -> tuple[_Chain, ...]:
-    """What the code and the functions that are defined in it load or store, in the order of the code."""
-    found: dict[_Chain, None] = {}
+def chains(code: types.CodeType) -> Mapping[_Chain, int]:
+    """What the code and the functions in it load or store, in the order of the code, and the first line of each."""
+    found: dict[_Chain, int] = {}
     aliases: dict[str, _Chain | None] = {}  # variables of the function that stand for a chain; None: for several
     current: _Chain | None = None
+    line = current_line = code.co_firstlineno
     imported: _Chain | None = None  # what the names after IMPORT_FROM are attributes of
     is_dotted = False
     arguments: deque[Any] = deque([0, None], maxlen=2)  # of the last two instructions
 
     def end() -> None:
         if current is not None:
-            found.setdefault(current)
+            found.setdefault(current, current_line)
 
-    for name, value in _instructions(code):
+    for name, value, starts in _instructions(code):
+        line = starts or line
         level, names = arguments
         arguments.append(value)
         if name in _NEUTRAL:
             continue
         if name in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
-            current = _Chain(current.scope, current.name, (*current.attributes, value))
+            current, current_line = _Chain(current.scope, current.name, (*current.attributes, value)), line
             if name != "STORE_ATTR":
                 continue
         names_module = current is not None and current.scope == "import" and not current.attributes
@@ -491,27 +517,32 @@ def chains(code: types.CodeType) -> tuple[_Chain, ...]:
             imported = current if is_dotted else imported  # of ``import a.b as c``
         else:
             current = _begun(name, value, aliases)
+        current_line = line
         if name in ("STORE_GLOBAL", "STORE_DEREF"):
             end()
             current = None
     end()
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            for chain in chains(constant):
+            for chain, line in chains(constant).items():
                 if chain.scope in ("global", "import") or (chain.scope == "cell" and chain.name in code.co_freevars):
-                    found.setdefault(chain)
+                    found.setdefault(chain, line)
                 elif chain.scope == "cell" and chain.name in code.co_varnames[:1]:
-                    found.setdefault(_Chain("local", chain.name, chain.attributes))
-    return tuple(found)
+                    found.setdefault(_Chain("local", chain.name, chain.attributes), line)
+    return found
 
 
-def _instructions(code: types.CodeType) -> Iterator[tuple[str, Any]]:
-    """The names and the arguments of the instructions; Python 3.13 has one for two variables, which are two here."""
+def _instructions(code: types.CodeType) -> Iterator[tuple[str, Any, int | None]]:
+    """The names and arguments of the instructions, with the lines that begin there.
+
+    Python 3.13 has one instruction for two variables, which are two here.
+    """
+    starts = dict(dis.findlinestarts(code))
     for each in dis.get_instructions(code):
-        if (names := _OF_TWO.get(each.opname)) is not None:
-            yield from zip(names, each.argval)
-        else:
-            yield each.opname, each.argval
+        line = starts.get(each.offset)
+        names = _OF_TWO.get(each.opname)
+        for name, value in ((each.opname, each.argval),) if names is None else zip(names, each.argval):
+            yield name, value, line
 
 
 def _begun(name: str, value: Any, aliases: dict[str, _Chain | None]) -> _Chain | None:

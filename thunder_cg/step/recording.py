@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -32,7 +32,7 @@ from thunder_cg.compat.torch import (
     tree_unflatten,
     version,
 )
-from thunder_cg.errors import CaptureLater, CaptureRefused
+from thunder_cg.errors import CaptureLater, CaptureRefused, ReplayRefused
 from thunder_cg.runtime.agreement import Collectives
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Backend, Graph, Pool
@@ -43,15 +43,17 @@ from thunder_cg.runtime.recording import RecordingUse
 from thunder_cg.runtime.tensors import address_if_any, copy_all
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
-from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change
+from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
 from thunder_cg.step.gradients import ANY, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
-from thunder_cg.step.places import Carried, Place
-from thunder_cg.step.reads import settings_in
+from thunder_cg.step.places import Carried
+from thunder_cg.step.reads import Read, settings_in
+from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
 from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 
+_ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _TENSOR = object()
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
@@ -127,10 +129,11 @@ class StepRecording(RecordingUse):
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
     gradient_nbytes: int  # of the pool: recordings may share gradients
     settings: list[tuple[Callable[[], Any], Any]]  # of PyTorch, that the step read
-    carried: list[tuple[Place, Any, int]]  # what is put there, as the structure and the number of its tensors
+    carried: list[tuple[Callable[[Any], object], Any, int]]  # puts a value with a structure and a number of tensors
     only_once: CaptureRefused | None = None  # why no later replay would be right; the first one is
     without_graphs: int = 0  # what a call in Python has allocated at a time, at least
     collectives: Collectives | None = None  # that it holds
+    before: tuple[Snapshot, GradientsBefore] | None = None  # the capture, until the first replay
 
     def arenas(self) -> list[Arena]:
         """The one that all recordings of the step use."""
@@ -194,18 +197,32 @@ class StepRecording(RecordingUse):
             self.gradients.clear()
             self.overwritten.gradients.clear()
 
+    def end_capture(self, *, undo: bool) -> None:
+        """After the first replay. If that was refused, what the capture has done in Python is undone."""
+        assert self.before is not None
+        snapshot, gradients = self.before
+        self.before = None
+        with GraphGradient.recounted():
+            if undo:
+                snapshot.restore()
+                gradients.restore()
+            gradients.release()
+
     def replay(self, batch: Batch) -> Any:
         """Runs the step again. `ReplayRefused` if nothing of it happened."""
         inputs = self._inputs(batch)
         results: list[Any] = [None] * (self.structure[1] + sum(count for _, _, count in self.carried))
-        targets = self.outputs.allocate(results)
+        try:
+            targets = self.outputs.allocate(results)
+        except torch.OutOfMemoryError as error:
+            raise ReplayRefused(error) from error
         self.graph.replay([each.source(inputs) for each in self.sources], targets)
         if self.collectives is not None:
             self.collectives.count_replay()
         self.outputs.derive(results, [*inputs, *self.state.tensors])
-        for at, structure, count in reversed(self.carried):
+        for put, structure, count in reversed(self.carried):
             results, tensors = results[:-count], results[-count:]
-            at.put(tree_unflatten(tensors, structure))
+            put(tree_unflatten(tensors, structure))
         for parameter, gradient in zip(self.state.parameters, self.gradients):
             if gradient is None or parameter.grad is not gradient.tensor:
                 parameter.grad = None if gradient is None else gradient.tensor
@@ -222,7 +239,7 @@ class _Body:
     ) -> None:
         self._fn, self._batch, self._buffers, self._state, self._calls = fn, batch, buffers, state, calls
         self._aliases = [buffer.detach() for buffer in buffers[len(batch.tensors) :]]  # what is carried in
-        self.carried: list[tuple[Place, Any, int]] = []  # what is carried out
+        self.carried: list[tuple[Callable[[Any], object], Any, int]] = []  # what is carried out
         self.structure: Any = None
         self.addresses: Mapping[int, str] = {}
         self.outputs: Outputs | None = None
@@ -231,6 +248,8 @@ class _Body:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch()
         attributes = self._state.attributes
+        lists = [*self._state.lists().values()]
+        had = [value.copy() for _, value in lists]
         watched = nullcontext() if attributes is None else attributes.watched(self._state.objects)
         try:
             with (
@@ -257,7 +276,7 @@ class _Body:
                 raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
         self.structure = structure, len(leaves)
         self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
-        leaves += left
+        leaves += [*left, *self._take_appended(lists, had)]
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _captured_addresses(self, backend: Backend) -> dict[int, str]:
@@ -288,8 +307,25 @@ class _Body:
                 continue
             if is_given or now is None or not now.is_like(then):
                 raise CaptureRefused(f"the step leaves something else in {label} than a new tensor like the one before")
-            self.carried.append((at, now.structure, len(now.tensors)))
+            self.carried.append((at.put, now.structure, len(now.tensors)))
             left += now.tensors
+
+    def _take_appended(self, lists: Iterable[tuple[Read, list[Any]]], before: Iterable[list[Any]]) -> list[Tensor]:
+        """What the step has appended to lists, which get back what they had. See Note [Lists that grow] in reads.py."""
+        left: list[Tensor] = []
+        for (read, now), then in zip(lists, before):
+            if len(now) < len(then) or not all(map(is_, now, then)):
+                raise CaptureRefused(f"the step changes what is in {read.label} ({read.line})")
+            if not (appended := now[len(then) :]):
+                continue
+            del now[len(then) :]
+            if (carried := Carried.of(appended, self._state.device.type)) is None:
+                what = "something else than tensors without a history"
+                fix = "detach them, or return them, and append them outside of the step"
+                raise CaptureRefused(f"the step appends {what} to {read.label} ({read.line}); {fix}")
+            self.carried.append((partial(_extend, read.get), carried.structure, len(carried.tensors)))
+            left += carried.tensors
+        return left
 
     def copied_out(self, pool: Pool, results: Sequence[Any]) -> list[Tensor]:
         tensors = [*self._buffers, *self._state.tensors]
@@ -335,12 +371,18 @@ class StepCapture:
         """
         if self.state.objections:
             raise CaptureRefused(self.state.objections[0])
-        try:
-            return self._attempt()
-        except OtherMemoryUsed as refused:
-            refusal = refused.with_traceback(None)  # which keeps what the attempt has made
-        with moved(refusal):
-            return self._attempt()
+        suspects: list[Tensor] = []
+        with ExitStack() as moves:
+            for _ in range(_ATTEMPTS):
+                try:
+                    return self._attempt()
+                except OtherMemoryUsed as refused:
+                    refusal = refused.with_traceback(None)  # which keeps what the attempt has made
+                if any(tensor is each for tensor in refusal.tensors for each in suspects):
+                    break  # it is where the kernels' arguments say again
+                suspects += refusal.tensors
+                moves.enter_context(moved(refusal))
+        raise refusal
 
     def _attempt(self) -> StepRecording:
         state = self.state
@@ -363,10 +405,11 @@ class StepCapture:
                 self.calls.undo()
                 snapshot.restore()
                 before.restore()
+                before.release()
                 raise
             finally:
                 self.calls.end()
-                before.release()
+        recording.before = snapshot, before
         state.release()
         for gradient in recording.gradients:
             if gradient is not None:
@@ -385,7 +428,7 @@ class StepCapture:
         copied, buffers = place(pool, inputs, frozenset(), {})
         copy_all([each.target for each in copied], [each.source(inputs) for each in copied])
         versions = [version(tensor) for tensor in (*state.tensors, *buffers)]
-        places = [*map(_place_of, state.tensors)]
+        places = state.places_of_tensors()
         body = _Body(self.fn, batch, buffers, state, self.calls)
         outside = states_outside(state.device)
         targets = [each.target for each in copied]
@@ -394,7 +437,8 @@ class StepCapture:
         outputs = body.outputs
         assert outputs is not None
         outputs.disown()
-        self._refuse_other_places(places)
+        if (moved := state.moved_since(places)) is not None:
+            raise CaptureRefused(f"Python changes in each step: {moved}{state.line_of(moved)}{fix_of_moved(moved)}")
         touched = self._touched(versions, buffers)
         self._refuse_what_python_did(outside)
         missing = self._what_replays_would_miss()
@@ -441,18 +485,6 @@ class StepCapture:
         counters = {id(each.n_averaged) for each in self.state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 
-    def _refuse_other_places(self, places: Sequence[Any]) -> None:
-        """`CaptureRefused` if the step has changed where a tensor of the state is, or whether it requires grad.
-
-        Args:
-            places: before the step.
-        """
-        for tensor, then in zip(self.state.tensors, places):
-            if _place_of(tensor) != then:
-                name = self.state.name_of(tensor)
-                problem = f"the step leaves {name} with other memory, another shape or another requires_grad"
-                raise CaptureRefused(f"{problem}, as no replay would; write {name} in place, or set it outside")
-
     def _refuse_what_python_did(self, outside: Facts) -> None:
         """`CaptureRefused` if the call has done or changed what is not part of the state, and no replay would.
 
@@ -487,7 +519,7 @@ class StepCapture:
     def _refuse_change(self, before: Facts, after: Facts) -> None:
         if (change := change_between(before, after)) is not None:
             fix = fix_of_change(change, self.state.facts, {}, in_step=True)
-            raise CaptureRefused(f"Python changes in each step: {change}{fix}")
+            raise CaptureRefused(f"Python changes in each step: {change}{self.state.line_of(change)}{fix}")
 
     def _held_elsewhere(self) -> list[Tensor]:
         """Tensors that may be in the arena, besides those of the new graph."""
@@ -501,15 +533,15 @@ class StepCapture:
         return held
 
 
+def _extend(get: Callable[[], Any], items: list[Any]) -> None:
+    get().extend(items)
+
+
 def _refuse_sparse_gradients(state: StepState) -> None:
     for parameter in state.parameters:
         if (gradient := parameter.grad) is not None and not has_storage(gradient):
             problem = f"a gradient is a tensor with the layout {gradient.layout}, which has no address"
             raise CaptureRefused(f"{problem}; make its module with sparse=False")
-
-
-def _place_of(tensor: Tensor) -> Any:
-    return place_of(tensor), tensor.requires_grad
 
 
 def _storages(tensors: Iterable[Tensor]) -> frozenset[int]:

@@ -32,6 +32,7 @@ import io
 import os
 import pickle
 import random
+import re
 import sys
 import types
 import weakref
@@ -73,6 +74,7 @@ from thunder_cg.compat.torch import (
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import layout
 from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
+from thunder_cg.step.gradients import place_of
 from thunder_cg.step.places import Carried, Place, places_of
 from thunder_cg.step.reads import (
     MISSING,
@@ -553,6 +555,9 @@ class StepState:
         self._places = {read.place for read, _ in reads}
         simple = _Collector(device_type, self._names, carried)
         self._paths = [read.path for read, _ in reads if read.path is not None]
+        self._lines = {read.label: read.line for read, _ in reads}
+        self._growing = [read for read, _ in reads if read.only_grows]
+        reads = [(read, value) for read, value in reads if not read.only_grows]
         reads = [(read, value) for read, value in reads if not self._is_carried(read, value, simple)]
         self._simple = [(read, value) for read, value in reads if read.is_owner or self._is_simple(value)]
         self._others = [(read, value) for read, value in reads if not (read.is_owner or self._is_simple(value))]
@@ -568,7 +573,7 @@ class StepState:
         heavy = self._collect_roots()
         self._behind_names, self._of_roots = _Watch(others), _Watch(heavy)
         self._hooks_registered = registered_hooks()
-        self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts}
+        self.facts: Facts = {**simple.facts, **others.facts, **heavy.facts, **self._facts_of_lists()}
         self.objections = [*simple.objections, *others.objections, *heavy.objections]
         self.tensors = [*{**simple.tensors, **others.tensors, **heavy.tensors}.values()]
         self.parameters = [tensor for tensor in self.tensors if _may_get_gradient(tensor)]
@@ -691,6 +696,8 @@ class StepState:
                 return False
         if not (self._are_facts_same() and self._are_carried()):
             return False
+        if self._growing and any(self.facts[label] != fact for label, fact in self._facts_of_lists().items()):
+            return False
         if not self.tensors:
             return True
         same = addresses_equal(self.tensors, self._addresses, self._indices)
@@ -719,19 +726,48 @@ class StepState:
         self._hooks_registered = registered_hooks()
         return True
 
+    def line_of(self, change: str) -> str:
+        """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known."""
+        label = change.removeprefix("len(").removeprefix("what ").removeprefix("the order of ")
+        names = [n for n, line in self._lines.items() if line and re.match(rf"{re.escape(n)}\W", label)]
+        return f" (see {self._lines[max(names, key=len)]})" if names else ""
+
     def name_of(self, tensor: Tensor) -> str:
-        """What names a tensor of the state."""
-        return next(label for label, fact in self.facts.items() if isinstance(fact, Same) and fact.value is tensor)
+        """What names a tensor of the state, in few words."""
+        names = [label for label, fact in self.facts.items() if isinstance(fact, Same) and fact.value is tensor]
+        return min(names, key=len)
+
+    def places_of_tensors(self) -> list[Any]:
+        """Where each is, how it is laid out, and whether it requires grad."""
+        return [(place_of(t) if has_storage(t) else None, t.requires_grad) for t in self.tensors]
+
+    def moved_since(self, places: Sequence[Any]) -> str | None:
+        """What is said of the first tensor that is not where it was; None if all are."""
+        for tensor, then, now in zip(self.tensors, places, self.places_of_tensors()):
+            if now != then:
+                return f"{self.name_of(tensor)} got other memory, another shape or another requires_grad"
+        return None
 
     def carried_values(self) -> list[Carried]:
         """What is carried by now. `holds` says that there is something."""
         values = [Carried.of(place.get(), self._device_type) for _, place, _ in self.carried]
         return [value for value in values if value is not None]
 
+    def lists(self) -> dict[int, tuple[Read, list[Any]]]:
+        """Those to which the step only appends, by identity."""
+        return {id(value): (read, value) for read in reversed(self._growing) if type(value := read.get()) is list}
+
+    def _facts_of_lists(self) -> Facts:
+        """See Note [Lists that grow] in reads.py. Where names lead to the same list is a fact."""
+        lists = self.lists()
+        firsts = [lists.get(id(read.get()), (None,))[0] for read in self._growing]
+        return {f"the list {read.label}": first and first.label for read, first in zip(self._growing, firsts)}
+
     def snapshot(self) -> Snapshot:
         """All that the step may change of it."""
         owners = [value for read, value in self._simple if read.is_owner]
-        return Snapshot([*self._holders, *owners], self._paths, self.tensors)
+        lists = [value for _, value in self.lists().values()]
+        return Snapshot([*self._holders, *owners, *lists], self._paths, self.tensors)
 
     def tensors_in_holders(self) -> list[Tensor]:
         """What is in containers and objects that the state had, though they may have been replaced since."""
