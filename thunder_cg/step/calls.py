@@ -40,7 +40,7 @@ from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, told_of_c
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.attributes import unwatched
-from thunder_cg.step.reads import Called, is_constant, is_installed
+from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed
 from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
@@ -230,7 +230,7 @@ class Calls:
             return
         owner = _owner(frame, code)
         owner = type(owner) if id(owner) in self._new else owner  # which has what the class gives it
-        variables = tuple(id(frame.f_locals.get(name)) for name in code.co_freevars)
+        variables = tuple(id(frame.f_locals.get(name, MISSING)) for name in code.co_freevars)
         if (key := (code, id(owner), variables)) not in self._ran:
             self._ran[key] = _Ran(code, owner, variables, frame.f_globals)
             with unwatched():
@@ -268,7 +268,7 @@ class _Ran(NamedTuple):
 
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()
-        return function.__code__ is self.code and self.cells == tuple(id(_content(cell)) for cell in cells)
+        return function.__code__ is self.code and self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
 
 
 def _is_async(frame: types.FrameType, default: bool) -> bool:
@@ -348,13 +348,6 @@ def unfrozen() -> Iterator[None]:
     yield
     if frozen:
         gc.freeze()
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def _line(frame: types.FrameType | None, with_code: bool = False) -> str:
