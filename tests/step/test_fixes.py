@@ -215,6 +215,41 @@ def test_what_python_keeps(run, device, keep, change, fix, instead):
     assert step.replays >= 6 and not said, said
 
 
+def test_a_search_along_a_line_is_not_captured(run):
+    def search(model, optimizer):
+        def inner(loss):
+            loss.backward()
+            optimizer.step(lambda: loss.detach())
+
+        return inner
+
+    step, (said,) = run(search, torch.optim.LBFGS)
+    assert step.replays == 0 and said.endswith(f"{READS}{OTHER.format('LBFGS')}"), said
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_hooks_are_named_though_they_change_something(run, device, kind):
+    """They replace the weight in each step, and to detach it would be wrong."""
+
+    def make(of):
+        def make(model, optimizer):
+            layer = of(nn.Linear(4, 4, device=device))
+
+            def inner(loss):
+                (loss * layer(model.weight).sum()).backward()
+                optimizer.step()
+
+            return inner
+
+        return make
+
+    step, (said, *_) = run(make(getattr(nn.utils, kind)))
+    fix = f"layer has a hook, which runs Python in each step; take torch.nn.utils.parametrizations.{kind} instead"
+    assert step.replays == 0 and said.endswith(fix), said
+    step, said = run(make(getattr(nn.utils.parametrizations, kind)))
+    assert step.replays >= 6 and not said, said
+
+
 def test_averages_over_all_batches(run, device):
     """They read the number of batches on the host, and others do not."""
 

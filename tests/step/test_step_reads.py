@@ -223,11 +223,14 @@ def test_attributes_of_what_a_method_is_bound_to(step_twins):
     assert changing(step_twins, lambda y: {"f": made}["f"](y), change, calls=11).captures == 2
 
 
+manual_seed = torch.compiler.disable(torch.random.manual_seed)  # as Dynamo has it, where tests/speed.py does not
+
+
 @pytest.mark.parametrize("how", ["manual_seed", "fork_rng", "checkpoint"])
 def test_a_step_that_sets_the_random_state(step_twins, how):
     def of(y):
         if how == "manual_seed":
-            torch.manual_seed(3)
+            manual_seed(3)
         if how == "checkpoint":
             return checkpoint(lambda y: dropout(y, 0.5), y, use_reentrant=False)
         with torch.random.fork_rng(enabled=how == "fork_rng"):
@@ -413,6 +416,64 @@ def test_properties_are_not_called_to_compare_them():
     state = state.again()
     counting.base = 2.0
     assert state.again().facts != state.facts and len(counting.calls) == 2
+
+
+class Draws:
+    def __get__(self, owner, kind=None):
+        return torch.rand((), device=owner.device)
+
+
+class Computed:
+    drawn = Draws()
+
+    def __init__(self, model):
+        self.device = next(model.parameters()).device
+        self.scale = 1.0
+
+    def __getattr__(self, name):
+        return torch.rand((), device=self.device) * self.scale
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda kept: lambda y: y + kept.layer.weight.square().sum(),  # each lookup improves the estimate of the norm
+        lambda kept: lambda y: y + kept.computed.drawn,
+        lambda kept: lambda y: y + kept.computed.other,
+        lambda kept: lambda y: y + kept.normal.variance.sum(),
+    ],
+    ids=["spectral norm", "a descriptor", "__getattr__", "a property of PyTorch's"],
+)
+def test_what_a_lookup_computes_is_computed_in_the_step_alone(step_twins, of):
+    """It writes buffers and draws random numbers, so a lookup to compare it would make the step another one."""
+
+    def make(model):
+        torch.manual_seed(2)
+        layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)).to(step_twins.device)
+        one = torch.ones(3, device=step_twins.device)
+        kept = SimpleNamespace(layer=layer, computed=Computed(model), normal=torch.distributions.Normal(one, one))
+        torch.manual_seed(1)
+        return make_step(of(kept))(model)
+
+    step = step_twins.train(make, 8)
+    assert step.captures == 1 and step.replays >= 5, explain(step)
+
+
+def test_what_getattr_reads_is_compared(step_twins):
+    computed = []
+
+    def multiply(by):
+        return lambda y: y * by.other
+
+    def make(model):
+        computed.append(Computed(model))
+        return make_step(multiply(computed[-1]))(model)
+
+    def between(i, model, fn, batch):
+        computed[-1].scale = 1.0 if i < 4 else 2.0
+
+    step = step_twins.train(make, 10, between)
+    assert step.captures == 2 and step.replays >= 4, explain(step)
 
 
 def test_what_is_too_large_to_compare(step_twins):

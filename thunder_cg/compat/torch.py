@@ -651,7 +651,8 @@ def code_before_dynamo(code: types.CodeType) -> types.CodeType:
 
 def is_restored_by_dynamo(frame: types.FrameType | None) -> bool:
     """Whether the function of PyTorch's that sets a generator in this frame gives it back what it had before Dynamo."""
-    while frame is not None and _module(frame).startswith(("torch.random", "torch.cuda")):
+    between = "torch.random", "torch.cuda", "torch._dynamo.eval_frame"  # the last keeps Dynamo out of manual_seed()
+    while frame is not None and _module(frame).startswith(between):
         frame = frame.f_back
     return frame is not None and _module(frame).startswith("torch._dynamo")
 

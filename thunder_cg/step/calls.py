@@ -41,7 +41,7 @@ from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.attributes import unwatched
 from thunder_cg.step.heap import known_functions
-from thunder_cg.step.reads import Called, is_constant, is_installed
+from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed
 from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
@@ -231,7 +231,7 @@ class Calls:
             return
         owner = _owner(frame, code)
         owner = type(owner) if id(owner) in self._new else owner  # which has what the class gives it
-        variables = tuple(id(frame.f_locals.get(name)) for name in code.co_freevars)
+        variables = tuple(id(frame.f_locals.get(name, MISSING)) for name in code.co_freevars)
         if (key := (code, id(owner), variables)) not in self._ran:
             self._ran[key] = _Ran(code, owner, variables, frame.f_globals)
             with unwatched():
@@ -267,7 +267,7 @@ class _Ran(NamedTuple):
 
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()
-        return function.__code__ is self.code and self.cells == tuple(id(_content(cell)) for cell in cells)
+        return function.__code__ is self.code and self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
 
 
 def _is_async(frame: types.FrameType, default: bool) -> bool:
@@ -336,13 +336,6 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
         if isinstance(member, types.FunctionType) and inspect.unwrap(member).__code__ is code:
             return first
     return None
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def _line(frame: types.FrameType | None, with_code: bool = False) -> str:

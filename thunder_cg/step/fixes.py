@@ -78,6 +78,8 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     if "['lr']" in label:
         follows = optimizer is None or (_options(optimizer) and not _missing(optimizer))
         return f"; {_RATE}" if follows or optimizer is None else f"; {_RATE}, and {_make(optimizer)}"
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return f"; {_OPTIMIZER}; {_make(optimizer)}"
     if "['step']" in label:
         return f"; {_OPTIMIZER}; {'take a capturable one' if optimizer is None else _make(optimizer)}"
     if "['betas']" in label or "['momentum']" in label:

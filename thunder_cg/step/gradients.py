@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any, ClassVar
 
@@ -154,14 +155,41 @@ def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
 
 ANY = object()  # what a step finds in ``.grad`` does not matter
 
-
 _gradient_of = attrgetter("grad")
+
+
+class ExpectedGradients:
+    """What has to be in ``.grad`` before a replay, where it matters: nothing, or a gradient that is at the same place.
+
+    Args:
+        expected: for each parameter None, `ANY` or a gradient.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], expected: Sequence[Any]) -> None:
+        self._without = [parameter for parameter, each in zip(parameters, expected) if each is None]
+        pairs = [(parameter, each) for parameter, each in zip(parameters, expected) if isinstance(each, Tensor)]
+        self._parameters, self.tensors = [each for each, _ in pairs], [each for _, each in pairs]
+        self._places = [*map(place_of, self.tensors)]
+        self._addresses, self._indices = [each.data_ptr() for each in self.tensors], [*range(len(pairs))]
+        is_each_once = len({*map(id, self.tensors)}) == len(pairs)
+        self._metadata = tensor_guards(self.tensors) if is_each_once else None
+
+    def are_there(self) -> bool:
+        if not all(map(is_, map(_gradient_of, self._without), repeat(None))):
+            return False
+        found = [*map(_gradient_of, self._parameters)]
+        if self._metadata is not None and all(map(is_, found, self.tensors)) and self._metadata.check(*found):
+            return addresses_equal(found, self._addresses, self._indices)
+        return all(place_of(each) == place for each, place in zip(found, self._places))
+
+
 _Owners = tuple[int, int, int]  # see `GraphGradient._count`
 
 
 class GraphGradient:
     """A gradient in the memory of graphs, and how many hold it if nobody else does."""
 
+    changes: ClassVar[int] = 0  # how often `owners` of one has changed
     _known: ClassVar[weakref.WeakValueDictionary[int, GraphGradient]] = weakref.WeakValueDictionary()  # by storage
 
     def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
@@ -175,6 +203,7 @@ class GraphGradient:
         """Takes whoever holds it now for the graphs and the parameter."""
         if self.owners is None:
             self.owners = self._count()
+            GraphGradient.changes += 1
 
     def _count(self) -> _Owners:
         """References from Python, those from C++ without the parameter's, and tensors that have had this memory."""
@@ -203,6 +232,7 @@ class GraphGradient:
         """What comes to hold gradients inside, or holds them no more, is part of graphs."""
         before = [(known, known._count(), known.owners) for known in cls._known.values()]
         yield
+        cls.changes += 1
         for known, counted, owners in before:
             if owners is not None:
                 now = known._count()
@@ -254,7 +284,7 @@ class Overwritten:
             [*map(tensor_use_count, tensors)],
             [*map(storage_use_count, self._storages)],
             [*map(is_, map(_gradient_of, self._parameters), tensors)],
-            [each.owners for each in self.gradients],
+            GraphGradient.changes,
         )
 
     def are_moved(self) -> bool:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import update_wrapper
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
@@ -76,6 +76,30 @@ class _Capture:
         return [self.memory]
 
 
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of the step."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    batch: Batch
+    layout: Any  # of the batch, with what is set for the thread and the process
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """Why a capture failed. The error itself holds frames, with the tensors of the step, and maybe a graph."""
+
+    problem: str
+    may_pass: bool
+    is_of_ranks: bool
+    calls_more: bool
+
+    @classmethod
+    def of(cls, error: CaptureRefused | RanksDiffer) -> _Failure:
+        return cls(str(error), error.may_pass, isinstance(error, RanksDiffer), isinstance(error, CallsMore))
+
+
 class GraphedStep:
     """What :func:`graphed_step` returns: call it in the place of the step's function.
 
@@ -115,29 +139,37 @@ class GraphedStep:
         with self._lock:
             self.calls += 1
             if (reason := skip_reason(self._backend, saves=True)) is not None:
-                return self._run(args, kwargs, reason)
+                return self._run_in_python(args, kwargs, reason)
             try:
                 batch = Batch.of(args, kwargs, self._backend.device_type)
             except CaptureRefused as error:
                 self._warn(str(error))
-                return self._run(args, kwargs, str(error))
-            layout = (*batch.layout, *thread_states(), default_group())
-            recording = next((each for each in self.recordings if each.is_for(layout)), None)
+                return self._run_in_python(args, kwargs, str(error))
+            call = _Call(args, kwargs, batch, (*batch.layout, *thread_states(), default_group()))
+            recording, carried = self._recording_for(call.layout)
             if recording is not None and recording.is_void():
                 self._discard(recording)
                 recording = None
-            if recording is None:
-                return self._observe(batch, layout, args, kwargs)
-            if (reason := recording.why_not(batch, self._left)) is not None:
-                return self._run(args, kwargs, reason, layout)
+            if recording is None or carried is None:
+                return self._observe(call)
+            if (reason := recording.why_not(batch, carried, self._left)) is not None:
+                return self._run(call, reason)
             try:
                 if recording.collectives is not None and recording.collectives.meets():
-                    return self._meet(recording, batch, layout, args, kwargs)
-                return self._replay(recording, batch)
+                    return self._meet(recording, carried, call)
+                return self._replay(recording, carried, call)
             except ReplayRefused as error:
-                return self._run(args, kwargs, str(error), layout)
+                return self._run(call, str(error))
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, layout: Any = None) -> Any:
+    def _recording_for(self, layout: Any) -> tuple[StepRecording | None, list[Tensor] | None]:
+        """The first recording that is for a call, with what it carries in."""
+        found = ((each, each.carried_in(layout)) for each in self.recordings)
+        return next((pair for pair in found if pair[1] is not None), (None, None))
+
+    def _run(self, call: _Call, reason: str) -> Any:
+        return self._run_in_python(call.args, call.kwargs, reason, call.layout)
+
+    def _run_in_python(self, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str, layout: Any = None) -> Any:
         """Runs the step in Python. The compiled modules in it have their own graphs."""
         self.in_python[reason] += 1
         groups = self._groups(layout if layout in self._communicates else None)
@@ -154,46 +186,45 @@ class GraphedStep:
         known = self._communicates.get(layout)
         return known.groups if known is not None and all(map(is_alive, known.groups)) else None
 
-    def _replay(self, recording: StepRecording, batch: Batch) -> Any:
+    def _replay(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         recording.arena.enter()
         self._left = recording.left
-        result = self._launch(recording, batch)
+        result = self._launch(recording, carried, call)
         self.replays += 1
         recording.replays += 1
         self._unstable = 0
         return result
 
-    def _observe(self, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _observe(self, call: _Call) -> Any:
         """A call that no recording is for: captures it, if an earlier one did the same, else runs it in Python."""
+        layout = call.layout
         refusal = self._refused.get(layout)
         if refusal is not None and self.calls < refusal.next_look:
-            return self._run(args, kwargs, refusal.reason, layout)
+            return self._run(call, refusal.reason)
         hopeless = self._unstable >= _MAX_UNSTABLE and not meets(self._groups(layout) or [])
         if hopeless and self.calls % _LOOK_AGAIN:
-            return self._run(args, kwargs, self._hopeless, layout)
+            return self._run(call, self._hopeless)
         state = self._state()
         if refusal is not None and refusal.facts == state.facts:
             refusal.next_look = self.calls + min(self.calls, _LOOK_AGAIN)
-            return self._run(args, kwargs, refusal.reason, layout)
+            return self._run(call, refusal.reason)
         known = self._ready_for(layout, state)
         if not self.captures_pay():
             said = f"it was captured {self.captures} times and replayed {self.replays} times"
             self._refuse(layout, state.facts, said)
         elif known is not None and self._groups(layout) is not None:
-            return self._try_capture(state, batch, layout, known, args, kwargs)
+            return self._try_capture(state, call, known)
         with held_back(not hopeless):
-            return self._note(state, batch, layout, args, kwargs)
+            return self._note(state, call)
 
-    def _meet(
-        self, recording: StepRecording, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _meet(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         """Replays, or captures anew if another rank needs that. See Note [Meetings] in runtime/agreement.py."""
-        state, groups = self._state(), self._groups(layout)
-        ready = self._ready_for(layout, state)
+        state, groups = self._state(), self._groups(call.layout)
+        ready = self._ready_for(call.layout, state)
         if groups and ready is not None and self.captures_pay():
-            return self._try_capture(state, batch, layout, ready, args, kwargs, recording)
+            return self._try_capture(state, call, ready, recording)
         Round(groups or [], asks=True).decline("it replays")
-        return self._replay(recording, batch)
+        return self._replay(recording, carried, call)
 
     def _ready_for(self, layout: Any, state: StepState) -> _Ready | None:
         """What an earlier call from the same state has shown."""
@@ -208,83 +239,82 @@ class GraphedStep:
         called = [*self._called.values()]
         return StepState(self._fn, self._roots, self._backend.device_type, called, attributes, self._carried)
 
-    def _try_capture(
-        self,
-        state: StepState,
-        batch: Batch,
-        layout: Any,
-        ready: _Ready,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        known: StepRecording | None = None,
-    ) -> Any:
+    def _try_capture(self, state: StepState, call: _Call, ready: _Ready, known: StepRecording | None = None) -> Any:
         """Captures a call, or runs it in Python and notes why.
 
         Args:
             known: a recording that could be replayed, and is if no rank needs a capture, or this one fails.
         """
-        groups, calls = self._groups(layout) or [], Calls()
-        votes = Round(groups, asks=True)
+        calls, votes = Calls(), Round(self._groups(call.layout) or [], asks=True)
         try:
-            if (objection := next(iter(state.objections), self._communicates[layout].objection)) is not None:
+            if (objection := next(iter(state.objections), self._communicates[call.layout].objection)) is not None:
                 raise CaptureRefused(objection)
-            if votes.ask(_BEFORE, self.name, could_replay=known is not None) and known is not None:
-                return self._replay(known, batch)
-            recording = self._capture(state, batch, layout, ready, calls, groups, votes)
+            could_replay = known is not None
+            if votes.ask(_BEFORE, self.name, could_replay=could_replay) and known is not None:
+                return self._replay(known, known.state.carried_tensors(), call)
+            recording = self._capture(state, call, ready, calls, votes)
         except (CaptureRefused, RanksDiffer) as error:
-            # Its frames hold the tensors of the step, and maybe a graph, so it has to go before anything else.
-            problem, may_pass, calls_more = str(error), error.may_pass, isinstance(error, CallsMore)
-            is_ranks = isinstance(error, RanksDiffer)
+            failure = _Failure.of(error)
         else:
             if known is not None and known in self.recordings:
                 self._discard(known)
-            try:
-                if recording.only_once is not None:
-                    return self._replay_once(recording, recording.only_once, batch, layout, ready, calls)
-                return self._replay_first(recording, batch)
-            except ReplayRefused as error:
-                if isinstance(recording.only_once, CallsMore):
-                    raise  # what functions have done that nobody knew of was not undone
-                return self._run(args, kwargs, str(error), layout)
+            return self._replay_first(recording, call, ready, calls)
         if not self.recordings and self.arena is not None:
             self.release()
-        votes.refuse(_AFTER, problem, may_pass=may_pass)
-        if known is not None and known in self.recordings and known.is_for(layout):
-            return self._replay(known, batch)
-        if calls_more:
-            del self._ready[layout]
-            self._called |= calls.found
-        if calls_more or (is_ranks and may_pass):
-            self._count_unstable(problem)
-        if calls_more:
-            return self._observe(batch, layout, args, kwargs)
-        if not may_pass:
-            self._refuse(layout, state.facts, problem)
-        return self._run(args, kwargs, problem, layout)
+        votes.refuse(_AFTER, failure.problem, may_pass=failure.may_pass)
+        if known in self.recordings and (carried := known.carried_in(call.layout)) is not None:
+            return self._replay(known, carried, call)
+        return self._run_after(failure, state, call, calls)
 
-    def _replay_first(self, recording: StepRecording, batch: Batch) -> Any:
+    def _run_after(self, failure: _Failure, state: StepState, call: _Call, calls: Calls) -> Any:
+        """A call whose capture failed."""
+        if failure.calls_more or (failure.is_of_ranks and failure.may_pass):
+            self._count_unstable(failure.problem)
+        if failure.calls_more:
+            del self._ready[call.layout]
+            self._called |= calls.found
+            return self._observe(call)
+        if not failure.may_pass:
+            self._refuse(call.layout, state.facts, failure.problem)
+        return self._run(call, failure.problem)
+
+    def _replay_first(self, recording: StepRecording, call: _Call, ready: _Ready, calls: Calls) -> Any:
         """The first replay of a recording: the capture has run nothing."""
-        self._left = [*self._left, *recording.left]
-        result = self._launch_first(recording, batch)
-        self._unstable = 0
+        only_once = recording.only_once
+        if self.recordings:  # a later capture uses no memory that is in use now
+            self._left = [*self._left, *recording.left]
+        is_refused = False
+        try:
+            result = self._launch(recording, recording.state.carried_tensors(), call)
+        except ReplayRefused as error:
+            if isinstance(only_once, CallsMore):
+                raise  # what functions have done that nobody knew of cannot be undone
+            is_refused, reason = True, str(error)
+        finally:
+            recording.end_capture(undo=is_refused)
+            if only_once is not None:
+                recording.close()
+        if is_refused:
+            return self._run(call, reason)
+        if only_once is None:
+            self._unstable = 0
+        else:
+            self._learn_from(recording, only_once, call.layout, ready, calls)
         return result
 
-    def _replay_once(
-        self, recording: StepRecording, problem: CaptureRefused, batch: Batch, layout: Any, ready: _Ready, calls: Calls
-    ) -> Any:
+    def _learn_from(
+        self, recording: StepRecording, problem: CaptureRefused, layout: Any, ready: _Ready, calls: Calls
+    ) -> None:
         """See Note [Captures of one call] in recording.py."""
         self.in_python[str(problem)] += 1
-        if self.recordings:  # one that is captured later uses no memory that is in use now
-            self._left = [*self._left, *recording.left]
-        try:
-            result = self._launch_first(recording, batch)
-        finally:
-            recording.close()
         if not isinstance(problem, CallsMore):
             if not self.recordings:
                 self.release()
-            self._refuse(layout, recording.state.facts, str(problem))
-            return result
+            if problem.may_pass:
+                self._count_unstable(str(problem))
+            else:
+                self._refuse(layout, recording.state.facts, str(problem))
+            return
         self._called |= calls.found
         self._count_unstable(str(problem))
         whole = self._whole_state()
@@ -292,7 +322,6 @@ class GraphedStep:
             del self._ready[layout]
         else:
             self._ready[layout] = [replace(ready, facts=self._state().facts)]
-        return result
 
     def _count_unstable(self, reason: str, fix: str = "") -> None:
         """Counts a call that does not lead to a replay, and why."""
@@ -301,8 +330,9 @@ class GraphedStep:
             self._hopeless = f"{reason}, in each step{fix}"
             self._warn(self._hopeless)
 
-    def _note(self, state: StepState, batch: Batch, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _note(self, state: StepState, call: _Call) -> Any:
         """Runs a call in Python, and notes whether it leaves the state as it was."""
+        layout = call.layout
         reason, fix = self._what_is_new(layout, next(iter(self._ready.get(layout, ())), None), state)
         whole = self._whole_state()
         self._attributes.observe(whole.kinds, whole.compiled_kinds)
@@ -310,7 +340,7 @@ class GraphedStep:
         outside = states_outside(whole.device)
         python, places = PythonCall(whole, self._backend), state.places_of_tensors()
         with self._attributes.watched(whole.objects):
-            result = self._run(args, kwargs, reason, layout)
+            result = self._run(call, reason)
         if is_new := self._attributes.seen != seen:
             state = whole
         moved, after = None if is_new else state.moved_since(places), state.again()
@@ -321,10 +351,15 @@ class GraphedStep:
         if change is None and moved is None:
             needs = python.allocated(after)
             facts = self._state().facts if is_new or carried else state.facts
-            ready = _Ready(facts, needs + nbytes(batch.tensors), needs)
+            ready = _Ready(facts, needs + nbytes(call.batch.tensors), needs)
             kept = 0 if self._groups(layout) else self._max_recordings - 1  # ranks may not find the same one
             self._ready[layout] = [ready, *self._ready.pop(layout, ())[:kept]]
             _forget_oldest(self._ready)
+        elif state.objections:  # the cause, maybe, and in the way in any case
+            self.in_python[reason] -= 1
+            self.in_python[state.objections[0]] += 1
+            self._refuse(layout, state.facts, state.objections[0])
+            return result
         else:
             fix = fix_of_moved(moved) if moved else fix_of_change(str(change), state.facts, self._roots, in_step=True)
             change = moved or str(change)
@@ -346,17 +381,9 @@ class GraphedStep:
             return f"an argument changed from {then!r:.80} to {now!r:.80}", f"; {fix_of_changed_argument(now)}"
         return _FIRST, ""
 
-    def _capture(
-        self,
-        state: StepState,
-        batch: Batch,
-        layout: Any,
-        ready: _Ready,
-        calls: Calls,
-        groups: list[ProcessGroup],
-        votes: Round,
-    ) -> StepRecording:
+    def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:
         """Captures the step, which runs nothing. `CaptureRefused` or `RanksDiffer` if that cannot be."""
+        layout, groups = call.layout, self._groups(call.layout) or []
         while len(self.recordings) >= self._max_recordings:
             self.recordings.pop().close()
         if self.arena is None:
@@ -380,7 +407,7 @@ class GraphedStep:
         try:
             self.arena.pool(state.device).enter()
             capture = StepCapture(
-                self._fn, batch, state, self._backend, arena, self.recordings, check, calls, ready.needs
+                self._fn, call.batch, state, self._backend, arena, self.recordings, check, calls, ready.needs
             )
             with (
                 Stage(lambda: f"capturing the step {self.name}"),
@@ -406,28 +433,18 @@ class GraphedStep:
             self._refused.pop(layout, None)
         return recording
 
-    def _launch(self, recording: StepRecording, batch: Batch) -> Any:
+    def _launch(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         try:
             with (
                 record_function(f"CUDAGraph of the step {self.name}") if profiler_state[IS_PROFILING] else nullcontext()
             ):
-                return recording.replay(batch)
+                return recording.replay([*call.batch.tensors, *carried])
         except ReplayRefused:
             raise
         except Exception as error:
             self.raised += 1
             note_replay(error, f"the step {self.name}", "the whole step", f"call {self.name} without graphed_step()")
             raise
-
-    def _launch_first(self, recording: StepRecording, batch: Batch) -> Any:
-        is_refused = False
-        try:
-            return self._launch(recording, batch)
-        except ReplayRefused:
-            is_refused = True
-            raise
-        finally:
-            recording.end_capture(undo=is_refused)
 
     def _make_room(self, arena: Arena, device: torch.device, layout: Any, expected: int | None = None) -> None:
         """`NoRoom` if what a capture needs is past the budget: see Note [Memory budget] in runtime/arena.py."""

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from thunder_cg.compat.torch import dictionary_of, has_storage, module_dictionaries, tree_flatten, tree_unflatten
 from thunder_cg.runtime.tensors import layout
-from thunder_cg.step.reads import MISSING, Path, may_change, value_of
+from thunder_cg.step.reads import MISSING, Path, content_of_cell, may_change, value_of
 
 _CONTAINERS = (tuple, list, dict)
+_LEAF = tree_flatten(0)[1]
 
 
 class Place:
@@ -51,10 +52,7 @@ class Place:
         """The value, or `MISSING`."""
         holder = self.holder
         if isinstance(holder, types.CellType):
-            try:
-                return holder.cell_contents
-            except ValueError:  # it is empty
-                return MISSING
+            return content_of_cell(holder)
         if isinstance(holder, dict):
             return holder.get(self.name, MISSING)
         if isinstance(holder, (type, types.ModuleType)):
@@ -141,7 +139,7 @@ class Carried:
         """None if it is something else than plain tensors on the device, without a history."""
         if type(value) is not Tensor and not isinstance(value, _CONTAINERS):
             return None
-        leaves, structure = tree_flatten(value)
+        leaves, structure = ([value], _LEAF) if type(value) is Tensor else tree_flatten(value)
         if not leaves or any(type(leaf) is not Tensor or leaf.device.type != device_type for leaf in leaves):
             return None
         are_plain = all(has_storage(t) and not (vars(t) or t.requires_grad) for t in leaves)

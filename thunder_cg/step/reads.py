@@ -65,6 +65,7 @@ _CONSTANT_PACKAGES = {
     *("torch", "cuda", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
     *("thunder", "thunder_cg", "nvfuser", "nvfuser_direct", "optree"),
 }
+_OF_TORCH = os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 _WITHOUT_SETTINGS = ("torch._dynamo", "torch._inductor", "torch._logging", "torch.autograd.profiler")  # modules
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
@@ -289,7 +290,8 @@ def _compiled_from(value: Any) -> Any:
 
 def _unwrapped(value: Any) -> Any:
     """What a decorator wraps, such as ``torch.no_grad()``, ``torch.compile`` and ``thunder.jit``, if it says so."""
-    if isinstance(value, nn.Module) or not isinstance(getattr(value, "__wrapped__", None), types.FunctionType):
+    own = getattr(value, "__dict__", {})
+    if isinstance(value, nn.Module) or not isinstance(own.get("__wrapped__"), types.FunctionType):
         return value
     return inspect.unwrap(value)
 
@@ -366,9 +368,10 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
 def _read(
     label: str, line: str, start: Any, names: tuple[str, ...], attributes: tuple[str, ...], look_up: Callable[..., Any]
 ) -> tuple[Any, Read]:
-    """A read of attributes up to a tensor or a property.
+    """A read of attributes up to a tensor, a property, or what has a computed attribute.
 
-    What a tensor has belongs to it, and a property is a function that is called, and not to be compared.
+    What a tensor has belongs to it. A property is a function that is called, and not to be compared. What is computed
+    is not looked up, since that may change something: all of its owner is compared, and what runs is seen in a capture.
 
     Args:
         start, names: where the path to the first value begins.
@@ -377,13 +380,13 @@ def _read(
     get = partial(look_up, attributes)
     for i, name in enumerate(attributes):
         owner = look_up(attributes[:i])
-        if isinstance(owner, torch.Tensor) and name not in vars(owner):
-            attributes = attributes[:i]
-            get = partial(look_up, attributes)
-            break
         if _property_of(owner, name) is not None:
             get = partial(_bound_property, partial(look_up, attributes[:i]), name)
             attributes = attributes[: i + 1]
+            break
+        if (isinstance(owner, torch.Tensor) and name not in vars(owner)) or _is_computed(owner, name):
+            attributes = attributes[:i]
+            get = partial(look_up, attributes)
             break
     path = start, (*names, *attributes)
     return (id(start), *path[1]), Read(".".join((label, *attributes)), get, path=path, line=line)
@@ -393,12 +396,35 @@ def _property_of(owner: Any, name: str) -> types.FunctionType | None:
     """The function of a property, if it may change anything or be changed."""
     if isinstance(owner, (torch.Tensor, types.ModuleType, type)):
         return None
-    member = next((names[name] for kind in type(owner).__mro__ if name in (names := dictionary_of(kind))), None)
+    member = _of_class(owner, name)
     function: Any = member.fget if isinstance(member, property) else None
     if isinstance(member, cached_property) and name not in getattr(owner, "__dict__", {}):
         function = member.func
     is_open = isinstance(function, types.FunctionType) and not is_constant(function.__code__.co_filename)
     return function if is_open else None
+
+
+def _of_class(value: Any, name: str) -> Any:
+    """What the class of a value, or a base of it, has by a name; None if that is nothing."""
+    return next((names[name] for kind in type(value).__mro__ if name in (names := dictionary_of(kind))), None)
+
+
+def _is_computed(owner: Any, name: str) -> bool:
+    """Whether Python of the user's or of PyTorch's runs for a lookup, as for a weight that is parametrized."""
+    if isinstance(owner, (types.ModuleType, type)):
+        return False
+    member = _of_class(owner, name)
+    is_own = _has(owner, name) if isinstance(owner, nn.Module) else name in getattr(owner, "__dict__", ())
+    functions = [_of_class(owner, "__getattribute__")]
+    if isinstance(member, property):
+        functions.append(member.fget)
+    elif member is not None and not (is_own and _of_class(member, "__set__") is None):
+        functions.append(_of_class(member, "__get__"))
+    elif member is None and not is_own:
+        functions.append(_of_class(owner, "__getattr__"))
+    files = [each.__code__.co_filename for each in functions if isinstance(each, types.FunctionType)]
+    is_module = isinstance(owner, nn.Module) and member is None  # whose own lookup changes nothing
+    return any(not is_installed(file) or (file.startswith(_OF_TORCH) and not is_module) for file in files)
 
 
 def _bound_property(get: Callable[[], Any], name: str) -> Any:
@@ -465,11 +491,17 @@ def value_of(value: Any, attributes: tuple[str, ...]) -> Any:
     return value
 
 
-def _in_cell(cell: types.CellType, attributes: tuple[str, ...]) -> Any:
+def content_of_cell(cell: types.CellType) -> Any:
+    """What a variable of a closure has; `MISSING` if that is nothing yet."""
     try:
-        return value_of(cell.cell_contents, attributes)
-    except ValueError:  # it is empty
+        return cell.cell_contents
+    except ValueError:
         return MISSING
+
+
+def _in_cell(cell: types.CellType, attributes: tuple[str, ...]) -> Any:
+    value = content_of_cell(cell)
+    return value_of(value, attributes) if attributes and value is not MISSING else value
 
 
 def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[str, ...]) -> Any:

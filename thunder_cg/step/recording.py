@@ -44,7 +44,7 @@ from thunder_cg.runtime.tensors import address_if_any, copy_all
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
-from thunder_cg.step.gradients import ANY, GradientsBefore, GraphGradient, Overwritten, place_of
+from thunder_cg.step.gradients import ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.places import Carried
@@ -65,12 +65,15 @@ class Batch:
 
     tensors: list[Tensor]
     constants: tuple[Any, ...]  # the type and the value of each leaf; `_TENSOR` for a tensor
-    structure: Any
+    structure: Any  # None if each argument is a tensor
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> Batch:
         """Raises `CaptureRefused` for an argument that no graph can have."""
-        leaves, structure = tree_flatten((args, kwargs))
+        if not kwargs and all(type(each) is Tensor for each in args):
+            leaves, structure = [*args], None  # which takes a third of the time
+        else:
+            leaves, structure = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if tensor.device.type != device_type:
@@ -96,7 +99,7 @@ class Batch:
         """Calls ``fn`` with other tensors in the places of the batch's."""
         found = iter(tensors)
         leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
-        args, kwargs = tree_unflatten(leaves, self.structure)
+        args, kwargs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
         return fn(*args, **kwargs)
 
 
@@ -120,10 +123,9 @@ class StepRecording(RecordingUse):
     outputs: Outputs
     structure: Any  # of the result
     sources: list[CopiedInput]
-    gradients_before: list[Any]
-    places_before: list[tuple[Tensor, Any]]  # of those that matter, with their parameters: the user may move them
-    gradients: list[GraphGradient | None]  # that the step leaves, for each parameter
-    left: list[GraphGradient]  # the same ones
+    gradients_before: ExpectedGradients
+    left: list[GraphGradient]  # gradients that the step leaves
+    without_gradient: list[Tensor]  # parameters to which it leaves none
     overwritten: Overwritten
     touched: list[Tensor]  # of the state: tensors whose version each step advances
     memory: frozenset[int]  # where the state's tensors are, and gradients that the step reads or adds to
@@ -157,44 +159,42 @@ class StepRecording(RecordingUse):
     def buffers(self) -> list[Tensor]:
         return [tensor for each in self.sources for tensor in (each.buffer, each.target)]
 
-    def is_for(self, layout: Any) -> bool:
-        """Whether a replay is a call with this layout, from the state and the gradients that there are now."""
-        if layout != self.layout or not self.state.holds() or any(get() != then for get, then in self.settings):
-            return False
-        return all(place_of(parameter.grad) == place for parameter, place in self.places_before)
+    def carried_in(self, layout: Any) -> list[Tensor] | None:
+        """What is copied in besides the batch, if a replay is a call with this layout, from what there is now."""
+        if layout != self.layout or (carried := self.state.carried_if_unchanged()) is None:
+            return None
+        is_for = all(get() == then for get, then in self.settings) and self.gradients_before.are_there()
+        return carried if is_for else None
 
     def is_void(self) -> bool:
         """Whether no replay will ever be right: the graph writes a gradient where it is no more."""
         return self.overwritten.are_moved()
 
-    def why_not(self, batch: Batch, left: Sequence[GraphGradient]) -> str | None:
+    def why_not(self, batch: Batch, carried: Sequence[Tensor], left: Sequence[GraphGradient]) -> str | None:
         """Why no replay is right now, although the recording is for the call; None if one is.
 
         Args:
+            carried: what `carried_in` has returned.
             left: gradients that earlier replays have left, of this recording or another one.
         """
         if not self.guard.holds([*batch.tensors]):
             return "the batch is aligned otherwise than the one that was captured"
-        if any(address_if_any(tensor) in self.memory for tensor in self._inputs(batch)):
+        if any(address_if_any(tensor) in self.memory for tensor in (*batch.tensors, *carried)):
             return _SHARES
         if self.overwritten.are_held() or (left is not self.left and self._may_reuse(left)):
             return "a gradient of an earlier step is still held, and a replay would overwrite it; clone it"
         return None
 
-    def _inputs(self, batch: Batch) -> list[Tensor]:
-        """What is copied in."""
-        return [*batch.tensors, *(tensor for each in self.state.carried_values() for tensor in each.tensors)]
-
     def _may_reuse(self, left: Sequence[GraphGradient]) -> bool:
         """Whether somebody uses one of these, and the graph may use its memory for something else."""
-        kept = {id(each) for each in self.gradients_before}
+        kept = {id(each) for each in self.gradients_before.tensors}
         return any(id(each.tensor) not in kept and each.is_held() for each in left)
 
     def close(self, *, may_wait: bool = True) -> None:
         """Destroys the graph, after its work is done if that may be waited for."""
         with GraphGradient.recounted():
             self.graph.close(may_wait=may_wait)
-            self.gradients.clear()
+            self.left = []
             self.overwritten.gradients.clear()
 
     def end_capture(self, *, undo: bool) -> None:
@@ -208,9 +208,12 @@ class StepRecording(RecordingUse):
                 gradients.restore()
             gradients.release()
 
-    def replay(self, batch: Batch) -> Any:
-        """Runs the step again. `ReplayRefused` if nothing of it happened."""
-        inputs = self._inputs(batch)
+    def replay(self, inputs: Sequence[Tensor]) -> Any:
+        """Runs the step again. `ReplayRefused` if nothing of it happened.
+
+        Args:
+            inputs: the tensors of the batch, and those that are carried in.
+        """
         results: list[Any] = [None] * (self.structure[1] + sum(count for _, _, count in self.carried))
         try:
             targets = self.outputs.allocate(results)
@@ -223,9 +226,11 @@ class StepRecording(RecordingUse):
         for put, structure, count in reversed(self.carried):
             results, tensors = results[:-count], results[-count:]
             put(tree_unflatten(tensors, structure))
-        for parameter, gradient in zip(self.state.parameters, self.gradients):
-            if gradient is None or parameter.grad is not gradient.tensor:
-                parameter.grad = None if gradient is None else gradient.tensor
+        for each in self.left:
+            if each.parameter.grad is not each.tensor:
+                each.parameter.grad = each.tensor
+        for parameter in self.without_gradient:
+            parameter.grad = None
         if self.touched:
             torch.autograd.graph.increment_version(self.touched)
         return tree_unflatten(results, self.structure[0])
@@ -411,16 +416,14 @@ class StepCapture:
                 self.calls.end()
         recording.before = snapshot, before
         state.release()
-        for gradient in recording.gradients:
-            if gradient is not None:
-                gradient.count()
+        for gradient in recording.left:
+            gradient.count()
         return recording
 
     def _record(self, before: GradientsBefore) -> StepRecording:
         state, batch = self.state, self.batch
         pool = self.arena.pool(state.device)
-        carried = state.carried_values()
-        inputs = [*batch.tensors, *(tensor for each in carried for tensor in each.tensors)]
+        inputs = [*batch.tensors, *state.carried_tensors()]
         if _storages(inputs) & _storages([*state.tensors, *(each for each in before.memory if each is not None)]):
             raise CaptureLater(_SHARES)
         guard = Guard([*batch.tensors], [], frozenset())
@@ -448,8 +451,8 @@ class StepCapture:
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
-        gradients = [None if g is None else GraphGradient.of(g, p) for g, p in zip(tensors, state.parameters)]
-        overwritten = [g for g, e in zip(gradients, expected) if g is not None and g.tensor is not e]
+        left = [GraphGradient.of(g, p) for g, p in zip(tensors, state.parameters) if g is not None]
+        kept = {id(each) for each in expected if isinstance(each, Tensor)}
         return StepRecording(
             layout=batch.layout,
             arena=self.arena,
@@ -459,11 +462,10 @@ class StepCapture:
             outputs=outputs,
             structure=body.structure,
             sources=copied,
-            gradients_before=expected,
-            places_before=[(p, place_of(each)) for p, each in zip(state.parameters, expected) if each is not ANY],
-            gradients=gradients,
-            left=[each for each in gradients if each is not None],
-            overwritten=Overwritten(overwritten),
+            gradients_before=ExpectedGradients(state.parameters, expected),
+            left=left,
+            without_gradient=[p for p, g in zip(state.parameters, tensors) if g is None],
+            overwritten=Overwritten(each for each in left if id(each.tensor) not in kept),
             touched=touched,
             memory=_storages([*state.tensors, *(each for each in expected if isinstance(each, Tensor))]),
             gradient_nbytes=nbytes(g for g in tensors if g is not None and _is_in(g, pool)),
@@ -519,6 +521,8 @@ class StepCapture:
     def _refuse_change(self, before: Facts, after: Facts) -> None:
         if (change := change_between(before, after)) is not None:
             fix = fix_of_change(change, self.state.facts, {}, in_step=True)
+            if not fix:
+                raise CaptureLater(f"{change}, in the step")
             raise CaptureRefused(f"Python changes in each step: {change}{self.state.line_of(change)}{fix}")
 
     def _held_elsewhere(self) -> list[Tensor]:
@@ -530,6 +534,7 @@ class StepCapture:
         ]
         for other in self.others:
             held += [*other.graph.tensors(), *other.outputs.sources(), *other.buffers()]
+            held += other.gradients_before.tensors  # which a graph may have left that is gone
         return held
 
 

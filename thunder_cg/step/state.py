@@ -81,6 +81,7 @@ from thunder_cg.step.reads import (
     Called,
     Read,
     compiled_modules,
+    content_of_cell,
     is_data,
     is_installed,
     is_users,
@@ -490,6 +491,8 @@ class _Collector:
             self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
             self._hooks += 1
             fix = "take thunder.distributed instead" if "torch/distributed/" in at else "remove it"
+            if type(hook).__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"):
+                fix = f"take torch.nn.utils.parametrizations.{type(hook).__module__.rpartition('.')[2]} instead"
             self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
 
 
@@ -667,7 +670,7 @@ class StepState:
         return collector
 
     def guard_tensors(self, arguments: Sequence[Tensor]) -> None:
-        """Notes where the tensors are and what they are like, for `holds`.
+        """Notes where the tensors are and what they are like, for `carried_if_unchanged`.
 
         Raises:
             CaptureRefused: one has no memory, or not on the device, or one of the step's arguments is elsewhere.
@@ -686,15 +689,23 @@ class StepState:
         self._addresses: list[int | None] = [tensor.data_ptr() for tensor in self.tensors]
         self._indices = [*range(len(self.tensors))]
 
+    def carried_if_unchanged(self) -> list[Tensor] | None:
+        """The tensors that are carried now, if nothing has changed. See Note [Cheap checks of a state]."""
+        if not self.holds():
+            return None
+        values = self.carried_values()
+        are_alike = [value.fact for value in values] == [fact for _, _, fact in self.carried]
+        return [tensor for value in values for tensor in value.tensors] if are_alike else None
+
     def holds(self) -> bool:
-        """Whether nothing has changed: see Note [Cheap checks of a state]."""
+        """Whether nothing has changed, besides what is carried."""
         reads = self._others_simple
-        if not (self._are_linked() and all(_content(cell) is then for cell, then in self._cells.values())):
+        if not (self._are_linked() and all(content_of_cell(cell) is then for cell, then in self._cells.values())):
             reads = self._simple
         for read, value in reads:
             if (now := read.get()) is not value and not _is_equal(now, value):
                 return False
-        if not (self._are_facts_same() and self._are_carried()):
+        if not self._are_facts_same():
             return False
         if self._growing and any(self.facts[label] != fact for label, fact in self._facts_of_lists().items()):
             return False
@@ -702,11 +713,6 @@ class StepState:
             return True
         same = addresses_equal(self.tensors, self._addresses, self._indices)
         return bool(same and self._metadata.check(*self.tensors))
-
-    def _are_carried(self) -> bool:
-        """Whether there still are values of the same layouts in the places of what is carried."""
-        values = ((Carried.of(place.get(), self._device_type), fact) for _, place, fact in self.carried)
-        return all(value is not None and value.fact == fact for value, fact in values)
 
     def _are_facts_same(self) -> bool:
         """Collects the facts again where something was written to. Those of roots are many."""
@@ -749,9 +755,12 @@ class StepState:
         return None
 
     def carried_values(self) -> list[Carried]:
-        """What is carried by now. `holds` says that there is something."""
-        values = [Carried.of(place.get(), self._device_type) for _, place, _ in self.carried]
+        """What is carried by now."""
+        values = (Carried.of(place.get(), self._device_type) for _, place, _ in self.carried)
         return [value for value in values if value is not None]
+
+    def carried_tensors(self) -> list[Tensor]:
+        return [tensor for value in self.carried_values() for tensor in value.tensors]
 
     def lists(self) -> dict[int, tuple[Read, list[Any]]]:
         """Those to which the step only appends, by identity."""
@@ -950,13 +959,6 @@ def _is_users(value: Any) -> bool:
 def _may_change(value: Any) -> bool:
     """Whether the attributes of a value are looked at."""
     return isinstance(value, _NAMESPACES) or may_change(type(value))
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return MISSING
 
 
 def _fact_of(value: Any) -> Any:
