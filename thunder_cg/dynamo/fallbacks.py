@@ -214,9 +214,10 @@ def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
 
 
 def returns_cpu_scalar(node: Node) -> bool:
-    """Whether a node returns a 0-dim tensor on the CPU that has a gradient: see Note [Gradients of CPU scalars] in
-    analysis/gradients.py."""
-    tensors = [leaf for leaf in tree_leaves(example(node)) if requires_grad(leaf)]
+    """Whether a node returns a 0-dim tensor on the CPU that has a gradient, or `detach` of one, for which Thunder's
+    fallback computes one: see Note [Gradients of CPU scalars] in analysis/gradients.py."""
+    of_detach = example(node.args[:1]) if operator_name(node) == "detach" else ()
+    tensors = [leaf for leaf in tree_leaves((example(node), of_detach)) if requires_grad(leaf)]
     return any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in tensors)
 
 
