@@ -201,11 +201,6 @@ def repeats_by_index(x: torch.Tensor) -> torch.Tensor:
     return x[torch.searchsorted(COUNTS.cumsum(0), torch.arange(3), right=True)]
 
 
-def checks(x: torch.Tensor) -> torch.Tensor:
-    assert torch.isfinite(x).all(), "not finite"
-    return x * 2
-
-
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = x.sum()
@@ -255,10 +250,9 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
             "write it without the transform",
             torch.exp,
         ),
-        (checks, "_assert_async", "check before the call or after it", lambda x: x * 2),
         (lambda x: torch.from_numpy(np.cos(x.numpy())), "numpy.cos", "call PyTorch's function of that name", torch.cos),
     ],
-    ids=["vmap", "grad", "assert", "numpy"],
+    ids=["vmap", "grad", "numpy"],
 )
 def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, better):
     """The operators are the user's, without those that Dynamo makes of a transform; so are names of inputs."""
@@ -273,6 +267,22 @@ def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, bette
     assert "nesting" not in said and "_batch_dim" not in said and "for_grad" not in said
     report = explain(mended)
     assert [len(trace.regions) for trace in report.traces] == [1] and not (report.outside or report.causes)
+
+
+def test_advice_for_an_assert(monkeypatch):
+    def checks(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        assert torch.isfinite(y).all(), "not finite"
+        return y.cos()
+
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    torch._dynamo.reset()
+    compiled = thunderfx(checks, backend="tape")
+    compiled(torch.ones(2))
+    said = (
+        "_assert_async of .* is left to Inductor: it is an assert .*\n *to change it: check before or after the call\n"
+    )
+    assert re.search(said, str(explain(compiled)))
 
 
 @pytest.mark.parametrize("in_place", [True, False])

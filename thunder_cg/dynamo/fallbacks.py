@@ -110,9 +110,7 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
                 else f"is NumPy's, which Dynamo has PyTorch compute{_OF_PYTORCH}"
             )
         if operator_name(node) == "_assert_async":
-            return (
-                "is an assert on what a tensor holds, which Thunder does not trace; check before the call or after it"
-            )
+            return "is an assert on what a tensor holds, which Thunder does not trace; check before or after the call"
         if is_unknown(node.target):
             return "didn't have any mapping in thunder"
         if node.name in lost:
