@@ -272,17 +272,16 @@ def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, bette
 def test_advice_for_an_assert(monkeypatch):
     def checks(x: torch.Tensor) -> torch.Tensor:
         y = torch.sin(x)
-        assert torch.isfinite(y).all(), "not finite"
+        torch._assert_async(torch.isfinite(y).all(), "not finite")  # as Dynamo has an assert; pytest has another
         return y.cos()
 
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
     torch._dynamo.reset()
     compiled = thunderfx(checks, backend="tape")
     compiled(torch.ones(2))
-    said = (
-        "_assert_async of .* is left to Inductor: it is an assert .*\n *to change it: check before or after the call\n"
-    )
-    assert re.search(said, str(explain(compiled)))
+    said = str(explain(compiled))
+    assert " is left to Inductor: it is an assert on what a tensor holds, which Thunder does not trace\n" in said
+    assert "        to change it: check before or after the call\n" in said
 
 
 @pytest.mark.parametrize("in_place", [True, False])
