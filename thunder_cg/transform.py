@@ -256,7 +256,7 @@ class CudagraphTransform(compat.Transform):
         compilation, stacks = self._compiling.compilation, self._compiling.stacks or {}
         found = (
             *lost(trace, self._read),
-            *unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), stacks),
+            *unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), compat.lost_calls(), stacks),
             *constant(compat.constant_results(epilogue)),
         )
         for said in dict.fromkeys(found):

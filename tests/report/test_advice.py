@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import thunder
 import torch
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
+from torch.nn import functional
 
 from thunder_cg import CaptureError, cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.analysis.rules import FIXED_SIZE
@@ -188,6 +190,17 @@ def test_advice(transform, backend, fn, jit, options, advice, better, better_jit
     assert len(found) == 1 and found[0].added_regions == 1
 
 
+COUNTS = torch.tensor([1, 2])
+
+
+def repeats(x: torch.Tensor) -> torch.Tensor:
+    return torch.repeat_interleave(x, COUNTS)
+
+
+def repeats_by_index(x: torch.Tensor) -> torch.Tensor:
+    return x[torch.searchsorted(COUNTS.cumsum(0), torch.arange(3), right=True)]
+
+
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = x.sum()
@@ -200,8 +213,9 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
         (reads, "in training under torch.no_grad()", without_gradient),
         (lists, "Tensor.unbind in the place of Python's max(), if and tolist()", unbinds),
         (selects, "torch.where(mask, x, 0.0) in the place of x[mask]", keeps_size),
+        (repeats, "x[torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)]", repeats_by_index),
     ],
-    ids=["item", "tolist", "mask"],
+    ids=["item", "tolist", "mask", "repeat"],
 )
 def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradient(fn, advice, better):
     """With Dynamo's own advice for the last two, Inductor gets a piece of the graph."""
@@ -255,6 +269,21 @@ def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, bette
     assert [len(trace.regions) for trace in report.traces] == [1] and not (report.outside or report.causes)
 
 
+def test_advice_for_an_assert(monkeypatch):
+    def checks(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        torch._assert_async(torch.isfinite(y).all(), "not finite")  # as Dynamo has an assert; pytest has another
+        return y.cos()
+
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    torch._dynamo.reset()
+    compiled = thunderfx(checks, backend="tape")
+    compiled(torch.ones(2))
+    said = str(explain(compiled))
+    assert " is left to Inductor: it is an assert on what a tensor holds, which Thunder does not trace\n" in said
+    assert "        to change it: check before or after the call\n" in said
+
+
 @pytest.mark.parametrize("in_place", [True, False])
 def test_advice_for_an_argument_that_is_written(monkeypatch, in_place):
     monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
@@ -265,6 +294,39 @@ def test_advice_for_an_argument_that_is_written(monkeypatch, in_place):
     said = "to change it: compute a new tensor, as x = x * 2 for x.mul_(2)" in str(report)
     assert (said, bool(report.outside)) == (in_place, in_place)
     assert sum(len(trace.regions) for trace in report.traces) == 2
+
+
+def test_advice_for_random_numbers_of_python():
+    torch._dynamo.reset()
+    broken = thunderfx(around(lambda x: x * random.random()), backend="tape")
+    mended = thunderfx(around(lambda x: x * torch.rand(())), backend="tape")
+    for compiled in (broken, mended):
+        compiled(torch.ones(3))
+    (found,) = explain(broken).breaks
+    assert found.reason == "Random.random(), which Dynamo does not trace" and "torch.rand" in found.fix
+    report = explain(mended)
+    assert not (report.breaks or report.causes) and len(report.traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "better", "advice"),
+    [
+        (functional.one_hot, lambda x: functional.one_hot(x, 3), "pass the argument that is missing"),
+        (
+            lambda x: torch.repeat_interleave(x, x),
+            lambda x: x[torch.searchsorted(x.cumsum(0), torch.arange(3), right=True)],
+            "torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)",
+        ),
+    ],
+    ids=["one_hot", "repeat"],
+)
+def test_advice_of_a_function_whose_result_has_an_unknown_size(fn, better, advice):
+    broken, mended = (thunder.jit(each, transforms=[cudagraph_transform(backend="tape")]) for each in (fn, better))
+    x = torch.tensor([1, 2])
+    with pytest.raises((TypeError, NotImplementedError)):
+        broken(x)
+    assert advice in str(explain(broken))
+    assert torch.equal(mended(x), fn(x))
 
 
 def test_advice_for_print():

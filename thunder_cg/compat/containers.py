@@ -12,6 +12,9 @@ A container that the code changes gets no check: Thunder changes it while it tra
 
 from __future__ import annotations
 
+import datetime
+import random
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,7 +41,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
 from thunder_cg.compat.distributed import is_alive
-from thunder_cg.compat.thunder import is_ours, note_change
+from thunder_cg.compat.thunder import is_ours, note_call, note_change
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, NoneType)
@@ -51,6 +54,7 @@ CONSTANTS = (
 )
 _OF_MODULES = frozenset(dir(torch.nn.Module()))  # which Thunder reads and writes in ways of its own
 _OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
+_CLOCKS = frozenset({"now", "today", "utcnow", *(name for name in vars(time) if "time" in name or "counter" in name)})
 _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
@@ -265,12 +269,32 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
             fn.__name__ == "__getitem__" and isinstance(container.value, dict) and args[1].value not in container.value
         ):
             _check(container)
+    elif (name := _called_once(fn, *map(interpreter.unwrap, args[:1]))) is not None and is_ours(_compile_data.get()[0]):
+        note_call(name)
     found = _look_aside(self, fn, *args, **kwargs)
     if found is None and interpreter.is_opaque(fn):
         for each in args:
             if isinstance(each, WrappedValue) and isinstance(each.value, _CONTAINERS):
                 _check(each, of_python=True)
     return found
+
+
+def _called_once(fn: Any, owner: Any = None) -> str | None:
+    """The name of a builtin function that should run in each call: a clock, a generator of Python's numbers, print.
+
+    Args:
+        owner: the first argument, as Thunder passes a method its object.
+    """
+    if fn is print:
+        return "print"
+    module = getattr(fn, "__self__", None)
+    if module is time or module in (datetime.date, datetime.datetime):
+        return f"{module.__name__}.{fn.__name__}" if fn.__name__ in _CLOCKS else None
+    name = str(getattr(fn, "__name__", "__"))
+    kinds = ((random.Random, "random"), ((np.random.RandomState, np.random.Generator), "numpy.random"))
+    of = next((of for kind, of in kinds if isinstance(owner, kind)), None)
+    is_method = of and not isinstance(fn, FunctionType) and not name.startswith("__") and hasattr(owner, name)
+    return f"{of}.{name}" if is_method else None
 
 
 def _compare_and_check(inst: Any, /, stack: Any, **state: Any) -> Any:

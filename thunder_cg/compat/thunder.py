@@ -461,6 +461,7 @@ Change = tuple[str, Sequence[tuple[str, int]]]  # what it is, and the stack: fil
 _assign = _general_jit_lookaside_map[setattr]
 _assignments: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # of compilations: the attributes
 _changes: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # the methods that change a container
+_calls: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # functions with another result in each call
 
 
 def _note_assignment(owner: Any, name: Any, value: Any) -> Any:
@@ -476,6 +477,11 @@ _general_jit_lookaside_map[setattr] = _note_assignment
 def note_change(method: str) -> None:
     """Notes that the Python code changes a container of its caller's, which Thunder does while it traces."""
     _note(_changes, method)
+
+
+def note_call(function: str) -> None:
+    """Notes a call of a clock and the like, which Thunder calls while it traces."""
+    _note(_calls, function)
 
 
 def _note(changes: WeakKeyDictionary[Any, list[Change]], name: str) -> None:
@@ -504,6 +510,11 @@ def lost_assignments(epilogue: TraceCtx | None) -> list[Change]:
 def lost_changes() -> list[Change]:
     """Changes of the caller's containers in the compilation on this thread, which no call repeats."""
     return _changes.pop(_compile_data.get()[1], [])
+
+
+def lost_calls() -> list[Change]:
+    """Calls of clocks and the like in the compilation on this thread, which no call repeats."""
+    return _calls.pop(_compile_data.get()[1], [])
 
 
 _functional_call = stateless._functional_call

@@ -109,6 +109,8 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
                 if name.startswith("numpy.random.")
                 else f"is NumPy's, which Dynamo has PyTorch compute{_OF_PYTORCH}"
             )
+        if operator_name(node) == "_assert_async":
+            return "is an assert on what a tensor holds, which Thunder does not trace; check before or after the call"
         if is_unknown(node.target):
             return "didn't have any mapping in thunder"
         if node.name in lost:
@@ -214,9 +216,10 @@ def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
 
 
 def returns_cpu_scalar(node: Node) -> bool:
-    """Whether a node returns a 0-dim tensor on the CPU that has a gradient: see Note [Gradients of CPU scalars] in
-    analysis/gradients.py."""
-    tensors = [leaf for leaf in tree_leaves(example(node)) if requires_grad(leaf)]
+    """Whether a node returns a 0-dim tensor on the CPU that has a gradient, or `detach` of one, for which Thunder's
+    fallback computes one: see Note [Gradients of CPU scalars] in analysis/gradients.py."""
+    of_detach = example(node.args[:1]) if operator_name(node) == "detach" else ()
+    tensors = [leaf for leaf in tree_leaves((example(node), of_detach)) if requires_grad(leaf)]
     return any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in tensors)
 
 
