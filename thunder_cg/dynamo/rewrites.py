@@ -91,6 +91,7 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
 _SLICES = 8  # up to as many, a list of numbers is written as slices
 _ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
 _ARITHMETIC |= {operator.add, operator.floordiv, operator.mul, operator.sub, operator.truediv}
+_MAKE_NEW = frozenset([torch.empty, torch.empty_like, torch.zeros, torch.zeros_like, "new_empty", "new_zeros"])
 _TAKE_SIZES = frozenset(["as_strided", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"])
 
 
@@ -205,7 +206,7 @@ def _name_inplace(node: Node) -> None:
         node.args = node.args[:-1]
 
 
-def _compute_out_of_place(node: Node) -> None:
+def _compute_out_of_place(node: Node, *, has_gradient: bool = False) -> None:
     """``y /= y.sum()`` is ``y = y / y.sum()`` for a tensor that the graph makes, and that has no other name later.
 
     Thunder's backward reads what the operator has overwritten, so its gradients would be wrong. Its dropout refuses.
@@ -215,7 +216,7 @@ def _compute_out_of_place(node: Node) -> None:
     result = _value(node)
     if function is None or not isinstance(written, Node) or not isinstance(result, torch.Tensor):
         return
-    if not (result.requires_grad or function is F.dropout):
+    if not (has_gradient or result.requires_grad or function is F.dropout):
         return
     later = _later(node)
     if not _is_put_back(node) and _has_other_names(result, later, (written, node)):
@@ -499,11 +500,11 @@ def _pass_each_operand(node: Node) -> None:
 
 def _draw_out_of_place(node: Node) -> None:
     """``x.new_empty(...).bernoulli_(p)``, as stochastic depth has it, draws into a tensor that nothing else sees."""
-    tensor = node.args[0]
-    if not isinstance(tensor, Node) or [*tensor.users] != [node] or node.kwargs or len(node.args) != 2:
+    tensor, *numbers = node.args
+    if not isinstance(tensor, Node) or [*tensor.users] != [node] or node.kwargs:
         return
-    if tensor.target in ("new_empty", torch.empty, torch.empty_like) and isinstance(node.args[1], float):
-        node.op, node.target = "call_function", operators.bernoulli()
+    if tensor.target in _MAKE_NEW and all(isinstance(number, (int, float)) for number in numbers):
+        node.op, node.target = "call_function", operators.drawn(str(node.target))
 
 
 def _unfold_to_new_memory(node: Node) -> None:
@@ -530,7 +531,7 @@ def _name_condition_first(node: Node) -> None:
 
 
 _METHODS: dict[Any, Callable[[Node], None]] = {
-    "bernoulli_": _draw_out_of_place,
+    **dict.fromkeys(("bernoulli_", "exponential_", "normal_", "uniform_"), _draw_out_of_place),
     "masked_scatter": _scatter_without_waiting,
     "unfold": _unfold_to_new_memory,
     "where": _name_condition_first,
@@ -558,6 +559,10 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
         return
     bodies = [module.get_submodule(str(arg.target)) for arg in call.args[:2] if isinstance(arg, Node)]
     graphs = [body for body in bodies if isinstance(body, GraphModule)]
+    for node in [node for graph in graphs for node in graph.graph.nodes]:
+        if operator_name(node) == "clip":  # Thunder has the symbol, with another gradient, which is not asked for here
+            node.target = "clamp" if node.op == "call_method" else torch.clamp
+        _compute_out_of_place(node, has_gradient=True)
     writes = any(written_by(node) for graph in graphs for node in graph.graph.nodes)
     if writes or len(graphs) < 2 or not all(can_trace_all(graph, options) for graph in graphs):
         return
