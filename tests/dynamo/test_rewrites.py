@@ -643,6 +643,34 @@ def test_autograd_functions(backend, device, function, unused):
         assert {part.operator for part in explain(graphed).outside} == {"autograd_function_apply"}
 
 
+class WritesItsResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        z = x * y
+        z.add_(1)
+        z.relu_()
+        ctx.save_for_backward(x, y, z)
+        return z, z.sum()
+
+    @staticmethod
+    def backward(ctx, grad, other):
+        x, y, z = ctx.saved_tensors
+        grad = (grad + other) * (z > 0)
+        return grad * y, grad * x
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_an_autograd_function_that_writes_its_result(backend, device, is_checkpointed):
+    """torch.compile (2.11) calls its backward with zeros."""
+
+    def function_of(x):
+        z, total = WritesItsResult.apply(x, torch.cos(x))
+        return torch.sin(z) + total
+
+    fn = (lambda x: checkpoint(function_of, x, use_reentrant=False)) if is_checkpointed else function_of
+    trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-5)
+
+
 def test_autograd_functions_of_dynamic_shapes(backend, device):
     graphed = thunderfx(fn := lambda x: Twice.apply(x * 2, torch.sin(x), 1.5)[0].exp(), backend=backend, dynamic=True)
     for rows in (2, 3, 4, 2, 3):

@@ -6,7 +6,8 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -106,6 +107,12 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         _write_number(node)
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
+    functions: defaultdict[Any, list[Node]] = defaultdict(list)
+    for call in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
+        if "args_tensor_mask" not in call.kwargs:  # which releases before 2.10 have
+            functions[tuple(getattr(arg, "target", arg) for arg in call.args[:2])].append(call)
+    for calls in functions.values():
+        _return_what_is_used(calls, module)
     transformed = inside_transforms(module.graph)
     _write_constants(module.graph, transformed)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
@@ -545,6 +552,44 @@ def _count_padding_from_start(node: Node) -> None:
     if isinstance(padding, int) and padding < 0:
         node.args = given.pop("input"), given.pop("weight")
         node.kwargs = {**given, "padding_idx": padding + rows}
+
+
+def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:
+    """The forward of a ``torch.autograd.Function`` returns what later nodes or its backward use, and nothing else.
+
+    Dynamo (2.11) has it return all that it computes. What it writes in place would be two results, and autograd would
+    give the gradient to the second one, and zeros to the user's backward.
+
+    Args:
+        calls: all that have these graphs.
+    """
+    forward, backward = (module.get_submodule(str(arg.target)) for arg in calls[0].args[:2] if isinstance(arg, Node))
+    items = {item for call in calls for item in call.users}
+    if not (isinstance(forward, GraphModule) and isinstance(backward, GraphModule)):
+        return
+    (output,) = forward.graph.find_nodes(op="output")
+    results, *saved = output.args[0]
+    if not isinstance(results, (list, tuple)) or any(item.target is not operator.getitem for item in items):
+        return
+    gradients = backward.graph.find_nodes(op="placeholder")[: len(results)]
+    for item in [item for item in items if not item.users]:
+        items.remove(item)
+        item.graph.erase_node(item)
+    used: dict[Node, Any] = {item: item.args[1] for item in items}
+    kept = [i for i, gradient in enumerate(gradients) if gradient.users or i in used.values()]
+    if not kept or len(gradients) < len(results):
+        return
+    output.args = ((tuple(results[i] for i in kept), *saved),)
+    for i in {*range(len(results))}.difference(kept):
+        backward.graph.erase_node(gradients[i])
+    for item, i in used.items():
+        item.args = (item.args[0], kept.index(i))
+    for call in calls:
+        call.meta["example_value"] = tuple(_value(call)[i] for i in kept)
+        without: Any = call.kwargs.get("non_differentiable_idx", ())
+        call.kwargs = {**call.kwargs, "non_differentiable_idx": [kept.index(i) for i in without if i in kept]}
+    forward.recompile()
+    backward.recompile()
 
 
 def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
