@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.torch import tensors_in
-from thunder_cg.step.reads import is_installed
+from thunder_cg.step.reads import is_constant, is_installed
 from thunder_cg.step.state import Facts, Same, difference
 
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
@@ -131,7 +131,12 @@ def where(error: BaseException) -> str:
     if not users:
         return end
     file, line = files[users[-1]], frames[users[-1]][1]
-    return f", at {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()}){end}"
+    at = f", at {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()})"
+    packages = [i for i in range(users[-1] + 1, len(files)) if os.path.isfile(files[i]) and not is_constant(files[i])]
+    if packages:  # the line that would have to change is in there
+        file, line = files[packages[-1]], frames[packages[-1]][1]
+        at += f", in {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()})"
+    return at + end
 
 
 def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
