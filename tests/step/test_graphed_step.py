@@ -561,7 +561,7 @@ def test_python_that_changes_something_is_named(step_twins):
         return with_scheduler
 
     for make, said in (
-        (appends, "something else than tensors without a history to history (test_graphed_step.py:511)"),
+        (appends, "something else than tensors without a history to history (test_graphed_step.py:"),
         (counts, "trainer.steps changed from 1 to 2"),
         (draws, "the state of Python's random numbers changed"),
         (steps_scheduler, "scheduler.last_epoch changed"),

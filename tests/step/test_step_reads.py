@@ -476,6 +476,59 @@ def test_what_getattr_reads_is_compared(step_twins):
     assert step.captures == 2 and step.replays >= 4, explain(step)
 
 
+class Odd(OrderedDict):
+    """As registries are that load what they have only when somebody asks: it cannot be copied or looked through."""
+
+    def __init__(self, one, other):
+        super().__init__()
+        self["scale"], self["other"] = one, other
+
+    def items(self):
+        raise NotImplementedError
+
+
+def test_a_dictionary_that_cannot_be_copied(step_twins):
+    odd = Odd(1.0, 2.0)
+
+    def change(*_, back=False):
+        odd["scale"] = 1.0 if back else 3.0
+
+    assert changing(step_twins, lambda y: y * odd["scale"], change).captures == 2
+
+
+@pytest.mark.parametrize("is_passed_on", [False, True])
+def test_what_a_proxy_refers_to(step_twins, is_passed_on):
+    kept = Settings()
+    kept.scale, proxy = 1.0, weakref.proxy(kept)
+
+    def change(*_, back=False):
+        kept.scale = 1.0 if back else 3.0
+
+    def scaled(y, by):
+        return y * by.scale
+
+    of = (lambda y: scaled(y, proxy)) if is_passed_on else (lambda y: y * proxy.scale)
+    assert changing(step_twins, of, change).captures == 2
+
+
+def test_a_method_that_is_stored_anew_in_each_step(step_twins):
+    scaled = Scaled()
+
+    def make(model):
+        kept = SimpleNamespace(method=scaled.forward)
+
+        def of(y):
+            every = kept
+            y = every.method(y)
+            every.method = scaled.forward
+            return y
+
+        return make_step(of)(model)
+
+    step = step_twins.train(make)
+    assert step.captures == 1 and step.replays >= 4, explain(step)
+
+
 def test_what_is_too_large_to_compare(step_twins):
     for value in ([1.0] * 10_001, np.ones(10_000)):
         step = step_twins.graphed(make_step(lambda y, value=value: y * float(value[0]))(step_twins.model()))

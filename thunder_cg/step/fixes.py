@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import tensors_in
-from thunder_cg.step.reads import is_installed
+from thunder_cg.step.reads import is_constant, is_installed
 from thunder_cg.step.state import Facts, Same, difference
 
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
@@ -132,8 +132,15 @@ def where(error: BaseException) -> str:
     end = "" if fix is None else f"; {fix}"
     if not users:
         return end
-    file, line = lines[users[-1]]
-    return f", at {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()}){end}"
+    at = f", at {_shown(*lines[users[-1]])}"
+    inside = [line for line in lines[users[-1] + 1 :] if os.path.isfile(line[0]) and not is_constant(line[0])]
+    if inside:  # the line of a package that would have to change
+        at += f", in {_shown(*inside[-1])}"
+    return at + end
+
+
+def _shown(file: str, line: int) -> str:
+    return f"{os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()})"
 
 
 def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:

@@ -87,6 +87,12 @@ def own(value: Any, name: str) -> Any:
         return MISSING
 
 
+def plain_copy(value: Any) -> Any:
+    """A copy of a dictionary, a list, a set or a deque, whatever its class does when somebody copies it."""
+    plain: Any = next((kind for kind in (dict, list, set) if isinstance(value, kind)), type(value))
+    return plain.copy(value)
+
+
 def _is_slot(holder: Any, name: str) -> bool:
     is_member = isinstance(getattr(type(holder), name, None), types.MemberDescriptorType)
     return is_member and may_change(type(holder))  # others may be read-only

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from thunder_cg.compat.torch import default_device_is_set, dictionary_of
 from thunder_cg.step.attributes import slots_of
-from thunder_cg.step.places import Place, own, places_of
+from thunder_cg.step.places import Place, own, places_of, plain_copy
 from thunder_cg.step.reads import MISSING, Path, chains, may_change
 
 Undo = Callable[[], object]
@@ -61,9 +61,9 @@ def undos_of(value: Any) -> Iterator[Undo]:
         yield partial(_restore_names, value, dictionary_of(value).copy())
         return
     if isinstance(value, dict):
-        yield partial(_restore_dictionary, value, value.copy())
+        yield partial(_restore_dictionary, value, plain_copy(value))
     elif isinstance(value, (list, deque, set)):
-        yield partial(_restore_container, value, value.copy())
+        yield partial(_restore_container, value, plain_copy(value))
     elif (undo := _undo_of_content(value)) is not None:
         yield undo
     if isinstance(names := own(value, "__dict__"), dict):

@@ -75,7 +75,7 @@ from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.tensors import layout
 from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
 from thunder_cg.step.gradients import place_of
-from thunder_cg.step.places import Carried, Place, places_of
+from thunder_cg.step.places import Carried, Place, places_of, plain_copy
 from thunder_cg.step.reads import (
     MISSING,
     Called,
@@ -199,7 +199,9 @@ class _Collector:
             self._add(label, value, depth, places)
 
     def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
-        if isinstance(value, ATOMS):
+        if type(value) in weakref.ProxyTypes:  # which pass for what they refer to
+            self._add_referent(label, value, depth)
+        elif isinstance(value, ATOMS):
             self.facts[label] = _fact_of(value)
             if isinstance(value, enum.Enum) and may_change(type(value)):
                 self._add_own_attributes(label, value, depth)
@@ -235,11 +237,8 @@ class _Collector:
             self.facts[label] = Same(value)
             self.add(f"{label}.args", value.args, depth + 1)
             self.add(f"{label}.keywords", value.keywords, depth + 1)
-        elif (refers_to := _referent_of(value)) is not None:
-            self.facts[label] = Same(value)
-            referent = refers_to()
-            self.values.append((lambda: id(refers_to()), id(referent)))
-            self.add(f"what {label} refers to", referent, depth + 1)
+        elif _referent_of(value) is not None:
+            self._add_referent(label, value, depth)
         elif (get := _content_of(value)) is not None:
             self._add_value(label, value, get)
         elif isinstance(value, (Mapping, Sequence)) and value is not os.environ and not _is_users(value):
@@ -255,7 +254,15 @@ class _Collector:
         elif is_object(value) and depth < _MAX_DEPTH:
             self._add_object(label, value, depth)
         else:
-            self.facts[label] = Same(value)
+            self.facts[label] = _fact_of(value)
+
+    def _add_referent(self, label: str, value: Any, depth: int) -> None:
+        refers_to = _referent_of(value)
+        assert refers_to is not None
+        self.facts[label] = Same(value)
+        referent = refers_to()
+        self.values.append((lambda: id(refers_to()), id(referent)))
+        self.add(f"what {label} refers to", referent, depth + 1)
 
     def _add_carried(self, label: str, value: Any, places: tuple[Place, ...]) -> bool:
         """Whether the value is carried: see Note [Carried tensors] in places.py."""
@@ -407,14 +414,15 @@ class _Collector:
             return
         self.holders.append(value)
         if isinstance(value, (list, deque, set)):
-            self.containers.append((value, value.copy()))
+            self.containers.append((value, plain_copy(value)))
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
             self._watch(value, value)
+            items = plain_copy(value)
             self.facts[f"the order of {label}"] = Content(
-                [key if isinstance(key, ATOMS) else Same(key) for key in value]
+                [key if isinstance(key, ATOMS) else Same(key) for key in items]
             )
-            for i, (key, item) in enumerate(value.items()):
+            for i, (key, item) in enumerate(items.items()):
                 name = f"{label}[{key!r}]" if isinstance(key, ATOMS) else f"{label}[{i}]"
                 self.add(name, item, depth + 1, (*places, Place(value, key)))
                 if not isinstance(key, (*ATOMS, Tensor)):
@@ -632,6 +640,8 @@ class StepState:
 
     def _is_simple(self, value: Any) -> bool:
         """Whether the value's identity, or an equal value, says all that a step can read of it."""
+        if type(value) in weakref.ProxyTypes:
+            return False
         if isinstance(value, Tensor):
             return value.device.type == self._device_type and not vars(value)
         if isinstance(value, types.FunctionType):
@@ -857,7 +867,16 @@ def _referent_of(value: Any) -> Callable[[], Any] | None:
     """How to get what a value only refers to."""
     if isinstance(value, contextvars.ContextVar):
         return lambda: value.get(None)
+    if type(value) in weakref.ProxyTypes:
+        return lambda: _proxied(value)
     return value if type(value) is weakref.ref else None
+
+
+def _proxied(proxy: Any) -> Any:
+    try:
+        return proxy.__init__.__self__
+    except ReferenceError:  # it is gone
+        return None
 
 
 def _is_iterator(value: Any) -> bool:
@@ -963,6 +982,8 @@ def _may_change(value: Any) -> bool:
 
 def _fact_of(value: Any) -> Any:
     """A value without what it refers to: of a plain one its content."""
+    if isinstance(value, types.MethodType):  # each lookup makes a new one
+        return types.MethodType, (Same(value.__func__), Same(value.__self__))
     if not isinstance(value, ATOMS):
         return Same(value)
     return type(value), repr(value) if isinstance(value, (float, complex)) else value
