@@ -39,9 +39,7 @@ def test_each_call_that_does_not_replay_raises(transform, device):
             pytest.raises(CaptureError, match=r"forward call .*dispatch.*leave the mode, such as"),
         ):
             step(x)
-        with pytest.raises(
-            CaptureError, match=r"backward call .*retained.*without retain_graph=True.*drop strict="
-        ):
+        with pytest.raises(CaptureError, match=r"backward call .*retained.*without retain_graph=True.*drop strict="):
             step(x, retain_graph=True)
     step(x)
     assert replays(jitted) == 2 * 2 * 2 + 2 * 2 - 2 + 2  # the forwards that were retained, and this step
