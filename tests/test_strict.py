@@ -39,9 +39,7 @@ def test_each_call_that_does_not_replay_raises(transform, device):
             pytest.raises(CaptureError, match=r"forward call .*dispatch.*leave the mode, such as"),
         ):
             step(x)
-        with pytest.raises(
-            CaptureError, match=r"backward call .*retained.*without retain_graph=True.*drop strict=True"
-        ):
+        with pytest.raises(CaptureError, match=r"backward call .*retained.*without retain_graph=True.*drop strict="):
             step(x, retain_graph=True)
     step(x)
     assert replays(jitted) == 2 * 2 * 2 + 2 * 2 - 2 + 2  # the forwards that were retained, and this step
@@ -98,7 +96,7 @@ def test_a_function_without_regions_raises_after_its_first_call(transform, devic
         with pytest.raises(
             CaptureError,
             match=rf"call {call}: nothing in it is captured: torch.add at test_strict.py:\d+ is eager .*one kernel.*; "
-            "compile more of the program together, or drop strict=True",
+            "compile more of the program together, or drop strict=",
         ):
             jitted(x)
     nothing = thunder.jit(lambda x: (x, x.shape[0]), transforms=[transform(strict=True)])

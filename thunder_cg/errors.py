@@ -35,9 +35,9 @@ class VersionError(CudagraphError, ImportError):
 
 
 class CaptureError(CudagraphError, RuntimeError):
-    """Something was to run eagerly, and ``strict=True`` forbids that."""
+    """Something was to run eagerly, and ``strict=`` forbids that."""
 
-    def __init__(self, where: str, problem: str, fix: str, option: str = "strict=True") -> None:
+    def __init__(self, where: str, problem: str, fix: str, option: str = "strict=") -> None:
         super().__init__(f"{where}: {problem}; {fix}, or drop {option} to let it run eagerly")
 
 

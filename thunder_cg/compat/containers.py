@@ -55,6 +55,7 @@ CONSTANTS = (
 _OF_MODULES = frozenset(dir(torch.nn.Module()))  # which Thunder reads and writes in ways of its own
 _OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
 _CLOCKS = frozenset({"now", "today", "utcnow", *(name for name in vars(time) if "time" in name or "counter" in name)})
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
 _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
@@ -288,13 +289,13 @@ def _called_once(fn: Any, owner: Any = None) -> str | None:
     if fn is print:
         return "print"
     module = getattr(fn, "__self__", None)
-    if module is time or module in (datetime.date, datetime.datetime):
+    if module is time or module is datetime.date or module is datetime.datetime:
         return f"{module.__name__}.{fn.__name__}" if fn.__name__ in _CLOCKS else None
-    name = str(getattr(fn, "__name__", "__"))
-    kinds = ((random.Random, "random"), ((np.random.RandomState, np.random.Generator), "numpy.random"))
-    of = next((of for kind, of in kinds if isinstance(owner, kind)), None)
-    is_method = of and not isinstance(fn, FunctionType) and not name.startswith("__") and hasattr(owner, name)
-    return f"{of}.{name}" if is_method else None
+    if isinstance(owner, _GENERATORS) and not isinstance(fn, FunctionType):
+        name = str(getattr(fn, "__name__", "__"))
+        is_method = not name.startswith("__") and hasattr(owner, name)
+        return f"{'random' if isinstance(owner, random.Random) else 'numpy.random'}.{name}" if is_method else None
+    return None
 
 
 def _compare_and_check(inst: Any, /, stack: Any, **state: Any) -> Any:
