@@ -225,7 +225,7 @@ def test_a_search_along_a_line_is_not_captured(run):
         return inner
 
     step, (said,) = run(search, torch.optim.LBFGS)
-    assert step.replays == 0 and said.endswith(f"{READS}{OTHER.format('LBFGS')}"), said
+    assert step.replays == 0 and f"{READS}{OTHER.format('LBFGS')}" in said, said
 
 
 @pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])

@@ -345,4 +345,6 @@ def test_what_is_not_carried(step_twins, make):
     found, step = train(step_twins, make, graphed=True, calls=6)
     same(found, expected)
     said = REFUSED[make].format(line=make.__code__.co_firstlineno + 2)
+    if make is appends_a_history and step_twins.backend == "cuda":  # where the backward joins the streams of the others
+        said = "a tensor with a history from before the step is still held"
     assert step.captures == 0 and said in str([*step.in_python]), step.in_python
