@@ -1234,6 +1234,18 @@ def test_a_check_of_values_on_the_host(backend, device):
     assert explain(graphed).traces and "on the host" in explain(graphed).outside[0].reason
 
 
+def test_nan_to_num_by_keyword(backend, device):
+    def fn(x):
+        y = torch.nan_to_num(x.log(), nan=0.5)
+        return y + (1 / x.round()).nan_to_num(neginf=-1.0, posinf=1.0) + torch.nan_to_num(y)
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 8, device=device)
+        same(graphed(x), fn(x))
+    assert not explain(graphed).outside and len(explain(graphed).traces) == 1
+
+
 def test_a_mask_as_index(backend, device):
     def fn(x):
         bias = torch.zeros_like(x)

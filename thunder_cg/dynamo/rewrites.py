@@ -342,6 +342,9 @@ def _name_as_thunder_does(node: Node) -> None:
         node.target = "expand"
     elif node.target is getattr and node.args[1] == "H" and not _value(node).is_complex():
         node.op, node.target, node.args = "call_method", "t", node.args[:1]
+    elif operator_name(node) == "nan_to_num" and len(node.args) == 1 and "out" not in node.kwargs:
+        node.args = (*node.args, *map(node.kwargs.get, ("nan", "posinf", "neginf")))
+        node.kwargs = {}
     elif operator_name(node) == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format:
         if fixed_stride(_value(node.args[0])) is not None and _value(node.args[0]).is_contiguous():
             node.kwargs = {}
