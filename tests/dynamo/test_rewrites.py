@@ -1215,3 +1215,75 @@ def test_a_float_whose_value_an_operator_has_to_know(backend, device):
         same(result, F.dropout(torch.sin(x), p).cos())
     report = explain(dropped)
     assert sum(trace.replays for trace in report.traces) == 2 and not report.causes
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
+def test_padding_modes(backend, device, mode):
+    fn = Around(lambda x: F.pad(x, (1, 2), mode=mode).sin()).to(device)
+    assert one_region_each_way(trains_alike(fn, lambda: torch.randn(2, 3, 8, device=device), backend, 1e-5))
+
+
+def test_spectral_norm(backend, device):
+    """It iterates in place, with out=, on buffers. A product of vectors is a number on the CPU, which Inductor gets."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh()).to(device)
+    graphed = trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-5)
+    assert {part.operator for part in explain(graphed).outside} <= {"vdot"}
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_transformer_encoder_in_inference(backend, device, padding):
+    """Without gradients, PyTorch runs each layer as one operator."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).to(device).eval()
+    mask = (torch.arange(5, device=device) > 3).expand(3, 5) if padding else None
+    graphed = thunderfx(model, backend=backend)
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(3, 5, 8, device=device)
+            same(graphed(x, src_key_padding_mask=mask), model(x, src_key_padding_mask=mask))
+    assert not explain(graphed).outside
+    assert [len(trace.regions) for trace in explain(graphed).traces] == [1]
+
+
+def test_a_check_of_values_on_the_host(backend, device):
+    """Inductor gets the operator, and Thunder what is around it."""
+    window = torch.hann_window(16, device=device)
+
+    def fn(x):
+        spectrum = torch.stft(x.sin(), 16, 4, window=window, return_complex=True)
+        return torch.istft(spectrum * 1.5, 16, 4, window=window, length=64).cos() * 2
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(2, 64, device=device)
+        torch.testing.assert_close(graphed(x), fn(x))
+    assert [part.operator for part in explain(graphed).outside] == ["istft"]
+    assert explain(graphed).traces and "on the host" in explain(graphed).outside[0].reason
+
+
+def test_nan_to_num_by_keyword(backend, device):
+    def fn(x):
+        y = torch.nan_to_num(x.log(), nan=0.5)
+        return y + (1 / x.round()).nan_to_num(neginf=-1.0, posinf=1.0) + torch.nan_to_num(y)
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 8, device=device)
+        same(graphed(x), fn(x))
+    assert not explain(graphed).outside and len(explain(graphed).traces) == 1
+
+
+def test_a_mask_as_index(backend, device):
+    def fn(x):
+        bias = torch.zeros_like(x)
+        bias[x > 0] = -torch.inf
+        bias[x[:, :1].expand(x.shape) < -9] = 2
+        return torch.softmax(x.sin() + bias, -1), bias[0]
+
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(3):
+        x = torch.randn(4, 8, device=device)
+        same(graphed(x), fn(x))
+    (trace,) = explain(graphed).traces
+    assert len(trace.regions) == 1 and not trace.counts["eager"]

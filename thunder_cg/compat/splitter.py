@@ -13,7 +13,7 @@ import torch
 from thunder.dynamo import splitter, utils
 from thunder.dynamo.utils import SplitReason, SplitReasonType
 from torch._dynamo.utils import numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.node import map_arg
 from torch.fx.proxy import GraphAppendingTracer
@@ -23,6 +23,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from thunder_cg.compat.torch import tree_flatten, tree_leaves
 
 __all__ = [
+    "DataDependentOutputException",
     "can_trace",
     "can_trace_all",
     "checkpoints",

@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.splitter import (
+    DataDependentOutputException,
     checkpoints,
     example,
     fallback_of,
@@ -163,8 +164,11 @@ def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | Non
         return "takes a list of tensors, whose gradients Thunder's fallback for it loses"
     if returns_cpu_scalar(node):
         return "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
-    if depends_on_autocast(node, function):
-        return "has another dtype under autocast, which Thunder's fallback for it does not see"
+    try:
+        if depends_on_autocast(node, function):
+            return "has another dtype under autocast, which Thunder's fallback for it does not see"
+    except DataDependentOutputException:  # as istft
+        return "checks on the host what a tensor holds, which Thunder has no value of while it traces"
     return None
 
 

@@ -26,10 +26,11 @@ from thunder_cg.compat.thunder import (
     to_torch_dtype,
     trace_as,
 )
-from thunder_cg.compat.torch import grouped_mm, library_name, weight_norm
+from thunder_cg.compat.torch import grouped_mm, library_name, pad, transformer_encoder_layer, weight_norm
 
 # Thunder's symbols refuse some arguments, such as ceil_mode.
 PARTIAL = {
+    pad: "pad",  # reflected or circular
     F.max_pool1d: "max_pool1d",
     F.max_pool2d: "max_pool2d",
     F.max_pool3d: "max_pool3d",
@@ -53,6 +54,9 @@ _FACTORIES = {
     torch.triu_indices: "triu_indices",
 }
 
+# PyTorch calls it only where nothing wants a gradient: nn.TransformerEncoder does, in inference.
+_FUSED = {transformer_encoder_layer: "transformer_encoder_layer"}
+
 _executor = register_executor(OperatorExecutor("torch_ops"))
 _NAMES: dict[Any, str] = {
     F.cross_entropy: "cross_entropy",  # Thunder's gradient of a sum raises, among others
@@ -62,6 +66,7 @@ _NAMES: dict[Any, str] = {
     weight_norm: "weight_norm",
     **PARTIAL,
     **_FACTORIES,
+    **_FUSED,
     **dict.fromkeys(grouped_mm, "grouped_mm"),
 }
 
@@ -80,7 +85,7 @@ def collective(function: Any) -> Callable[..., Any] | None:
 
 @cache
 def _by_autograd(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    if function in _FACTORIES:
+    if function in _FACTORIES or function in _FUSED:
         made = register_function(_executor, name, _with_torchs_types(function), differentiable=False)
     else:
         made = register_function(_executor, name, function)

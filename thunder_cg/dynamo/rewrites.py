@@ -46,7 +46,7 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
-from thunder_cg.dynamo.layouts import LIKE, lay_out_before_strides, make_as_laid_out
+from thunder_cg.dynamo.layouts import LIKE, fixed_stride, lay_out_before_strides, make_as_laid_out
 from thunder_cg.dynamo.writes import (
     IN_PLACE,
     is_named_in_place,
@@ -115,6 +115,9 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         _return_what_is_used(calls, module)
     transformed = inside_transforms(module.graph)
     _write_constants(module.graph, transformed)
+    for node in [node for node in module.graph.nodes if node.name not in transformed]:
+        _copy_to_out(node)
+        _fill_masked(node)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
     for node in nodes:
         _name_inplace(node)
@@ -211,6 +214,32 @@ def _name_inplace(node: Node) -> None:
     if parameters[-1:] == ["inplace"] and len(node.args) == len(parameters):
         node.kwargs = {**node.kwargs, "inplace": node.args[-1]}
         node.args = node.args[:-1]
+
+
+def _copy_to_out(node: Node) -> None:
+    """``torch.add(x, y, out=z)`` is ``z.copy_(x + y)`` for a ``z`` of the result's shape and dtype."""
+    out, function = _value(node.kwargs.get("out")), node.target
+    if not isinstance(out, torch.Tensor) or not callable(function) or requires_grad(out):
+        return
+    kwargs = {name: value for name, value in node.kwargs.items() if name != "out"}
+    fresh = on_examples(function, example(node.args), example(kwargs))
+    if not isinstance(fresh, torch.Tensor) or (fresh.shape, fresh.dtype) != (out.shape, out.dtype):
+        return
+    with node.graph.inserting_before(node):
+        computed = node.graph.call_function(function, node.args, kwargs)
+    computed.meta.update(node.meta, example_value=fresh)
+    node.op, node.target, node.args, node.kwargs = "call_method", "copy_", (node.kwargs["out"], computed), {}
+
+
+def _fill_masked(node: Node) -> None:
+    """``y[mask] = 0`` is ``y.masked_fill_(mask, 0)``, which does not read the mask on the host."""
+    if node.target is not operator.setitem:
+        return
+    tensor, mask = example(node.args[:2])
+    is_masked = isinstance(mask, torch.Tensor) and mask.dtype is torch.bool and mask.shape == tensor.shape
+    if is_masked and type(node.args[2]) in (int, float) and tensor.is_floating_point() and not requires_grad(tensor):
+        node.op, node.target = "call_method", "masked_fill_"
+        node.meta["example_value"] = tensor
 
 
 def _compute_out_of_place(node: Node, *, has_gradient: bool = False) -> None:
@@ -318,6 +347,14 @@ def _name_as_thunder_does(node: Node) -> None:
     """``x % 5`` is ``torch.remainder(x, 5)``, and ``x.var(-1, unbiased=False)`` is ``x.var(-1, correction=0)``."""
     if node.op == "call_method" and node.target == "broadcast_to":
         node.target = "expand"
+    elif node.target is getattr and node.args[1] == "H" and not _value(node).is_complex():
+        node.op, node.target, node.args = "call_method", "t", node.args[:1]
+    elif operator_name(node) == "nan_to_num" and len(node.args) == 1 and "out" not in node.kwargs:
+        node.args = (*node.args, *map(node.kwargs.get, ("nan", "posinf", "neginf")))
+        node.kwargs = {}
+    elif operator_name(node) == "clone" and node.kwargs.get("memory_format") is torch.contiguous_format:
+        if fixed_stride(_value(node.args[0])) is not None and _value(node.args[0]).is_contiguous():
+            node.kwargs = {}
     elif node.target is operator.mod and isinstance(_value(node), torch.Tensor):
         node.target = torch.remainder
     elif operator_name(node) in ("std", "std_mean", "var", "var_mean") and not returns_cpu_scalar(node):
