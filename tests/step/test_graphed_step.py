@@ -754,6 +754,22 @@ def test_a_tensor_from_nowhere_is_refused(step_twins, frozen):
     )
 
 
+def test_nested_tensors(step_twins):
+    """They have no shape that could be compared. One that the step does not use is in nobody's way."""
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=step_twins.device)
+    x = torch.ones(2, device=step_twins.device)
+    reads = step_twins.graphed(lambda x: x * nested.to_padded_tensor(0.0).sum())
+    takes = step_twins.graphed(lambda nested: nested.to_padded_tensor(0.0) * 2)
+    ignores = step_twins.graphed(lambda x: x * 2)
+    for _ in range(4):
+        same(reads(x), x * 5)
+        same(takes(nested), nested.to_padded_tensor(0.0) * 2)
+        same(ignores(x), x * 2)
+    assert "the step uses a nested tensor, which has no shape; pad it" in why(reads)
+    assert "an argument is a nested tensor, not a plain tensor of a batch" in why(takes)
+    assert ignores.replays == 2, why(ignores)
+
+
 def test_a_tensor_that_escapes_is_refused(step_twins):
     logger = ctypes.py_object()  # has no attributes that could be looked at
 

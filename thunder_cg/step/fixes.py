@@ -98,7 +98,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
 
 def fix_of_moved(moved: str) -> str:
     """What to do about a tensor that the step leaves with other memory, in the words of `StepState.moved_since`."""
-    return f"; write {moved.partition(' ')[0]} in place, such as by .data.copy_(), or set it outside of the step"
+    return f"; write {moved.partition(' got ')[0]} in place, such as by .data.copy_(), or set it outside of the step"
 
 
 def fix_of_argument(value: Any) -> str:

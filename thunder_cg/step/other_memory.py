@@ -151,7 +151,8 @@ def _move(tensor: Tensor, storage: torch.UntypedStorage) -> None:
 
 
 def _shown(tensor: Tensor) -> str:
-    return f"a tensor {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+    shape = "that is nested" if tensor.is_nested else tuple(tensor.shape)
+    return f"a tensor {shape} of {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def _all_tensors() -> list[Tensor]:

@@ -79,8 +79,9 @@ class Batch:
             if tensor.device.type != device_type:
                 problem = f"an argument is on {tensor.device}, and the step's graph on {device_type}"
                 raise CaptureRefused(f"{problem}; move the batch to the device before the call")
-            if type(tensor) is not Tensor or tensor.requires_grad or not has_storage(tensor):
+            if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_nested or not has_storage(tensor):
                 kind = "tensor that requires grad" if tensor.requires_grad else type(tensor).__name__
+                kind = "nested tensor" if tensor.is_nested else kind
                 fix = "pass it detached, or have the step read it from outside"
                 raise CaptureRefused(f"an argument is a {kind}, not a plain tensor of a batch; {fix}")
         for leaf in leaves:

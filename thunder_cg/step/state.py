@@ -693,6 +693,8 @@ class StepState:
             if is_wrapper(tensor) or not (isinstance(tensor, nn.Parameter) or kind in (Tensor, nn.Buffer)):
                 fix = "; take thunder.distributed for what it does" * (kind.__name__ == "DTensor")
                 raise CaptureRefused(f"the step uses a {kind.__name__}, which is no plain tensor{fix}")
+            if tensor.is_nested:
+                raise CaptureRefused("the step uses a nested tensor, which has no shape; pad it")
             if not has_storage(tensor):
                 raise CaptureRefused(f"the step uses a tensor with the layout {tensor.layout}, which has no address")
         self._metadata = tensor_guards(self.tensors)
@@ -755,7 +757,8 @@ class StepState:
 
     def places_of_tensors(self) -> list[Any]:
         """Where each is, how it is laid out, and whether it requires grad."""
-        return [(place_of(t) if has_storage(t) else None, t.requires_grad) for t in self.tensors]
+        has_place = [has_storage(tensor) and not tensor.is_nested for tensor in self.tensors]
+        return [(place_of(t) if is_there else None, t.requires_grad) for t, is_there in zip(self.tensors, has_place)]
 
     def moved_since(self, places: Sequence[Any]) -> str | None:
         """What is said of the first tensor that is not where it was; None if all are."""
