@@ -6,6 +6,10 @@ import copy
 import functools
 import logging
 from collections import OrderedDict
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import PurePath
+from types import SimpleNamespace
 
 import dill
 import numpy as np
@@ -223,6 +227,52 @@ def test_values_that_thunder_does_not_check(how, values, transform, device):
         model.own, value = (value, None) if how == "attribute" else (None, value)
         same(jitted(x, value), model(x, value))
     assert thunder.cache_misses(jitted) == 2 and fast_path_calls(jitted) == 5
+
+
+def an_object(**attributes):
+    return SimpleNamespace(**attributes)
+
+
+class Other(SimpleNamespace):
+    pass
+
+
+ARGUMENTS = {
+    "bytes": (lambda x, v: x * v[0] if v != b"ab" else x, [b"ab", b"cd"]),
+    "range": (lambda x, v: x * len(v), [range(2), range(3)]),
+    "Fraction": (lambda x, v: x * float(v), [Fraction(1, 2), Fraction(1, 3)]),
+    "Decimal": (lambda x, v: x * float(v), [Decimal("0.5"), Decimal("0.25")]),
+    "Path": (lambda x, v: x * 2 if v.suffix else x, [PurePath("a"), PurePath("a.b")]),
+    "list or tuple": (lambda x, v: x * 2 if isinstance(v, list) else x, [(1, 2), [1, 2]]),
+    "method of a list": (lambda x, v: x * 2 if hasattr(v, "append") else x, [(1, 2), [1, 2]]),
+    "None of an object": (lambda x, v: x * 2 if v.a is None else x, [an_object(a=None), an_object(a=1.0)]),
+    "function of an object": (lambda x, v: v.a(x), [an_object(a=torch.sin), an_object(a=torch.cos)]),
+    "of its object": (lambda x, v: x if v.a.b is None else x * 2, [an_object(a=an_object(b=b)) for b in (None, 1)]),
+    "class of an object": (lambda x, v: x * 2 if isinstance(v, Other) else x, [an_object(a=1), Other(a=1)]),
+    "attribute": (lambda x, v: x * 2 if hasattr(v, "b") else x, [an_object(a=1), an_object(b=1)]),
+    "default": (lambda x, v: x * getattr(v, "b", 5), [an_object(a=1), an_object(b=2)]),
+}
+
+
+@pytest.mark.parametrize("how", ["argument", "attribute"])
+@pytest.mark.parametrize("case", ARGUMENTS)
+def test_other_values_than_those_of_the_trace(how, case, transform, device):
+    function, values = ARGUMENTS[case]
+
+    class Calls(nn.Module):
+        own = None
+
+        def forward(self, x, value):
+            return function(torch.sin(x).cos(), self.own if value is None else value)
+
+    if how == "attribute" and case in ("list or tuple", "method of a list"):
+        pytest.skip("a list that a module has is not taken for a tuple later: too rare for a check in each call")
+    model, x = Calls(), torch.randn(3, device=device)
+    jitted = thunder.jit(model, transforms=[transform()])
+    for value in [values[0]] * 3 + [values[1]] * 3 + [values[0]]:
+        model.own, value = (value, None) if how == "attribute" else (None, value)
+        same(jitted(x, value), model(x, value))
+    assert thunder.cache_misses(jitted) == 2 and replays(jitted)
 
 
 class Casts(nn.Module):

@@ -18,8 +18,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from decimal import Decimal
 from enum import Enum
-from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, NoneType
+from fractions import Fraction
+from pathlib import PurePath
+from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -35,7 +38,7 @@ from thunder.core.interpreter import (
 )
 from thunder.core.jit_ext import EXT_FLAG_IS_MODULE, general_jit_callbacks, get_jit_ctx, should_register_for_prologue
 from thunder.core.prims import OpTags
-from thunder.core.proxies import AnyProxy
+from thunder.core.proxies import AnyProxy, Proxy
 from thunder.extend import OperatorExecutor, register_executor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
@@ -49,6 +52,7 @@ _LITERALS = (str, int, float, bool, NoneType)
 _OF_COLLECTIVES = (ProcessGroup, DeviceMesh, ReduceOp.RedOpType)
 CONSTANTS = (
     *(NoneType, FunctionType, BuiltinFunctionType, type, Enum, EllipsisType, np.generic),
+    *(bytes, range, Decimal, Fraction, PurePath),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     *_OF_COLLECTIVES,
 )
@@ -90,7 +94,25 @@ def _items(container: Any) -> tuple[Any, ...]:
     return tuple(sorted(container, key=repr)) if isinstance(container, (set, frozenset)) else (*container,)
 
 
-def _check_constant(value: Any, expected: Any) -> None:
+class _Held:
+    """A constant that Thunder's printer would take apart."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Held) and other.value == self.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def expected_constant(arg: Any) -> Any:
+    """What a check of a constant expects, given its argument."""
+    return arg.value if isinstance(arg, _Held) else arg
+
+
+def _check_constant(value: Any, arg: Any) -> None:
+    expected = expected_constant(arg)
     if type(value) is not type(expected) or essence(value) != essence(expected):
         raise RuntimeError(f"Expected {expected}, got {value}")
 
@@ -111,6 +133,27 @@ def essence(constant: Any) -> Any:
     return constant.__code__, kept
 
 
+def _check_kind(value: Any, kind: str | _Held) -> None:
+    if _kind(value) != kind:
+        raise RuntimeError(f"Expected another type than {type(value)}")
+
+
+def _kind(value: Any) -> str | _Held:
+    """Its type: by name, if that is one of Python's own."""
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else _Held(kind)
+
+
+def _check_has(value: Any, name: str, has: bool) -> None:
+    if _has(value, name) is not has:
+        raise RuntimeError(f"Expected {name} to be {'an' if has else 'no'} attribute")
+
+
+def _has(value: Any, name: str) -> bool:
+    """Whether it has the attribute, without running any code of the user's."""
+    return name in getattr(value, "__dict__", ()) or hasattr(type(value), name)
+
+
 _executor = register_executor(OperatorExecutor("cudagraph_containers"))  # traces are pickled by its name
 CHECK_LENGTH = "check_length"
 check_length = _register(CHECK_LENGTH, _check_length)
@@ -118,6 +161,10 @@ check_keys = _register("check_keys", _check_keys)
 check_items = _register("check_items", _check_items)
 CHECK_CONSTANT = "check_constant"
 check_constant = _register(CHECK_CONSTANT, _check_constant)
+check_kind = _register("check_kind", _check_kind)
+check_has = _executor.register_operator(
+    "check_has", meta=lambda value, name, has: None, fn=_check_has, tags=(OpTags.DONT_DCE,)
+)
 CHECK_GROUP = "check_group"
 check_group = _executor.register_operator(
     CHECK_GROUP, meta=lambda group: None, fn=_check_group, tags=(OpTags.DONT_DCE,)
@@ -162,9 +209,12 @@ def _path(provenance: Any) -> tuple[Any, ...]:
 
 
 def _is_of_call(provenance: Any) -> bool:
-    """Whether it is an argument, an item of one, or an attribute of a module itself."""
+    """Whether it is an argument, an item of one, or an attribute of one or of a module, or of such an attribute."""
     if provenance.inst is PseudoInst.LOAD_ATTR:
-        return bool(provenance.inputs[0].ext_flag & EXT_FLAG_IS_MODULE) and not _is_pythons_or_modules(provenance)
+        owner, name = provenance.inputs
+        if owner.ext_flag & EXT_FLAG_IS_MODULE:
+            return not _is_pythons_or_modules(provenance)
+        return not str(name.value).startswith("__") and _is_of_call(owner)
     while provenance.inst is PseudoInst.BINARY_SUBSCR:
         provenance = provenance.inputs[0]
     return provenance.inst in (PseudoInst.INPUT_ARGS, PseudoInst.INPUT_KWARGS)
@@ -182,12 +232,15 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
     """
     if not isinstance(value, CONSTANTS) or not _is_looked_up_by_prologue(provenance):
         return
+    if not isinstance(getattr(value, "__self__", None), (NoneType, ModuleType, type)):
+        return  # a method, which each look-up makes anew
     if (isinstance(value, _OF_COLLECTIVES) or _is_of_call(provenance)) and is_ours(_compile_data.get()[0]):
         context, path = get_jit_ctx(), _path(provenance)
         known: set[Any] = vars(context).setdefault("cudagraph_known", set())
         if path not in known:
             known.add(path)
-            context.add_constraint((check_constant, _proxy(value, provenance), value))
+            arg = _Held(value) if isinstance(value, (bytes, range)) else value
+            context.add_constraint((check_constant, _proxy(value, provenance), arg))
 
 
 def check_group_of_collective(group: ProcessGroup) -> None:
@@ -258,8 +311,28 @@ def _populate_and_check(value: WrappedValue) -> None:
     _populate(value)
 
 
+def _check_looks(fn: Any, value: WrappedValue, *names: Any) -> None:
+    """Has the prologue check what ``isinstance``, ``hasattr`` and ``getattr`` with a default say of an argument.
+
+    Thunder takes a container or an object of the user's for what it was when it traced.
+    """
+    provenance, is_container = value.provenance, isinstance(value.value, _CONTAINERS)
+    if isinstance(value.value, (*_LITERALS, *CONSTANTS, Proxy, torch.Tensor, torch.nn.Module)):
+        return
+    if is_container and provenance.inst is not PseudoInst.BINARY_SUBSCR:  # a module's own, or all arguments
+        return
+    if _is_looked_up_by_prologue(provenance) and _is_of_call(provenance) and is_ours(_compile_data.get()[0]):
+        proxy = _proxy(value.value, provenance)
+        get_jit_ctx().add_constraint((check_kind, proxy, _kind(value.value)))
+        name = names[0].value
+        if fn is not isinstance and isinstance(name, str) and not is_container:
+            get_jit_ctx().add_constraint((check_has, proxy, name, _has(value.value, name)))
+
+
 def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
     """What Thunder calls in the place of ``fn``; None if Python calls it, or Thunder follows it."""
+    if (fn in (isinstance, hasattr) or (fn is getattr and len(args) == 3)) and isinstance(args[0], WrappedValue):
+        _check_looks(fn, *args)
     kind = getattr(fn, "__objclass__", None)
     if kind is not None and args and isinstance(args[0], WrappedValue) and issubclass(kind, _CONTAINERS):
         container = args[0]

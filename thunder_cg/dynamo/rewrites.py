@@ -107,11 +107,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         _write_number(node)
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
-    functions: defaultdict[Any, list[Node]] = defaultdict(list)
-    for call in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
-        if "args_tensor_mask" not in call.kwargs:  # which releases before 2.10 have
-            functions[tuple(getattr(arg, "target", arg) for arg in call.args[:2])].append(call)
-    for calls in functions.values():
+    for calls in _calls_of_autograd_functions(module.graph):
         _return_what_is_used(calls, module)
     transformed = inside_transforms(module.graph)
     _write_constants(module.graph, transformed)
@@ -589,6 +585,15 @@ def _count_padding_from_start(node: Node) -> None:
     if isinstance(padding, int) and padding < 0:
         node.args = given.pop("input"), given.pop("weight")
         node.kwargs = {**given, "padding_idx": padding + rows}
+
+
+def _calls_of_autograd_functions(graph: Graph) -> list[list[Node]]:
+    """The calls of each ``torch.autograd.Function``, as releases of PyTorch from 2.10 on write them."""
+    found: defaultdict[Any, list[Node]] = defaultdict(list)
+    for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
+        if "args_tensor_mask" not in call.kwargs:
+            found[tuple(getattr(arg, "target", arg) for arg in call.args[:2])].append(call)
+    return [*found.values()]
 
 
 def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:

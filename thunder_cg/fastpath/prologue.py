@@ -18,7 +18,7 @@ import torch
 
 from thunder_cg.analysis.ops import Value
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.containers import CHECK_CONSTANT, CHECKS_OF_CONTAINERS, essence
+from thunder_cg.compat.containers import CHECK_CONSTANT, CHECKS_OF_CONTAINERS, essence, expected_constant
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, Proxy, TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import TensorGuards, tensor_guards
 from thunder_cg.executor import executor
@@ -231,8 +231,9 @@ def _expectations(symbol: BoundSymbol, names: list[str]) -> Iterator[tuple[str, 
         yield names[0], "tensor", Metadata(tuple(shape), *rest)
         yield names[0], "type", torch.Tensor
     elif name == CHECK_CONSTANT:
-        yield names[0], "type", type(symbol.args[1])
-        yield names[0], "constant", essence(symbol.args[1])
+        constant = expected_constant(symbol.args[1])
+        yield names[0], "type", type(constant)
+        yield names[0], "constant", essence(constant)
     elif name == "check_number_type_and_value":
         yield names[0], "type", type(symbol.args[1])
         yield names[0], "number", symbol.args[1]
