@@ -99,9 +99,9 @@ class FaultyRegion:
         self.op = -1
         self._position = 0
         self._at = sys.maxsize  # the instruction that called last
-        function = region.function
+        function = region._function
         names = {name: self._wrap(value) for name, value in function.__globals__.items() if name != "__builtins__"}
-        region.function = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+        region._function = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
 
     def arm(self, op: int, fault: Fault, *, times: int = 1) -> None:
         self.op = op

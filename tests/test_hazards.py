@@ -25,6 +25,7 @@ Every test compares with uncaptured Thunder, bit for bit.
 | what PyTorch does not allow to write is written               | test_written_leaves                    |
 | a write through one alias is not seen through the other       | test_aliased_arguments                 |
 | parts of one tensor are taken for the same part               | test_parts_of_one_tensor_as_arguments  |
+| arguments that overlap are read one for the other             | test_overlapping_arguments_read        |
 | a parameter is read before an argument is written             | test_arguments_that_overlap_parameters |
 | a view of an argument is taken for one of a parameter         | test_views_that_overlap_parameters     |
 | buffers are updated more than once a call                     | test_batchnorm_statistics              |
@@ -483,6 +484,38 @@ def test_parts_of_one_tensor_as_arguments(twins, device):
     for make in (lambda b: (b[:2], b[1:3]), lambda b: (b, b.t()), lambda b: (b[:, :2], b[:, 1:3])):
         with pytest.raises(SharedMemoryError, match="pass the whole tensor and take its parts inside"):
             graphed(None, *make(base.clone()))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda b: b[0], lambda b: b[1], lambda b: b.t()[:3]], ids=["first", "row", "transposed"]
+)
+def test_overlapping_arguments_read(twins, device, make):
+    """Thunder alone raises, or reads one in the place of the other: this compares with PyTorch."""
+
+    def fn(x, y):
+        z = x.sin()
+        z[1:] += y
+        return z * 2
+
+    _, graphed = twins(fn)
+    for step in range(CALLS):
+        base = torch.randn(4, 4, device=device)
+        x, part = base + 0, base[2]
+        same(graphed(x, make(x)), fn(x, make(x)))
+        if step > 1:
+            same(graphed(base, part), fn(base, part))
+    assert replays(graphed) > 0
+
+
+def test_an_overlapping_argument_that_is_written(twins, device):
+    def fn(x, y):
+        y += x[1]
+        return x * 2
+
+    _, graphed = twins(fn)
+    base = torch.randn(4, 4, device=device)
+    with pytest.raises(SharedMemoryError, match="one of them is written in place"):
+        graphed(base, base[0])
 
 
 def test_batchnorm_statistics(twins, device):

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from thunder_cg.compat import distributed, thunder as compat
+from thunder_cg.compat import containers, distributed, thunder as compat
 from thunder_cg.errors import CollectiveError
 
 __all__ = ["functional", "install"]
@@ -175,7 +175,17 @@ def _write(target: Any, value: Any, async_op: bool) -> TracedWork | None:
 def _member(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The group, the default one for None; None if this rank is not in it."""
     group = group if group is not None else dist.group.WORLD
-    return group if dist.get_rank(group) >= 0 else None
+    return _checked(group) if dist.get_rank(group) >= 0 else None
+
+
+def _checked(group: Any) -> Any:
+    """The group. Thunder compiles anew once it has been destroyed."""
+    containers.check_group_of_collective(group)
+    return group
+
+
+def _group_named(name: str) -> dist.ProcessGroup:
+    return _checked(distributed.group_named(name))
 
 
 def _named(op: Any, function: str) -> str:
@@ -264,27 +274,27 @@ def _splits(sizes: Any) -> tuple[int, ...]:
 
 
 def _functional_all_reduce(x: Any, op: str, group: str, **gradient: bool) -> Any:
-    return _reduced(x, op.lower(), distributed.group_named(group), **gradient)
+    return _reduced(x, op.lower(), _group_named(group), **gradient)
 
 
 def _functional_broadcast(x: Any, source: int, group: str, **gradient: bool) -> Any:
-    return _sent(x, source, distributed.group_named(group))
+    return _sent(x, source, _group_named(group))
 
 
 def _functional_all_gather(x: Any, ranks: int, group: str, **gradient: bool) -> Any:
     first, *rest = _sizes(x)
-    return _gathered(x, (ranks * first, *rest), distributed.group_named(group), **gradient)
+    return _gathered(x, (ranks * first, *rest), _group_named(group), **gradient)
 
 
 def _functional_reduce_scatter(x: Any, op: str, ranks: int, group: str, **gradient: bool) -> Any:
     first, *rest = _sizes(x)
-    return _scattered(x, (first // ranks, *rest), op.lower(), distributed.group_named(group), **gradient)
+    return _scattered(x, (first // ranks, *rest), op.lower(), _group_named(group), **gradient)
 
 
 def _functional_all_to_all(x: Any, received: Any, sent: Any, group: str, **gradient: bool) -> Any:
     splits = [_splits(each) for each in (received, sent)]
     shape = (sum(splits[0]), *_sizes(x)[1:])
-    return _exchanged(x, shape, *splits, distributed.group_named(group), **gradient)
+    return _exchanged(x, shape, *splits, _group_named(group), **gradient)
 
 
 _FUNCTIONAL: dict[str, Callable[..., Any]] = {

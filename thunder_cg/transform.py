@@ -42,7 +42,7 @@ from thunder_cg.fastpath.sharing import told_apart
 from thunder_cg.options import Options, taken_from
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
-from thunder_cg.runtime.compilation import Compilation, name_of, note_compile_failure
+from thunder_cg.runtime.compilation import Compilation, compiling, name_of, note_compile_failure
 from thunder_cg.runtime.functions import hash_function, region_function
 from thunder_cg.runtime.program import Program, SharedState, program_of
 from thunder_cg.runtime.region import RuntimeRegion
@@ -94,7 +94,7 @@ class CudagraphTransform(compat.Transform):
         trace_collectives()
         keep_lines()
         promote_as_pytorch()
-        compat.on_compile_failure(note_compile_failure)
+        compat.on_compile(compiling, note_compile_failure)
         self.options = options
         self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
@@ -125,7 +125,7 @@ class CudagraphTransform(compat.Transform):
         data = compat.get_compile_data()
         transforms = data.transforms
         _refuse_a_second_graph_transform(transforms)
-        prologue_trace, computation_trace = told_apart(prologue_trace, computation_trace)
+        prologue_trace = told_apart(prologue_trace, computation_trace)
         gc.collect(1)  # Thunder's tracer has just left reference cycles that hold the module; they are young
         unpacks = (compat.PrimIDs.UNPACK_PARAMETER, compat.PrimIDs.UNPACK_BUFFER)
         symbols = [s for s in prologue_trace.bound_symbols if s.sym.id in unpacks]
@@ -256,7 +256,7 @@ class CudagraphTransform(compat.Transform):
         compilation, stacks = self._compiling.compilation, self._compiling.stacks or {}
         found = (
             *lost(trace, self._read),
-            *unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), stacks),
+            *unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), compat.lost_calls(), stacks),
             *constant(compat.constant_results(epilogue)),
         )
         for said in dict.fromkeys(found):
@@ -337,12 +337,16 @@ class CudagraphTransform(compat.Transform):
         results = [each.name for each in io.outputs]
         early = {each.name: each.last_use for each in io.outputs if each.last_use is not None}
         launches = coalesced(mine, trace.ops.values)
-        function = region_function(name, mine, inputs, results, early, launches, self._backend)
+        function = partial(region_function, name, mine, inputs, results, early, launches, self._backend)
+
+        def profiled() -> Callable[..., Sequence[Any]]:
+            return function([f"{op.name} {trace.ops.place(op)}" for op in mine])
+
         hashes = None
         if io.scalars or self.options.verify is not None:
             hash_values = partial(verifier.hash_values, torch.device(planned.device))
             hashes = hash_function(name, mine, inputs, trace.aliasing, self._backend, hash_values)
-        return RuntimeRegion(name, planned, mine, io, function, hashes)
+        return RuntimeRegion(name, planned, mine, io, function(), profiled, hashes)
 
     def _warn_of_unmatched_names(self, ops: Ops, executors: Sequence[Any]) -> None:
         """Says once of each name in ``allow=`` and ``deny=`` that no operator has, or one that Thunder has split."""

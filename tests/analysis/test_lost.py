@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
+import random
+import sys
+import time
 
+import numpy as np
 import pytest
 import thunder
 import torch
@@ -101,6 +106,28 @@ def test_what_the_advice_says_is_not_lost(kind):
     assert torch.equal(run(jmodel), run(twin)) and torch.equal(jmodel.get_buffer("mean"), twin.mean)
     report = explain(jmodel)
     assert report.differs == () and "there is nothing to change" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("random.random", lambda x: x.sin() * random.random() + x.cos()),
+        ("random.random", lambda x: x.sin() * random.uniform(0, 1) + x.cos()),
+        ("numpy.random.rand", lambda x: x.sin() * float(np.random.rand()) + x.cos()),
+        ("time.perf_counter", lambda x: x.sin() * time.perf_counter() + x.cos()),
+        ("datetime.now", lambda x: x.sin() * datetime.datetime.now().hour + x.cos()),
+        ("print", lambda x: (x.sin() + x.cos(), print("called"))[0]),
+    ],
+    ids=["random", "uniform", "numpy", "clock", "date", "print"],
+)
+def test_what_python_calls_once(name, function):
+    if name.startswith("numpy") and sys.version_info < (3, 11):
+        pytest.skip("Thunder raises")
+    jfn = thunder.jit(function, transforms=[cudagraph_transform(backend="tape")])
+    run(jfn)
+    (said,) = explain(jfn).differs
+    line = f"test_lost.py:{function.__code__.co_firstlineno}"
+    assert said.startswith(f"{name}() at {line} is called while Thunder traces, and in no call; ")
 
 
 def test_tensors_of_one_call_in_the_results_of_all():

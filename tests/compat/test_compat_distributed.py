@@ -29,9 +29,13 @@ def test_what_a_graph_can_hold(group: dist.ProcessGroup, monkeypatch: pytest.Mon
     assert "gloo" in problem and "NCCL" in fix
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
     assert distributed.capture_problem(group, "cuda") is None
-    with monkeypatch.context() as patch:
-        patch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
-        assert "TORCH_NCCL_BLOCKING_WAIT" in distributed.capture_problem(group, "cuda")[1]
+    for name, value in (("TORCH_NCCL_BLOCKING_WAIT", "1"), ("NCCL_BLOCKING_WAIT", "T")):  # which PyTorch reads as well
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            problem, fix = distributed.capture_problem(group, "cuda")
+            assert f"{name}={value}" in problem and fix == f"unset {name}"
+            patch.setenv("TORCH_NCCL_BLOCKING_WAIT", "0")
+            assert distributed.capture_problem(group, "cuda") is None
     monkeypatch.setattr(distributed, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
     assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in distributed.capture_problem(group, "cuda")[0]
 

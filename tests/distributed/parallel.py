@@ -179,10 +179,10 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
 
 def forget_meetings() -> None:
     """Of earlier tests, with longer periods."""
-    group = torch.distributed.group.WORLD
-    state = agreement._states.setdefault(group, agreement._GroupState())
-    state.meeting, state.next_request, state.pause = 0, 0, 1
-    distributed.store(group).set(agreement._key_of_meeting(group), "0")
+    world = torch.distributed.group.WORLD
+    for group, state in (agreement._common_clock(), agreement._clock([world])):
+        state.meeting, state.next_request, state.pause = 0, 0, 1
+        distributed.store(group).set(agreement._key_of_meeting(group, state), "0")
 
 
 def pool_class() -> type:

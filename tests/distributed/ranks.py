@@ -70,6 +70,14 @@ class Ranks:
             raise AssertionError(f"{what}\n" + "\n".join(problems))
         return results
 
+    def end(self, timeout: float) -> list[int | None]:
+        """Has Python end in each process. Returns the exit codes, None for a process that goes on."""
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout)
+        return [process.exitcode for process in self._processes]
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()

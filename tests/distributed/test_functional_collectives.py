@@ -119,9 +119,53 @@ class Between(torch.nn.Module):
         return self.second(self.communicate(torch.tanh(self.first(x))))
 
 
+class Copied(torch.autograd.Function):
+    """As Megatron has it: the ranks' gradients of one tensor are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        gradient = gradient.clone()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Summed(torch.autograd.Function):
+    """And the ranks' tensors, whose gradients are one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        found = x.new_empty(2 * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(found, x.contiguous())
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        found = gradient.new_empty(gradient.shape[0] // 2, *gradient.shape[1:])
+        dist.reduce_scatter_tensor(found, gradient.contiguous())
+        return found
+
+
 DIFFERENTIABLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "all_reduce": lambda y: functional.all_reduce(y, "sum", dist.group.WORLD),
     "all_gather": lambda y: functional.all_gather_tensor_autograd(y, 0, dist.group.WORLD),
+    "as in Megatron": lambda y: Summed.apply(torch.sin(Copied.apply(y))),
+    "gathered": Gathered.apply,
     "checkpointed": lambda y: checkpoint(DIFFERENTIABLE["all_reduce"], y, use_reentrant=False),
 }
 

@@ -7,8 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import thunder
 import torch
 from ranks import Ranks, begin_group
+from torch import distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
 
 
 def destroy_and_begin_anew(builder: str, folder: str) -> dict[str, Any]:
@@ -53,6 +57,64 @@ def test_a_group_that_is_destroyed(ranks: Ranks, builder: str) -> None:
         before, after = found["replays"]
         assert before[-1] == after[-1]  # the backward; a forward of ddp does not communicate
         assert any("has been destroyed or aborted" in reason for reason in found["fallbacks"])
+
+
+def by_default(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    dist.all_reduce(y)
+    return y + 1
+
+
+def by_name(x: torch.Tensor) -> torch.Tensor:
+    return functional.all_gather_tensor(x * 2, 0, _default["name"]) + 1
+
+
+def as_a_mesh(x: torch.Tensor) -> torch.Tensor:
+    return functional.all_reduce(x * 2, "sum", _default["mesh"]) + 1
+
+
+def by_rank(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2 + (5 if dist.get_rank() == 0 else 0)
+    dist.broadcast(y, 0)
+    return y * (1 + dist.get_rank())
+
+
+_default: dict[str, Any] = {}
+
+
+def default_group_anew(function: Callable[[torch.Tensor], torch.Tensor], folder: str) -> list[tuple[int, list[int]]]:
+    """How many results are not eager PyTorch's, and the replays, with one default group and with another one.
+
+    On a CPU, the ranks are the other way round in that.
+    """
+    import parallel
+
+    where, rank, size = parallel.device(), dist.get_rank(), dist.get_world_size()
+    other = size - 1 - rank if where.type == "cpu" else rank
+    compiled, found = thunder.jit(function, transforms=[parallel.transform()]), []
+    for current in (other, rank):
+        mesh = _default.get("mesh") or init_device_mesh(where.type, (size,))
+        _default.update(name=dist.group.WORLD.group_name, mesh=mesh)
+        seeds = [torch.Generator().manual_seed(10 * i + dist.get_rank()) for i in range(4)]
+        batches = [torch.randn(4, 4, generator=seed).to(where) for seed in seeds]
+        differing = sum(not torch.equal(compiled(x.clone()), function(x)) for x in batches)
+        found.append((differing, [each for trace in parallel.summary(compiled) for each in trace["replays"]]))
+        dist.destroy_process_group()
+        begin_group(current, size, where.type, f"{folder}/{len(found)}")
+    _default.clear()
+    return found
+
+
+@pytest.mark.parametrize("function", [by_default, by_name, as_a_mesh])
+def test_the_default_group_made_anew(ranks: Ranks, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What takes it without naming the object is compiled anew: Thunder would go on in the old group."""
+    assert ranks.run(default_group_anew, function, tempfile.mkdtemp()) == [[(0, [3]), (0, [3, 3])]] * 2
+
+
+def test_ranks_that_are_numbered_anew(ranks: Ranks) -> None:
+    """They capture nothing, since their programs differ."""
+    for found in ranks.run(default_group_anew, by_rank, tempfile.mkdtemp()):
+        assert [differing for differing, _ in found] == [0, 0]
 
 
 def abort_and_go_on() -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A rank that dies: the others end, too."""
+"""Processes that end: in the usual way, while their graphs hold collectives, and by a rank that dies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,36 @@ from ranks import Ranks
 from test_whole_steps import graphed, training_step
 
 TIMEOUT = 5.0  # seconds
+
+
+def train_and_leave(destroys: bool) -> list[list[int]]:
+    import parallel
+
+    compiled = parallel.fsdp(parallel.transform())
+    parallel.train(compiled, 4)
+    waiting.append(compiled(parallel.tokens(4)).square().mean())  # for a backward that never comes
+    replays = [trace["replays"] for trace in parallel.summary(compiled)]
+    if destroys:
+        torch.distributed.destroy_process_group()
+    return replays
+
+
+waiting: list[torch.Tensor] = []
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("destroys", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_processes_end(device: str, destroys: bool) -> None:
+    """With and without their groups being destroyed before."""
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("there are no two GPUs")
+    ranks = Ranks(2, device, spawns=True)
+    try:
+        assert ranks.run(train_and_leave, destroys) == [[[4], [3]]] * 2
+        assert ranks.end(timeout=60) == [0, 0]
+    finally:
+        ranks.close()
 
 
 def train_until_rank_1_dies(is_whole: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -60,6 +61,13 @@ def _train(compiled: Any, what: str) -> list[torch.Tensor]:
             with torch.no_grad():
                 found.append(compiled(parallel.tokens(step, batch=2)).clone())
             compiled.train()
+        if what == "saves" and is_other and step % 2:
+            torch.save(compiled.state_dict(), io.BytesIO())
+        if what == "raises" and is_other and step in (1, 3, 6):
+            with pytest.raises(RuntimeError):
+                compiled(torch.zeros(4, dtype=torch.long, device=parallel.device()).float())
+            with pytest.raises(ZeroDivisionError):
+                compiled(parallel.tokens(step, batch=batch)).sum().item() / 0
         watched = Watched() if what == "is watched" and is_other and step == 1 else nullcontext()
         with watched:
             loss = compiled(parallel.tokens(step, batch=batch)).square().mean()
@@ -138,7 +146,11 @@ def test_collectives_can_stay_eager(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["is watched", *(pytest.param(what, marks=pytest.mark.nightly) for what in ("has no memory", "evaluates"))]
+    "what",
+    [
+        *("is watched", "raises"),
+        *(pytest.param(what, marks=pytest.mark.nightly) for what in ("has no memory", "evaluates", "saves")),
+    ],
 )
 def test_what_passes(ranks: Ranks, what: str) -> None:
     """The ranks capture together as soon as they can."""

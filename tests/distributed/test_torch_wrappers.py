@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ import thunder
 import torch
 from ranks import Ranks
 from thunder.dynamo import thunderfx
+from torch.distributed import checkpoint
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -64,6 +68,14 @@ def with_communication_hook(graphs: list[Any]) -> Any:
     return wrapped
 
 
+def with_power_sgd(graphs: list[Any]) -> Any:
+    torch.manual_seed(0)  # of the matrices that it begins with
+    wrapped = data_parallel(compile_model(graphs), gradient_as_bucket_view=True)
+    state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=3, min_compression_rate=1)
+    wrapped.register_comm_hook(state, powerSGD_hook)
+    return wrapped
+
+
 def used_before_ddp(graphs: list[Any]) -> Any:
     """The module was trained alone before, on the same batches on all ranks."""
     import parallel
@@ -83,6 +95,7 @@ DDP: dict[str, Callable[[list[Any]], Any]] = {
     "unused parameter": with_unused_parameter,
     "parameter hooks": with_parameter_hooks,
     "communication hook": with_communication_hook,
+    "PowerSGD": with_power_sgd,
     "used before": used_before_ddp,
 }
 
@@ -120,6 +133,31 @@ def test_ddp_of_a_compiled_module(ranks: Ranks, case: str, micro: int) -> None:
         assert traces[0]["fast_path_calls"] >= STEPS * micro - 3
         assert hooked is None or len(hooked) == STEPS * PARAMETERS
     assert answers[0][2] == answers[1][2]  # the ranks' parameters
+
+
+def train_with_uneven_inputs() -> tuple[int, list[Any]]:
+    """Rank 1 has three more batches, in which DDP's ``join`` has rank 0 communicate as if it had them, too."""
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    for graphs in ([], [parallel.transform()]):
+        wrapped = data_parallel(compile_model(graphs))
+        optimizer, values = torch.optim.SGD(wrapped.parameters(), lr=0.1), []
+        with wrapped.join():
+            for step in range(STEPS + 3 * parallel.RANK()):
+                optimizer.zero_grad()
+                loss = wrapped(parallel.tokens(step)).square().mean()
+                loss.backward()
+                optimizer.step()
+                values += [loss.detach().clone(), *(p.detach().clone() for p in wrapped.parameters())]
+        found.append(values)
+    return parallel.differing(*found), [trace["replays"] for trace in parallel.summary(wrapped.module)]
+
+
+@nightly
+def test_ddp_with_uneven_inputs(ranks: Ranks) -> None:
+    first, second = ranks.run(train_with_uneven_inputs)
+    assert first == (0, [[STEPS - 1]] * 2) and second == (0, [[STEPS + 2]] * 2)
 
 
 def deliveries(case: str) -> tuple[int, list[bool], list[bool]]:
@@ -265,6 +303,64 @@ def test_thunderfx(ranks: Ranks, case: str) -> None:
             assert trace["replays"][0] == trace["calls"] - trace["eager_calls"]
             assert trace["captures"][0] <= (8 if "FSDP2" in case else 1)
         assert traces[0]["fast_path_calls"] >= traces[0]["calls"] / 2
+
+
+FSDP2: dict[str, dict[str, Any]] = {
+    "mixed precision": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+    "gathered until the backward": {"reshard_after_forward": False},
+    "resharded to so many ranks": {"reshard_after_forward": 2},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+    "accumulates": {},
+    "checkpoint": {},
+}
+
+
+def train_fsdp2(case: str, folder: str, graphs: list[Any], steps: int) -> tuple[list[torch.Tensor], Any]:
+    """A module with a part that is sharded by itself. Losses, norms of gradients, gradients and parameters."""
+    import parallel
+
+    torch._dynamo.reset()
+    model = parallel.model()
+    for module in (model.block, model):
+        fully_shard(module, **FSDP2[case])
+    compiled = thunderfx(model, transforms=graphs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for last in (False, True) if case == "accumulates" else (True,):
+            model.set_requires_gradient_sync(last)
+            loss = compiled(parallel.tokens(2 * step + last)).float().square().mean()
+            loss.backward()
+        found += [loss.detach().clone(), local(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))]
+        found += [local(p.grad) for p in model.parameters()]
+        optimizer.step()
+        found += [local(p) for p in model.parameters()]
+        if case == "checkpoint" and step == steps // 2:
+            checkpoint.save(dict(zip("mo", get_state_dict(model, optimizer))), checkpoint_id=folder)
+            compiled(parallel.tokens(99)).square().mean().backward()
+            optimizer.step()
+            checkpoint.load(state := dict(zip("mo", get_state_dict(model, optimizer))), checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=state["m"], optim_state_dict=state["o"])
+    return found, compiled
+
+
+def same_bits_with_fsdp2(case: str, folder: str, steps: int) -> tuple[int, list[Any]]:
+    import parallel
+
+    theirs, _ = train_fsdp2(case, f"{folder}/theirs", [], steps)
+    ours, compiled = train_fsdp2(case, f"{folder}/ours", [parallel.transform()], steps)
+    return parallel.differing(ours, theirs), [trace for trace in parallel.summary(compiled) if trace["regions"]]
+
+
+@nightly
+@pytest.mark.parametrize("case", FSDP2)
+def test_fsdp2_under_thunderfx(ranks: Ranks, case: str, tmp_path: Path) -> None:
+    if case == "offloaded" and ranks.device == "cuda":
+        pytest.skip("NCCL sums no norms of gradients on the CPU")
+    for differing, traces in ranks.run(same_bits_with_fsdp2, case, str(tmp_path), 14, timeout=200):
+        assert not differing and traces
+        assert all(trace["replays"] and min(trace["replays"]) >= 10 for trace in traces)
 
 
 class ReducesInPlace(torch.nn.Module):

@@ -170,6 +170,9 @@ def what_runs(what: str, steps: int = 10) -> dict[str, Any]:
                 if what == "evaluates" and is_other and i % 2:
                     with torch.no_grad():
                         values.append(model(parallel.tokens(i, batch=2)))
+                if what == "raises" and is_other and i in (1, 3, 6):
+                    with pytest.raises(RuntimeError):
+                        step(torch.zeros(4, device=parallel.device()))
                 if what == "another learning rate" and is_other and i == 6:
                     fn.optimizer.param_groups[0]["lr"] = 0.2
                 if what == "holds a gradient" and is_other and i == 6:
@@ -225,6 +228,7 @@ def test_a_rank_that_cannot_capture(ranks: Ranks) -> None:
             pytest.param(what, replays, marks=nightly)
             for what, replays in (
                 ("evaluates", (7, 7)),
+                ("raises", (7, 7)),
                 ("another learning rate", (7, 3)),
                 ("holds a gradient", (7, 3)),
             )

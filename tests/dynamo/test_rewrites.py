@@ -183,6 +183,21 @@ def test_stochastic_depth(backend, device):
     assert one_region_each_way(trains_alike(Around(drop).to(device), lambda: torch.randn(8, 8, device=device), backend))
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: x * torch.empty_like(x).uniform_(0.9, 1.1),
+        lambda x: x + torch.zeros(x.shape[1], device=x.device).normal_(0.0, 0.1),
+        lambda x: x + x.new_empty(x.shape).exponential_().log(),
+    ],
+    ids=["uniform", "normal", "exponential"],
+)
+def test_noise(backend, device, draw):
+    """As routers of experts have it."""
+    fn = Around(lambda x: torch.sin(draw(x)) * 2).to(device)
+    assert one_region_each_way(trains_alike(fn, lambda: torch.randn(8, 8, device=device), backend))
+
+
 def test_sizes_by_name(backend, device):
     def fn(x):
         y = torch.reshape(x, shape=(4, 2, 2)).permute(dims=(1, 0, 2)).reshape(shape=(-1, 8)).repeat(repeats=(2, 1))
@@ -572,7 +587,16 @@ class TwiceInPlace(Twice):
     @staticmethod
     def backward(ctx, grad, other):
         x, y = ctx.saved_tensors
-        return (grad * y).mul_(3) + other, grad * x * ctx.factor + other * 2, None
+        scaled = grad * y
+        scaled.mul_(3)
+        return scaled + other.clip(min=-1.0), grad * x * ctx.factor + torch.clip(other, 0.0, 2.0), None
+
+
+class TwiceOverGiven(Twice):
+    @staticmethod
+    def backward(ctx, grad, other):
+        x, y = ctx.saved_tensors
+        return grad * y * 3 + other, grad.mul_(x) * ctx.factor + other * 2, None
 
 
 class Once(torch.autograd.Function):
@@ -601,10 +625,10 @@ def test_an_autograd_function_in_a_checkpointed_function():
     assert "in a checkpointed function" in explain(graphed).outside[0].reason
 
 
-@pytest.mark.parametrize("function", [Twice, TwiceInPlace])
+@pytest.mark.parametrize("function", [Twice, TwiceInPlace, TwiceOverGiven])
 @pytest.mark.parametrize("unused", [False, True])
 def test_autograd_functions(backend, device, function, unused):
-    """They have the user's gradients. Inductor gets one that writes in place."""
+    """They have the user's gradients. Inductor gets one that writes to what it was given."""
 
     def fn(x):
         for _ in range(2):
@@ -613,10 +637,38 @@ def test_autograd_functions(backend, device, function, unused):
         return x
 
     graphed = trains_alike(Around(fn).to(device), lambda: torch.randn(2, 8, device=device), backend)
-    if function is Twice:
+    if function is not TwiceOverGiven:
         assert one_region_each_way(graphed)
     else:
         assert {part.operator for part in explain(graphed).outside} == {"autograd_function_apply"}
+
+
+class WritesItsResult(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        z = x * y
+        z.add_(1)
+        z.relu_()
+        ctx.save_for_backward(x, y, z)
+        return z, z.sum()
+
+    @staticmethod
+    def backward(ctx, grad, other):
+        x, y, z = ctx.saved_tensors
+        grad = (grad + other) * (z > 0)
+        return grad * y, grad * x
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_an_autograd_function_that_writes_its_result(backend, device, is_checkpointed):
+    """torch.compile (2.11) calls its backward with zeros."""
+
+    def function_of(x):
+        z, total = WritesItsResult.apply(x, torch.cos(x))
+        return torch.sin(z) + total
+
+    fn = (lambda x: checkpoint(function_of, x, use_reentrant=False)) if is_checkpointed else function_of
+    trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-5)
 
 
 def test_autograd_functions_of_dynamic_shapes(backend, device):

@@ -16,6 +16,8 @@ from thunder.core.transform_common import Transform
 from thunder.dynamo import thunderfx
 from torch import nn
 
+from thunder_cg import explain
+
 CALLS = 6
 
 
@@ -307,6 +309,7 @@ def test_second_derivatives(transform, device, kind, penalty):
     plain, graphed = compile_(twin, **options), compile_(model, transforms=[transform()], **options)
     for x in batches(device):
         assert outcome(twin, plain, x) == outcome(model, graphed, x)
+    assert "as Thunder has no second derivatives, with and without graphs" in str(explain(graphed))
 
 
 def test_below_autograd(twins, device):

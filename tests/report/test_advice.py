@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import thunder
 import torch
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
+from torch.nn import functional
 
 from thunder_cg import CaptureError, cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.analysis.rules import FIXED_SIZE
@@ -187,6 +190,17 @@ def test_advice(transform, backend, fn, jit, options, advice, better, better_jit
     assert len(found) == 1 and found[0].added_regions == 1
 
 
+COUNTS = torch.tensor([1, 2])
+
+
+def repeats(x: torch.Tensor) -> torch.Tensor:
+    return torch.repeat_interleave(x, COUNTS)
+
+
+def repeats_by_index(x: torch.Tensor) -> torch.Tensor:
+    return x[torch.searchsorted(COUNTS.cumsum(0), torch.arange(3), right=True)]
+
+
 def without_gradient(x: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         scale = x.sum()
@@ -199,8 +213,9 @@ def without_gradient(x: torch.Tensor) -> torch.Tensor:
         (reads, "in training under torch.no_grad()", without_gradient),
         (lists, "Tensor.unbind in the place of Python's max(), if and tolist()", unbinds),
         (selects, "torch.where(mask, x, 0.0) in the place of x[mask]", keeps_size),
+        (repeats, "x[torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)]", repeats_by_index),
     ],
-    ids=["item", "tolist", "mask"],
+    ids=["item", "tolist", "mask", "repeat"],
 )
 def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradient(fn, advice, better):
     """With Dynamo's own advice for the last two, Inductor gets a piece of the graph."""
@@ -218,6 +233,100 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
     report = explain(mended)
     assert [len(trace.regions) for trace in report.traces] == [1, 1]
     assert not (report.breaks or report.outside or report.causes)
+
+
+@pytest.mark.parametrize(
+    ("fn", "operators", "advice", "better"),
+    [
+        (
+            lambda x: torch.vmap(lambda row: row.sum() * 2)(x),
+            "sum, mul",
+            "write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)",
+            lambda x: x.sum(-1) * 2,
+        ),
+        (
+            lambda x: torch.func.grad(lambda row: row.exp().sum())(x),
+            "exp, sum",
+            "write it without the transform",
+            torch.exp,
+        ),
+        (lambda x: torch.from_numpy(np.cos(x.numpy())), "numpy.cos", "call PyTorch's function of that name", torch.cos),
+    ],
+    ids=["vmap", "grad", "numpy"],
+)
+def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, better):
+    """The operators are the user's, without those that Dynamo makes of a transform; so are names of inputs."""
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one takes long
+    x = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
+    torch._dynamo.reset()
+    broken, mended = (thunderfx(around(each), backend="tape") for each in (fn, better))
+    torch.testing.assert_close(broken(x), mended(x))
+    said = str(explain(broken))
+    assert re.search(rf"\n      {operators} of .*, (is|are) left to Inductor: ", said), said
+    assert f"        to change it: {advice}" in said
+    assert "nesting" not in said and "_batch_dim" not in said and "for_grad" not in said
+    report = explain(mended)
+    assert [len(trace.regions) for trace in report.traces] == [1] and not (report.outside or report.causes)
+
+
+def test_advice_for_an_assert(monkeypatch):
+    def checks(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        torch._assert_async(torch.isfinite(y).all(), "not finite")  # as Dynamo has an assert; pytest has another
+        return y.cos()
+
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    torch._dynamo.reset()
+    compiled = thunderfx(checks, backend="tape")
+    compiled(torch.ones(2))
+    said = str(explain(compiled))
+    assert " is left to Inductor: it is an assert on what a tensor holds, which Thunder does not trace\n" in said
+    assert "        to change it: check before or after the call\n" in said
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_advice_for_an_argument_that_is_written(monkeypatch, in_place):
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    torch._dynamo.reset()
+    compiled = thunderfx(lambda x: torch.cos(torch.sin(x.mul_(2) if in_place else x * 2)), backend="tape")
+    compiled(torch.tensor([0.1, 0.2], requires_grad=True) * 1)
+    report = explain(compiled)
+    said = "to change it: compute a new tensor, as x = x * 2 for x.mul_(2)" in str(report)
+    assert (said, bool(report.outside)) == (in_place, in_place)
+    assert sum(len(trace.regions) for trace in report.traces) == 2
+
+
+def test_advice_for_random_numbers_of_python():
+    torch._dynamo.reset()
+    broken = thunderfx(around(lambda x: x * random.random()), backend="tape")
+    mended = thunderfx(around(lambda x: x * torch.rand(())), backend="tape")
+    for compiled in (broken, mended):
+        compiled(torch.ones(3))
+    (found,) = explain(broken).breaks
+    assert found.reason == "Random.random(), which Dynamo does not trace" and "torch.rand" in found.fix
+    report = explain(mended)
+    assert not (report.breaks or report.causes) and len(report.traces) == 1
+
+
+@pytest.mark.parametrize(
+    ("fn", "better", "advice"),
+    [
+        (functional.one_hot, lambda x: functional.one_hot(x, 3), "pass the argument that is missing"),
+        (
+            lambda x: torch.repeat_interleave(x, x),
+            lambda x: x[torch.searchsorted(x.cumsum(0), torch.arange(3), right=True)],
+            "torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)",
+        ),
+    ],
+    ids=["one_hot", "repeat"],
+)
+def test_advice_of_a_function_whose_result_has_an_unknown_size(fn, better, advice):
+    broken, mended = (thunder.jit(each, transforms=[cudagraph_transform(backend="tape")]) for each in (fn, better))
+    x = torch.tensor([1, 2])
+    with pytest.raises((TypeError, NotImplementedError)):
+        broken(x)
+    assert advice in str(explain(broken))
+    assert torch.equal(mended(x), fn(x))
 
 
 def test_advice_for_print():

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
 from html import escape
+from typing import Any
 
 import pytest
 import thunder
@@ -13,6 +16,8 @@ from thunder_cg import cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.analysis.compile_errors import to_try
 from thunder_cg.analysis.sources import described
 from thunder_cg.report import Report, opening
+from thunder_cg.runtime.cuda.graph import CudaGraph
+from thunder_cg.runtime.tape import TapeGraph
 from thunder_cg.transform import CudagraphTransform
 
 
@@ -66,6 +71,43 @@ def test_headline_says_what_ran(backend, device) -> None:
         model(x).sum().backward()
     assert lines()[1].startswith("Not replayed: 2 warm-ups; 2 captures; 1 x saved-tensor hooks are active")
     assert lines()[1] in explain(model)._repr_html_() and "nothing to change" not in str(explain(model))
+
+
+def test_a_call_whose_replay_raises_is_counted(backend, device, transform, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the fast paths, in Thunder's dispatch, in a backward, and in the first replay of a capture."""
+    raises: list[int] = []  # which replays from now on do
+    graph = TapeGraph if backend == "tape" else CudaGraph
+    replay = graph.replay
+
+    def faulty(*args: Any) -> None:
+        raises[:] = [number - 1 for number in raises]
+        if -1 in raises:
+            raise IndexError("out of range")
+        replay(*args)
+
+    def step(fn: Any, *numbers: int) -> None:
+        raises[:] = numbers
+        with pytest.raises(IndexError) if numbers else nullcontext():
+            y = fn(x)
+            if y.requires_grad:
+                y.sum().backward()
+
+    monkeypatch.setattr(graph, "replay", faulty)
+    x, layer = torch.randn(2, 4, device=device), nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device)
+    forward = lambda x: torch.sin(torch.cos(x))  # noqa: E731
+    inference, training = copy.deepcopy(layer).requires_grad_(False), layer
+    for fn, numbers, calls, why in (
+        (forward, [(), (0,), (), (), (0,), ()], "2 of 6 calls", "1 warm-up; 1 capture; 2 x"),
+        (inference, [(), (), (), (0,), ()], "2 of 5 calls", "1 warm-up; 1 capture; 1 x"),
+        (training, [(), (), (), (0,), (1,), ()], "3 of 6 calls and 2 of 5 backwards", "2 warm-ups; 2 captures; 2 x"),
+    ):
+        compiled = thunder.jit(fn, transforms=[transform()])
+        for number in numbers:
+            step(compiled, *number)
+        first, second, *rest = str(explain(compiled)).splitlines()
+        assert first.startswith(f"CUDA graphs: {calls} replayed; ")
+        assert second == f"Not replayed: {why} the replay raised an error"
+        assert "nothing to change" not in rest[0]
 
 
 def test_a_function_that_thunder_cannot_compile(backend, device) -> None:

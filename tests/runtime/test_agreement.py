@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -151,7 +152,7 @@ def test_a_store_that_is_gone(store: HashStore, group: Group, monkeypatch: pytes
     votes.withdraw([])
     monkeypatch.setattr(agreement, "_PERIOD", 1)
     monkeypatch.setattr(agreement._states[group], "generation", None)
-    agreement._count(group)
+    agreement._count([group], agreement._clock([group]))
     with pytest.raises(RanksDiffer, match="the store of its group fails: connection reset"):
         votes.ask("before", "subject")
 
@@ -213,14 +214,39 @@ def test_ranks_meet(store: HashStore, group: Group, others: list[Group], monkeyp
     assert not agreement.meets([group])
 
 
-def test_a_call_meets_where_all_its_groups_do(store: HashStore, group: Group) -> None:
-    """In a mesh of two dimensions: a vote in the other one, whose ranks expect none, would end the meeting."""
-    other = Group()
+def test_calls_in_several_groups_meet_apart(store: HashStore, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a mesh of two dimensions: the ranks of one would not see a meeting of the other one."""
+    other, world = Group(), Group(4)
+    monkeypatch.setattr(distributed, "default_group", lambda: weakref.ref(world))
+    monkeypatch.setattr(agreement, "_PERIOD", 4)
     both, alone = (Collectives(groups, asks=True, watch=watched) for groups in ([group, other], [group]))
-    agreement._states[group].meeting = 5
-    assert alone.meets() and not both.meets()
-    agreement._states[other].meeting = 5
-    assert both.meets() and not agreement.meets([])
+    backward = Collectives([other], asks=True, watch=watched, together=[group, other])
+    agreement._states[group].meeting = agreement._states[other].meeting = 5
+    assert alone.meets() and not both.meets() and not backward.meets()
+    with pytest.raises(RanksDiffer, match="did not answer"):
+        both.next_round().ask("before", "subject")
+    assert store.get(agreement._key_of_meeting(world, agreement._common[world])) == b"8"
+    for i in range(7):
+        assert not both.meets()
+        (both, backward)[i % 2].count_replay()
+        alone.count_replay()
+    assert both.meets() and backward.meets() and not alone.meets() and not agreement.meets([])
+
+
+def test_a_vote_says_what_other_groups_have_said(store: HashStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So in a mesh of two dimensions each rank hears of all, though it shares no group with some."""
+    stores = [HashStore(), HashStore()]
+    groups = [Group(), Group()]
+    monkeypatch.setattr(distributed, "store", lambda group: stores[groups.index(group)])
+    collectives = Collectives(groups, asks=True, watch=watched)
+    for could_replay in (True, False):
+        call = agreement._states[groups[0]].calls + 1
+        for each in map(Other, stores):
+            each.says(call, "before", "subject again")
+        Other(stores[0]).says(call, "before", "subject" + " again" * could_replay)
+        assert collectives.next_round().ask("before", "subject", could_replay=True) is could_replay
+        heard = " again" * could_replay
+        assert [said(each, "before") for each in stores] == [f"{call} subject again", f"{call} subject{heard}"]
 
 
 def test_a_rank_that_is_elsewhere(store: HashStore, group: Group) -> None:

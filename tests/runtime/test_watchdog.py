@@ -105,10 +105,16 @@ def test_without_the_driver_nothing_is_watched(watched: Any) -> None:
     assert not event.looks
 
 
-@pytest.mark.parametrize("handling", ["3", "0"])
-def test_how_a_process_ends(monkeypatch: pytest.MonkeyPatch, capsys: Any, handling: str) -> None:
+@pytest.mark.parametrize(
+    ("variable", "handling"),
+    [
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"),
+        *((f"{each}_ASYNC_ERROR_HANDLING", "0") for each in ("TORCH_NCCL", "NCCL")),
+    ],
+)
+def test_how_a_process_ends(monkeypatch: pytest.MonkeyPatch, capsys: Any, variable: str, handling: str) -> None:
     aborted = []
     monkeypatch.setattr(module.os, "abort", lambda: aborted.append(True))
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", handling)
+    monkeypatch.setenv(variable, handling)
     module._end_process("it hangs")
     assert "it hangs" in capsys.readouterr().err and bool(aborted) is (handling == "3")

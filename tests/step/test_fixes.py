@@ -8,6 +8,7 @@ import warnings
 from collections import UserDict
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy
 import pytest
@@ -420,3 +421,19 @@ def test_a_warning_is_for_the_line_that_calls_the_step(step_twins):
     with pytest.warns(UserWarning, match="have the step read it from outside") as found:
         step(object())
     assert found[0].filename == __file__
+
+
+class ReadsItsSum(nn.Module):
+    def forward(self, x):
+        total = x.sum().item()
+        return x * total
+
+
+def test_a_line_of_a_compiled_module(step_twins, backend):
+    """It is the operator's, and not that of the call."""
+    compiled = step_twins.compiled(ReadsItsSum())
+    step = step_twins.graphed(lambda x: compiled(x))
+    for _ in range(4):
+        step(torch.ones(3, 4, device=step_twins.device))
+    (line,) = [said for said in step.in_python if "(total = x.sum().item())" in said]
+    assert f"at {Path(__file__).name}:" in line and step.replays == 0

@@ -994,6 +994,8 @@ def test_an_exception_of_a_replay_has_a_note():
     (note,) = caught.value.__notes__
     assert note.startswith("A replay of the graph of the step <lambda> raised this. One launch runs the whole step")
     assert "call <lambda> without graphed_step()" in note
+    assert "; 1 capture; 1 replay raised an error" in str(explain(step)).partition("\n")[0]
+    assert step.calls == step.replays + step.captures + sum(step.in_python.values()) + step.raised
 
 
 # ----------------------------------------------------------------------------------------------- what people also write

@@ -44,7 +44,9 @@ def test_it_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
         ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync", "unset backend:cudaMallocAsync"),
         ("PYTORCH_NO_CUDA_MEMORY_CACHING", "1", "private pools of the caching allocator"),
         ("TORCH_NCCL_BLOCKING_WAIT", "1", "unset TORCH_NCCL_BLOCKING_WAIT: TORCH_NCCL_BLOCKING_WAIT=1 makes"),
+        ("NCCL_BLOCKING_WAIT", "t", "unset NCCL_BLOCKING_WAIT: NCCL_BLOCKING_WAIT=t makes"),
         ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0", "never end goes on"),
+        ("NCCL_ASYNC_ERROR_HANDLING", "0", "never end goes on"),
     ],
 )
 def test_it_says_what_to_change(

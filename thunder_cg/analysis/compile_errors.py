@@ -61,7 +61,17 @@ _HINTS = (
         f"{KEEP_ON_DEVICE}",
     ),
     _Hint(
-        ("boolean advanced indexing", "DynamicOutputShape", "only specifying a condition"),
+        ("required positional argument",),
+        "pass the argument that is missing; Thunder's functions have no defaults where sizes would depend on what a "
+        "tensor holds, as one_hot has none for num_classes",
+    ),
+    _Hint(
+        (
+            "boolean advanced indexing",
+            "does not support tensor repeats",
+            "DynamicOutputShape",
+            "only specifying a condition",
+        ),
         f"for a result whose size depends on what a tensor holds, {FIXED_SIZE}",
     ),
     _Hint(

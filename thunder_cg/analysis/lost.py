@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from thunder_cg.analysis.ops import Ops, names_in
@@ -33,6 +34,13 @@ _CHANGED = (
 )
 
 
+_PYTHONS = os.path.dirname(os.__file__)
+_CALLED = (
+    "is called while Thunder traces, and in no call; pass what it returns as a tensor, draw with torch.rand, print "
+    "after the call, or compile with thunder_cg.thunderfx, which leaves it to Python"
+)
+
+
 def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
     """Of a trace before Thunder transforms it: the reads whose number no operator gets, and the branches on numbers.
 
@@ -53,10 +61,15 @@ def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
             yield f"a branch {ops.place(op)} {_BRANCH}"
 
 
-def unrepeated(assignments: Iterable[Change], changes: Iterable[Change], stacks: Stacks) -> Iterator[str]:
-    """Attributes of modules that the function assigns, and containers that it changes, in no call."""
+def unrepeated(
+    assignments: Iterable[Change], changes: Iterable[Change], calls: Iterable[Change], stacks: Stacks
+) -> Iterator[str]:
+    """Attributes that the function assigns, containers that it changes, and clocks that it reads, in no call."""
     yield from (f"self.{name} at {_line(stack, stacks)} {_ASSIGNED}" for name, stack in assignments)
     yield from (f"{name} at {_line(stack, stacks)} {_CHANGED}" for name, stack in changes)
+    for name, stack in calls:
+        outside = [each for each in stack if os.path.dirname(each[0]) != _PYTHONS]  # random.uniform calls random.random
+        yield f"{name}() at {_line(outside, stacks)} {_CALLED}"
 
 
 def constant(paths: Iterable[str]) -> Iterator[str]:

@@ -12,8 +12,12 @@ A container that the code changes gets no check: Thunder changes it while it tra
 
 from __future__ import annotations
 
+import datetime
+import random
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, NoneType
 from typing import Any
@@ -36,7 +40,8 @@ from thunder.extend import OperatorExecutor, register_executor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 
-from thunder_cg.compat.thunder import is_ours, note_change
+from thunder_cg.compat.distributed import is_alive
+from thunder_cg.compat.thunder import is_ours, note_call, note_change
 
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _LITERALS = (str, int, float, bool, NoneType)
@@ -49,6 +54,7 @@ CONSTANTS = (
 )
 _OF_MODULES = frozenset(dir(torch.nn.Module()))  # which Thunder reads and writes in ways of its own
 _OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
+_CLOCKS = frozenset({"now", "today", "utcnow", *(name for name in vars(time) if "time" in name or "counter" in name)})
 _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
@@ -88,6 +94,11 @@ def _check_constant(value: Any, expected: Any) -> None:
         raise RuntimeError(f"Expected {expected}, got {value}")
 
 
+def _check_group(group: ProcessGroup) -> None:
+    if not is_alive(group):
+        raise RuntimeError("The process group has been destroyed")
+
+
 def essence(constant: Any) -> Any:
     """What is compared. A function may be made anew for each call, and what it closes over, Thunder checks."""
     if isinstance(constant, np.generic):
@@ -106,6 +117,10 @@ check_keys = _register("check_keys", _check_keys)
 check_items = _register("check_items", _check_items)
 CHECK_CONSTANT = "check_constant"
 check_constant = _register(CHECK_CONSTANT, _check_constant)
+CHECK_GROUP = "check_group"
+check_group = _executor.register_operator(
+    CHECK_GROUP, meta=lambda group: None, fn=_check_group, tags=(OpTags.DONT_DCE,)
+)
 _CHECKS = (check_length, check_keys, check_items)
 CHECKS_OF_CONTAINERS = frozenset(each.name for each in _CHECKS)
 
@@ -172,6 +187,15 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
         if path not in known:
             known.add(path)
             context.add_constraint((check_constant, _proxy(value, provenance), value))
+
+
+def check_group_of_collective(group: ProcessGroup) -> None:
+    """Has the prologue check that a group, which a collective takes by default or by its name, has not been destroyed.
+
+    Another group that is made then may be the default one, or have the name.
+    """
+    with suppress(LookupError):  # thunderfx asks first what Thunder would trace, and there is no prologue
+        get_jit_ctx().add_constraint((check_group, group))
 
 
 def _check_if_constant(value: WrappedValue) -> Any:
@@ -245,12 +269,32 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
             fn.__name__ == "__getitem__" and isinstance(container.value, dict) and args[1].value not in container.value
         ):
             _check(container)
+    elif (name := _called_once(fn, *map(interpreter.unwrap, args[:1]))) is not None and is_ours(_compile_data.get()[0]):
+        note_call(name)
     found = _look_aside(self, fn, *args, **kwargs)
     if found is None and interpreter.is_opaque(fn):
         for each in args:
             if isinstance(each, WrappedValue) and isinstance(each.value, _CONTAINERS):
                 _check(each, of_python=True)
     return found
+
+
+def _called_once(fn: Any, owner: Any = None) -> str | None:
+    """The name of a builtin function that should run in each call: a clock, a generator of Python's numbers, print.
+
+    Args:
+        owner: the first argument, as Thunder passes a method its object.
+    """
+    if fn is print:
+        return "print"
+    module = getattr(fn, "__self__", None)
+    if module is time or module in (datetime.date, datetime.datetime):
+        return f"{module.__name__}.{fn.__name__}" if fn.__name__ in _CLOCKS else None
+    name = str(getattr(fn, "__name__", "__"))
+    kinds = ((random.Random, "random"), ((np.random.RandomState, np.random.Generator), "numpy.random"))
+    of = next((of for kind, of in kinds if isinstance(owner, kind)), None)
+    is_method = of and not isinstance(fn, FunctionType) and not name.startswith("__") and hasattr(owner, name)
+    return f"{of}.{name}" if is_method else None
 
 
 def _compare_and_check(inst: Any, /, stack: Any, **state: Any) -> Any:

@@ -221,14 +221,6 @@ def storage_at(address: int, device: torch.device, nbytes: int) -> Any:
     return torch._C._construct_storage_from_data_pointer(address, device, nbytes)
 
 
-def copy_on_host(storage: torch.UntypedStorage) -> Any:
-    """A copy of a device's storage in memory of the host that the device addresses. RuntimeError if there is none."""
-    memory = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True).untyped_storage().copy_(storage)
-    copy = storage_at(memory.data_ptr(), storage.device, storage.nbytes())
-    copy.memory = memory  # which it does not own
-    return copy
-
-
 def alias_without_owning(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as ``tensor``, in a tensor that does not keep the memory allocated."""
     whole = tensor.untyped_storage()

@@ -38,6 +38,7 @@ __all__ = [
     "is_torchs_own",
     "progress",
     "ranks",
+    "setting_of_nccl",
     "store",
     "timeout",
     "told_of_collectives",
@@ -63,11 +64,19 @@ def capture_problem(group: ProcessGroup, device_type: str) -> tuple[str, str] | 
 
 def capture_problem_of_settings() -> tuple[str, str] | None:
     """Why no graph can hold collectives with the variables that are set, and the fix; None if one can."""
-    if os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0").lower() in ("1", "true", "y", "yes"):
-        return "TORCH_NCCL_BLOCKING_WAIT=1 makes the host wait in each collective", "unset TORCH_NCCL_BLOCKING_WAIT"
+    name, value = setting_of_nccl("BLOCKING_WAIT")
+    if value.lower() in ("1", "t", "true", "y", "yes"):
+        return f"{name}={value} makes the host wait in each collective", f"unset {name}"
     if get_debug_level() == DebugLevel.DETAIL:
         return "TORCH_DISTRIBUTED_DEBUG=DETAIL has the hosts of all ranks meet in each collective", "set it to INFO"
     return None
+
+
+def setting_of_nccl(name: str) -> tuple[str, str]:
+    """The variable that PyTorch reads for NCCL, by its new or its old name, and its value; "" if none is set."""
+    variables = [f"{prefix}_{name}" for prefix in ("TORCH_NCCL", "NCCL")]
+    variable = next((each for each in variables if each in os.environ), variables[0])
+    return variable, os.environ.get(variable, "")
 
 
 def groups() -> list[ProcessGroup]:

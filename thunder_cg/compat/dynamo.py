@@ -255,7 +255,7 @@ def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
     """The condition and its line in Dynamo's "0/1: n == 4   # y = x + n  # code/train.py:8 in f"."""
     condition, _, source = reason.partition("\n")[0].partition("  #")
     condition = condition.partition(": ")[2].strip()
-    found = re.search(r"([^/\\\s]+:\d+) in \S+$", source.strip())
+    found = re.match(r".*?([^/\\\s]+:\d+) in \S+( \(.*\))?$", source.strip())  # in parentheses is a line of Dynamo's
     condition = _with_names(_LEFT.sub(BEFORE_BREAK, condition), getattr(backend, "parameters", ()))
     condition = condition.replace("GLOBAL_STATE changed: ", MODE).strip()
     is_of_another = condition.startswith("BACKEND_MATCH")  # a call of another function with the same code

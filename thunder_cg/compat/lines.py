@@ -6,7 +6,9 @@ package. It gives that line to what one of its passes makes of an operator, but 
 
 from __future__ import annotations
 
+import linecache
 import os
+import re
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 
 from thunder_cg.compat.thunder import is_ours
 
-__all__ = ["BEFORE_BREAK", "arguments_at", "is_in_library", "is_torchs", "is_tracers", "keep_lines"]
+__all__ = ["BEFORE_BREAK", "arguments_at", "is_in_library", "is_torchs", "is_tracers", "keep_lines", "line_in_trace"]
 
 BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
 _copy = BoundSymbol.from_bsym
@@ -33,6 +35,17 @@ def _directory(module: Any) -> str:
 _TORCH, _THUNDER = _directory(torch), _directory(thunder)
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TOOLS = os.path.join(_PACKAGE, "tools", "")  # which have models
+
+
+_COMMENT = re.compile(r"\s*# (/.*):(\d+): \t")  # before what the trace has of a line
+
+
+def line_in_trace(file: str, line: int) -> tuple[str, int] | None:
+    """The user's file and line of what a trace, whose code Thunder names ``file``, has in this line of its code."""
+    if not file.startswith("thunder."):
+        return None
+    comments = filter(None, map(_COMMENT.match, reversed(linecache.getlines(file)[:line])))
+    return next(((found[1], int(found[2])) for found in comments), None)
 
 
 def is_torchs(file: str) -> bool:

@@ -335,6 +335,11 @@ def checkpoints(graph: Graph) -> list[Node]:
     return [*graph.find_nodes(op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint)]
 
 
+def is_of_transform(node: Node) -> bool:
+    """Whether a node is what Dynamo makes of a transform of ``torch.func`` itself, and no operator of the user's."""
+    return str(getattr(node.target, "__module__", "")).startswith(("torch._functorch", "torch._C._functorch"))
+
+
 def inside_transforms(graph: Graph) -> frozenset[str]:
     """Names of the nodes inside of transforms of ``torch.func``: their tensors are not what they seem to be."""
     found = set()

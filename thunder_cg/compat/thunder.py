@@ -6,6 +6,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial, wraps
 from operator import attrgetter
@@ -59,7 +60,7 @@ from thunder.core.symbol import BoundSymbol, Symbol, has_tags
 from thunder.core.trace import TraceCtx, TraceProvenance, TraceTag, _tracectx, from_trace, tracectx
 from thunder.core.transform_common import Transform
 from thunder.core.transforms import augmented_forward_impls, backward_impls
-from thunder.core.update_aliases import _is_inplace_op, insert_alias_updates
+from thunder.core.update_aliases import insert_alias_updates
 from thunder.core.utils import get_computation_dtype
 from thunder.distributed import get_skip_data_parallel_grad_sync as skips_grad_sync
 from thunder.distributed.prims import DistributedReduceOps, PrimIDs as _Communication
@@ -229,30 +230,42 @@ def set_dispatch(module: ThunderModule, forward: Callable[..., Any]) -> None:
 
 
 class _CompileScope:
-    """Thunder's ``compile_data_and_stats``, inside of which it compiles, that says what is raised there."""
+    """Thunder's ``compile_data_and_stats``, inside of which it compiles, or asks what it has compiled."""
 
-    __slots__ = ("_data", "_statistics", "_token")
+    __slots__ = ("_compiling", "_data", "_statistics", "_token")
     raised: Callable[[Any, Any, Exception], None]
+    compiling: Callable[[Any, Any], AbstractContextManager[None]]
 
     def __init__(self, data: Any, statistics: Any, /) -> None:
         self._data, self._statistics = data, statistics
 
     def __enter__(self) -> None:
         self._token = set_compile_data_and_stats(self._data, self._statistics)
+        compiles = self._statistics.last_trace_cache_stop > self._statistics.last_trace_cache_start
+        self._compiling = None
+        if compiles and is_ours(self._data):
+            self._compiling = type(self).compiling(self._data, self._statistics)
+            self._compiling.__enter__()
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if self._compiling is not None:
+            self._compiling.__exit__(None, None, None)
         reset_compile_data_and_stats(self._token)
         if isinstance(error, Exception) and is_ours(self._data):
             type(self).raised(self._data, self._statistics, error)
 
 
-def on_compile_failure(raised: Callable[[Any, Any, Exception], None]) -> None:
-    """Has a function called with what Thunder raises while it compiles something of ours.
+def on_compile(
+    compiling: Callable[[Any, Any], AbstractContextManager[None]], raised: Callable[[Any, Any, Exception], None]
+) -> None:
+    """Has Thunder compile what is ours inside of a context, and a function called with what it raises there.
 
     Args:
-        raised: gets Thunder's data and statistics of what it compiles, and the error.
+        compiling: makes the context, of Thunder's data and statistics of what it compiles. Thunder enters one while it
+            traces, and another one while it transforms the trace.
+        raised: gets the data and the statistics, and the error.
     """
-    _CompileScope.raised = staticmethod(raised)
+    _CompileScope.compiling, _CompileScope.raised = staticmethod(compiling), staticmethod(raised)
     thunder.compile_data_and_stats = _CompileScope
 
 
@@ -410,12 +423,19 @@ def is_guess(symbol: BoundSymbol) -> bool:
     return isinstance(number, NumberProxy) and number.value is None and symbol.output.value is not None
 
 
-def before_alias_updates(trace: TraceCtx) -> TraceCtx | None:
-    """The trace before Thunder made one of arguments that share a storage; None if it did nothing, or is not known."""
-    _, stats = _compile_data.get()
-    before = stats.last_traces[-2:] if stats is not None else []
-    is_known = len(before) == 2 and before[1] is trace
-    return before[0] if is_known and any(map(_is_inplace_op, before[0].bound_symbols)) else None
+def mark_aliases_with(mark: Callable[[TraceCtx, TraceCtx, list[list[int]]], TraceCtx]) -> None:
+    """Has another function than Thunder's rename what shares memory with what is written, where ours captures graphs.
+
+    It gets the prologue, the trace, and Thunder's positions of arguments that share a storage.
+    """
+
+    def insert(trace: TraceCtx, groups: list[list[int]]) -> TraceCtx:
+        compiling = sys._getframe(1).f_locals
+        if not owns_regions(compiling["transforms"]):
+            return insert_alias_updates(trace, groups)
+        return mark(compiling["prologue_trc"], trace, groups)
+
+    thunder.insert_alias_updates = insert
 
 
 def connect_with(connect: Callable[[CacheEntry, dict[str, Any]], None]) -> None:
@@ -441,6 +461,7 @@ Change = tuple[str, Sequence[tuple[str, int]]]  # what it is, and the stack: fil
 _assign = _general_jit_lookaside_map[setattr]
 _assignments: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # of compilations: the attributes
 _changes: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # the methods that change a container
+_calls: WeakKeyDictionary[Any, list[Change]] = WeakKeyDictionary()  # functions with another result in each call
 
 
 def _note_assignment(owner: Any, name: Any, value: Any) -> Any:
@@ -456,6 +477,11 @@ _general_jit_lookaside_map[setattr] = _note_assignment
 def note_change(method: str) -> None:
     """Notes that the Python code changes a container of its caller's, which Thunder does while it traces."""
     _note(_changes, method)
+
+
+def note_call(function: str) -> None:
+    """Notes a call of a clock and the like, which Thunder calls while it traces."""
+    _note(_calls, function)
 
 
 def _note(changes: WeakKeyDictionary[Any, list[Change]], name: str) -> None:
@@ -484,6 +510,11 @@ def lost_assignments(epilogue: TraceCtx | None) -> list[Change]:
 def lost_changes() -> list[Change]:
     """Changes of the caller's containers in the compilation on this thread, which no call repeats."""
     return _changes.pop(_compile_data.get()[1], [])
+
+
+def lost_calls() -> list[Change]:
+    """Calls of clocks and the like in the compilation on this thread, which no call repeats."""
+    return _calls.pop(_compile_data.get()[1], [])
 
 
 _functional_call = stateless._functional_call

@@ -356,6 +356,9 @@ def kernel_settings(groups: Settings | None) -> Callable[[], list[Any]]:
 profiler_state: dict[str, Any] = vars(torch.autograd.profiler)
 IS_PROFILING = "_is_profiler_enabled"
 
+# A range of a profile, by its name, that no dispatch mode sees, unlike `torch.profiler.record_function`.
+ProfilerRange: Any = torch._C._profiler._RecordFunctionFast
+
 
 # Autograd
 

@@ -14,11 +14,9 @@ import torch
 from thunder_cg.analysis.sources import described
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.torch import tensors_in, tree_map_only
-from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
 from thunder_cg.options import Options, taken_from
-from thunder_cg.progress import Stage
 from thunder_cg.report.programs import locate
 from thunder_cg.report.report import Report, explain
 from thunder_cg.runtime.compilation import name_of
@@ -80,8 +78,7 @@ def plan(
     jitted = compiled_as(fn_or_module, source, CudagraphTransform(settings, stand_in), options)
     counts: dict[str, Any] = {"calls": 0}
     try:
-        with Stage(lambda: f"compiling {name_of(source)}"), faster_tracing():
-            compat.compile_only(jitted, *inputs)
+        compat.compile_only(jitted, *inputs)
     except CudagraphError:
         raise
     except Exception as error:

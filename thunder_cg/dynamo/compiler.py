@@ -38,6 +38,8 @@ from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, par
 from thunder_cg.runtime.compilation import NAMES, name_of, note_what_to_try
 from thunder_cg.transform import cudagraph_transform
 
+_OF_ANOTHER = "a value of another piece"  # of the graph
+
 
 class Compiler(ThunderCompiler):
     """Gives Inductor less of a graph of Dynamo's than Thunder's own compiler does.
@@ -114,11 +116,15 @@ class Compiler(ThunderCompiler):
             names: what the user calls inputs of the graph.
         """
         graph = graph_name(self.function, len(self.subgraph_infos) - 1)
+        nodes = self.subgraph_infos[-1].original_graph_module.graph.find_nodes(op="placeholder")
+        of_graph = {node.name for node in nodes}
         parts = self.subgraph_infos[-1].thunder_compiled_fns or ()
         for number, jitted in enumerate(parts):
             module = thunder.compile_data(jitted).fn
             if isinstance(module, torch.fx.GraphModule):
-                module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: names}
+                taken = {node.name for node in module.graph.find_nodes(op="placeholder")}
+                said = {**dict.fromkeys(taken - of_graph, _OF_ANOTHER), **names}
+                module.meta |= {NAME: part_name(graph, number, len(parts)), NAMES: said}
 
 
 def _stack_of_named_operator(module: torch.fx.GraphModule, message: str) -> list[SourceLine]:

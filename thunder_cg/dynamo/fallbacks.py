@@ -48,6 +48,10 @@ from thunder_cg.dynamo.writes import (
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
+# What changes it, after the reason.
+_OUT_OF_PLACE = "; compute a new tensor, as x = x * 2 for x.mul_(2)"
+_NO_TRANSFORM = "; write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)"
+_OF_PYTORCH = "; call PyTorch's function of that name"
 _DRAWS_OTHERS = (
     "draws with PyTorch's generator under Dynamo, and so other numbers than NumPy would; with "
     "torch._dynamo.config.use_numpy_random_stream = True, the graph ends there and NumPy draws"
@@ -55,7 +59,8 @@ _DRAWS_OTHERS = (
 
 
 def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node], str | None]:
-    """Says of a node of a graph why it is left to Inductor, to be read after its name; None if Thunder traces it.
+    """Says of a node of a graph why it is left to Inductor, to be read after its name, and behind a semicolon what
+    changes that, if something does; None if Thunder traces it.
 
     Args:
         module: the graph, with those of functions that it calls, such as checkpointed ones.
@@ -83,7 +88,9 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
 
     def objection(node: Node) -> str | None:
         if node.name in transformed:
-            return "is inside of torch.vmap or another transform of torch.func, which Thunder does not see"
+            return (
+                "is inside of torch.vmap or another transform of torch.func, which Thunder does not see" + _NO_TRANSFORM
+            )
         if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
             return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
         if is_collective(node) and is_unused(node):
@@ -97,21 +104,30 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
         if node.target is operator.getitem and requires_grad(example(node)) and _has_list(node.args[1]):
             return "has a list in its index, which is copied to the device in each call; make it a tensor once, outside"
         if (name := numpy_name(node)) is not None:
-            return _DRAWS_OTHERS if name.startswith("numpy.random.") else "is NumPy's, which Dynamo has PyTorch compute"
+            return (
+                _DRAWS_OTHERS
+                if name.startswith("numpy.random.")
+                else f"is NumPy's, which Dynamo has PyTorch compute{_OF_PYTORCH}"
+            )
+        if operator_name(node) == "_assert_async":
+            return "is an assert on what a tensor holds, which Thunder does not trace; check before or after the call"
         if is_unknown(node.target):
             return "didn't have any mapping in thunder"
         if node.name in lost:
-            return "writes in place, without a gradient, to a tensor that has one, which Thunder loses"
+            return "writes in place, without a gradient, to a tensor that has one, which Thunder loses" + _OUT_OF_PLACE
         if node.name in given:
-            return "writes in place to an argument, or makes a view of it, whose gradient Thunder loses"
+            return "writes in place to an argument, or makes a view of it, whose gradient Thunder loses" + _OUT_OF_PLACE
         if node.name in viewed:
-            return "writes to memory of which a view is read later, or makes that view, whose gradient Thunder loses"
+            return (
+                "writes to memory of which a view is read later, or makes that view, whose gradient Thunder loses"
+                + _OUT_OF_PLACE
+            )
         is_tracked = requires_grad(result := example(node)) and node.name not in untracked
         if is_tracked and node.op.startswith("call"):
             if has_another_derivative(node):
                 return "gets other gradients from Thunder than from PyTorch"
             if is_named_in_place(node) and _writes_view(node, result):
-                return "writes in place through a view, whose gradient Thunder loses"
+                return "writes in place through a view, whose gradient Thunder loses" + _OUT_OF_PLACE
         function = fallback_of(node)
         if function is not None and shares_memory(lost_views, result):
             return "returns a view of memory that is written in place, which Thunder's fallback for it does not know"
@@ -200,9 +216,10 @@ def _views_lost_before_writes(graph: Graph) -> Iterator[Node]:
 
 
 def returns_cpu_scalar(node: Node) -> bool:
-    """Whether a node returns a 0-dim tensor on the CPU that has a gradient: see Note [Gradients of CPU scalars] in
-    analysis/gradients.py."""
-    tensors = [leaf for leaf in tree_leaves(example(node)) if requires_grad(leaf)]
+    """Whether a node returns a 0-dim tensor on the CPU that has a gradient, or `detach` of one, for which Thunder's
+    fallback computes one: see Note [Gradients of CPU scalars] in analysis/gradients.py."""
+    of_detach = example(node.args[:1]) if operator_name(node) == "detach" else ()
+    tensors = [leaf for leaf in tree_leaves((example(node), of_detach)) if requires_grad(leaf)]
     return any(tensor.dim() == 0 and tensor.device.type == "cpu" for tensor in tensors)
 
 

@@ -110,10 +110,6 @@ def _with_torchs_types(factory: Callable[..., torch.Tensor]) -> Callable[..., to
     return call
 
 
-def _bernoulli(like: torch.Tensor, p: float) -> torch.Tensor:
-    return torch.empty_like(like).bernoulli_(p)
-
-
 class _MaskedScatter(torch.autograd.Function):
     """``masked_scatter`` with PyTorch's bits, whose backward does not count the mask on the host."""
 
@@ -156,10 +152,16 @@ def unfold() -> Callable[..., Any]:
 
 
 @cache
-def bernoulli() -> Callable[..., Any]:
-    """``x.bernoulli_(p)`` of a tensor that nothing else sees, in a new one. It has no gradient."""
-    symbol = register_function(_executor, "bernoulli", _bernoulli, differentiable=False)
-    return for_splitter(_callable(symbol, _bernoulli), "bernoulli")
+def drawn(method: str) -> Callable[..., Any]:
+    """``x.uniform_(0, 1)`` of a tensor that nothing else sees, in a new one. It has no gradient."""
+
+    def draw(like: torch.Tensor, *numbers: float) -> torch.Tensor:
+        result: torch.Tensor = getattr(torch.empty_like(like), method)(*numbers)
+        return result
+
+    name = method.removesuffix("_")
+    symbol = register_function(_executor, name, draw, differentiable=False)
+    return for_splitter(_callable(symbol, draw), name)
 
 
 def in_layout(tensor: Any, stride: tuple[int, ...] | None) -> Any:

@@ -6,7 +6,8 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -91,6 +92,7 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
 _SLICES = 8  # up to as many, a list of numbers is written as slices
 _ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
 _ARITHMETIC |= {operator.add, operator.floordiv, operator.mul, operator.sub, operator.truediv}
+_MAKE_NEW = frozenset([torch.empty, torch.empty_like, torch.zeros, torch.zeros_like, "new_empty", "new_zeros"])
 _TAKE_SIZES = frozenset(["as_strided", "expand", "new_empty", "new_ones", "new_zeros", "repeat", "reshape", "view"])
 
 
@@ -105,6 +107,12 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         _write_number(node)
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
+    functions: defaultdict[Any, list[Node]] = defaultdict(list)
+    for call in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
+        if "args_tensor_mask" not in call.kwargs:  # which releases before 2.10 have
+            functions[tuple(getattr(arg, "target", arg) for arg in call.args[:2])].append(call)
+    for calls in functions.values():
+        _return_what_is_used(calls, module)
     transformed = inside_transforms(module.graph)
     _write_constants(module.graph, transformed)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
@@ -205,7 +213,7 @@ def _name_inplace(node: Node) -> None:
         node.args = node.args[:-1]
 
 
-def _compute_out_of_place(node: Node) -> None:
+def _compute_out_of_place(node: Node, *, has_gradient: bool = False) -> None:
     """``y /= y.sum()`` is ``y = y / y.sum()`` for a tensor that the graph makes, and that has no other name later.
 
     Thunder's backward reads what the operator has overwritten, so its gradients would be wrong. Its dropout refuses.
@@ -215,7 +223,7 @@ def _compute_out_of_place(node: Node) -> None:
     result = _value(node)
     if function is None or not isinstance(written, Node) or not isinstance(result, torch.Tensor):
         return
-    if not (result.requires_grad or function is F.dropout):
+    if not (has_gradient or result.requires_grad or function is F.dropout):
         return
     later = _later(node)
     if not _is_put_back(node) and _has_other_names(result, later, (written, node)):
@@ -499,11 +507,11 @@ def _pass_each_operand(node: Node) -> None:
 
 def _draw_out_of_place(node: Node) -> None:
     """``x.new_empty(...).bernoulli_(p)``, as stochastic depth has it, draws into a tensor that nothing else sees."""
-    tensor = node.args[0]
-    if not isinstance(tensor, Node) or [*tensor.users] != [node] or node.kwargs or len(node.args) != 2:
+    tensor, *numbers = node.args
+    if not isinstance(tensor, Node) or [*tensor.users] != [node] or node.kwargs:
         return
-    if tensor.target in ("new_empty", torch.empty, torch.empty_like) and isinstance(node.args[1], float):
-        node.op, node.target = "call_function", operators.bernoulli()
+    if tensor.target in _MAKE_NEW and all(isinstance(number, (int, float)) for number in numbers):
+        node.op, node.target = "call_function", operators.drawn(str(node.target))
 
 
 def _unfold_to_new_memory(node: Node) -> None:
@@ -530,7 +538,7 @@ def _name_condition_first(node: Node) -> None:
 
 
 _METHODS: dict[Any, Callable[[Node], None]] = {
-    "bernoulli_": _draw_out_of_place,
+    **dict.fromkeys(("bernoulli_", "exponential_", "normal_", "uniform_"), _draw_out_of_place),
     "masked_scatter": _scatter_without_waiting,
     "unfold": _unfold_to_new_memory,
     "where": _name_condition_first,
@@ -546,6 +554,44 @@ def _count_padding_from_start(node: Node) -> None:
         node.kwargs = {**given, "padding_idx": padding + rows}
 
 
+def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:
+    """The forward of a ``torch.autograd.Function`` returns what later nodes or its backward use, and nothing else.
+
+    Dynamo (2.11) has it return all that it computes. What it writes in place would be two results, and autograd would
+    give the gradient to the second one, and zeros to the user's backward.
+
+    Args:
+        calls: all that have these graphs.
+    """
+    forward, backward = (module.get_submodule(str(arg.target)) for arg in calls[0].args[:2] if isinstance(arg, Node))
+    items = {item for call in calls for item in call.users}
+    if not (isinstance(forward, GraphModule) and isinstance(backward, GraphModule)):
+        return
+    (output,) = forward.graph.find_nodes(op="output")
+    results, *saved = output.args[0]
+    if not isinstance(results, (list, tuple)) or any(item.target is not operator.getitem for item in items):
+        return
+    gradients = backward.graph.find_nodes(op="placeholder")[: len(results)]
+    for item in [item for item in items if not item.users]:
+        items.remove(item)
+        item.graph.erase_node(item)
+    used: dict[Node, Any] = {item: item.args[1] for item in items}
+    kept = [i for i, gradient in enumerate(gradients) if gradient.users or i in used.values()]
+    if not kept or len(gradients) < len(results):
+        return
+    output.args = ((tuple(results[i] for i in kept), *saved),)
+    for i in {*range(len(results))}.difference(kept):
+        backward.graph.erase_node(gradients[i])
+    for item, i in used.items():
+        item.args = (item.args[0], kept.index(i))
+    for call in calls:
+        call.meta["example_value"] = tuple(_value(call)[i] for i in kept)
+        without: Any = call.kwargs.get("non_differentiable_idx", ())
+        call.kwargs = {**call.kwargs, "non_differentiable_idx": [kept.index(i) for i in without if i in kept]}
+    forward.recompile()
+    backward.recompile()
+
+
 def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
     """A ``torch.autograd.Function`` as releases of PyTorch before 2.10 wrote it, which Thunder 0.2 can trace.
 
@@ -558,6 +604,10 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
         return
     bodies = [module.get_submodule(str(arg.target)) for arg in call.args[:2] if isinstance(arg, Node)]
     graphs = [body for body in bodies if isinstance(body, GraphModule)]
+    for node in [node for graph in graphs for node in graph.graph.nodes]:
+        if operator_name(node) == "clip":  # Thunder has the symbol, with another gradient, which is not asked for here
+            node.target = "clamp" if node.op == "call_method" else torch.clamp
+        _compute_out_of_place(node, has_gradient=True)
     writes = any(written_by(node) for graph in graphs for node in graph.graph.nodes)
     if writes or len(graphs) < 2 or not all(can_trace_all(graph, options) for graph in graphs):
         return

@@ -8,6 +8,7 @@ from typing import Any
 from thunder_cg.analysis.ops import computing
 from thunder_cg.compat.thunder import CacheEntry, PrimIDs, Proxy, TraceCtx, no_autocast, tree_flatten
 from thunder_cg.compat.torch import any_autocast_enabled
+from thunder_cg.errors import ReplayRefused
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.guard import PrologueGuard
 from thunder_cg.fastpath.state import GuardMismatch, Unsupported
@@ -49,11 +50,25 @@ class OnlyRegion:
             raise Unsupported("the trace is not one region")
         self.guard: Guard = recorded.guard
         self.graph: RegionGraph = graph
+        self._program = program
         self._written = program.inputs.written
         self.inputs = program.regions[0].input_names
         if self.inputs != program.inputs.names:
             raise Unsupported("the region's inputs are not those of the trace")
         self.stats = program.regions[0].stats
+
+    def replay(self, tensors: list[Any]) -> list[Any]:
+        """Replays the graph as a call of the program, and counts the call. `ReplayRefused` if nothing ran."""
+        try:
+            results = self.graph.replay(tensors)
+        except ReplayRefused:
+            raise
+        except Exception:
+            self._program.count_raised(is_counted=False)
+            raise
+        self._program.count_replay()
+        self.stats.replays += 1
+        return results
 
     def adapt_guard(self, tensors: list[Any]) -> None:
         """Has the guard hold for calls like the present one, with these tensors. `GuardMismatch` if it is for others.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 from weakref import WeakMethod, WeakValueDictionary, ref
 
@@ -20,7 +19,6 @@ from thunder_cg.compat.torch import (
     functorch_is_active,
     is_traced,
 )
-from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.fastpath.accumulate import nodes_of
 from thunder_cg.fastpath.compiled import Compiled, MetadataGuard
 from thunder_cg.fastpath.guard import PrologueGuard
@@ -30,8 +28,6 @@ from thunder_cg.fastpath.prologue import PrologueChecks
 from thunder_cg.fastpath.state import MISS, GuardMismatch, ParameterCache, Unsupported, refuse_fully_sharded
 from thunder_cg.fastpath.training import TrainingFastPath
 from thunder_cg.fastpath.undefined import connect
-from thunder_cg.progress import Stage
-from thunder_cg.runtime.compilation import name_of
 from thunder_cg.runtime.failures import note
 from thunder_cg.runtime.program import Program, program_of
 from thunder_cg.runtime.recording import Recording
@@ -99,7 +95,11 @@ class EntryFastPaths:
             if values is None:
                 return MISS
             for path in paths:
-                result = path(values)
+                try:
+                    result = path(values)
+                except Exception:
+                    statistics.calls += 1
+                    raise
                 if result is not MISS:
                     program.fast_path_calls += 1
                     statistics.calls += 1
@@ -163,9 +163,6 @@ class Dispatch:
         self._statistics = compat.compile_stats(module)
         self.parts: Mapping[str, torch.nn.Module] | None = None  # of the model, when Thunder first compiled it
         self._known = 0  # how many cache entries there were
-        # Whether Thunder may have to compile for a call that no fast path is for. It must not if such calls are usual.
-        self._may_compile = True
-        self._name = name_of(compat.original_module(module))
         # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
         self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
 
@@ -182,10 +179,8 @@ class Dispatch:
         call = None  # its recording may be discarded from here on
         result = self._dispatched(args, kwargs)
         self._build_fast_paths(args, kwargs)
-        known = self._known
         paths = [calls for entry in self._certain() if (calls := entry.calls())]
         self._calls = [call for calls in paths for call in calls]
-        self._may_compile = self._known > known or self._known == len(paths)
         return result
 
     def _dispatched(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -197,11 +192,7 @@ class Dispatch:
         nodes = nodes_of(self._leaves())  # held until Thunder's own nodes hold them: see Note [Nodes without hooks]
         failures = self._failures()
         try:
-            if self._may_compile:
-                with Stage(partial(self._under_way, failures)), faster_tracing():
-                    result = self._thunders(*args, **kwargs)
-            else:
-                result = self._thunders(*args, **kwargs)
+            result = self._thunders(*args, **kwargs)
         except Exception as error:
             if self._failures() == failures and functorch_is_active():
                 note(error, to_try("", is_of_dynamo=False, in_functorch=True))
@@ -221,12 +212,6 @@ class Dispatch:
     def _failures(self) -> int:
         """How often Thunder has raised while it compiled, as it keeps what it has compiled."""
         return self._statistics.cache_misses - len(self._statistics.interpreter_cache)
-
-    def _under_way(self, failures: int) -> str:
-        """What Thunder's dispatch does now, in a call before which Thunder had failed so often."""
-        if self._failures() == failures:
-            return f"running {self._name}"
-        return f"compiling {self._name}: {compat.compile_phase(self._statistics)}"
 
     def _leaves(self) -> Iterable[torch.Tensor]:
         """The parameters that Thunder's call may get a gradient for, if calls may get autograd nodes of ours."""

@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 
 from thunder_cg.compat import thunder as compat
-from thunder_cg.compat.containers import CHECK_LENGTH, CONSTANTS
+from thunder_cg.compat.containers import CHECK_GROUP, CHECK_LENGTH, CONSTANTS
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
 from thunder_cg.compat.torch import attribute_dictionaries
 from thunder_cg.executor import executor
@@ -76,6 +76,7 @@ class PrologueGuard:
 
     def _keywords(self, checks: Sequence[BoundSymbol], arguments: Sequence[str]) -> tuple[str, ...] | None:
         """See the attribute."""
+        checks = [symbol for symbol in checks if symbol.sym.name != CHECK_GROUP]  # a recording goes before its groups
         arity = {self._checks.arity_name(symbol): symbol.args[1] for symbol in checks}
         if arity.keys() != {"args", "kwargs"}:
             return None

@@ -149,6 +149,8 @@ def inference_fast_path(
         except Exception as error:
             if copies is not None:  # else `replay` has done it
                 graph.note(error)
+            program.count_raised(is_counted=False)
+            statistics.calls += 1
             raise
         finally:
             release()

@@ -1,10 +1,10 @@
 """Arguments that share a storage, where something is written in place.
 
 Thunder (0.2.6) then reads the first of them in the place of the others, reshaped. That is right where all have the same
-elements in the same order, and wrong for other parts of the storage, such as the rows of a batch, and for a transposed
-view. It also takes positions among the arguments of the call for positions among the inputs of the trace. So here it
-does so again, with those that are the same elements. Others must have no element in common, and the prologue checks
-that all lie as they did.
+elements in the same order. It is wrong, or raises, for other parts of the storage, such as the rows of a batch, and for
+a transposed view. It also takes positions among the arguments of the call for positions among the inputs of the trace.
+So here it gets those that are the same elements. Others must have no element in common with one that is written, and
+the prologue checks that all lie as they did.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from thunder_cg.analysis.aliasing import Aliasing
+from thunder_cg.analysis.ops import read
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.thunder import TraceCtx, TraceProvenance, from_trace
 from thunder_cg.compat.torch import has_storage, storage_id
@@ -24,35 +26,56 @@ from thunder_cg.fastpath.prologue import PrologueChecks, unused_name
 from thunder_cg.runtime.tensors import span
 
 Layout = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]  # offset, sizes, strides
+Group = list[tuple[int, torch.Tensor]]  # of one storage: positions among the inputs, and tensors
 
 
-def told_apart(prologue: TraceCtx, computation: TraceCtx) -> tuple[TraceCtx, TraceCtx]:
-    """The two traces, where Thunder takes arguments for one only if they are.
+def told_apart(prologue: TraceCtx, computation: TraceCtx) -> TraceCtx:
+    """The prologue, with checks of how arguments share memory, if something is written in place.
 
     Raises:
-        SharedMemoryError: two arguments have some elements in common, and others not, or in another order.
+        SharedMemoryError: two arguments have some elements in common, and others not, or in another order, and one of
+            them is written.
     """
-    before = compat.before_alias_updates(computation)
-    call = compat.arguments_of_compilation() if before is not None else None
-    if before is None or call is None:  # nothing is written in place, as mostly
-        return prologue, computation
-    checks = PrologueChecks(prologue)
-    if not checks.cache_info.get("alias_tensor_indices"):
-        return prologue, computation
+    groups = _groups(prologue)
+    if not groups:
+        return prologue
+    ops = read(computation)
+    aliasing = Aliasing.of(ops)
+    known = (op.index for op in ops.ops if op.index not in aliasing.opaque)  # others get the arguments themselves
+    written = frozenset[str]().union(*map(aliasing.writes.__getitem__, known))
+    if not written:
+        return prologue
     inputs = prologue.bound_symbols[-1].args[0][0]
-    groups: dict[int, list[tuple[int, torch.Tensor]]] = {}  # by storage: positions among the inputs, and tensors
-    for i, proxy in enumerate(inputs):
+    for group in groups:
+        names = {i: aliasing.sets.get(inputs[i].name) for i, _ in group}
+        _refuse_overlaps(group, {i for i, name in names.items() if name in written})
+        layouts = [layout(tensor) for _, tensor in group]
+        prologue = _with_check(prologue, [inputs[i] for i, _ in group], SharingCheck(layouts))
+    return prologue
+
+
+def _groups(prologue: TraceCtx) -> list[Group]:
+    """The arguments that Thunder compiles for that share a storage with another one."""
+    checks = PrologueChecks(prologue)
+    call = compat.arguments_of_compilation() if checks.cache_info.get("alias_tensor_indices") else None
+    if call is None:
+        return []
+    groups: dict[int, Group] = {}
+    for i, proxy in enumerate(prologue.bound_symbols[-1].args[0][0]):
         lookup = checks.lookups.get(getattr(proxy, "name", ""))
         value = checks.value(lookup.path, *call) if lookup is not None else None
         if type(value) is torch.Tensor and value.layout is torch.strided and has_storage(value):
             groups.setdefault(storage_id(value), []).append((i, value))
-    shared = [group for group in groups.values() if len(group) > 1]
-    same = [positions for group in shared for positions in _same(group)]
-    computation = compat.insert_alias_updates(before, same)
-    for group in shared:
-        layouts = [layout(tensor) for _, tensor in group]
-        prologue = _with_check(prologue, [inputs[i] for i, _ in group], SharingCheck(layouts))
-    return prologue, computation
+    return [group for group in groups.values() if len(group) > 1]
+
+
+def _mark_aliases(prologue: TraceCtx, computation: TraceCtx, found: list[list[int]]) -> TraceCtx:
+    """Thunder's own way, of arguments that are the same elements."""
+    same = [[i for i, _ in each] for group in _groups(prologue) for each in _classes(group)] if found else []
+    return compat.insert_alias_updates(computation, [each for each in same if len(each) > 1])
+
+
+compat.mark_aliases_with(_mark_aliases)
 
 
 class SharingCheck:
@@ -82,19 +105,23 @@ def _with_check(prologue: TraceCtx, proxies: Sequence[Any], check: SharingCheck)
     return trace
 
 
-def _same(group: Sequence[tuple[int, torch.Tensor]]) -> list[list[int]]:
-    """The positions of those that have the same elements in the same order, class by class."""
-    classes: list[list[tuple[int, torch.Tensor]]] = []
+def _classes(group: Group) -> list[Group]:
+    """Those of a group that have the same elements in the same order."""
+    classes: list[Group] = []
     for i, tensor in group:
         mine = next((each for each in classes if _are_same(each[0][1], tensor)), None)
         if mine is None:
             classes.append([(i, tensor)])
         else:
             mine.append((i, tensor))
-    for (_, one), (_, other) in combinations([each[0] for each in classes], 2):
-        if not are_apart(one, other):
-            raise SharedMemoryError(layout(one)[:3], layout(other)[:3])
-    return [[i for i, _ in each] for each in classes if len(each) > 1]
+    return classes
+
+
+def _refuse_overlaps(group: Group, written: set[int]) -> None:
+    for one, other in combinations(_classes(group), 2):
+        is_written = not written.isdisjoint(i for i, _ in (*one, *other))
+        if is_written and not are_apart(one[0][1], other[0][1]):
+            raise SharedMemoryError(layout(one[0][1])[:3], layout(other[0][1])[:3])
 
 
 def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -96,12 +96,10 @@ class TrainingFastPath:
         call = Call.replaying(program, self._recording)
         self._arena.enter()
         try:
-            results = region.graph.replay(tensors)
+            results = region.replay(tensors)
         except ReplayRefused:
             call.release()
             return MISS
-        program.count_replay()
-        region.stats.replays += 1
         passed = self._saved.passing(values, results)
         arguments = self._pick_arguments(values)
         if self._updated:
@@ -193,8 +191,7 @@ class BackwardGraph:
 
     def replay(self, tensors: list[Any]) -> list[Any]:
         """The gradients of all arguments. `ReplayRefused` if nothing ran."""
-        results = self._region.graph.replay(tensors)
-        self._region.stats.replays += 1
+        results = self._region.replay(tensors)
         return [None if i is None else results[i] for i in self._gradients]
 
 
@@ -234,7 +231,6 @@ class BackwardReplay:
                     arena.enter()
                     with suppress(ReplayRefused):
                         results = graph.replay(tensors)
-                        self._program.count_replay()
                         call.trace = graph.recorded
                         call.release()
                         return results, graph.are_apart

@@ -38,6 +38,8 @@ _COLLECTIVE = (
 _CHECK = (
     "check before the call; TRANSFORMERS_DISABLE_TORCH_CHECK=1 in the environment leaves out the checks of Transformers"
 )
+_SKIPPED = "Attempted to call function marked as skipped"
+_BUILTIN = "call it outside of the compiled function, and pass what it returns as a tensor; draw with torch.rand"
 _ASYNC = "leave out async_op=True and the wait: in a graph, collectives begin early and are waited for late anyway"
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
@@ -126,8 +128,9 @@ def graph_breaks(label: str, graph: Any) -> Iterator[GraphBreak]:
 
     reason, stack = break_behind(ended) or (None, ended.user_stack)
     frames = users([SourceLine(frame.filename, frame.lineno or 0) for frame in stack])
+    is_skipped = reason is not None and reason.startswith(_SKIPPED)
     reason, fix = _understood(reason) if reason is not None else _UNKNOWN
-    if "marked as skipped" in reason and any("/torch/distributed/" in frame.filename for frame in stack):
+    if is_skipped and any("/torch/distributed/" in frame.filename for frame in stack):
         reason, fix = _COLLECTIVE
     if frames and "torch._check_tensor_all" in (frames[-1].text or ""):
         fix = _CHECK
@@ -158,6 +161,8 @@ def _understood(said: str) -> tuple[str, str]:
         return first, _ITEM
     if first.startswith("logging.Logger method"):
         return first, _LOGGER
+    if first.startswith(_SKIPPED) and (name := re.search(r"the builtin `(?:<unknown module>\.)?([\w.]+?)\.?`", said)):
+        return f"{name[1]}(), which Dynamo does not trace", _BUILTIN
     if "builtin `print`" in said:
         return "print()", _PRINT
     if "copy.deepcopy" in first:

@@ -6,6 +6,7 @@ breaks of Dynamo's. A reader changes lines, so all that one line does stands bel
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -99,12 +100,14 @@ def _of_breaks(breaks: Iterable[GraphBreak]) -> Iterator[_Problem]:
 
 
 def _of_inductor(outside: Iterable[Outside]) -> Iterator[_Problem]:
-    for alike in _grouped(outside, lambda part: (part.line, part.operator, part.reason)):
+    for alike in _grouped(outside, lambda part: (part.line, part.reason)):
         line, callers = _line(alike[0].line)
         graphs = _few([*dict.fromkeys(part.function for part in alike)])
-        operator = f"{alike[0].operator}{_times(sum(part.count for part in alike))}"
-        said = f"{operator} of {graphs}{callers}, is left to Inductor: {alike[0].reason}"
-        yield _Problem(line, alike[0].source, said, regions=1)
+        times = sum((Counter({part.operator: part.count}) for part in alike), Counter[str]())
+        operators = ", ".join(f"{operator}{_times(number)}" for operator, number in times.items())
+        reason, _, fix = alike[0].reason.partition("; ")
+        said = f"{operators} of {graphs}{callers}, {'are' if len(times) > 1 else 'is'} left to Inductor: {reason}"
+        yield _Problem(line, alike[0].source, said, fix=fix, regions=1)
 
 
 def _line(said: str | None) -> tuple[str, str]:

@@ -204,13 +204,14 @@ def _keeps_all(jitted: Any) -> bool:
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
-    from thunder_cg.compat.splitter import numpy_name  # Dynamo is imported by now
+    from thunder_cg.compat.splitter import is_of_transform, numpy_name  # Dynamo is imported by now
 
     modules = (each for each in graph.original_graph_module.modules() if isinstance(each, GraphModule))
     nodes = [node for module in reversed([*modules]) for node in module.graph.nodes]  # of checkpointed functions, too
     frames = {node.name: user_frames(node.stack_trace) for node in nodes}
     names = {node.name: f"Tensor.{node.args[1]}" for node in nodes if node.target is getattr}
     names.update((node.name, name) for node in nodes if (name := numpy_name(node)) is not None)
+    unnamed = {node.name for node in nodes if is_of_transform(node)}
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
     pieces = count(len(graph.thunder_compiled_fns or ()), "piece")
     cost = f"cut into {pieces} of Thunder's and {kinds['TORCH_INDUCTOR']} of Inductor's"
@@ -218,6 +219,8 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     alike: Counter[tuple[str, str | None, str | None, str]] = Counter()
     for said in reasons:
         name, operator, reason = understood(said)
+        if name in unnamed:
+            continue
         operator = names.get(name, operator)
         mine = frames.get(name, [])
         alike[operator, called_from(mine), mine[-1].text if mine else None, reason] += 1

@@ -30,12 +30,14 @@ class StepReport:
     memory: MemoryReport  # the ledger; its recordings are the graphs that are kept
     # What each of these graphs does: its kernels, memcpys and memsets; recorded ops on the tape; nothing if not known.
     nodes: tuple[Mapping[str, int], ...] = ()
+    raised: int = 0  # calls whose replay raised an error
 
     @classmethod
     def of(cls, step: GraphedStep) -> StepReport:
         in_python = dict(_merged(step.in_python).most_common())
         nodes = tuple(recording.graph.counts() for recording in step.recordings)
-        return cls(step.name, step.calls, step.replays, step.captures, in_python, MemoryReport.of_step(step), nodes)
+        counts = step.calls, step.replays, step.captures
+        return cls(step.name, *counts, in_python, MemoryReport.of_step(step), nodes, step.raised)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as dicts, lists, strings, numbers and None, ready for `json.dumps`."""
@@ -57,7 +59,8 @@ class StepReport:
     def lines(self) -> Iterator[str]:
         """The text, line by line."""
         replayed = f"{self.replays:,} of {count(self.calls, 'call')} replayed the whole step as one graph"
-        yield f"Step {self.function}: {replayed}; {count(self.captures, 'capture')}"
+        raised = f"; {count(self.raised, 'replay')} raised an error" if self.raised else ""
+        yield f"Step {self.function}: {replayed}; {count(self.captures, 'capture')}{raised}"
         if self.in_python:
             yield "In Python, with the graphs of the compiled modules in it:"
             yield from (f"  {number:,} x {reason}" for reason, number in self.in_python.items())

@@ -15,9 +15,15 @@ Note [Meetings]
     meeting: each rank looks every `_PERIOD` calls whether there is one now. For the next `_MEETING` calls, a rank that
     could replay votes first. If all could, they do. If one needs a capture, all capture: a step in that call, a program
     in its next one, since a backward cannot be captured without its forward. A rank asks for the next meeting after
-    twice as many calls, up to `_MAX_PAUSE` periods, since another one may not help either. It asks for none if the call
-    communicates in groups of different ranks, as in a mesh of two dimensions: the ranks of one would not see that of
-    the other. For the same reason a call takes part in a meeting only if all its groups meet.
+    twice as many calls, up to `_MAX_PAUSE` periods, since another one may not help either.
+
+Note [Several groups]
+    A call may communicate in several groups, as in a mesh of two dimensions. It is captured by all ranks of all these
+    groups, or by none. So a rank votes in one group after the other, in the order in which the trace, or the program,
+    has them, and its vote says what it has heard in those before: so in a mesh each rank hears of all. The groups count
+    their calls apart, and the ranks of one would not see a meeting of another. So such calls, and those of a forward
+    and a backward that communicate in several groups together, are counted once more, and their meetings are in the
+    store of the default group.
 
 Note [Keys in the store]
     There may be millions of calls, so each rank has one key for each stage, whatever the call. Its value begins with
@@ -39,8 +45,9 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from typing import Protocol
 
 from thunder_cg.compat import distributed
@@ -69,9 +76,14 @@ _Number = tuple[int, ...]  # of a call; that of one in a step begins with the st
 
 
 class _GroupState:
-    """What this process knows of one group."""
+    """What this process knows of one group.
 
-    def __init__(self) -> None:
+    Args:
+        key: of its meetings in the group's store.
+    """
+
+    def __init__(self, key: str = "meeting") -> None:
+        self.key = key
         self.place: _Number = ()  # the call that its calls are numbered within
         self.calls = 0  # that communicate in it
         self.is_captured = False  # whether they are in the capture of a step, and so are none
@@ -92,7 +104,9 @@ class _GroupState:
         return self.calls < self.meeting and not self.place
 
 
-_states: weakref.WeakKeyDictionary[ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
+_States = weakref.WeakKeyDictionary[ProcessGroup, _GroupState]
+_states: _States = weakref.WeakKeyDictionary()
+_common: _States = weakref.WeakKeyDictionary()  # of a default group: see Note [Several groups]
 
 
 def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
@@ -109,11 +123,16 @@ class Round:
 
     Args:
         asks: whether the other ranks have a say; otherwise the user vouches for them.
+        together: in which the call meets other ranks, if those are more groups.
     """
 
-    def __init__(self, groups: Sequence[ProcessGroup], *, asks: bool) -> None:
+    def __init__(
+        self, groups: Sequence[ProcessGroup], *, asks: bool, together: Sequence[ProcessGroup] | None = None
+    ) -> None:
         votes = [group for group in _with_others(groups) if asks and not _states[group].is_captured]
         self._numbers = {group: _states[group].next_call for group in votes}
+        self._clock = _clock(together or groups)
+        self._is_meeting = self._clock is not None and self._clock[1].meets()
         self._has_declined = self._has_agreed = False
 
     def decline(self, reason: str) -> None:
@@ -125,16 +144,17 @@ class Round:
         """Says that this rank does not go on with ``stage``, and whether it may in a later call."""
         self._put(stage, (_NO if may_pass else _NEVER) + reason)
 
-    def _put(self, stage: str, vote: str, groups: Collection[ProcessGroup] = ()) -> None:
-        for group, number in self._numbers.items():
-            if group not in groups and distributed.is_alive(group):
+    def _put(self, stage: str, vote: str, groups: Iterable[ProcessGroup] | None = None) -> None:
+        for group in self._numbers if groups is None else groups:
+            if distributed.is_alive(group):
+                number = self._numbers[group]
                 with suppress(RuntimeError):  # the store is gone with the rank that had it, and so is who would read it
                     distributed.store(group).set(_key(group, number, stage, group.rank()), f"{_text(number)} {vote}")
 
     def withdraw(self, groups: Collection[ProcessGroup]) -> None:
         """Takes back what was said in other groups than these: the call does not communicate there, after all."""
         if self._has_declined:
-            self._put("", _NOTHING, groups)
+            self._put("", _NOTHING, [group for group in self._numbers if group not in groups])
 
     def ask(self, stage: str, subject: str, *, could_replay: bool = False) -> bool:
         """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
@@ -145,9 +165,9 @@ class Round:
         Raises:
             RanksDiffer: the ranks do not agree.
         """
-        self._put(stage, subject + _HAS * could_replay)
         all_could = could_replay
         for group, number in self._numbers.items():
+            self._put(stage, subject + _HAS * all_could, [group])
             try:
                 patience = self._patience(_states[group], could_replay=could_replay)
                 all_could &= self._compare(group, number, stage, subject, patience)
@@ -167,7 +187,7 @@ class Round:
             return _CAPTURE_TIMEOUT
         if could_replay:  # another rank may not have seen that there is a meeting
             return _MEETING_TIMEOUT
-        shortest = _MEETING_TIMEOUT if state.meets() else _SHORTEST
+        shortest = _MEETING_TIMEOUT if self._is_meeting else _SHORTEST
         return max(_TIMEOUT / 2**state.timeouts, shortest)
 
     def _compare(self, group: ProcessGroup, number: _Number, stage: str, subject: str, patience: float) -> bool:
@@ -195,12 +215,10 @@ class Round:
         return all_could
 
     def _ask_for_meeting(self) -> None:
-        """After a time-out. Ranks that are not in all of the groups would not see that there is one."""
-        are_alike = len({frozenset(distributed.ranks(group)) for group in self._numbers}) == 1
-        for group, number in self._numbers.items():
-            _states[group].meeting = 0  # the others are not there
-            if are_alike:
-                _ask_for_meeting(group, number[0])
+        """After a time-out."""
+        if self._clock is not None:
+            self._clock[1].meeting = 0  # the others are not there
+            _ask_for_meeting(*self._clock)
 
 
 def _text(number: _Number) -> str:
@@ -220,10 +238,10 @@ def _generation(group: ProcessGroup) -> int:
     return state.generation
 
 
-def _ask_for_meeting(group: ProcessGroup, call: int) -> None:
-    state, store = _states[group], distributed.store(group)
+def _ask_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
+    store, call = distributed.store(group), (*state.place, state.calls)[0]
     with suppress(RuntimeError):
-        key = _key_of_meeting(group)
+        key = _key_of_meeting(group, state)
         if call >= state.next_request and not (store.check([key]) and int(store.get(key)) > call):
             begin = (call // _PERIOD + 2) * _PERIOD  # all ranks will have seen that by then
             store.set(key, str(begin))
@@ -233,22 +251,37 @@ def _ask_for_meeting(group: ProcessGroup, call: int) -> None:
 def _look_for_meeting(group: ProcessGroup, state: _GroupState) -> None:
     store = distributed.store(group)
     with suppress(RuntimeError):  # a store that is gone
-        key = _key_of_meeting(group)
+        key = _key_of_meeting(group, state)
         if store.check([key]) and int(store.get(key)) == state.calls:
             state.meeting = state.calls + _MEETING
 
 
-def _key_of_meeting(group: ProcessGroup) -> str:
-    return f"thunder_cg/{_generation(group)}/meeting"
+def _key_of_meeting(group: ProcessGroup, state: _GroupState) -> str:
+    return f"thunder_cg/{_generation(group)}/{state.key}"
 
 
 def meets(groups: Sequence[ProcessGroup]) -> bool:
-    """Whether the next call that communicates in these groups is one of a meeting in each of them.
+    """Whether the next call that communicates in these groups is one of a meeting."""
+    clock = _clock(groups)
+    return clock is not None and clock[1].meets()
 
-    Where only some meet, as in one dimension of a mesh, nobody would answer in the others.
-    """
+
+_Clock = tuple[ProcessGroup, _GroupState]
+
+
+def _clock(groups: Sequence[ProcessGroup]) -> _Clock | None:
+    """What says when calls in these groups meet; None if there are no other ranks. See Note [Several groups]."""
     others = _with_others(groups)
-    return bool(others) and all(_states[group].meets() for group in others)
+    return (others[0], _states[others[0]]) if len(others) == 1 else _common_clock() if others else None
+
+
+def _common_clock() -> _Clock | None:
+    """That of calls in several groups; None without a default group."""
+    known = distributed.default_group()
+    if known is None or (world := known()) is None:
+        return None
+    _states.setdefault(world, _GroupState())
+    return world, _common.setdefault(world, _GroupState("meeting of several groups"))
 
 
 def _with_others(groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
@@ -256,12 +289,13 @@ def _with_others(groups: Sequence[ProcessGroup]) -> list[ProcessGroup]:
     return [group for group in groups if group.size() > 1]
 
 
-def _count(group: ProcessGroup) -> None:
-    """Counts a call that communicates in the group."""
-    state = _states[group]
-    state.calls += 1
-    if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
-        _look_for_meeting(group, state)
+def _count(groups: Iterable[ProcessGroup], clock: _Clock | None) -> None:
+    """Counts a call that communicates in the groups, and that meets others by this clock."""
+    states = {group: _states[group] for group in groups}
+    for group, state in (*states.items(), *([clock] if clock is not None and clock[0] not in states else [])):
+        state.calls += 1
+        if state.calls % _PERIOD == 0 and not state.place and distributed.is_alive(group):
+            _look_for_meeting(group, state)
 
 
 def _vote(group: ProcessGroup, number: _Number, stage: str, rank: int, deadline: float) -> str | None:
@@ -290,14 +324,25 @@ class Collectives:
 
     Args:
         watch: is told the groups after each replay.
+        together: those of the program, and of one that is captured together with it.
     """
 
     def __init__(
-        self, groups: Sequence[ProcessGroup], *, asks: bool, watch: Callable[[Sequence[ProcessGroup]], None]
+        self,
+        groups: Sequence[ProcessGroup],
+        *,
+        asks: bool,
+        watch: Callable[[Sequence[ProcessGroup]], None],
+        together: Sequence[ProcessGroup] | None = None,
     ) -> None:
         self._groups, self._asks, self._watch = list(groups), asks, watch
+        self._together = groups if together is None else together
         for group in groups:
             _states.setdefault(group, _GroupState())
+
+    @cached_property
+    def _clock(self) -> _Clock | None:
+        return _clock(self._together)
 
     def held_by(self, holder: HoldsGroups) -> None:
         """``holder`` is told before one of the groups goes."""
@@ -310,21 +355,17 @@ class Collectives:
 
     def meets(self) -> bool:
         """Whether the next call is one of a meeting."""
-        return self._asks and meets(self._groups)
+        return self._asks and self._clock is not None and self._clock[1].meets()
 
     def next_round(self) -> Round:
         """To be called once for each call that communicates, before its first collective."""
-        opened = Round(self._groups, asks=self._asks)
-        self._count()
+        opened = Round(self._groups, asks=self._asks, together=self._together)
+        _count(self._groups, self._clock)
         return opened
-
-    def _count(self) -> None:
-        for group in self._groups:
-            _count(group)
 
     def count_replay(self) -> None:
         """Counts a call that only replays, which says nothing."""
-        self._count()
+        _count(self._groups, self._clock)
         self.watch()
 
     def watch(self) -> None:
@@ -382,6 +423,8 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         call.objection = "another thread runs a step, so it is not known what this one communicates"
         return
     states = [_states.setdefault(group, _GroupState()) for group in groups]
+    if (common := _common_clock()) is not None:
+        states.append(common[1])
     call = StepCall(device_type, [(group, distributed.progress(group)) for group in groups])
     before = [(state.place, state.calls, state.is_captured) for state in states]
     for state in states:
@@ -390,10 +433,10 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         yield call
     finally:
         call.look()
-        for group, state, (place, calls, is_captured) in zip(groups, states, before):
+        for state, (place, calls, is_captured) in zip(states, before):
             state.place, state.calls, state.is_captured = place, calls, is_captured
-            if not is_capture and group in call.groups:
-                _count(group)
+        if not is_capture:
+            _count(call.groups, _clock(call.groups))
         if votes is not None:
             votes.withdraw(call.groups)
         _runs_a_step.release()

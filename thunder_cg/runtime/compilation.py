@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,8 +12,10 @@ import torch
 
 from thunder_cg.analysis.compile_errors import compiler_name, to_try
 from thunder_cg.analysis.sources import described
-from thunder_cg.compat.thunder import NAME
+from thunder_cg.compat.thunder import NAME, compile_phase
 from thunder_cg.compat.torch import functorch_is_active, stacks_of_generated_code
+from thunder_cg.compat.tracing import faster_tracing
+from thunder_cg.progress import Stage
 from thunder_cg.runtime.changes import CallChange, Changes, differing
 from thunder_cg.runtime.failures import note
 
@@ -39,6 +42,14 @@ _compile_failures: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by Thund
 def compile_failure(statistics: Any) -> str | None:
     """What Thunder raised last while it compiled what has these statistics, and where; None if it did not."""
     return _compile_failures.get(statistics)
+
+
+@contextmanager
+def compiling(data: Any, statistics: Any) -> Iterator[None]:
+    """Inside, Thunder compiles what these belong to: it traces faster, and a terminal shows what it is busy with."""
+    began = statistics.last_trace_cache_stop / 1e9
+    with Stage(lambda: f"compiling {name_of(data.fn)}: {compile_phase(statistics)}", began), faster_tracing():
+        yield
 
 
 def note_compile_failure(data: Any, statistics: Any, error: Exception) -> None:

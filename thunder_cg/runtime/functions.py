@@ -14,6 +14,7 @@ import torch
 from thunder_cg.analysis.aliasing import Aliasing
 from thunder_cg.analysis.ops import Op, process_groups
 from thunder_cg.compat import thunder as compat
+from thunder_cg.compat.torch import ProfilerRange
 from thunder_cg.runtime.backend import Backend
 
 _MODULES = {"torch": torch, "thunder": thunder}  # that Thunder's functions can name
@@ -27,6 +28,7 @@ def region_function(
     copied_early: Mapping[str, int],
     launches: Sequence[Sequence[int]],
     backend: Backend,
+    ranges: Sequence[str] = (),
 ) -> Callable[..., Sequence[Any]]:
     """A region's Python function: its ops, each variable deleted after its last use.
 
@@ -36,6 +38,7 @@ def region_function(
     Args:
         copied_early: results that may be copied out early, and the position of the op after which they may.
         launches: the positions of all ops, those of collectives that are coalesced in one list.
+        ranges: for each op the name of its range in a profile; empty for a function without ranges.
     """
     after: dict[int, list[str]] = {}
     for result, position in copied_early.items():
@@ -46,7 +49,8 @@ def region_function(
     body = []
     for launch in launches:
         calls = [lines[i] for i in launch]
-        body += calls if len(launch) == 1 else [_coalesced([ops[i] for i in launch], calls, taken, backend)]
+        call = calls[0] if len(launch) == 1 else _coalesced([ops[i] for i in launch], calls, taken, backend)
+        body.append(_in_range(call, ", ".join(ranges[i] for i in launch), taken) if ranges else call)
         for result in [result for i in launch for result in after.get(i, ())]:
             body.append(_Lines([f"  {result} = {copier}({result})"], (result, copier)))
     function = _build(unused(name, taken), body, inputs, results, (parameter, copier))
@@ -128,6 +132,13 @@ def _coalesced(ops: Sequence[Op], calls: Sequence[_Lines], taken: set[str], back
     for call in calls:
         context |= call.context
     return _Lines(lines, variables, context)
+
+
+def _in_range(call: _Lines, name: str, taken: set[str]) -> _Lines:
+    """A call in a range of a profile. Adds the name that it uses for that to those that are taken."""
+    profiled = unused("in_range", taken)
+    lines = [f"  with {profiled}({name!r}):", *(f"  {line}" for line in call.lines)]
+    return _Lines(lines, call.variables, {**call.context, profiled: ProfilerRange})
 
 
 def _names_in(lines: Iterable[_Lines], inputs: Iterable[str]) -> set[str]:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.options import Options
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.call import Call
@@ -36,6 +37,7 @@ class Pair:
         # Layouts whose recordings went for others: the kind of a `CallChange`, and the option that bounds them.
         self.lost: dict[Any, tuple[str, tuple[str, ...]]] = {}
         self.awaiting_backward: weakref.WeakSet[Call] = weakref.WeakSet()
+        self.groups: list[ProcessGroup] = []  # that its programs communicate in
         self.moves = Moves()
         # See Note [Lent gradients].
         self.lends = options.verify is None and options.memory_budget is None

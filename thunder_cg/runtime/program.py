@@ -156,7 +156,9 @@ class Program:
             keep_eager(groups, self)
         if captures == "never" or not groups:
             return None
-        collectives = Collectives(groups, asks=captures == "auto", watch=self.backend.watch_collectives)
+        self.pair.groups += [group for group in groups if group not in self.pair.groups]
+        watch = self.backend.watch_collectives
+        collectives = Collectives(groups, asks=captures == "auto", watch=watch, together=self.pair.groups)
         collectives.held_by(self.pair)
         return collectives
 
@@ -464,6 +466,11 @@ class Program:
         self.calls += 1
         if self.collectives is not None:
             self.collectives.count_replay()
+
+    def count_raised(self, *, is_counted: bool) -> None:
+        """Counts a call whose replay raised, unless it has been counted as a call already."""
+        self.calls += not is_counted
+        self.fallbacks[skip_reasons.RAISED] += 1
 
     def _end_trace(self, call: Call) -> None:
         """All regions have run."""

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.analysis.region_io import RegionIO
 from thunder_cg.analysis.sources import users_level
-from thunder_cg.compat.torch import storage_id, version
+from thunder_cg.compat.torch import IS_PROFILING, profiler_state, storage_id, version
 from thunder_cg.errors import CaptureError, CaptureRefused, DisagreementWarning, RanksDiffer, ReplayRefused
 from thunder_cg.runtime import skip_reasons
 from thunder_cg.runtime.backend import sentinels
@@ -57,6 +57,7 @@ class RuntimeRegion:
         planned: its place in the plan.
         ops: its ops.
         function: runs the ops on a list of inputs, which it empties, and an `EarlyCopier`.
+        make_profiled: makes a function that does the same, with each op in a range of a profile.
         hash_function: for verification: runs the ops too, but returns the hashes of their values, in order.
     """
 
@@ -67,10 +68,11 @@ class RuntimeRegion:
         ops: Sequence[Op],
         io: RegionIO,
         function: Callable[..., Sequence[Any]],
+        make_profiled: Callable[[], Callable[..., Sequence[Any]]],
         hash_function: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         self.name, self.planned, self.ops, self.io = name, planned, tuple(ops), io
-        self.function, self.hash_function = function, hash_function
+        self._function, self._make_profiled, self.hash_function = function, make_profiled, hash_function
         self.device = torch.device(planned.device)
         self.input_names = tuple(each.name for each in io.inputs)
         self.written = frozenset(i for i, each in enumerate(io.inputs) if each.written)
@@ -94,6 +96,15 @@ class RuntimeRegion:
         self.lacks_ranks = False  # whether that is because another rank did something else, which may pass
         self.disagreement: Disagreement | None = None  # of its graph with its ops: it is quarantined
         self.remark: str | None = None  # what verification found besides
+
+    @cached_property
+    def _profiled(self) -> Callable[..., Sequence[Any]]:
+        return self._make_profiled()
+
+    @property
+    def function(self) -> Callable[..., Sequence[Any]]:
+        """Runs the ops. While a profiler is active, each is in a range, and so are the nodes that a capture makes."""
+        return self._profiled if profiler_state[IS_PROFILING] else self._function
 
     @property
     def is_always_verified(self) -> bool:
@@ -126,6 +137,9 @@ class RuntimeRegion:
                         return results
                     except ReplayRefused as error:
                         call.run_eagerly(f"{self.name} could not be replayed: {sentence(error)}")
+                    except Exception:
+                        call.program.count_raised(is_counted=True)
+                        raise
                 else:
                     assert call.recording is not None
                     reason = f"{self.name}: what an eager operator made is not laid out as when it was captured"
@@ -352,6 +366,7 @@ class RuntimeRegion:
             call.program.log_progress(call, "captured", self)
             return results
         except _Executed as error:
+            call.program.count_raised(is_counted=True)
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
             self._fail(call, error)
@@ -423,8 +438,8 @@ class RuntimeRegion:
 
     def _failing_op(self, error: Exception) -> Op | None:
         """The op of the region that raised the error, if it was one of them."""
-        functions = [self.function, *([self.hash_function] if self.hash_function is not None else [])]
-        return failing_op(error, self.ops, [each.__code__ for each in functions])
+        functions = [self._function, vars(self).get("_profiled"), self.hash_function]
+        return failing_op(error, self.ops, [each.__code__ for each in functions if each is not None])
 
     def _record(self, call: Call, args: Sequence[Any]) -> Sequence[Any]:
         """Captures the region's ops, replays the graph, and keeps it in the recording."""

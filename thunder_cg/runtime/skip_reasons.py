@@ -19,13 +19,16 @@ IN_CAPTURE = "inside another capture"
 IN_STEP = "inside a graphed step, whose own graph is to hold it"
 TIMED = 'select="measured" times the ops without graphs'
 DESELECTED = 'no region pays, and select="measured" leaves such regions eager'
+RAISED = "the replay raised an error"
 FORWARD_WAS_EAGER = "the forward of this backward ran eagerly"
 NO_FORWARD = "something has replaced what the forward saved for this backward, so its forward is unknown"
 
 # What changes a reason, where the caller can.
 FIXES = {
     WATCHED: "leave the mode, such as a FlopCounterMode, around the calls that it need not see",
-    RETAINED: "sum the losses and call backward once, without retain_graph=True or create_graph=True",
+    RETAINED: "sum the losses and call backward once, without retain_graph=True; leave out create_graph=True, or do "
+    "not compile what is differentiated twice, as Thunder has no second derivatives, with and without graphs: "
+    "gradients are constants, or a backward through them raises",
     HOOKS: "call torch.utils.checkpoint inside of the compiled function, where Thunder traces it; or give it "
     "use_reentrant=True, which needs an input that requires grad; offload only what is not compiled",
     FORWARD_AD: "call the compiled function outside of torch.func.jvp and torch.autograd.forward_ad",

@@ -29,9 +29,9 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +40,7 @@ from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, told_of_c
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater
 from thunder_cg.step.attributes import unwatched
+from thunder_cg.step.heap import known_functions
 from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed
 from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 
@@ -246,9 +247,7 @@ class Calls:
     def find_functions(self) -> None:
         """Finds the functions that have run, each with those that nobody can tell from it. Not inside of a capture."""
         gc.collect()  # whose destructors a capture may not survive; without it, garbage would be found, too
-        with unfrozen():
-            referrers = gc.get_referrers(*{ran.code for ran in self._ran.values()})
-        functions = [each for each in referrers if isinstance(each, types.FunctionType)]
+        functions = known_functions({ran.code for ran in self._ran.values()})
         for ran in self._ran.values():
             alike = [each for each in functions if ran.is_of(each)]
             if not alike and not ran.code.co_freevars:
@@ -337,17 +336,6 @@ def _owner(frame: types.FrameType, code: types.CodeType) -> Any:
         if isinstance(member, types.FunctionType) and inspect.unwrap(member).__code__ is code:
             return first
     return None
-
-
-@contextmanager
-def unfrozen() -> Iterator[None]:
-    """Inside, the garbage collector knows the objects that `gc.freeze` has hidden from it."""
-    frozen = gc.get_freeze_count()
-    if frozen:
-        gc.unfreeze()
-    yield
-    if frozen:
-        gc.freeze()
 
 
 def _line(frame: types.FrameType | None, with_code: bool = False) -> str:

@@ -20,6 +20,7 @@ from torch.distributions import Distribution
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
+from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import tensors_in
 from thunder_cg.step.reads import is_constant, is_installed
 from thunder_cg.step.state import Facts, Same, difference
@@ -121,8 +122,9 @@ def fix_of_changed_argument(value: Any) -> str:
 def where(error: BaseException) -> str:
     """The line of the user's that raised, and what to do about it."""
     frames = [*walk_tb(error.__traceback__)]
-    files = [frame.f_code.co_filename for frame, _ in frames]
-    users = [i for i, file in enumerate(files) if os.path.isfile(file) and not is_installed(file)]
+    lines = [(frame.f_code.co_filename, line) for frame, line in frames]
+    lines = [line_in_trace(*each) or each for each in lines]
+    users = [i for i, (file, _) in enumerate(lines) if os.path.isfile(file) and not is_installed(file)]
     said = str(error).lower()
     fix = next((fix for sign, fix in _FIXES.items() if sign in said), None)
     if users and fix in _OF_HOST:
@@ -130,13 +132,13 @@ def where(error: BaseException) -> str:
     end = "" if fix is None else f"; {fix}"
     if not users:
         return end
-    file, line = files[users[-1]], frames[users[-1]][1]
-    at = f", at {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()})"
-    packages = [i for i in range(users[-1] + 1, len(files)) if os.path.isfile(files[i]) and not is_constant(files[i])]
-    if packages:  # the line that would have to change is in there
-        file, line = files[packages[-1]], frames[packages[-1]][1]
-        at += f", in {os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()})"
-    return at + end
+    others = [each for each in lines[users[-1] + 1 :] if os.path.isfile(each[0]) and not is_constant(each[0])]
+    package = f", in {_shown(*others[-1])}" if others else ""  # whose line would have to change
+    return f", at {_shown(*lines[users[-1]])}{package}{end}"
+
+
+def _shown(file: str, line: int) -> str:
+    return f"{os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()})"
 
 
 def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import update_wrapper
 from typing import Any
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.distributed import ProcessGroup, default_group, is_alive
-from thunder_cg.compat.torch import any_autocast_enabled, tree_map_only
+from thunder_cg.compat.torch import IS_PROFILING, any_autocast_enabled, profiler_state, tree_map_only
 from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, RanksDiffer, ReplayRefused
 from thunder_cg.options import StepOptions
 from thunder_cg.progress import Stage
@@ -104,6 +106,7 @@ class GraphedStep:
     Attributes:
         calls, replays, captures: how many calls there were, and what became of them; the others ran in Python.
         in_python: why calls ran in Python, and how many.
+        raised: calls whose replay raised.
     """
 
     def __init__(self, fn: Callable[..., Any], options: StepOptions) -> None:
@@ -129,7 +132,7 @@ class GraphedStep:
         self._carried: dict[Any, Place] = {}  # by key: see Note [Carried tensors] in places.py
         self._hopeless = ""  # why the calls after that many run in Python
         self._new_layout: Any = None  # the last one
-        self.calls = self.replays = self.captures = 0
+        self.calls = self.replays = self.captures = self.raised = 0
         self.in_python: Counter[str] = Counter()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -432,10 +435,14 @@ class GraphedStep:
 
     def _launch(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         try:
-            return recording.replay([*call.batch.tensors, *carried])
+            with (
+                record_function(f"CUDAGraph of the step {self.name}") if profiler_state[IS_PROFILING] else nullcontext()
+            ):
+                return recording.replay([*call.batch.tensors, *carried])
         except ReplayRefused:
             raise
         except Exception as error:
+            self.raised += 1
             note_replay(error, f"the step {self.name}", "the whole step", f"call {self.name} without graphed_step()")
             raise
 

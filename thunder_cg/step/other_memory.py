@@ -9,8 +9,8 @@ Note [Numbers that look like addresses]
     The addresses are found among the arguments of kernels, which hold other numbers, too. A number of four bytes and
     four bytes that nobody has set (see Note [Stale arguments] in stack.py) may be the address of some tensor: 0.125 is
     half of one at a multiple of 32 MiB. So the tensors that seem to be used are moved, and the step is captured once
-    more. Only where the new addresses show up are the tensors really used. A tensor that is larger than what is free on
-    the device moves to memory of the host, which kernels of other threads may use meanwhile.
+    more. Only where the new addresses show up are the tensors really used. What nobody has set may be another number
+    then, and the address of another tensor, which is moved as well.
 """
 
 from __future__ import annotations
@@ -19,18 +19,15 @@ import bisect
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thunder_cg.compat.cuda import copy_on_host
-from thunder_cg.compat.torch import has_memory, storage_id, storage_use_count, version
+from thunder_cg.compat.torch import storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import address, address_if_any
-from thunder_cg.step.calls import unfrozen
+from thunder_cg.step.heap import known_tensors
 
 
 class Addresses:
@@ -64,7 +61,7 @@ Memory = dict[int, tuple[int, str]]  # by address: bytes, and what is there
 
 def memory_of_tensors(device: torch.device) -> Memory:
     """Where all tensors of the device are. It keeps none of them."""
-    tensors = [tensor for tensor in _known_to_collector() if tensor.device == device]
+    tensors = [tensor for tensor in known_tensors() if tensor.device == device]
     return {address(tensor): (tensor.untyped_storage().nbytes(), _shown(tensor)) for tensor in tensors}
 
 
@@ -126,8 +123,8 @@ def moved(refusal: OtherMemoryUsed) -> Iterator[None]:
     if not (are_all_here and all(map(can_move, tensors))):
         raise refusal
     try:
-        copies = {home: _copy(storage) for home, storage in homes.items()}
-    except RuntimeError:  # there is no memory on the host either
+        copies = {home: storage.clone() for home, storage in homes.items()}
+    except torch.OutOfMemoryError:
         raise refusal from None
     versions = [version(tensor) for tensor in tensors]
     for tensor, home in zip(tensors, ids):
@@ -139,13 +136,6 @@ def moved(refusal: OtherMemoryUsed) -> Iterator[None]:
             if version(tensor) != then:  # written meanwhile, by another thread
                 homes[home].copy_(copies[home])
             _move(tensor, homes[home])
-
-
-def _copy(storage: torch.UntypedStorage) -> Any:
-    try:
-        return storage.clone()
-    except torch.OutOfMemoryError:
-        return copy_on_host(storage)
 
 
 def can_move(tensor: Tensor) -> bool:
@@ -166,19 +156,6 @@ def _shown(tensor: Tensor) -> str:
 
 
 def _all_tensors() -> list[Tensor]:
-    """Those with memory that the garbage collector knows, without garbage, also those that `gc.freeze` has hidden."""
+    """Those with memory, without garbage."""
     gc.collect()
-    return _known_to_collector()
-
-
-def _known_to_collector() -> list[Tensor]:
-    kinds = {Tensor, *_subclasses(Tensor)}
-    with unfrozen():
-        objects = gc.get_objects()  # a million, maybe, so no loop in Python
-        return [each for each in compress(objects, map(kinds.__contains__, map(type, objects))) if has_memory(each)]
-
-
-def _subclasses(kind: type[Tensor]) -> Iterator[type[Tensor]]:
-    for each in kind.__subclasses__():
-        yield each
-        yield from _subclasses(each)
+    return known_tensors()

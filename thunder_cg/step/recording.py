@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -53,6 +53,7 @@ from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
 from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 
+_ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _TENSOR = object()
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
@@ -376,12 +377,18 @@ class StepCapture:
         """
         if self.state.objections:
             raise CaptureRefused(self.state.objections[0])
-        try:
-            return self._attempt()
-        except OtherMemoryUsed as refused:
-            refusal = refused.with_traceback(None)  # which keeps what the attempt has made
-        with moved(refusal):
-            return self._attempt()
+        suspects: list[Tensor] = []
+        with ExitStack() as moves:
+            for _ in range(_ATTEMPTS):
+                try:
+                    return self._attempt()
+                except OtherMemoryUsed as refused:
+                    refusal = refused.with_traceback(None)  # which keeps what the attempt has made
+                if any(tensor is each for tensor in refusal.tensors for each in suspects):
+                    break  # it is where the kernels' arguments say again
+                suspects += refusal.tensors
+                moves.enter_context(moved(refusal))
+        raise refusal
 
     def _attempt(self) -> StepRecording:
         state = self.state

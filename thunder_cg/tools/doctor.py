@@ -146,7 +146,7 @@ def _variables() -> Iterator[Finding]:
 
 def _fix_of(name: str, value: str) -> str:
     """What to change about a variable; "" if nothing."""
-    from thunder_cg.compat.distributed import capture_problem_of_settings
+    from thunder_cg.compat.distributed import capture_problem_of_settings, setting_of_nccl
 
     if name in _ALLOCATOR and "cudaMallocAsync" in value:
         return "unset backend:cudaMallocAsync: graphs need the private pools of the native allocator"
@@ -156,7 +156,7 @@ def _fix_of(name: str, value: str) -> str:
         return "unset it: the host waits for each launch"
     if (problem := capture_problem_of_settings()) is not None and problem[0].startswith(f"{name}="):
         return f"{problem[1]}: {problem[0]}"
-    if name == "TORCH_NCCL_ASYNC_ERROR_HANDLING" and value == "0":
+    if (name, value) == setting_of_nccl("ASYNC_ERROR_HANDLING") and value == "0":
         return "unset it: a process whose collectives in a graph never end goes on"
     return ""
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,6 +84,19 @@ def test_a_case_is_measured_under_every_variant(trains: bool) -> None:
     assert rows[OURS].bits == "same" and rows[OURS].analysis_ms > 0
     assert "ops eager" in rows[OURS].captured
     assert rows[THUNDER].bits == rows[THUNDER].captured == ""
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(THUNDER, "other kernels"), (OURS, "different")])
+def test_bits_that_differ(wrong: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where plain Thunder is compiled to other kernels, graphs are right; where two calls with graphs differ, not."""
+    right, calls = VARIANTS[wrong], itertools.count()
+
+    def off(subject: Subject) -> Prepared:
+        prepared = right(subject)
+        return replace(prepared, step=lambda: prepared.step() + (next(calls) if wrong == OURS else 1))
+
+    monkeypatch.setitem(VARIANTS, wrong, off)
+    assert measured(tiny(trains=True))[OURS].bits == said
 
 
 @pytest.mark.filterwarnings("ignore:graphed_step.step. runs in Python")

@@ -27,7 +27,8 @@ KEEP_ON_DEVICE = (
 FIXED_SIZE = (
     "use a form with a fixed size: torch.where(mask, x, 0.0) in the place of x[mask] and masked_select, "
     "nonzero_static in the place of nonzero and torch.where(mask), (x[:, None] == torch.arange(n)).sum(0) in the place "
-    "of bincount"
+    "of bincount, x[torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)] in the place of "
+    "repeat_interleave(x, counts)"
 )
 
 

@@ -77,7 +77,7 @@ class Watchdog:
 def _end_process(message: str) -> None:
     """As torch's watchdog: `TORCH_NCCL_ASYNC_ERROR_HANDLING=0` has the process go on."""
     print(message, file=sys.stderr, flush=True)
-    if os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3") != "0":
+    if distributed.setting_of_nccl("ASYNC_ERROR_HANDLING")[1] != "0":
         os.abort()
 
 

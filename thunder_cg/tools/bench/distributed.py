@@ -24,6 +24,7 @@ from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.report.report import explain
 from thunder_cg.step import GraphedStep
+from thunder_cg.tools.bench.accuracy import without_graphs
 from thunder_cg.tools.bench.measure import (
     FIRST_CALLS,
     ROUNDS,
@@ -58,8 +59,7 @@ class RankRow:
         first_calls_s: preparation and the first calls: compilation, warm-up, capture. All variants of Thunder trace
             with `faster_tracing`.
         steps: synchronized steps measured.
-        bits: for thunder_cg, whether loss and gradients equal those of plain Thunder: "same", "different", or "thunder
-            varies" if two steps of plain Thunder differ.
+        bits: for thunder_cg, whether loss and gradients equal those of plain Thunder, as in `BenchmarkRow`.
         captured: for thunder_cg, the headline of its report.
         failure: why the variant did not run, "" if it did.
     """
@@ -227,7 +227,7 @@ class _Measurement:
 
     def _prepare_one(self, name: str) -> None:
         self._contenders[name] = contender = RankContender(name, self._template)
-        contender.samples.bits = _bits(contender, self._expected)
+        contender.samples.bits = _bits(contender, self._expected, self._control)
 
     def _take_turn(self, name: str) -> None:
         contender = self._contenders[name]
@@ -276,16 +276,21 @@ def _everyone(value: Any, control: dist.ProcessGroup) -> list[Any]:
     return found
 
 
-def _bits(contender: RankContender, expected: list[list[Tensor]]) -> str:
-    """Compares with plain Thunder, whose results it keeps in `expected`."""
+def _bits(contender: RankContender, expected: list[list[Tensor]], control: dist.ProcessGroup) -> str:
+    """Compares with plain Thunder, whose results it keeps in `expected`. To be called on each rank."""
     if contender.name == THUNDER:
         expected += [contender.results(), contender.results()]
     if contender.name not in _WITH_THUNDERS_KERNELS or not expected:
         return ""
     found = contender.results()
-    if any(_same(found, each) for each in expected):
+    is_same = any(_same(found, each) for each in expected)
+    if all(_everyone(is_same, control)):
         return "same"
-    return "different" if _same(*expected) else "thunder varies"
+    with without_graphs():
+        uncaptured = contender.results()
+    if is_same or not _same(*expected):
+        return "same" if is_same else "thunder varies"
+    return "other kernels" if _same(found, uncaptured) else "different"
 
 
 def _same(found: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
@@ -302,7 +307,7 @@ def _fill(row: RankRow, contender: RankContender, control: dist.ProcessGroup) ->
     row.first_calls_s = max(rank.first_calls for rank in ranks)
     row.steps = len(contender.samples.ends)
     said = {rank.bits for rank in ranks}
-    row.bits = next((word for word in ("different", "thunder varies", "same") if word in said), "")
+    row.bits = next((word for word in ("different", "other kernels", "thunder varies", "same") if word in said), "")
     if isinstance(contender.step.compiled, GraphedStep):
         row.failure = why_never_replayed(contender.step.compiled)
     if contender.name in _WITH_THUNDERS_KERNELS:

@@ -53,8 +53,9 @@ class BenchmarkRow:
         allocated_mb, reserved_mb: peaks above the model in the first calls, 1e6 bytes; memory of earlier variants in
             the process counts.
         error: see `accuracy.relative_error`, against `reference`: "float64", or "eager" in the case's own dtype.
-        bits: for thunder_cg, whether results equal those of plain Thunder: "same", "different", or "thunder varies" if
-            two calls of plain Thunder differ.
+        bits: for thunder_cg, whether results equal those of plain Thunder: "same", "different", "thunder varies" if two
+            calls of plain Thunder differ, or "other kernels" if they are those of the same compiled function without
+            graphs: Inductor, which compiles Thunder's cross entropy, has timed its kernels anew and taken others.
         captured: for thunder_cg, the headline of its report.
         failure: why the variant did not run, "" if it did.
     """
@@ -314,8 +315,12 @@ class _AccuracyCheck:
         elif row.variant == OURS and self._thunder:
             if any(accuracy.same(found, one) for one in self._thunder):
                 row.bits = "same"
+            elif not accuracy.same(*self._thunder):
+                row.bits = "thunder varies"
             else:
-                row.bits = "different" if accuracy.same(*self._thunder) else "thunder varies"
+                with accuracy.without_graphs():
+                    uncaptured = accuracy.step_results(contender.prepared.step, contender.subject)
+                row.bits = "other kernels" if accuracy.same(found, uncaptured) else "different"
             self._thunder = []
 
 

@@ -1,0 +1,62 @@
+"""heap: tensors and functions are found, also those that `gc.freeze` has hidden, and little more is hidden by that."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from thunder_cg.step.heap import known_functions, known_tensors
+
+
+@pytest.fixture(autouse=True)
+def frozen_as_before() -> Iterator[None]:
+    count = gc.get_freeze_count()
+    yield
+    if not count:
+        gc.unfreeze()
+
+
+def is_known(tensor: torch.Tensor) -> bool:
+    return any(each is tensor for each in known_tensors())
+
+
+def make() -> Callable[[], None]:
+    def function() -> None:
+        pass
+
+    return function
+
+
+def test_tensors_and_functions_are_found_whenever_they_were_frozen() -> None:
+    tensors, functions = [], []
+    for _ in range(3):
+        tensors.append(torch.nn.Parameter(torch.ones(2)))
+        functions.append(make())
+        assert all(map(is_known, tensors))
+        gc.freeze()
+        assert not any(each is tensors[-1] for each in gc.get_objects())
+        assert {*functions} <= {*known_functions({functions[0].__code__})}
+        assert all(map(is_known, tensors))
+    gc.unfreeze()
+    assert all(map(is_known, tensors)) and len({id(each) for each in known_tensors()}) == len(known_tensors())
+
+
+def test_what_comes_after_is_not_frozen() -> None:
+    gc.freeze()
+    known_tensors()
+    tensor = torch.ones(2)
+    for _ in range(2):
+        assert is_known(tensor) and any(each is tensor for each in gc.get_objects())
+        assert make in known_functions({make.__code__}) and any(each is tensor for each in gc.get_objects())
+
+
+def test_a_frozen_tensor_is_not_kept() -> None:
+    tensor = torch.ones(2)
+    gc.freeze()
+    at = tensor.data_ptr()
+    assert is_known(tensor)
+    del tensor
+    assert not [each for each in known_tensors() if each.data_ptr() == at and each.shape == (2,)]
