@@ -51,6 +51,9 @@ class Loss:
 
 def weigh(loss, y):
     return y * loss.inner.scale
+
+def read(y):
+    return y * float(y.detach().mean())
 """
 
 
@@ -100,6 +103,14 @@ def test_packages_in_a_folder_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(reads, "_PACKAGES", (*reads._PACKAGES, *folders))
     for file, expected in ((tmp_path / "optree" / "ops.py", True), (tmp_path / "some.py", False)):
         assert reads.is_installed(str(file)) and is_constant(str(file)) is expected
+
+
+def test_the_line_of_a_package_is_named(step_twins, package, backend):
+    step = step_twins.train(make_step(package.read))
+    said = str(explain(step))
+    assert step.captures == 0 and "at test_step_reads.py:" in said
+    line = "in package_of_losses.py:36 (return y * float(y.detach().mean())); the host reads"
+    assert backend == "cuda" or line in said, said
 
 
 def test_a_package_that_counts(step_twins, package):

@@ -132,11 +132,9 @@ def where(error: BaseException) -> str:
     end = "" if fix is None else f"; {fix}"
     if not users:
         return end
-    at = f", at {_shown(*lines[users[-1]])}"
-    inside = [line for line in lines[users[-1] + 1 :] if os.path.isfile(line[0]) and not is_constant(line[0])]
-    if inside:  # the line of a package that would have to change
-        at += f", in {_shown(*inside[-1])}"
-    return at + end
+    others = [each for each in lines[users[-1] + 1 :] if os.path.isfile(each[0]) and not is_constant(each[0])]
+    package = f", in {_shown(*others[-1])}" if others else ""  # whose line would have to change
+    return f", at {_shown(*lines[users[-1]])}{package}{end}"
 
 
 def _shown(file: str, line: int) -> str:
