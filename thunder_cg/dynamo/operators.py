@@ -157,6 +157,13 @@ def unfold() -> Callable[..., Any]:
 
 
 @cache
+def normalize() -> Callable[..., Any]:
+    """``F.normalize`` with PyTorch's bits, where nothing wants a gradient."""
+    symbol = register_function(_executor, "normalize", F.normalize, differentiable=False)
+    return for_splitter(_callable(symbol, F.normalize), "normalize")
+
+
+@cache
 def drawn(method: str) -> Callable[..., Any]:
     """``x.uniform_(0, 1)`` of a tensor that nothing else sees, in a new one. It has no gradient."""
 

@@ -213,16 +213,16 @@ def _name_inplace(node: Node) -> None:
 
 
 def _copy_to_out(node: Node) -> None:
-    """``torch.add(x, y, out=z)`` is ``z.copy_(x + y)`` for a ``z`` of the result's shape and dtype."""
-    out, function = _value(node.kwargs.get("out")), node.target
-    if not isinstance(out, torch.Tensor) or not callable(function) or requires_grad(out):
+    """``F.normalize(x, out=y)``, as the spectral norm has it, is ``y.copy_(F.normalize(x))``."""
+    out = _value(node.kwargs.get("out"))
+    if node.target is not F.normalize or not isinstance(out, torch.Tensor) or requires_grad(out):
         return
     kwargs = {name: value for name, value in node.kwargs.items() if name != "out"}
-    fresh = on_examples(function, example(node.args), example(kwargs))
-    if not isinstance(fresh, torch.Tensor) or (fresh.shape, fresh.dtype) != (out.shape, out.dtype):
+    fresh = on_examples(F.normalize, example(node.args), example(kwargs))
+    if (fresh.shape, fresh.dtype) != (out.shape, out.dtype):
         return
     with node.graph.inserting_before(node):
-        computed = node.graph.call_function(function, node.args, kwargs)
+        computed = node.graph.call_function(operators.normalize(), node.args, kwargs)
     computed.meta.update(node.meta, example_value=fresh)
     node.op, node.target, node.args, node.kwargs = "call_method", "copy_", (node.kwargs["out"], computed), {}
 

@@ -63,9 +63,9 @@ RULES: tuple[Rule, ...] = (
     *rows("torch_ops", """
         avg_pool1d avg_pool1d_vjp avg_pool2d avg_pool2d_vjp avg_pool3d avg_pool3d_vjp interpolate interpolate_vjp
         max_pool1d max_pool1d_vjp max_pool2d max_pool2d_vjp max_pool3d max_pool3d_vjp weight_norm weight_norm_vjp
-        pad pad_vjp repeat_interleave repeat_interleave_vjp transformer_encoder_layer unfold_copy unfold_copy_vjp
-        bartlett_window blackman_window eye hamming_window hann_window kaiser_window linspace logspace
-        tril_indices triu_indices
+        normalize pad pad_vjp repeat_interleave repeat_interleave_vjp unfold_copy unfold_copy_vjp
+        transformer_encoder_layer bartlett_window blackman_window eye hamming_window hann_window kaiser_window linspace
+        logspace tril_indices triu_indices
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
     *rows("torch_ops", "scaled_dot_product_attention scaled_dot_product_attention_vjp", CAPTURED, Evidence.KNOWN,
           conditions=(when.DROPOUT,)),
