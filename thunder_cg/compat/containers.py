@@ -234,13 +234,19 @@ def _check_constant_at(value: Any, provenance: ProvenanceRecord) -> None:
         return
     if not isinstance(getattr(value, "__self__", None), (NoneType, ModuleType, type)):
         return  # a method, which each look-up makes anew
-    if (isinstance(value, _OF_COLLECTIVES) or _is_of_call(provenance)) and is_ours(_compile_data.get()[0]):
-        context, path = get_jit_ctx(), _path(provenance)
-        known: set[Any] = vars(context).setdefault("cudagraph_known", set())
-        if path not in known:
-            known.add(path)
-            arg = _Held(value) if isinstance(value, (bytes, range)) else value
-            context.add_constraint((check_constant, _proxy(value, provenance), arg))
+    is_checked = isinstance(value, _OF_COLLECTIVES) or _is_of_call(provenance)
+    if is_checked and is_ours(_compile_data.get()[0]) and not _is_known(_path(provenance)):
+        arg = _Held(value) if isinstance(value, (bytes, range)) else value
+        get_jit_ctx().add_constraint((check_constant, _proxy(value, provenance), arg))
+
+
+def _is_known(check: Any) -> bool:
+    """Whether the prologue has this check; the next time, it has."""
+    known: set[Any] = vars(get_jit_ctx()).setdefault("cudagraph_known", set())
+    if check in known:
+        return True
+    known.add(check)
+    return False
 
 
 def check_group_of_collective(group: ProcessGroup) -> None:
@@ -314,19 +320,22 @@ def _populate_and_check(value: WrappedValue) -> None:
 def _check_looks(fn: Any, value: WrappedValue, *names: Any) -> None:
     """Has the prologue check what ``isinstance``, ``hasattr`` and ``getattr`` with a default say of an argument.
 
-    Thunder takes a container or an object of the user's for what it was when it traced.
+    Thunder takes a container or an object of the user's for what it was when it traced. The type of what a module owns
+    is checked only where the code asks for it. The interpreter looks for ``__dict__`` and the like by itself.
     """
     provenance, is_container = value.provenance, isinstance(value.value, _CONTAINERS)
     if isinstance(value.value, (*_LITERALS, *CONSTANTS, Proxy, torch.Tensor, torch.nn.Module)):
         return
-    if is_container and provenance.inst is not PseudoInst.BINARY_SUBSCR:  # a module's own, or all arguments
+    name = None if fn is isinstance or is_container else names[0].value
+    is_asked = not is_container and not str(name).startswith("__")
+    if not is_asked and provenance.inst is not PseudoInst.BINARY_SUBSCR:  # no argument, and no item of one
         return
     if _is_looked_up_by_prologue(provenance) and _is_of_call(provenance) and is_ours(_compile_data.get()[0]):
-        proxy = _proxy(value.value, provenance)
-        get_jit_ctx().add_constraint((check_kind, proxy, _kind(value.value)))
-        name = names[0].value
-        if fn is not isinstance and isinstance(name, str) and not is_container:
-            get_jit_ctx().add_constraint((check_has, proxy, name, _has(value.value, name)))
+        if not _is_known((_path(provenance), "kind")):
+            get_jit_ctx().add_constraint((check_kind, _proxy(value.value, provenance), _kind(value.value)))
+        if is_asked and isinstance(name, str) and not _is_known((_path(provenance), "has", name)):
+            has = _has(value.value, name)
+            get_jit_ctx().add_constraint((check_has, _proxy(value.value, provenance), name, has))
 
 
 def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
