@@ -13,10 +13,9 @@ from thunder_cg.step.heap import known_functions, known_tensors
 
 @pytest.fixture(autouse=True)
 def frozen_as_before() -> Iterator[None]:
-    count = gc.get_freeze_count()
     yield
-    if not count:
-        gc.unfreeze()
+    gc.unfreeze()
+    gc.freeze()  # as conftest.py has it
 
 
 def is_known(tensor: torch.Tensor) -> bool:

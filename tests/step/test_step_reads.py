@@ -902,6 +902,7 @@ def state_of(fn, device_type="cpu"):
         calls.end()
         calls.find_functions()
         gc.unfreeze()
+        gc.freeze()  # as conftest.py has it
     state = StepState(fn, {}, device_type, [*calls.found.values()])
     if state.tensors:
         state.guard_tensors([])

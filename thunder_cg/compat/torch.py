@@ -88,8 +88,13 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 
 def has_memory(tensor: torch.Tensor) -> bool:
     """Whether a tensor has memory: fake tensors, wrappers and zeros without memory have a stand-in for a storage."""
-    is_stand_in = isinstance(tensor, FakeTensor) or is_wrapper(tensor) or is_zero_tensor(tensor)
-    return has_storage(tensor) and not is_stand_in
+    if not has_storage(tensor) or isinstance(tensor, FakeTensor) or is_wrapper(tensor) or is_zero_tensor(tensor):
+        return False
+    try:
+        tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # what PyTorch's tracers make may be a stand-in that looks like any other tensor
+        return False
+    return True
 
 
 # How often the tensor's memory was written in place. RuntimeError for an inference tensor.
