@@ -24,8 +24,7 @@ import thunder_cg
 _FOLDER = Path(__file__).parents[1] / "notebooks"
 _NAMES = sorted(path.stem for path in _FOLDER.glob("*.ipynb"))
 _NEEDS = {"hugging_face": "transformers"}
-# Inductor compiles for half a minute. Without --nightly, Thunder's own kernels are in the graphs.
-_WITHOUT_FUSER = {"train_with_fusions": (", executors=executors()", "")}
+_NIGHTLY = ("train_with_fusions",)  # Inductor compiles for half a minute
 
 
 def _read(name: str) -> nbformat.NotebookNode:
@@ -48,12 +47,16 @@ def _execute(notebook: nbformat.NotebookNode) -> nbformat.NotebookNode:
 
 
 @cache
-def _executed(name: str, nightly: bool) -> nbformat.NotebookNode:
-    notebook = _read(name)
-    if name in _WITHOUT_FUSER and not nightly:
-        for cell in notebook.cells:
-            cell.source = cell.source.replace(*_WITHOUT_FUSER[name])
-    return _execute(notebook)
+def _executed(name: str) -> nbformat.NotebookNode:
+    return _execute(_read(name))
+
+
+def _executed_here(name: str, request: pytest.FixtureRequest) -> nbformat.NotebookNode:
+    if (package := _NEEDS.get(name)) is not None:
+        pytest.importorskip(package)
+    if name in _NIGHTLY and not request.config.getoption("nightly"):
+        pytest.skip("--nightly runs it")
+    return _executed(name)
 
 
 @pytest.fixture(params=["committed", "executed"])
@@ -61,9 +64,7 @@ def notebook(request: pytest.FixtureRequest, name: str) -> nbformat.NotebookNode
     """The notebook as it is read where it is not run, and as it is run."""
     if request.param == "committed":
         return _read(name)
-    if (package := _NEEDS.get(name)) is not None:
-        pytest.importorskip(package)
-    return _executed(name, request.config.getoption("nightly"))
+    return _executed_here(name, request)
 
 
 def _outputs(notebook: nbformat.NotebookNode, cell: str) -> Iterator[nbformat.NotebookNode]:
@@ -94,9 +95,7 @@ def test_every_cell_ran_in_order(name: str, notebook: nbformat.NotebookNode) -> 
 
 @pytest.mark.parametrize("name", _NAMES)
 def test_outputs_are_committed(name: str, request: pytest.FixtureRequest) -> None:
-    if (package := _NEEDS.get(name)) is not None:
-        pytest.importorskip(package)
-    executed = _executed(name, request.config.getoption("nightly"))
+    executed = _executed_here(name, request)
     assert _kinds(_read(name)) == _kinds(executed), "python tests/test_notebook.py saves new outputs"
 
 
@@ -106,7 +105,7 @@ def test_outputs_are_committed(name: str, request: pytest.FixtureRequest) -> Non
 @pytest.mark.parametrize("cell", ["explain", "explain-fixed"])
 def test_committed_reports_are_those_of_this_code(cell: str) -> None:
     """But for times, and line numbers, which are those of PyTorch's sources, too."""
-    notebooks = _read("inspect_partition"), _executed("inspect_partition", False)
+    notebooks = _read("inspect_partition"), _executed("inspect_partition")
     before, now = (re.sub(r"[\w/]+\.py:\d+|\d+\.\d+ s\b", "", _html(notebook, cell)) for notebook in notebooks)
     assert before == now, "python tests/test_notebook.py saves new outputs"
 
