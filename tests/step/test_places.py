@@ -172,6 +172,13 @@ def test_tensors_that_a_step_keeps(step_twins, make):
     assert step.replays >= 4, step.in_python
 
 
+def is_captured_anew_once(run):
+    expected, _ = run(False)
+    found, step = run(True)
+    same(found, expected)
+    assert step.replays >= 7 and step.captures == 2, step.in_python
+
+
 def test_the_user_may_change_what_is_carried(step_twins):
     """By a write, by another tensor, by one with another shape, by something else."""
 
@@ -193,10 +200,7 @@ def test_the_user_may_change_what_is_carried(step_twins):
 
         return train(step_twins, make, graphed, between, calls=16)
 
-    expected, _ = run(False)
-    found, step = run(True)
-    same(found, expected)
-    assert step.replays >= 7 and step.captures == 2, step.in_python
+    is_captured_anew_once(run)
 
 
 def appended(model):
@@ -230,10 +234,7 @@ def test_lists_that_grow(step_twins):
 
         return train(step_twins, make, graphed, between, calls=12)
 
-    expected, _ = run(False)
-    found, step = run(True)
-    same(found, expected)
-    assert step.replays >= 7 and step.captures == 2, step.in_python
+    is_captured_anew_once(run)
 
 
 def appends_a_history(model):

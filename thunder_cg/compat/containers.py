@@ -69,8 +69,8 @@ _wrap = interpreter.wrap
 _wrapped = general_jit_callbacks[INTERPRETER_CALLBACKS.WRAP_CALLBACK]
 
 
-def _register(name: str, check: Callable[[Any, Any], None]) -> Any:
-    return _executor.register_operator(name, meta=lambda container, expected: None, fn=check, tags=(OpTags.DONT_DCE,))
+def _register(name: str, check: Callable[..., None]) -> Any:
+    return _executor.register_operator(name, meta=lambda *args: None, fn=check, tags=(OpTags.DONT_DCE,))
 
 
 def _check_length(container: Any, length: int) -> None:
@@ -162,13 +162,9 @@ check_items = _register("check_items", _check_items)
 CHECK_CONSTANT = "check_constant"
 check_constant = _register(CHECK_CONSTANT, _check_constant)
 check_kind = _register("check_kind", _check_kind)
-check_has = _executor.register_operator(
-    "check_has", meta=lambda value, name, has: None, fn=_check_has, tags=(OpTags.DONT_DCE,)
-)
+check_has = _register("check_has", _check_has)
 CHECK_GROUP = "check_group"
-check_group = _executor.register_operator(
-    CHECK_GROUP, meta=lambda group: None, fn=_check_group, tags=(OpTags.DONT_DCE,)
-)
+check_group = _register(CHECK_GROUP, _check_group)
 _CHECKS = (check_length, check_keys, check_items)
 CHECKS_OF_CONTAINERS = frozenset(each.name for each in _CHECKS)
 

@@ -345,5 +345,9 @@ def _line(frame: types.FrameType | None, with_code: bool = False) -> str:
     if frame is None:
         return ""
     file, line = frame.f_code.co_filename, frame.f_lineno
-    code = f" ({linecache.getline(file, line).strip()})" * with_code
-    return f", at {os.path.basename(file)}:{line}{code}"
+    return f", at {line_with_code(file, line) if with_code else f'{os.path.basename(file)}:{line}'}"
+
+
+def line_with_code(file: str, line: int) -> str:
+    """``"train.py:31 (loss.backward())"``."""
+    return f"{os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()})"

@@ -5,7 +5,6 @@ Each fix works if it is followed: tests/step/test_fixes.py follows them.
 
 from __future__ import annotations
 
-import linecache
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
@@ -22,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import tensors_in
+from thunder_cg.step.calls import line_with_code
 from thunder_cg.step.reads import is_constant, is_installed
 from thunder_cg.step.state import Facts, Same, difference
 
@@ -133,12 +133,8 @@ def where(error: BaseException) -> str:
     if not users:
         return end
     others = [each for each in lines[users[-1] + 1 :] if os.path.isfile(each[0]) and not is_constant(each[0])]
-    package = f", in {_shown(*others[-1])}" if others else ""  # whose line would have to change
-    return f", at {_shown(*lines[users[-1]])}{package}{end}"
-
-
-def _shown(file: str, line: int) -> str:
-    return f"{os.path.basename(file)}:{line} ({linecache.getline(file, line).strip()})"
+    package = f", in {line_with_code(*others[-1])}" if others else ""  # whose line would have to change
+    return f", at {line_with_code(*lines[users[-1]])}{package}{end}"
 
 
 def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:

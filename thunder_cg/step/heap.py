@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 import types
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection
 from itertools import compress
 from typing import Any
 
@@ -46,9 +46,8 @@ def known_functions(codes: Collection[types.CodeType]) -> list[types.FunctionTyp
     return [function for function in _with_frozen(found, {types.FunctionType}) if function.__code__ in codes]
 
 
-def _with_frozen(found: Iterable[Any], kinds: Collection[type]) -> list[Any]:
+def _with_frozen(found: list[Any], kinds: Collection[type]) -> list[Any]:
     """What was found and is of these types, and what is frozen of them."""
-    found = [*found]
     if not any(each is _frozen.marker for each in found):
         _look_into_frozen()
     frozen = (reference() for kind in kinds for reference in _frozen.objects.get(kind, ()))
@@ -67,8 +66,8 @@ def _look_into_frozen() -> None:
     _frozen.marker = _Marker([object()])
 
 
-def _of(kinds: Collection[type], objects: list[Any]) -> Iterator[Any]:
-    return compress(objects, map(kinds.__contains__, map(type, objects)))  # a million, maybe, so no loop in Python
+def _of(kinds: Collection[type], objects: list[Any]) -> list[Any]:
+    return [*compress(objects, map(kinds.__contains__, map(type, objects)))]  # a million, maybe, so no loop in Python
 
 
 def _kinds_of_tensors() -> set[type]:

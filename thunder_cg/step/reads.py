@@ -37,7 +37,14 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg.compat.torch import dictionary_of, function_before_dynamo, is_compiled_by_dynamo, module_dictionaries
+from thunder_cg.compat.lines import is_torchs
+from thunder_cg.compat.torch import (
+    IS_PROFILING,
+    dictionary_of,
+    function_before_dynamo,
+    is_compiled_by_dynamo,
+    module_dictionaries,
+)
 
 
 def _folders_of_packages() -> list[str]:
@@ -65,7 +72,6 @@ _CONSTANT_PACKAGES = {
     *("torch", "cuda", "functorch", "mpmath", "networkx", "numpy", "opt_einsum", "sympy", "torchgen", "triton"),
     *("thunder", "thunder_cg", "nvfuser", "nvfuser_direct", "optree"),
 }
-_OF_TORCH = os.path.dirname(os.path.abspath(str(torch.__file__))) + os.sep
 _SIMPLE = (bool, int, float, str, type(None), torch.dtype)
 _WITHOUT_SETTINGS = ("torch._dynamo", "torch._inductor", "torch._logging", "torch.autograd.profiler")  # modules
 _METHODS = (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType)
@@ -424,7 +430,7 @@ def _is_computed(owner: Any, name: str) -> bool:
         functions.append(_of_class(owner, "__getattr__"))
     files = [each.__code__.co_filename for each in functions if isinstance(each, types.FunctionType)]
     is_module = isinstance(owner, nn.Module) and member is None  # whose own lookup changes nothing
-    return any(not is_installed(file) or (file.startswith(_OF_TORCH) and not is_module) for file in files)
+    return any(not is_installed(file) or (is_torchs(file) and not is_module) for file in files)
 
 
 def _bound_property(get: Callable[[], Any], name: str) -> Any:
@@ -447,7 +453,7 @@ def settings_in(
             continue
         for chain in chains(code):
             name = (chain.attributes or (chain.name,))[-1]
-            if name.isupper() or name == "_is_profiler_enabled":
+            if name.isupper() or name == IS_PROFILING:
                 continue  # a constant, or what no result depends on
             module = _imported(chain.name, variables) if chain.scope == "import" else None
             if chain.scope == "global" and chain.name in variables:

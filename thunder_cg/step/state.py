@@ -781,9 +781,12 @@ class StepState:
 
     def _facts_of_lists(self) -> Facts:
         """See Note [Lists that grow] in reads.py. Where names lead to the same list is a fact."""
-        lists = self.lists()
-        firsts = [lists.get(id(read.get()), (None,))[0] for read in self._growing]
-        return {f"the list {read.label}": first and first.label for read, first in zip(self._growing, firsts)}
+        facts: Facts = {}
+        names: dict[int, str] = {}  # by identity, the first
+        for read in self._growing:
+            is_list = type(value := read.get()) is list
+            facts[f"the list {read.label}"] = names.setdefault(id(value), read.label) if is_list else None
+        return facts
 
     def snapshot(self) -> Snapshot:
         """All that the step may change of it."""
