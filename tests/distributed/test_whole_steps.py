@@ -315,6 +315,14 @@ def _send(gradient: torch.Tensor, group: Any) -> None:
         dist.recv(gradient, 0)
 
 
+def _wait_for_another(gradient: torch.Tensor, group: Any) -> None:
+    """Two collectives, and two waits for one of them."""
+    dist.all_reduce(gradient.clone(), group=group, async_op=True)
+    work = dist.all_reduce(gradient, group=group, async_op=True)
+    work.wait()
+    work.wait()
+
+
 def _data_parallel(model: Any, group: Any) -> Callable[..., Any]:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -374,7 +382,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "point to point": _with(_send),
     "functional": _with(lambda gradient, group: gradient.copy_(functional.all_reduce(gradient, "sum", group))),
     "barrier": _with(lambda gradient, group: dist.barrier(group)),
-    "not waited for": _with(lambda gradient, group: dist.all_reduce(gradient.clone(), group=group, async_op=True)),
+    "not waited for": _with(_wait_for_another),
     "a method": _with(lambda gradient, group: group.allreduce([gradient]).wait()),
     "DistributedDataParallel": _data_parallel,
     "kept eager": _kept_eager,

@@ -24,6 +24,7 @@ __all__ = [
     "DistributedDataParallel",
     "ProcessGroup",
     "Store",
+    "Work",
     "before_shutdown",
     "begun",
     "capture_problem",
@@ -126,25 +127,31 @@ _CALLS_OF_OPERATORS = (torch._ops.OpOverload.__call__.__code__, torch._ops.OpOve
 
 @contextmanager
 def told_of_collectives(
-    begins: Callable[[str, FrameType, tuple[Any, ...]], None], waits: Callable[[FrameType], None]
+    begins: Callable[[str, FrameType, tuple[Any, ...]], None],
+    has_begun: Callable[[Work, FrameType], None],
+    waits: Callable[[Work], None],
 ) -> Iterator[None]:
-    """Inside, on all threads, the arguments are called before a group communicates, and before somebody waits for it.
+    """Inside, on all threads, the arguments are called when a group communicates, and before somebody waits for it.
 
     A profiler of Python is told of such methods, which are C++, before Python 3.12 only.
 
     Args:
-        begins: gets the name of the group's method, the frame that calls it, and the method's arguments.
-        waits: gets the frame.
+        begins: gets the name of the group's method, the frame that calls it, and the method's arguments, before it.
+        has_begun: gets what the method returns, if that is to be waited for, and the frame.
+        waits: gets the work that is waited for.
     """
 
     def told(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            frame = sys._getframe(1)
             if name == "wait":
-                waits(frame)
-            else:
-                begins(name, frame, (*args, *kwargs.values()))
-            return original(self, *args, **kwargs)
+                waits(self)
+                return original(self, *args, **kwargs)
+            frame = sys._getframe(1)
+            begins(name, frame, (*args, *kwargs.values()))
+            work = original(self, *args, **kwargs)
+            if isinstance(work, Work):
+                has_begun(work, frame)
+            return work
 
         return method
 

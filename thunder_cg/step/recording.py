@@ -267,9 +267,8 @@ class _Body:
                 result = self._batch.call(self._fn, self._buffers)
         finally:
             self._calls.end()
-        if self._calls.waits < len(self._calls.begun):  # on a GPU, its memory would be used again while it runs
-            problem = f"a collective is not waited for in the step{self._calls.begun[-1]}"
-            raise CaptureRefused(f"{problem}; call wait() of what it returns")
+        for _, line in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
+            raise CaptureRefused(f"a collective is not waited for in the step{line}; call wait() of what it returns")
         leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
