@@ -565,6 +565,19 @@ def is_known_view(function: Any) -> bool:
     return symbol in _syms_returning_views or symbol in _syms_that_may_return_views
 
 
+def run_without_gradients() -> None:
+    """Has Thunder run tensor parallelism where nothing needs a gradient, as it does in training. Thunder 0.2.6 raises."""
+
+    def forward(differentiated: Callable[..., Any], tensor: TensorProxy, *args: Any) -> TensorProxy:
+        result, _ = differentiated(tensor, *args)
+        return prims.shallow_copy(result) if result is tensor else result
+
+    for each in (_Communication.SYNCHRONIZE_TENSOR_PARALLEL_INPUT, _Communication.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT):
+        if each not in _torch_executor.implmap:
+            differentiated = partial(forward, augmented_forward_impls[each])
+            _torch_executor.register_implementation(each, execution_transform=differentiated)
+
+
 def register_function(
     executor: OperatorExecutor, id_: str, function: Callable[..., Any], *, differentiable: bool = True
 ) -> Symbol:
