@@ -566,7 +566,7 @@ def is_known_view(function: Any) -> bool:
 
 
 def run_without_gradients() -> None:
-    """Has Thunder run tensor parallelism where nothing needs a gradient, as it does in training. Thunder 0.2.6 raises."""
+    """Has Thunder (0.2.6) run tensor parallelism also where nothing needs a gradient: it raises there."""
 
     def forward(differentiated: Callable[..., Any], tensor: TensorProxy, *args: Any) -> TensorProxy:
         result, _ = differentiated(tensor, *args)
