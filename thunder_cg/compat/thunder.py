@@ -89,6 +89,8 @@ from thunder.torch import (
     backward_adaptor,
     meta_adaptor,
     sum as torch_sum,
+    to as torch_to,
+    where as torch_where,
 )
 from torch.utils import _pytree as torch_pytree
 
