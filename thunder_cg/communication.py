@@ -373,4 +373,5 @@ def install() -> None:
         compat.trace_as(function, ours if thunders is None else partial(_with_graphs, ours, thunders))
     for function in (*_INSTEAD, *_UNTRACED):
         compat.trace_as(function, partial(_is_not_traced, function))
+    compat.run_without_gradients()
     compat.trace_as(distributed.wrap_functional, lambda tensor: tensor)  # into a tensor that waits when it is used

@@ -47,3 +47,26 @@ def test_no_sync(ranks: Ranks, builder: str) -> None:
     for differing, traces in ranks.run(same_bits, builder, 4, 3):
         assert not differing
         assert all(trace["replays"] and min(trace["replays"]) >= 3 for trace in traces)
+
+
+def without_gradients(builder: str):
+    import parallel
+    import torch
+
+    uncaptured, compiled = (parallel.BUILDERS[builder](*graphs) for graphs in ([], [parallel.transform()]))
+    whole, differing = parallel.model(), 0
+    for step in range(4):
+        tokens = parallel.tokens(step, shared=True)
+        with torch.inference_mode(step > 1), torch.no_grad():  # each has a compilation of its own
+            ours = compiled(tokens)
+            differing += not torch.equal(ours, uncaptured(tokens))
+            torch.testing.assert_close(ours, whole(tokens))
+    return differing, [trace["replays"] for trace in parallel.summary(compiled)]
+
+
+@pytest.mark.parametrize("builder", ["ddp", "fsdp zero2", "tensor parallel"])
+def test_without_gradients(ranks: Ranks, builder: str) -> None:
+    """Thunder 0.2.6 alone has no tensor parallelism there."""
+    for differing, replays in ranks.run(without_gradients, builder):
+        assert not differing
+        assert replays and all(replays)

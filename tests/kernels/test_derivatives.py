@@ -182,16 +182,18 @@ def test_which_losses_are_ours(device):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_by_cudnn(is_causal):
+@pytest.mark.parametrize("masked", ["not", "causal", "bools"])
+def test_attention_by_cudnn(masked):
     torch.manual_seed(0)
     shape = 2, 4, 128, 64
     leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
-    if torch._fused_sdp_choice(*leaves, None, 0.0, is_causal) != 3:
+    mask = torch.ones(2, 1, 128, 128, device="cuda", dtype=torch.bool).tril(3) if masked == "bools" else None
+    if torch._fused_sdp_choice(*leaves, mask, 0.0, masked == "causal") != 3:
         pytest.skip("PyTorch would not choose cuDNN here")
 
-    def fn(q, k, v):
-        return F.scaled_dot_product_attention(q, k.transpose(2, 3).contiguous().transpose(2, 3), v, is_causal=is_causal)
+    def fn(q, k, v, mask):
+        k = k.transpose(2, 3).contiguous().transpose(2, 3)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=masked == "causal")
 
     transforms = [thunder_cg.cudagraph_transform()]
     plain, captured = (thunder.jit(fn, executors=thunder_cg.executors(), transforms=each) for each in ([], transforms))
@@ -199,7 +201,7 @@ def test_attention_by_cudnn(is_causal):
     for _ in range(4):
         results = []
         for each in (fn, plain, captured):
-            y = each(*leaves)
+            y = each(*leaves, mask)
             results.append([y.detach(), *torch.autograd.grad(y, leaves, gradient)])
         same(results[1][0], results[2][0])
         for a, b, c in zip(*results):
@@ -208,16 +210,52 @@ def test_attention_by_cudnn(is_causal):
     names = [op.name for program in programs(captured) for op in program.ops.ops]
     assert any("cudnn_attention_forward" in n for n in names) and any("cudnn_attention_backward" in n for n in names)
     with torch.no_grad():
-        close(captured(*leaves), fn(*leaves))
+        close(captured(*leaves, mask), fn(*leaves, mask))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
+def test_a_decode_step_by_cudnn(dtype):
+    """One query, and a mask that says how many keys there are."""
+    q, k, v = (torch.randn(2, 4, n, 64, device="cuda", dtype=torch.bfloat16) for n in (1, 512, 512))
+    seen = (torch.arange(512, device="cuda") <= 300).view(1, 1, 1, -1)
+    mask = seen if dtype is torch.bool else torch.where(seen, 0.0, float("-inf")).to(dtype)
+    if torch._fused_sdp_choice(q, k, v, mask) != 3:
+        pytest.skip("PyTorch would not choose cuDNN here")
+    captured = thunder.jit(
+        F.scaled_dot_product_attention, executors=thunder_cg.executors(), transforms=[thunder_cg.cudagraph_transform()]
+    )
+    with torch.no_grad():
+        for _ in range(4):
+            close(captured(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask))
+    assert any("cudnn_attention" in op.name for program in programs(captured) for op in program.ops.ops)
+
+
+def test_masks_for_cudnn(monkeypatch):
+    """On a CPU, with PyTorch's own attention in the place of cuDNN's."""
+    q, k, v = (torch.randn(2, 2, n, 8) for n in (1, 6, 6))
+    seen = (torch.arange(6) <= 3).view(1, 1, 1, -1)
+    fused = F.scaled_dot_product_attention
+    monkeypatch.setattr(attention, "cudnn_attention", lambda q, k, v, bias, *args, **kw: (fused(q, k, v, bias), None))
+    monkeypatch.setattr(attention, "chooses_cudnn_attention", lambda *args: True)
+    compiled = thunder.jit(fused, executors=[attention.executor])
+    for mask in (seen, torch.where(seen, 0.0, float("-inf"))):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(q, k, v, mask), fused(q, k, v, mask))
+        assert "cudnn_attention(" in str(thunder.last_traces(compiled)[-1])
+    leaves = [each.requires_grad_() for each in (q, k, v)]
+    compiled(*leaves, mask.requires_grad_())
+    assert "cudnn" not in str(thunder.last_traces(compiled)[-1])  # it has no derivative of the mask
 
 
 def test_a_trace_for_a_gpu_that_is_not_here():
     """As `plan` makes it on a machine without one; and where fake tensors are made."""
     layouts = [((2, 4, 8, 64), torch.bfloat16)] * 3
     with FakeTensorMode(), torch.inference_mode():
-        assert not chooses_cudnn_attention(torch.device("cpu"), layouts, True, None)
+        assert not chooses_cudnn_attention(torch.device("cpu"), layouts, True, None, True)
     if not torch.cuda.is_available():
-        assert not chooses_cudnn_attention(torch.device("cuda", 0), layouts, True, None)
+        assert not chooses_cudnn_attention(torch.device("cuda", 0), layouts, True, None, True)
 
 
 def test_what_cudnn_gets_is_compact():

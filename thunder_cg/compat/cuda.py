@@ -270,12 +270,16 @@ def is_of_capture(event: torch.cuda.Event) -> bool:
 
 
 def chooses_cudnn_attention(
-    device: torch.device, layouts: Sequence[tuple[Sequence[int], torch.dtype]], is_causal: bool, scale: float | None
+    device: torch.device,
+    layouts: Sequence[tuple[Sequence[int], torch.dtype]],
+    is_causal: bool,
+    scale: float | None,
+    trains: bool,
 ) -> bool:
-    """Whether PyTorch would have cuDNN compute attention, and its derivative, for query, key and value like these.
+    """Whether PyTorch would have cuDNN compute attention, and its derivative if it trains, for tensors like these.
 
     Args:
-        layouts: of the three, the sizes and the type.
+        layouts: of query, key, value, and of the mask if there is one: the sizes and the type.
     """
     if device.type == "cuda" and not torch.cuda.is_available():  # a trace for another machine
         return False
@@ -284,7 +288,9 @@ def chooses_cudnn_attention(
         for size, dtype in layouts:
             storage = storage_at(0, device, math.prod(size) * dtype.itemsize)
             strides = torch.empty(tuple(size), device="meta").stride()
-            tensor = torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(size), strides)
-            inputs.append(tensor.requires_grad_())
+            inputs.append(torch.empty(0, dtype=dtype, device=device).set_(storage, 0, tuple(size), strides))
+        query, key, value = (each.requires_grad_(trains) for each in inputs[:3])
         choose: Any = torch._fused_sdp_choice  # its stub lacks arguments
-        return bool(choose(*inputs, None, 0.0, is_causal, scale=scale) == SDPBackend.CUDNN_ATTENTION.value)
+        mask = inputs[3] if len(inputs) > 3 else None
+        choice = choose(query, key, value, mask, 0.0, is_causal, scale=scale)
+        return bool(choice == SDPBackend.CUDNN_ATTENTION.value)

@@ -89,6 +89,8 @@ from thunder.torch import (
     backward_adaptor,
     meta_adaptor,
     sum as torch_sum,
+    to as torch_to,
+    where as torch_where,
 )
 from torch.utils import _pytree as torch_pytree
 
@@ -563,6 +565,19 @@ def is_known_view(function: Any) -> bool:
     """Whether Thunder knows that the function of PyTorch's may return a view of its argument."""
     symbol = _torch_to_thunder_function_map.get(function)
     return symbol in _syms_returning_views or symbol in _syms_that_may_return_views
+
+
+def run_without_gradients() -> None:
+    """Has Thunder (0.2.6) run tensor parallelism also where nothing needs a gradient: it raises there."""
+
+    def forward(differentiated: Callable[..., Any], tensor: TensorProxy, *args: Any) -> TensorProxy:
+        result, _ = differentiated(tensor, *args)
+        return prims.shallow_copy(result) if result is tensor else result
+
+    for each in (_Communication.SYNCHRONIZE_TENSOR_PARALLEL_INPUT, _Communication.SYNCHRONIZE_TENSOR_PARALLEL_OUTPUT):
+        if each not in _torch_executor.implmap:
+            differentiated = partial(forward, augmented_forward_impls[each])
+            _torch_executor.register_implementation(each, execution_transform=differentiated)
 
 
 def register_function(

@@ -19,13 +19,13 @@ executor = compat.OperatorExecutor("cudnn_attention")
 compat.register_executor(executor)
 
 
-def _meta(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None) -> Any:
+def _meta(query: Any, key: Any, value: Any, bias: Any, is_causal: bool, scale: float | None) -> Any:
     return compat.TensorProxy(like=query, shape=(*query.shape[:-1], value.shape[-1]))
 
 
-def _forward_meta(query: Any, key: Any, value: Any, is_causal: bool, scale: float | None) -> Any:
+def _forward_meta(query: Any, key: Any, value: Any, bias: Any, is_causal: bool, scale: float | None) -> Any:
     shape, dtype = (*query.shape[:-1], 1), compat.get_computation_dtype(query.dtype)
-    return _meta(query, key, value, is_causal, scale), compat.TensorProxy(like=query, shape=shape, dtype=dtype)
+    return _meta(query, key, value, bias, is_causal, scale), compat.TensorProxy(like=query, shape=shape, dtype=dtype)
 
 
 def _compact(tensor: Tensor) -> Tensor:
@@ -34,19 +34,29 @@ def _compact(tensor: Tensor) -> Tensor:
 
 
 def _run(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, with_logsumexp: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    with_logsumexp: bool,
 ) -> tuple[Tensor, Tensor]:
     inputs = map(_compact, (query, key, value))
-    result, logsumexp, *_ = cudnn_attention(*inputs, None, with_logsumexp, 0.0, is_causal, False, scale=scale)
+    result, logsumexp, *_ = cudnn_attention(*inputs, bias, with_logsumexp, 0.0, is_causal, False, scale=scale)
     return result, logsumexp
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    return _run(query, key, value, is_causal, scale, True)
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    return _run(query, key, value, bias, is_causal, scale, True)
 
 
-def _infer(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None) -> Tensor:
-    return _run(query, key, value, is_causal, scale, False)[0]
+def _infer(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, is_causal: bool, scale: float | None
+) -> Tensor:
+    return _run(query, key, value, bias, is_causal, scale, False)[0]
 
 
 def _backward(
@@ -56,6 +66,7 @@ def _backward(
     value: Tensor,
     result: Tensor,
     logsumexp: Tensor,
+    bias: Tensor | None,
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +74,7 @@ def _backward(
     unused = torch.empty((), dtype=torch.int64, device=query.device)  # the seed and the offset of a dropout
     lengths = query.shape[2], key.shape[2]
     gradients: tuple[Tensor, Tensor, Tensor] = cudnn_attention_backward(
-        gradient, *inputs, result, logsumexp, unused, unused, None, None, None, *lengths, 0.0, is_causal, scale=scale
+        gradient, *inputs, result, logsumexp, unused, unused, bias, None, None, *lengths, 0.0, is_causal, scale=scale
     )
     return gradients
 
@@ -84,11 +95,14 @@ def _attention(
     scale: float | None = None,
     derives: bool,
 ) -> Any:
+    bias = attn_mask
+    if bias is not None and compat.to_torch_dtype(bias.dtype) == torch.bool:  # one for all layers that have one mask
+        bias = compat.torch_to(compat.torch_where(bias, 0.0, float("-inf")), query.dtype)
     if not derives:
-        return infer(query, key, value, is_causal, scale)
-    result, logsumexp = forward(query, key, value, is_causal, scale)
+        return infer(query, key, value, bias, is_causal, scale)
+    result, logsumexp = forward(query, key, value, bias, is_causal, scale)
     gradient = compat.prims.get_grad(result)
-    gradients = backward(gradient, query, key, value, result, logsumexp, is_causal, scale)
+    gradients = backward(gradient, query, key, value, result, logsumexp, bias, is_causal, scale)
     for argument, of_argument in zip((query, key, value), gradients):
         compat.prims.put_grad(argument, of_argument)
     return result
@@ -97,16 +111,18 @@ def _attention(
 def _is_for_cudnn(
     *, query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: float, is_causal: bool, scale: float | None
 ) -> bool:
-    """Whether PyTorch would have cuDNN compute it, without a mask and dropout."""
+    """Whether PyTorch would have cuDNN compute it, without dropout and a derivative of the mask."""
     inputs = (query, key, value)
-    if (
-        attn_mask is not None
-        or dropout_p != 0.0
-        or any(each.device.type != "cuda" or each.ndim != 4 for each in inputs)
-    ):
+    trains = compat.get_compile_data().is_grad_enabled
+    if dropout_p != 0.0 or any(each.ndim != 4 for each in inputs):
         return False
     layouts = [(each.shape, compat.to_torch_dtype(each.dtype)) for each in inputs]
-    return chooses_cudnn_attention(compat.to_torch_device(query.device), layouts, bool(is_causal), scale)
+    if attn_mask is not None:
+        layouts.append((attn_mask.shape, compat.to_torch_dtype(attn_mask.dtype)))
+        types = (torch.bool,) if trains else (torch.bool, layouts[0][1])  # a boolean has no derivative
+        if layouts[-1][1] not in types or attn_mask.device != query.device:
+            return False
+    return chooses_cudnn_attention(compat.to_torch_device(query.device), layouts, bool(is_causal), scale, trains)
 
 
 register(executor, F.scaled_dot_product_attention, _attention, _is_for_cudnn)

@@ -88,8 +88,8 @@ def _step(
         return loss.detach()
 
     def infer() -> Any:
-        with torch.set_grad_enabled(compiled is not None):  # Thunder 0.2.6 has no tensor parallelism under no_grad
-            return call(*subject.inputs).detach()
+        with torch.no_grad():
+            return call(*subject.inputs)
 
     return RankStep(train if subject.case.trains else infer, parameters, compiled)
 
