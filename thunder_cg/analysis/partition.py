@@ -93,22 +93,22 @@ def _parted(ops: Ops, plan: Plan) -> dict[int, Verdict]:
     parted: dict[int, Verdict] = {}
     for mine in of_future.values():
         if len(mine) < 2 or len({step_of[i] for i in mine}) > 1:
-            reason, detail, fix = _why_apart([plan.verdicts[op] for op in mine])
-            changed = {"capture": False, "reason": reason, "detail": detail, "fix": fix}
-            parted |= {op: replace(plan.verdicts[op], **changed) for op in mine if plan.verdicts[op].capture}
+            both = [plan.verdicts[op] for op in mine]
+            parted |= {op: _apart(plan.verdicts[op], both) for op in mine if plan.verdicts[op].capture}
     return parted
 
 
-def _why_apart(verdicts: Sequence[Verdict]) -> tuple[Reason, str, str]:
-    """Why no graph holds a collective and its wait, given the verdicts of both, or of one that is alone."""
-    if (eager := next((each for each in verdicts if not each.capture), None)) is not None:
+def _apart(verdict: Verdict, both: Sequence[Verdict]) -> Verdict:
+    """The verdict that leaves it eager, given those of a collective and its wait, or of one that is alone."""
+    if (eager := next((each for each in both if not each.capture), None)) is not None:
         detail = f"a collective and its wait are captured together, and the other one is eager: {eager.detail}"
-        return eager.reason, detail, eager.fix
-    if len(verdicts) < 2:
-        detail = "nothing in the trace waits for the collective, and its memory would be used again while it runs"
-        return Reason.COLLECTIVE, detail, "wait for it in what is compiled"
+        return replace(verdict, capture=False, reason=eager.reason, detail=detail, fix=eager.fix)
     detail = "the collective and its wait are not in one region, and a graph cannot wait for work from outside"
-    return Reason.COLLECTIVE, detail, "allow or remove the eager operators between them"
+    fix = "allow or remove the eager operators between them"
+    if len(both) < 2:
+        detail = "nothing in the trace waits for the collective, and its memory would be used again while it runs"
+        fix = "wait for it in what is compiled"
+    return replace(verdict, capture=False, reason=Reason.COLLECTIVE, detail=detail, fix=fix)
 
 
 def _partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan:
