@@ -16,7 +16,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import Ranks
-from test_ranks_differ import Watched
+from test_ranks_differ import Watched, store_operations
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
@@ -247,6 +248,18 @@ def test_ranks_that_differ(ranks: Ranks, what: str, replays: tuple[int, int]) ->
         assert any("rank 1 does not capture it: a torch dispatch" in reason for reason in reasons)
     if what == "uneven batches":
         assert any("rank 0 did not answer within 0." in reason for reason in reasons)
+
+
+def store_operations_of_a_step(batches: Sequence[int]) -> list[Counter[str]]:
+    import parallel
+
+    return store_operations(graphed(step_of_own(parallel.model())), batches)
+
+
+def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
+    """The third call captures. Replays ask nothing of a store."""
+    for calls in ranks.run(store_operations_of_a_step, (4,) * 6):
+        assert [each["set"] for each in calls[:3]] == [0, 1, 2] and not any(calls[3:])
 
 
 # Groups that go
