@@ -792,6 +792,16 @@ def test_a_tensor_that_escapes_is_refused(step_twins):
     assert step.captures == 0 and "still held after it" in why(step), why(step)
 
 
+class Tagged(torch.Tensor):
+    """A tensor of another type, as a DTensor is."""
+
+
+def test_a_result_of_another_type_is_refused(step_twins):
+    step, x = step_twins.graphed(lambda x: (x * 2).as_subclass(Tagged)), torch.ones(2, device=step_twins.device)
+    assert {type(step(x)) for _ in range(3)} == {Tagged}
+    assert "a result is a Tagged, not a plain tensor; return a plain one" in why(step)
+
+
 @pytest.mark.parametrize("change", ["memory", "shape", "requires_grad"])
 def test_a_tensor_that_is_left_otherwise_is_refused(step_twins, change):
     def make(model):

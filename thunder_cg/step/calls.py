@@ -39,6 +39,7 @@ import torch
 from thunder_cg.compat.distributed import ProcessGroup, Work, is_torchs_own, told_of_collectives, uncapturable
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater
+from thunder_cg.runtime.tensors import address_if_any
 from thunder_cg.step.attributes import unwatched
 from thunder_cg.step.heap import known_functions
 from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed
@@ -80,6 +81,7 @@ class Calls:
         groups: that they communicate in.
         pending: those that nobody has waited for yet, by identity, and where they are called.
         communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
+        written: addresses of storages that they write to, and where they are called. No version counts such a write.
         looks_up_unseen: whether something ran that looks attributes up in another way than Python's: what Dynamo has
             compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
@@ -112,6 +114,7 @@ class Calls:
         self.groups: dict[ProcessGroup, None] = {}
         self.pending: dict[int, tuple[Work, str]] = {}
         self.communicated: dict[int, str] = {}
+        self.written: dict[int, str] = {}
 
     def watch(self) -> None:
         """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else."""
@@ -195,8 +198,9 @@ class Calls:
             self.groups[group] = None
         else:
             problem = f"it calls a method of a process group itself{_line(frame)}"
-            self.objection = f"{problem}; call the function of torch.distributed"
+            self.objection = self.objection or f"{problem}; call the function of torch.distributed"
         self.communicated |= {tensor.data_ptr(): method for tensor in tensors_in(args) if has_storage(tensor)}
+        self.written |= dict.fromkeys(map(address_if_any, tensors_in(args[:1])), _line(frame))  # its first argument
 
     def _refuse_uncompared(self, frame: types.FrameType, name: str) -> None:
         problem = f"what {name}() gives is not compared before a replay{_line(frame)}"
