@@ -30,6 +30,7 @@ from test_ranks_differ import Watched, store_operations
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,7 +86,8 @@ def step_of_own(model: Any, group: Any = None) -> Callable[..., Any]:
 
 
 def state_of(model: Any) -> list[torch.Tensor]:
-    return [t.detach().clone() for p in model.parameters() for t in (p, p.grad)]
+    tensors = [t for p in model.parameters() for t in (p, p.grad)]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
 
 
 # Each kind of parallelism
@@ -342,18 +344,27 @@ def _wait_for_others(gradient: torch.Tensor, group: Any) -> None:
     (dist.monitored_barrier if gradient.device.type == "cpu" else dist.barrier)(group)
 
 
-def _data_parallel(model: Any, group: Any) -> Callable[..., Any]:
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+def _wrapped_by(wrap: Callable[[Any], Any]) -> Callable[..., Any]:
+    def made(model: Any, group: Any) -> Callable[..., Any]:
+        wrapped = wrap(model)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
 
-    def step(tokens):
-        optimizer.zero_grad()
-        loss = ddp(tokens).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
+        def step(tokens):
+            optimizer.zero_grad()
+            loss = wrapped(tokens).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
 
-    return step
+        return step
+
+    return made
+
+
+def _sharded_by_torch(model: Any) -> Any:
+    import parallel
+
+    return FullyShardedDataParallel(model, device_id=parallel.device())
 
 
 def _reduces_an_argument(model: Any, group: Any) -> Callable[..., Any]:
@@ -414,7 +425,9 @@ STEPS: dict[str, Callable[..., Any]] = {
     "barrier": _with(_wait_for_others),
     "not waited for": _with(_wait_for_another),
     "a method": _with(lambda gradient, group: group.allreduce([gradient]).wait()),
-    "DistributedDataParallel": _data_parallel,
+    "DistributedDataParallel": _wrapped_by(DistributedDataParallel),
+    "FullyShardedDataParallel": _wrapped_by(_sharded_by_torch),
+    "fully_shard": _wrapped_by(fully_shard),
     "kept eager": _kept_eager,
     "unknown origin": _hidden,
 }
@@ -425,6 +438,8 @@ REASONS = {
     "not waited for": r"a collective is not waited for in the step, at .*; call wait\(\) of what it returns",
     "DistributedDataParallel": r"DistributedDataParallel counts gradients in C\+\+.*; take thunder.distributed.ddp",
     "kept eager": r'was compiled with capture_collectives="never"; compile it without that option',
+    "FullyShardedDataParallel": r"PyTorch's FSDP gives parameters other memory in .*; take thunder.distributed.fsdp",
+    "fully_shard": r"PyTorch's FSDP gives parameters other memory in each step, .*; take thunder.distributed.fsdp",
     "functional": r"it calls _c10d_functional.all_reduce, a functional collective.*; call that of torch.distributed",
     "point to point": r"it communicates from point to point \((send|recv)\), at .*; do that outside of the step",
     "objects": r"it communicates objects of Python \(broadcast_object_list\), at .*; do that outside of the step",

@@ -20,8 +20,6 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _get_process
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
-    "DDP",
-    "DistributedDataParallel",
     "ProcessGroup",
     "Store",
     "Work",
@@ -46,6 +44,7 @@ __all__ = [
     "uncapturable",
     "wait",
     "wait_tensor",
+    "why_not_in_step",
     "wrap_functional",
 ]
 
@@ -105,9 +104,13 @@ def progress(group: ProcessGroup) -> dict[str, int]:
 
 
 # Why no graph of a whole step holds that, and the fix.
-DDP = (
+_DDP = (
     "DistributedDataParallel counts gradients in C++ as they come, and a capture that fails would leave it in between",
     "take thunder.distributed.ddp instead of it",
+)
+_FSDP = (
+    "PyTorch's FSDP gives parameters other memory in each step, and Python does that",
+    "take thunder.distributed.fsdp instead of it",
 )
 _POINT_TO_POINT = ("recv", "recv_anysource", "send")
 _METHODS = (
@@ -180,13 +183,21 @@ def uncapturable(frame: FrameType, method: str | None = None) -> tuple[str, str]
     if method in _POINT_TO_POINT:
         return f"it communicates from point to point ({method})", "do that outside of the step"
     if frame.f_code is _OF_DDP:
-        return DDP
+        return _DDP
     if frame.f_code in _OF_OBJECTS:
         problem = f"it communicates objects of Python ({frame.f_code.co_name})"
         return problem, "do that outside of the step, or communicate a tensor"
     if frame.f_code in _CALLS_OF_OPERATORS and str(operator := frame.f_locals["self"]).startswith("_c10d_functional"):
         return f"it calls {operator}, a functional collective", "call that of torch.distributed, or have it compiled"
     return None
+
+
+def why_not_in_step(module: torch.nn.Module) -> tuple[str, str] | None:
+    """Why no graph of a whole step holds a module of this class, and the fix; None if that is no reason."""
+    if isinstance(module, DistributedDataParallel):
+        return _DDP
+    is_fsdp = any(kind.__module__.startswith("torch.distributed.fsdp.") for kind in type(module).__mro__)
+    return _FSDP if is_fsdp else None
 
 
 def is_distributed() -> bool:

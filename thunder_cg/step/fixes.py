@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import tensors_in
+from thunder_cg.runtime.tensors import has_history
 from thunder_cg.step.calls import line_with_code
 from thunder_cg.step.reads import is_constant, is_installed
 from thunder_cg.step.state import Facts, Same, difference
@@ -90,7 +91,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return ""  # it is made in the first step
     if change.startswith("the state of"):
         return f"; {_RANDOM}"
-    if in_step and isinstance(kept := named.get(label), Tensor) and kept.grad_fn is not None:
+    if in_step and isinstance(kept := named.get(label), Tensor) and has_history(kept):
         return "; detach it: a graph keeps no history"
     in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP
     return f"; {in_step_fix if in_step else _BETWEEN}"
