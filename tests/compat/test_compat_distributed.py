@@ -54,16 +54,20 @@ def test_what_a_capture_is_told_of_collectives(group: dist.ProcessGroup) -> None
 
     before = distributed.progress(group)["cpu"]
     works: list[object] = []
-    told = distributed.told_of_collectives(begins, lambda work, frame: works.append(work), works.append)
-    with told:
+
+    def uses(method: str, frame: FrameType, work: object) -> None:
+        works.append(work if method == "wait" else method)
+
+    with distributed.told_of_collectives(begins, lambda work, frame: works.append(work), uses):
         dist.all_reduce(x)
         work = dist.broadcast(x, 0, async_op=True)
         work.wait()
+        work.is_completed()
     assert seen == [("allreduce", True, True, True), ("broadcast", True, True, True)]
     first, waited, *others = works
-    assert first is waited and others == [work, work]
+    assert first is waited and others == [work, work, "is_completed"]
     dist.all_reduce(x)
-    assert len(seen) == 2 and len(works) == 4
+    assert len(seen) == 2 and len(works) == 5
     sys.setprofile(note)
     functional.wait_tensor(functional.all_reduce(x, "sum", group))
     sys.setprofile(None)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -344,6 +345,13 @@ def _wait_for_others(gradient: torch.Tensor, group: Any) -> None:
     (dist.monitored_barrier if gradient.device.type == "cpu" else dist.barrier)(group)
 
 
+def _poll(gradient: torch.Tensor, group: Any) -> None:
+    work = dist.all_reduce(gradient, group=group, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.001)
+    work.wait()
+
+
 def _wrapped_by(wrap: Callable[[Any], Any]) -> Callable[..., Any]:
     def made(model: Any, group: Any) -> Callable[..., Any]:
         wrapped = wrap(model)
@@ -424,6 +432,7 @@ STEPS: dict[str, Callable[..., Any]] = {
     "functional": _with(lambda gradient, group: gradient.copy_(functional.all_reduce(gradient, "sum", group))),
     "barrier": _with(_wait_for_others),
     "not waited for": _with(_wait_for_another),
+    "polled": _with(_poll),
     "a method": _with(lambda gradient, group: group.allreduce([gradient]).wait()),
     "DistributedDataParallel": _wrapped_by(DistributedDataParallel),
     "FullyShardedDataParallel": _wrapped_by(_sharded_by_torch),
@@ -436,6 +445,7 @@ STEPS: dict[str, Callable[..., Any]] = {
 REASONS = {
     "an argument": "a collective writes to an argument of the step, at .*; clone it first",
     "not waited for": r"a collective is not waited for in the step, at .*; call wait\(\) of what it returns",
+    "polled": r"the host asks whether a collective is done, at .*; call wait\(\) of what it returns",
     "DistributedDataParallel": r"DistributedDataParallel counts gradients in C\+\+.*; take thunder.distributed.ddp",
     "kept eager": r'was compiled with capture_collectives="never"; compile it without that option',
     "FullyShardedDataParallel": r"PyTorch's FSDP gives parameters other memory in .*; take thunder.distributed.fsdp",
@@ -450,7 +460,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("what", [*[*REASONS][:4], *(pytest.param(what, marks=nightly) for what in [*REASONS][4:])])
+@pytest.mark.parametrize("what", [*[*REASONS][:5], *(pytest.param(what, marks=nightly) for what in [*REASONS][5:])])
 def test_what_is_not_captured(ranks: Ranks, what: str) -> None:
     for differing, captures, in_python in ranks.run(refused, what):
         assert not differing and not captures

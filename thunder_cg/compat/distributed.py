@@ -119,6 +119,7 @@ _METHODS = (
     *("gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter"),
     *_POINT_TO_POINT,
 )
+_OF_WORK = ("wait", "is_completed")
 _OF_DDP = DistributedDataParallel.forward.__code__
 _OF_OBJECTS = {
     function.__wrapped__.__code__
@@ -132,24 +133,24 @@ _CALLS_OF_OPERATORS = (torch._ops.OpOverload.__call__.__code__, torch._ops.OpOve
 def told_of_collectives(
     begins: Callable[[str, FrameType, tuple[Any, ...]], None],
     has_begun: Callable[[Work, FrameType], None],
-    waits: Callable[[Work], None],
+    uses: Callable[[str, FrameType, Work], None],
 ) -> Iterator[None]:
-    """Inside, on all threads, the arguments are called when a group communicates, and before somebody waits for it.
+    """Inside, on all threads, the arguments are called when a group communicates, and before somebody waits for that.
 
     A profiler of Python is told of such methods, which are C++, before Python 3.12 only.
 
     Args:
         begins: gets the name of the group's method, the frame that calls it, and the method's arguments, before it.
         has_begun: gets what the method returns, if that is to be waited for, and the frame.
-        waits: gets the work that is waited for.
+        uses: gets ``"wait"`` or ``"is_completed"``, the frame, and the work, before that method of the work.
     """
 
     def told(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if name == "wait":
-                waits(self)
-                return original(self, *args, **kwargs)
             frame = sys._getframe(1)
+            if name in _OF_WORK:
+                uses(name, frame, self)
+                return original(self, *args, **kwargs)
             begins(name, frame, (*args, *kwargs.values()))
             work = original(self, *args, **kwargs)
             if isinstance(work, Work):
@@ -159,7 +160,7 @@ def told_of_collectives(
         return method
 
     with ExitStack() as stack:
-        for kind, names in ((ProcessGroup, _METHODS), (Work, ("wait",)), (FakeWork, ("wait",))):
+        for kind, names in ((ProcessGroup, _METHODS), (Work, _OF_WORK), (FakeWork, _OF_WORK)):
             for name in names:
                 if name in vars(kind):
                     stack.callback(setattr, kind, name, vars(kind)[name])

@@ -38,7 +38,7 @@ import torch
 
 from thunder_cg.compat.distributed import ProcessGroup, Work, is_torchs_own, told_of_collectives, uncapturable
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
-from thunder_cg.errors import CaptureLater
+from thunder_cg.errors import CaptureLater, CaptureRefused
 from thunder_cg.runtime.tensors import address_if_any
 from thunder_cg.step.attributes import unwatched
 from thunder_cg.step.heap import known_functions
@@ -177,15 +177,19 @@ class Calls:
 
     def told_of_collectives(self) -> AbstractContextManager[None]:
         """Inside, the collectives of the threads that are watched are noted."""
-        return told_of_collectives(self._note_collective, self._note_work, self._note_wait)
+        return told_of_collectives(self._note_collective, self._note_work, self._note_use)
 
     def _note_work(self, work: Work, frame: types.FrameType) -> None:
         if threading.get_ident() in self._threads:
             self.pending[id(work)] = work, _line(frame)
 
-    def _note_wait(self, work: Work) -> None:
-        if threading.get_ident() in self._threads:
-            self.pending.pop(id(work), None)
+    def _note_use(self, method: str, frame: types.FrameType, work: Work) -> None:
+        if threading.get_ident() not in self._threads:
+            return
+        if method == "is_completed":  # never, in a capture
+            problem = f"the host asks whether a collective is done{_line(frame)}"
+            raise CaptureRefused(f"{problem}; call wait() of what it returns")
+        self.pending.pop(id(work), None)
 
     def _note_collective(self, method: str, frame: types.FrameType, args: tuple[Any, ...]) -> None:
         """Notes what `torch.distributed` calls, which keeps the group in a variable."""
