@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -264,6 +265,37 @@ def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
     """The third call captures. Replays ask nothing of a store."""
     for calls in ranks.run(store_operations_of_a_step, (4,) * 6):
         assert [each["set"] for each in calls[:3]] == [0, 1, 2] and not any(calls[3:])
+
+
+def beside_a_thread() -> tuple[int, int, list[str]]:
+    """Trains without and with graphs, while another thread communicates in another group, as a checkpoint may do."""
+    import parallel
+
+    other, found = dist.new_group(backend="gloo"), []
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        step, values = wrap(step_of_own(model)), []
+        for i in range(8):
+            thread = threading.Thread(target=_communicate, args=(other, 400 if i == 1 else 0))
+            thread.start()
+            values += [step(parallel.tokens(i)).clone(), *state_of(model)]
+            thread.join()
+        found.append(values)
+    return parallel.differing(*found), step.replays, [*step.in_python]
+
+
+def _communicate(group: Any, times: int) -> None:
+    for _ in range(times):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_another_thread_that_communicates(ranks: Ranks) -> None:
+    """What it did during a call in Python keeps the step from being captured only once."""
+    for differing, replays, in_python in ranks.run(beside_a_thread):
+        assert not differing and replays == 4
+        assert any("communicates in other groups than the call before" in reason for reason in in_python) or any(
+            "communicates on the CPU" in reason for reason in in_python
+        )
 
 
 # Groups that go
