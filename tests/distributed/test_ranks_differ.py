@@ -43,6 +43,7 @@ def what_runs(builder: str, what: str, options: dict[str, Any]) -> dict[str, Any
     return {
         "differing": parallel.differing(ours, theirs),
         "failures": [each["failure"] for each in regions if each["failure"]],
+        "fallbacks": [reason for trace in traces for reason in trace["fallbacks"]],
         "replays": sum(each["replays"] for each in regions),
         "regions": len(regions),
         "traces": len(traces),
@@ -158,6 +159,7 @@ def test_what_passes(ranks: Ranks, what: str) -> None:
     for found in ranks.run(what_runs, "ddp", what, {}):
         assert not found["differing"] and not found["failures"], found
         assert found["replays"] >= 2 * (STEPS - 4)
+        assert all(reason.count("tries left") < 2 for reason in found["fallbacks"])  # of one rank
 
 
 def test_a_rank_that_cannot_capture(ranks: Ranks) -> None:

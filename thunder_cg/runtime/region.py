@@ -151,7 +151,7 @@ class RuntimeRegion:
         elif call.mode is Mode.CAPTURE:
             if not self.stays_eager:
                 return self._capture(call, args)
-            self._refuse(call, self._before_capture)
+            self._refuse(call, self._before_capture, str(self.failure))
             self._raise_if_strict(call)
         elif call.mode is Mode.WARMUP and not self.stays_eager:
             return self._warm_up(call, args)
@@ -369,8 +369,7 @@ class RuntimeRegion:
             call.program.count_raised(is_counted=True)
             raise error.__cause__ from None  # type: ignore[misc]
         except Exception as error:
-            self._fail(call, error)
-            self._refuse(call, self._after_capture)
+            self._refuse(call, self._after_capture, self._fail(call, error))
         self._raise_if_strict(call)
         recording.incomplete = True
         try:
@@ -403,13 +402,16 @@ class RuntimeRegion:
         if self.communicates and call.round is not None:
             call.round.ask(stage, subject_of(self.ops, args))
 
-    def _refuse(self, call: Call, stage: str) -> None:
+    def _refuse(self, call: Call, stage: str, problem: str) -> None:
         """Tells the other ranks that this one has failed, if the region communicates."""
         if self.communicates and call.round is not None:
-            call.round.refuse(stage, str(self.failure), may_pass=not self.stays_eager)
+            call.round.refuse(stage, problem, may_pass=not self.stays_eager)
 
-    def _fail(self, call: Call, error: Exception) -> None:
-        """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again."""
+    def _fail(self, call: Call, error: Exception) -> str:
+        """Keeps the reason, and whether to try again: what fails in an operator, or is refused, does so again.
+
+        Returns the reason alone.
+        """
         op = self._failing_op(error)
         text = f"{op.name} {call.program.ops.place(op)}: " if op is not None else ""
         text += sentence(error)
@@ -426,6 +428,7 @@ class RuntimeRegion:
         if isinstance(error, RanksDiffer):
             fix = self._strict_fix = _SAME_CALLS
         self._fix = fix if self.stays_eager else ""
+        return text
 
     def _name_failing_op(self, call: Call, error: Exception) -> None:
         """Notes on an error that goes to the user which op of the region raised it."""
