@@ -139,9 +139,9 @@ class CudagraphTransform(compat.Transform):
         names_operators = self.options.allow or self.options.deny
         self._compiling.before = self._read(computation_trace) if names_operators else None
         wrong = self._wrong_gradients(computation_trace)
-        self._compiling.wrong_gradients = tuple(each for each in wrong if not each.is_of_argument)
+        self._compiling.wrong_gradients = tuple(each for each in wrong if not each.may_leave_no_backward)
         if torch.is_grad_enabled():
-            self._warn_of_wrong_gradients(each for each in wrong if each.is_of_argument)
+            self._warn_of_wrong_gradients(each for each in wrong if each.may_leave_no_backward)
         self._warn_of_what_is_lost(computation_trace, epilogue_trace)
         if not any(map(_changes_prologues, transforms[transforms.index(self) + 1 :])):
             prologue_trace = with_one_check(prologue_trace, self._compiling.static)

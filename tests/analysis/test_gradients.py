@@ -13,6 +13,7 @@ from torch import nn
 from thunder_cg import WrongGradientWarning, cudagraph_transform, thunderfx
 
 OVERWRITTEN, LOST, OTHER = "overwrites in place", "writes in place to memory that another", "has another gradient"
+WITHOUT_GRAD = "writes in place under no_grad"
 NOT_SUMMED = "combines a 0-dim tensor on the CPU"
 
 
@@ -54,6 +55,17 @@ def into_slices(x, z):
     return keys
 
 
+def add_without_gradients(y, x, z):
+    with torch.no_grad():
+        y.add_(1)
+
+
+def clamps_an_argument(x, z):
+    with torch.no_grad():
+        x.clamp_(-0.5, 0.5)
+    return x * z.sum()
+
+
 WRONG = {
     "divides by its sum": (after_sin(lambda y, x, z: y.div_(y.sum(0))), OVERWRITTEN),
     "times what needs it": (after_sin(lambda y, x, z: y.mul_(torch.cos(x))), OVERWRITTEN),
@@ -66,6 +78,8 @@ WRONG = {
     "items, older view": (items_seen_by_a_view, LOST),
     "into zeros": (into_zeros, LOST),
     "into slices": (into_slices, LOST),
+    "no_grad": (after_sin(add_without_gradients), WITHOUT_GRAD),
+    "no_grad, an argument": (clamps_an_argument, WITHOUT_GRAD),
     "minus its mean": (lambda x, z: torch.exp(x - x.mean()) * x, NOT_SUMMED),
     "a function of its sum": (lambda x, z: torch.exp(x) * torch.tanh(x.sum()), NOT_SUMMED),
     "index_put": (lambda x, z: torch.index_put(torch.sin(x), (torch.arange(3),), torch.cat([z, z], 1)), OTHER),
@@ -96,6 +110,13 @@ def without_gradients(y, x, z):
         y[:, :2].add_(1)
 
 
+def keeps_apart(x, z):
+    y = torch.sin(x)
+    with torch.no_grad():
+        copied = y.clone().add_(1)
+    return y * copied.sum()
+
+
 RIGHT = {
     "relu": after_sin(lambda y, x, z: y.relu_()),
     "exp": after_sin(lambda y, x, z: y.exp_()),
@@ -103,6 +124,7 @@ RIGHT = {
     "masked_fill": after_sin(lambda y, x, z: y.masked_fill_(x > 0, 0.0)),
     "items": after_sin(lambda y, x, z: y.__setitem__((slice(None), slice(2)), z)),
     "no_grad": after_sin(without_gradients, lambda y: y + 1),
+    "no_grad, of a copy": keeps_apart,
     "minus its mean of a dimension": lambda x, z: torch.exp(x - x.mean(0, keepdim=True)),
     "a larger sum": lambda x, z: torch.exp(x.mean()) * z.sum(),
     "a mean that is expanded": lambda x, z: torch.exp(x - x.mean().expand(3, 4)),
@@ -137,7 +159,7 @@ def is_right(fn, graphed):
 def test_a_wrong_gradient_is_warned_of(name):
     fn, problem = WRONG[name]
     graphed = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
-    with pytest.warns(WrongGradientWarning, match=rf"at test_gradients.py:\d+ {problem}.*; (write|give|compile)"):
+    with pytest.warns(WrongGradientWarning, match=rf"at test_gradients.py:\d+ {problem}.*; (write|give|compile|do)"):
         right = is_right(fn, graphed)
     assert not right, "Thunder's gradient has become right: the warning can go"
 

@@ -5,7 +5,8 @@ Note [Gradients of writes in place]
     lost. What the copy overwrites may be saved for the backward, which then reads the new values. And a tensor that
     shares memory with the one that is written keeps the gradient that it had before the write. PyTorch handles or
     refuses both. They are found in traces: the first in the forward trace that runs, the second in the trace before
-    Thunder differentiates it.
+    Thunder differentiates it. A write under ``no_grad``, such as a clamp of weights, makes a tensor without a gradient
+    of one that has one. PyTorch goes on with the gradient of the one.
 
 Note [Gradients of CPU scalars]
     Thunder takes a 0-dim tensor on the CPU for a number: it combines the tensor with larger ones without a broadcast,
@@ -51,9 +52,9 @@ class WrongGradient:
         return f"{self.operator} at {self.line or 'an unknown line'} {self.problem}"
 
     @property
-    def is_of_argument(self) -> bool:
-        """Whether the gradient of an argument is lost, for which the trace may have no backward."""
-        return self.problem.startswith(_OF_ARGUMENT)
+    def may_leave_no_backward(self) -> bool:
+        """Whether a gradient is lost for which the trace then has no backward, if it has no other one."""
+        return self.problem.startswith((_OF_ARGUMENT, _UNDER_NO_GRAD))
 
     def in_thunderfx(self) -> WrongGradient:
         """Without the advice to compile with it."""
@@ -64,6 +65,11 @@ _BY_THUNDERFX = ", or compile with thunder_cg.thunderfx, which corrects or refus
 _INSTEAD = f"write out of place{_BY_THUNDERFX}"
 _OVERWRITTEN = f"overwrites in place what the backward needs; {_INSTEAD}"
 _LOST = f"writes in place to memory that another tensor shares, whose gradient does not see it; {_INSTEAD}"
+_UNDER_NO_GRAD = "writes in place under no_grad"
+_WITHOUT_GRAD = (
+    f"{_UNDER_NO_GRAD} to what has a gradient, and Thunder loses that gradient; do it outside of what is compiled"
+    f"{_BY_THUNDERFX}"
+)
 _OF_ARGUMENT = "writes in place to an argument"
 _ARGUMENT = f"{_OF_ARGUMENT}, whose gradient does not see it; {_INSTEAD}"
 _PUT_OFF = f"writes in place to what the caller sees, and Thunder puts that off to the backward; {_INSTEAD}"
@@ -184,7 +190,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
     views = _Views(ops, aliasing)
     tracked = {name for name in ops.args if requires_grad(ops.values[name].proxy)}  # what has a gradient
     given = [views.of(name) for name in ops.args if name in aliasing.sets]
-    stale: dict[str, Op] = {}  # of these, names whose gradient does not see a write, and the write
+    stale: dict[str, WrongGradient] = {}  # of these, names whose gradient does not see a write, and the write
     reduced: set[str] = set()  # CPU scalars that were made of larger tensors
     found: list[WrongGradient] = []
     for op in ops.ops:
@@ -199,9 +205,12 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
             if _follow(op, ops, tracked, reduced):
                 found.append(_named(op, ops, _NOT_SUMMED))
             if tracked.isdisjoint(op.inputs) or tracked.isdisjoint(op.outputs):
+                if not tracked.isdisjoint(written):
+                    stale |= dict.fromkeys(op.outputs, _named(op, ops, _WITHOUT_GRAD))
+                    tracked.update(op.outputs)
                 continue
         read = names_in(returned(op)) if op.bookkeeping else op.inputs
-        found += [_named(stale[name], ops, _LOST) for name in read if name in stale]
+        found += [stale[name] for name in read if name in stale]
         if (op.id or "").endswith(WITHOUT_GRADIENT):
             raise CollectiveError(f"{op.name.rsplit('.', 1)[-1]} {ops.place(op)}", *LOST_GRADIENT)
         if not op.bookkeeping and _has_another_gradient(op, ops, tracked):
@@ -211,7 +220,7 @@ def lost_or_unsummed(ops: Ops, aliasing: Aliasing) -> tuple[WrongGradient, ...]:
             found.append(_named(op, ops, _ARGUMENT))
         for name in written:
             shared = [each for each in views.in_memory_of(name) if _is_changed(views.of(each), views.of(name), op)]
-            stale |= dict.fromkeys(shared, op)
+            stale |= dict.fromkeys(shared, _named(op, ops, _LOST))
             tracked.update(shared)
     found += [_named(op, ops, _NOT_SUMMED) for op in _added_before_they_are_summed(ops, tracked)]
     return tuple(dict.fromkeys(found))
