@@ -65,9 +65,6 @@ class Pool(Protocol):
     def enter(self) -> None:
         """Orders the caller's current stream after the last one that used this pool."""
 
-    def prepare_thread(self) -> None:
-        """Makes what libraries keep for the calling thread's captures, before one could make it in the pool."""
-
     def memory(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` bytes of the pool, as a flat ``uint8`` tensor that owns them."""
 

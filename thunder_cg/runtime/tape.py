@@ -504,9 +504,6 @@ class TapePool:
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())
 
-    def prepare_thread(self) -> None:
-        """Nothing is kept for threads."""
-
     def workspace_nbytes(self) -> int:
         return 0
 
