@@ -166,6 +166,9 @@ class Backend(Protocol):
     def give_back(self) -> None:
         """Gives memory that no pool uses any more back to the device, with workspaces of libraries."""
 
+    def memory_apart(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
+        """Yields a context: what a thread allocates in it shares no segment of the allocator with anything else."""
+
     def busy(self) -> bool:
         """Whether the caller is inside a capture already. It is somebody else's, so regions run their ops in it."""
 

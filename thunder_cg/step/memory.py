@@ -8,8 +8,8 @@ Note [What a step needs]
 
 Note [State of optimizers]
     An optimizer makes its state in its first call, and PyTorch takes what the backward has just freed for it. Later
-    backwards without graphs use what is left in between. A graph cannot: it has a pool of its own. So what is free goes
-    back to the device before an optimizer makes its state.
+    backwards without graphs use what is left in between. A graph cannot: it has a pool of its own. So the state is made
+    apart, and what the first calls have used can go back to the device before the capture.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from thunder_cg.compat.torch import has_storage
+from thunder_cg.compat.torch import has_storage, making_states_in
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.tensors import span
 from thunder_cg.step.state import StepState
@@ -52,18 +50,13 @@ class PythonCall:
 
 
 @contextmanager
-def optimizers_make_room(backend: Backend) -> Iterator[None]:
+def making_states_apart(state: StepState, backend: Backend) -> Iterator[None]:
     """Around a call in Python. See Note [State of optimizers]."""
-
-    def make_room(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not optimizer.state:
-            backend.give_back()
-
-    handle = register_optimizer_step_pre_hook(make_room)
-    try:
+    if not (optimizers := [each for each in state.optimizers() if not each.state]):
         yield
-    finally:
-        handle.remove()
+        return
+    with backend.memory_apart() as apart, making_states_in(apart, optimizers):
+        yield
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
