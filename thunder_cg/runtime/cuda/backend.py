@@ -51,12 +51,12 @@ class CudaBackend:
     def memory_apart(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
         index = cuda.current_device()
         pool = cuda.new_pool(index)
-        own_pools.add(pool)
         make_room = cache(self.give_back)  # once
 
         @contextmanager
         def inside() -> Iterator[None]:
             make_room()
+            own_pools.add(pool)  # as long as it has memory
             with cuda.use_pool(index, pool):
                 yield
 
