@@ -20,6 +20,7 @@ from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVER
 from thunder_cg.tools.generation.models import LITGPT, Compile, GeneratingModel
 from thunder_cg.tools.suite.language import vocabulary
 from thunder_cg.tools.suite.measure import make_model
+from thunder_cg.kernels import executors
 from thunder_cg.transform import cudagraph_transform
 
 VARIANTS = (EAGER, THUNDER, THUNDER_OWN, REDUCE_OVERHEAD, OURS, OURS_FUSED)
@@ -104,7 +105,7 @@ def _compiler(variant: str, entry: GeneratingModel, device: torch.device) -> Com
         THUNDER: {},
         THUNDER_OWN: {"transforms": [CUDAGraphTransform()]},
         OURS: {"transforms": [cudagraph_transform(backend=backend)]},
-        OURS_FUSED: {"transforms": [cudagraph_transform(backend=backend)], "executors": ["torchcompile"]},
+        OURS_FUSED: {"transforms": [cudagraph_transform(backend=backend)], "executors": executors()},
     }
     if variant == EAGER:
         return lambda fn: fn
