@@ -16,11 +16,11 @@ from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from thunder_cg.kernels import executors
 from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
 from thunder_cg.tools.generation.models import LITGPT, Compile, GeneratingModel
 from thunder_cg.tools.suite.language import vocabulary
 from thunder_cg.tools.suite.measure import make_model
-from thunder_cg.kernels import executors
 from thunder_cg.transform import cudagraph_transform
 
 VARIANTS = (EAGER, THUNDER, THUNDER_OWN, REDUCE_OVERHEAD, OURS, OURS_FUSED)
