@@ -226,3 +226,33 @@ def test_training_takes_no_more_memory_than_without_graphs(quiet):
     same(expected, found)
     assert plain > 1000 * MB
     assert graphed <= 1.05 * plain, (graphed, plain)
+
+
+def test_a_step_takes_no_more_memory_than_without_graphs(quiet):
+    """What is reserved: the optimizer's state is not spread over what the first backward has used."""
+    x = torch.randn(4096, 2048, device="cuda")
+
+    def peak(is_graphed, **jit):
+        torch.manual_seed(0)
+        before = reserved()
+        torch.cuda.reset_peak_memory_stats()
+        model = thunder.jit(mlp(12, 2048).cuda(), **jit)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
+
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        call = graphed_step(step, modules=[model], optimizers=[optimizer]) if is_graphed else step
+        losses = [call(x).item() for _ in range(6)]
+        assert not is_graphed or call.replays
+        return torch.cuda.max_memory_reserved() - before, losses
+
+    plain, expected = peak(False)
+    graphed, found = peak(True, transforms=[cudagraph_transform()])
+    assert found == expected
+    assert plain > 800 * MB
+    assert graphed <= 1.05 * plain, (graphed, plain)

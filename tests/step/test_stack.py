@@ -13,13 +13,11 @@ from thunder_cg.step.stack import clear_stack
 _SCRIPT = """
 import torch
 from test_stack import bytes_on_stack
-from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
+from thunder_cg.step.stack import clear_stack
 clear_stack(0xA7)
 before = bytes_on_stack(0xA7)
-on_thread_of_backwards(torch.device("cpu"), clear_stack)  # on this thread, a little deeper
-backward = bytes_on_stack(0xA7)
 clear_stack()
-print(before, backward, bytes_on_stack(0xA7))
+print(before, bytes_on_stack(0xA7))
 """
 
 
@@ -36,8 +34,8 @@ def test_the_stack_is_cleared():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _SCRIPT], cwd=__file__.rpartition("/")[0], capture_output=True, text=True
     )
-    before, in_backward, after = map(int, done.stdout.split())
-    assert before > 150_000 and in_backward < before / 10 and after == 0, done.stderr
+    before, after = map(int, done.stdout.split())
+    assert before > 150_000 and after == 0, done.stderr
 
 
 def test_it_can_be_called_often():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -178,3 +179,30 @@ def test_a_share_of_the_device(step_twins, step_of):
         assert step.budget() == explain(step).memory.budget == TapeBackend().device_nbytes(torch.device("cpu")) // 4
     call(step_twins, step, times=4)
     assert step.replays == 2, step.in_python
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_the_state_of_an_optimizer_is_made_apart(step_twins, backend, monkeypatch, kind):
+    """In one pool, and nothing else with it. SGD makes its state elsewhere."""
+    options = {"fused": True, "capturable": backend == "cuda"} if kind == "AdamW" else {"lr": 0.1, "momentum": 0.9}
+    function = usual_step(step_twins.model(), make=partial(getattr(torch.optim, kind), **options))
+    step, made = step_twins.graphed(function), []
+    owner = type(step._backend)
+    real = owner.memory_apart
+
+    @contextmanager
+    def memory_apart(self):
+        with real(self) as apart:
+
+            @contextmanager
+            def inside():
+                with apart():
+                    yield
+                made.append(sum(map(len, function.optimizer.state.values())))
+
+            yield inside
+
+    monkeypatch.setattr(owner, "memory_apart", memory_apart)
+    call(step_twins, step, times=5)
+    assert made == ([4 * 3] if kind == "AdamW" else [0])
+    assert step.replays and "_init_group" not in vars(function.optimizer)

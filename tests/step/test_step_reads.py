@@ -537,18 +537,6 @@ def test_what_is_too_large_to_compare(step_twins):
         assert step.captures == 0 and "are compared before a replay" in str(explain(step))
 
 
-def test_a_watch_ends_on_other_threads_with_their_next_call():
-    calls = Calls()
-    with ThreadPoolExecutor(1) as thread:  # as autograd's, whose profiler nobody else can reach
-        thread.submit(calls.watch).result()
-        assert thread.submit(plain, 2.0).result() == 2.0 * SCALE
-        calls.end()
-        thread.submit(plain, 2.0).result()
-        assert thread.submit(sys.getprofile).result() is None
-    calls.find_functions()
-    assert [called.function.__code__ for called in calls.found.values()] == [plain.__code__]
-
-
 def test_what_inductor_writes_is_not_the_users():
     """Its modules have this name (torch 2.9 to 2.11), and files anywhere. `test_a_replay_is_one_launch` runs some."""
     variables = {"__name__": "torch._inductor.runtime.compile_tasks.key", "__file__": "/tmp/key.py", "SCALE": 1.0}

@@ -15,7 +15,7 @@ import types
 import unittest
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
@@ -584,6 +584,27 @@ def forget_dynamic_sizes() -> None:
 def dynamo_counters() -> list[Counter[str]]:
     """Dynamo's live counts of graph breaks, by reason; which of the two it uses depends on the version of torch."""
     return [torch._dynamo.utils.counters[name] for name in ("graph_break", "unimplemented")]
+
+
+@contextmanager
+def making_states_in(
+    memory: Callable[[], AbstractContextManager[None]], optimizers: Iterable[torch.optim.Optimizer]
+) -> Iterator[None]:
+    """Inside, PyTorch's own optimizers make what state they lack inside of ``memory``."""
+
+    def make(init: Callable[..., Any], *args: Any) -> Any:
+        with memory():
+            return init(*args)
+
+    own = [each for each in optimizers if type(each).__module__.startswith("torch.optim.")]
+    makers = {id(each): each for each in own if hasattr(each, "_init_group") and "_init_group" not in vars(each)}
+    for each in makers.values():
+        vars(each)["_init_group"] = partial(make, each._init_group)
+    try:
+        yield
+    finally:
+        for each in makers.values():
+            del vars(each)["_init_group"]
 
 
 def keep_cublas_workspaces() -> AbstractContextManager[Any]:

@@ -65,9 +65,6 @@ class Pool(Protocol):
     def enter(self) -> None:
         """Orders the caller's current stream after the last one that used this pool."""
 
-    def prepare_thread(self) -> None:
-        """Makes what libraries keep for the calling thread's captures, before one could make it in the pool."""
-
     def memory(self, nbytes: int) -> torch.Tensor:
         """``nbytes`` bytes of the pool, as a flat ``uint8`` tensor that owns them."""
 
@@ -168,6 +165,9 @@ class Backend(Protocol):
 
     def give_back(self) -> None:
         """Gives memory that no pool uses any more back to the device, with workspaces of libraries."""
+
+    def memory_apart(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
+        """Yields a context: what a thread allocates in it shares no segment of the allocator with anything else."""
 
     def busy(self) -> bool:
         """Whether the caller is inside a capture already. It is somebody else's, so regions run their ops in it."""

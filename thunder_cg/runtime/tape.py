@@ -64,6 +64,9 @@ class TapeBackend:
     def give_back(self) -> None:
         """Memory that nobody owns is free already."""
 
+    def memory_apart(self) -> AbstractContextManager[Callable[[], AbstractContextManager[None]]]:
+        return nullcontext(nullcontext)
+
     def busy(self) -> bool:
         return getattr(_active, "tape", None) is not None
 
@@ -503,9 +506,6 @@ class TapePool:
 
     def nbytes(self) -> int:
         return sum(storage.nbytes() for storage in self._storages().values())
-
-    def prepare_thread(self) -> None:
-        """Nothing is kept for threads."""
 
     def workspace_nbytes(self) -> int:
         return 0

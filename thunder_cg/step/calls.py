@@ -102,9 +102,8 @@ class Calls:
         self._new: set[int] = set()  # objects that are made in the step
         self._ran: dict[Any, _Ran] = {}
         self.raised: str | None = None
-        self._is_over = False
         self._undos: list[Undo] = []
-        self._threads: set[int] = set()
+        self._thread: int | None = None  # the one that is watched; backwards run on it, too
         self.forget_collectives()
         self._callback = torch.compiler.disable(self._note)  # Dynamo would compile it
 
@@ -121,21 +120,16 @@ class Calls:
         if sys.getprofile() is not None:
             problem = "a profiler of Python is active, and a capture needs to be told what the step calls"
             raise CaptureLater(f"{problem}; begin to profile after the step has been captured")
-        self._is_over = False
-        self._threads.add(threading.get_ident())
+        self._thread = threading.get_ident()
         sys.setprofile(self._callback)
 
     def end(self) -> None:
-        """Ends it on the calling thread, and on others at the next call there."""
-        self._is_over = True
-        self._threads.clear()
+        self._thread = None
         if sys.getprofile() is self._callback:
             sys.setprofile(None)
 
     def _note(self, frame: types.FrameType, event: str, called: Any) -> None:
-        if self._is_over:
-            sys.setprofile(None)
-        elif event == "call":
+        if event == "call":
             code = frame.f_code
             if code.co_name == "__init__" and code.co_argcount:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
@@ -176,15 +170,15 @@ class Calls:
             self.objection = f"{problem}{_line(frame)}; {fix}"
 
     def told_of_collectives(self) -> AbstractContextManager[None]:
-        """Inside, the collectives of the threads that are watched are noted."""
+        """Inside, the collectives of the thread that is watched are noted."""
         return told_of_collectives(self._note_collective, self._note_work, self._note_use)
 
     def _note_work(self, work: Work, frame: types.FrameType) -> None:
-        if threading.get_ident() in self._threads:
+        if threading.get_ident() == self._thread:
             self.pending[id(work)] = work, _line(frame)
 
     def _note_use(self, method: str, frame: types.FrameType, work: Work) -> None:
-        if threading.get_ident() not in self._threads:
+        if threading.get_ident() != self._thread:
             return
         if method == "is_completed":  # never, in a capture
             problem = f"the host asks whether a collective is done{_line(frame)}"
@@ -193,7 +187,7 @@ class Calls:
 
     def _note_collective(self, method: str, frame: types.FrameType, args: tuple[Any, ...]) -> None:
         """Notes what `torch.distributed` calls, which keeps the group in a variable."""
-        if threading.get_ident() not in self._threads:
+        if threading.get_ident() != self._thread:
             return
         self._object_to(frame, method)
         self.collectives.append(method)

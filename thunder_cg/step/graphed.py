@@ -32,7 +32,7 @@ from thunder_cg.step.averages import move_counters
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_change, fix_of_changed_argument, fix_of_moved, where
 from thunder_cg.step.gradients import GraphGradient
-from thunder_cg.step.memory import PythonCall, nbytes
+from thunder_cg.step.memory import PythonCall, making_states_apart, nbytes
 from thunder_cg.step.places import Place
 from thunder_cg.step.reads import Called
 from thunder_cg.step.recording import Batch, CallsMore, StepCapture, StepRecording, changed_argument
@@ -341,7 +341,7 @@ class GraphedStep:
         seen = self._attributes.seen
         outside = states_outside(whole.device)
         python, places = PythonCall(whole, self._backend), state.places_of_tensors()
-        with self._attributes.watched(whole.objects):
+        with making_states_apart(whole, self._backend), self._attributes.watched(whole.objects):
             result = self._run(call, reason)
         if is_new := self._attributes.seen != seen:
             state = whole

@@ -1,20 +1,26 @@
-"""How much memory a step's graph needs at least, as a call in Python shows it.
+"""What calls in Python show of the memory that a step's graph needs, and what they leave for it.
 
 Note [What a step needs]
     A graph needs the memory that the step allocates at a time, and a copy of the batch. Where a call in Python has
     raised the peak of PyTorch's memory statistics, the peak says what it has allocated. The statistics are not reset,
     since they are the user's: where the call has not raised the peak, and on the tape, only the gradients that it has
     left are known. So this is a lower bound, and the memory budget is compared with the pool once more after a capture.
+
+Note [State of optimizers]
+    An optimizer makes its state in its first call, and PyTorch takes what the backward has just freed for it. Later
+    backwards without graphs use what is left in between. A graph cannot: it has a pool of its own. So the state is made
+    apart, and what the first calls have used can go back to the device before the capture.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor
 
-from thunder_cg.compat.torch import has_storage
+from thunder_cg.compat.torch import has_storage, making_states_in
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.tensors import span
 from thunder_cg.step.state import StepState
@@ -41,6 +47,16 @@ class PythonCall:
         freed = sum(size for parameter, ref, size in self._gradients if ref() is None and parameter.grad is not None)
         _, peak = self._backend.allocated_nbytes(self._device)
         return max(new, peak - self._allocated + freed if peak > self._peak else 0)
+
+
+@contextmanager
+def making_states_apart(state: StepState, backend: Backend) -> Iterator[None]:
+    """Around a call in Python. See Note [State of optimizers]."""
+    if not (optimizers := [each for each in state.optimizers() if not each.state]):
+        yield
+        return
+    with backend.memory_apart() as apart, making_states_in(apart, optimizers):
+        yield
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

@@ -50,7 +50,7 @@ from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_t
 from thunder_cg.step.places import Carried
 from thunder_cg.step.reads import Read, settings_in
 from thunder_cg.step.snapshot import Snapshot
-from thunder_cg.step.stack import clear_stack, on_thread_of_backwards
+from thunder_cg.step.stack import clear_stack
 from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 
 _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
@@ -396,17 +396,14 @@ class StepCapture:
         self.calls.forget_collectives()
         state.guard_tensors(self.batch.tensors)
         _refuse_sparse_gradients(state)
-        on_thread_of_backwards(state.device, self.arena.pool(state.device).prepare_thread)
         # A step that sets a generator sets it in the capture, too. Draws in a capture move no generator of CUDA.
         with GraphGradient.recounted(), fork_rng([state.device], enabled=state.device.type != "cpu"):
             to = None if self.others else self.arena.pool(state.device)
             snapshot = state.snapshot()
             before = GradientsBefore(state.parameters, self.backend, self.calls, to, self.needs)
             try:
-                if state.device.type != "cpu":  # whose backwards run on the thread that calls them
-                    on_thread_of_backwards(state.device, self.calls.watch)
-                on_thread_of_backwards(state.device, clear_stack)
-                recording = self._record(before)
+                with torch.autograd.set_multithreading_enabled(False):  # each thread has a workspace of cuBLAS
+                    recording = self._record(before)
                 self.check()
             except BaseException:
                 self.calls.undo()

@@ -9,11 +9,6 @@ Note [Stale arguments]
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import Tensor
 
 _NBYTES = 96 * 2**10  # twice that is written: deeper than the calls of a step, and less than any thread's stack
 
@@ -30,22 +25,3 @@ def clear_stack(byte: int = 0) -> None:
     block = _Block()
     ctypes.memset(ctypes.addressof(block), byte, _NBYTES)
     _ignores_its_argument(block)
-
-
-def on_thread_of_backwards(device: torch.device, fn: Callable[[], None]) -> None:
-    """Calls ``fn`` on the thread on which autograd runs backwards for the device."""
-    with torch.inference_mode(False), torch.enable_grad():
-        x = torch.zeros((), device=device, requires_grad=True)
-        torch.autograd.grad(_CallInBackward.apply(x, fn), x)
-
-
-class _CallInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, fn: Callable[[], None]) -> Tensor:
-        context.fn = fn
-        return x.clone()
-
-    @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> Any:
-        context.fn()
-        return (*gradients, None)

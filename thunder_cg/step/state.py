@@ -755,6 +755,9 @@ class StepState:
         names = [label for label, fact in self.facts.items() if isinstance(fact, Same) and fact.value is tensor]
         return min(names, key=len)
 
+    def optimizers(self) -> list[Optimizer]:
+        return [root for _, root in self._roots if isinstance(root, Optimizer)]
+
     def places_of_tensors(self) -> list[Any]:
         """Where each is, how it is laid out, and whether it requires grad."""
         has_place = [has_storage(tensor) and not tensor.is_nested for tensor in self.tensors]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.errors import BackendError
 from thunder_cg.runtime.cuda.nodes import addresses
 from thunder_cg.runtime.cuda.pool import CudaPool
-from thunder_cg.runtime.cuda.streams import capture_lock, free_workspaces
+from thunder_cg.runtime.cuda.streams import capture_lock, free_workspaces, own_pools
 from thunder_cg.runtime.cuda.watchdog import watchdog
 
 
@@ -45,6 +46,24 @@ class CudaBackend:
         free_workspaces()
         with suppress(RuntimeError):  # while a user captures on another thread
             torch.cuda.empty_cache()
+
+    @contextmanager
+    def memory_apart(self) -> Iterator[Callable[[], AbstractContextManager[None]]]:
+        index = cuda.current_device()
+        pool = cuda.new_pool(index)
+        make_room = cache(self.give_back)  # once
+
+        @contextmanager
+        def inside() -> Iterator[None]:
+            make_room()
+            own_pools.add(pool)  # as long as it has memory
+            with cuda.use_pool(index, pool):
+                yield
+
+        try:
+            yield inside
+        finally:
+            cuda.release_pool(index, pool)
 
     busy = staticmethod(cuda.is_current_stream_capturing)
 

@@ -114,10 +114,6 @@ class CudaPool:
                 finally:
                     current.wait_stream(self._capture_stream.stream)
 
-    def prepare_thread(self) -> None:
-        with self._on_capture_stream():
-            pass
-
     def memory(self, nbytes: int) -> torch.Tensor:
         try:
             return self._allocate(nbytes)

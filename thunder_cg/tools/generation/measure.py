@@ -16,6 +16,7 @@ from thunder.transforms.cudagraph import CUDAGraphTransform
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from thunder_cg.kernels import executors
 from thunder_cg.tools.bench.variants import EAGER, OURS, OURS_FUSED, REDUCE_OVERHEAD, THUNDER, THUNDER_OWN
 from thunder_cg.tools.generation.models import LITGPT, Compile, GeneratingModel
 from thunder_cg.tools.suite.language import vocabulary
@@ -104,7 +105,7 @@ def _compiler(variant: str, entry: GeneratingModel, device: torch.device) -> Com
         THUNDER: {},
         THUNDER_OWN: {"transforms": [CUDAGraphTransform()]},
         OURS: {"transforms": [cudagraph_transform(backend=backend)]},
-        OURS_FUSED: {"transforms": [cudagraph_transform(backend=backend)], "executors": ["torchcompile"]},
+        OURS_FUSED: {"transforms": [cudagraph_transform(backend=backend)], "executors": executors()},
     }
     if variant == EAGER:
         return lambda fn: fn
