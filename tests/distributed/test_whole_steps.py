@@ -276,7 +276,7 @@ def beside_a_thread() -> tuple[int, int, list[str]]:
         model = parallel.model()
         step, values = wrap(step_of_own(model)), []
         for i in range(8):
-            thread = threading.Thread(target=_communicate, args=(other, 400 if i == 1 else 0))
+            thread = threading.Thread(target=_communicate, args=(other, 100 if i == 1 else 0))
             thread.start()
             values += [step(parallel.tokens(i)).clone(), *state_of(model)]
             thread.join()
