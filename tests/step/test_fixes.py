@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
@@ -214,6 +215,83 @@ def test_what_python_keeps(run, device, keep, change, fix, instead):
     assert " (see test_fixes.py:" in said
     step, said = run(keeping(instead, torch.zeros((), device=device)))
     assert step.replays >= 6 and not said, said
+
+
+def test_what_the_loop_decides(step_twins):
+    """A counter of the loop's that the step reads."""
+    trainer = types.SimpleNamespace(steps=0)
+    decides = step_twins.graphed(lambda x, scales: x * 2 if trainer.steps % 3 == 0 else x)
+    is_told = step_twins.graphed(lambda x, scales: x * 2 if scales else x)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for trainer.steps in range(20):
+            decides(torch.ones(2, device=step_twins.device), False)
+            is_told(torch.ones(2, device=step_twins.device), trainer.steps % 3 == 0)
+    (said,) = [str(each.message) for each in found if "graphed_step" in str(each.message)]
+    assert "let the loop decide by it, and pass what it decides as an argument, such as True" in said, said
+    assert decides.replays == 0 and is_told.replays >= 14, is_told.in_python
+
+
+@pytest.mark.parametrize(
+    ("how", "fix"),
+    [
+        (lambda m: m.weight.register_hook(lambda g: g), "in each step; remove it, and do in the step what it does"),
+        (lambda m: prune.identity(m, "weight"), "take torch.nn.utils.parametrize with a module that multiplies by"),
+    ],
+)
+def test_what_to_do_about_hooks(run, device, how, fix):
+    def make(model, optimizer):
+        layer = nn.Linear(4, 4, device=device)
+        how(layer)
+
+        def inner(loss):
+            (loss * layer(model.weight).sum()).backward()
+            optimizer.step()
+
+        return inner
+
+    step, (said, *_) = run(make)
+    assert step.replays == 0 and fix in said, said
+
+
+def test_generators_of_the_users(run, device):
+    generator = torch.Generator()
+
+    def make(draw):
+        def make(model, optimizer):
+            def inner(loss):
+                (loss * draw()).backward()
+                optimizer.step()
+
+            return inner
+
+        return make
+
+    step, (said,) = run(make(lambda: torch.rand((), generator=generator).to(device)))
+    assert step.replays == 0 and said.endswith("leave generator= out: the graph advances PyTorch's own generator alone")
+    step, said = run(make(lambda: torch.rand((), device=device)))
+    assert step.replays >= 6 and not said, said
+
+
+def test_a_parameter_that_the_step_unfreezes(run):
+    """A call that finds it frozen leaves something else behind, and hinders no other call."""
+
+    def make(model, optimizer):
+        def inner(loss):
+            model.requires_grad_(True)
+            (loss + model.weight.sum()).backward()
+            optimizer.step()
+
+        return inner
+
+    def freeze(step, i, calls=(0, 1, 2)):
+        if i in calls:
+            step.optimizer.param_groups[0]["params"][0].requires_grad_(False)
+
+    step, _ = run(make, between=freeze, calls=14)
+    assert step.replays >= 7, step.in_python
+    step, (said,) = run(make, between=partial(freeze, calls=range(14)), calls=14)
+    assert step.replays == 0 and said.endswith("set requires_grad back in the same step, or set it outside of the step")
 
 
 def test_a_search_along_a_line_is_not_captured(run):

@@ -486,6 +486,9 @@ class Odd(OrderedDict):
     def items(self):
         raise NotImplementedError
 
+    def get(self, name):
+        return super().get(name, 1.0)
+
 
 def test_a_dictionary_that_cannot_be_copied(step_twins):
     odd = Odd(1.0, 2.0)
@@ -493,7 +496,7 @@ def test_a_dictionary_that_cannot_be_copied(step_twins):
     def change(*_, back=False):
         odd["scale"] = 1.0 if back else 3.0
 
-    assert changing(step_twins, lambda y: y * odd["scale"], change).captures == 2
+    assert changing(step_twins, lambda y: y * odd["scale"] * odd.get("scale"), change).captures == 2
 
 
 @pytest.mark.parametrize("is_passed_on", [False, True])
@@ -1015,6 +1018,18 @@ def test_what_is_too_deep_to_compare():
     for _ in range(10):
         deep = [deep]
     assert "levels below what the step reads" in state_of(lambda y: y * torch.tensor(deep).sum()).objections[0]
+
+
+def test_an_enumeration_far_down_is_compared():
+    """Its members lead to its class, and so to the bases of that."""
+
+    class Base(Enum):
+        pass
+
+    deep = Base("Mode", "ONE TWO THREE").TWO
+    for _ in range(4):
+        deep = [deep]
+    assert not state_of(lambda y: y * len(str(deep))).objections
 
 
 def test_a_mode_that_a_step_leaves_behind(step_twins):
