@@ -610,6 +610,18 @@ def an_attribute_of_a_class():
     return step, partial(setattr, type(settings), "scale", 2.0)
 
 
+class Kind(type):
+    scale = 1.0
+
+
+class OfKind(metaclass=Kind):
+    pass
+
+
+def an_attribute_of_a_metaclass():
+    return lambda y: weigh(OfKind, y), partial(setattr, Kind, "scale", 2.0)
+
+
 def a_table_of_a_class():
     settings = Settings()
     return lambda y: y * type(settings).table["scale"], lambda: Settings.table.update(scale=2.0)
@@ -868,6 +880,7 @@ FAR = (
     a_function_that_is_frozen,
     what_is_compiled_with_an_argument_bound,
     an_attribute_of_a_class,
+    an_attribute_of_a_metaclass,
     a_table_of_a_class,
     a_class_that_is_passed_on,
     another_class,

@@ -48,6 +48,7 @@ from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
+_READS_OF_TENSORS = {"numpy", "tolist"}
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
@@ -76,6 +77,9 @@ _PASS_ON |= {"importlib", "collections.abc", "torch.serialization"}
 class Calls:
     """The user's functions that run between `watch` and `end`, as a profiler of Python is told of them.
 
+    Args:
+        device_type: of the graph.
+
     Attributes:
         found: each function, and what it is bound to, once they were looked for.
         objection: something that runs and that no replay would do, in words; None if nothing does.
@@ -92,7 +96,8 @@ class Calls:
         raised: the first method of a tensor that has raised an error, in words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cuda") -> None:
+        self._device_type = device_type
         self.found: dict[tuple[int, int], Called] = {}
         self.objection: str | None = None
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
@@ -156,6 +161,9 @@ class Calls:
                 self._note_function(frame, code_before_dynamo(code))
         elif event == "c_call" and called is is_current_stream_capturing:
             self._note_question(frame)
+        elif event == "c_call" and called.__name__ in _READS_OF_TENSORS and self._is_of_graph(called.__self__):
+            problem = f"{called.__name__}() reads a tensor on the host{_line(frame, True)}"
+            self.objection = f"{problem}; return the tensor, and read it outside of the step"
         elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
             self.objection = f"{problem}; call it outside of the step, and pass a tensor"
@@ -204,6 +212,10 @@ class Calls:
             problem = f"it calls a method of a process group itself{_line(frame)}"
             self.objection = f"{problem}; call the function of torch.distributed"
         self.communicated |= {tensor.data_ptr(): method for tensor in tensors_in(args) if has_storage(tensor)}
+
+    def _is_of_graph(self, value: Any) -> bool:
+        """Whether a value is a tensor on the device, which is the host itself for a tape."""
+        return issubclass(type(value), torch.Tensor) and bool(value.device.type == self._device_type)
 
     def _note_question(self, frame: types.FrameType) -> None:
         """A step that asks whether it is captured may do in its graph what it does not do in Python."""

@@ -44,7 +44,7 @@ from thunder_cg.runtime.tensors import address_if_any, copy_all
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
-from thunder_cg.step.gradients import ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
+from thunder_cg.step.gradients import ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.places import Carried
@@ -85,6 +85,9 @@ class Batch:
                 kind = "nested tensor" if tensor.is_nested else kind
                 fix = "pass it detached, or have the step read it from outside"
                 raise CaptureRefused(f"an argument is a {kind}, not a plain tensor of a batch; {fix}")
+            if attributes := vars(tensor):
+                problem = f"an argument has the attribute {next(iter(attributes))}, which a graph would have baked in"
+                raise CaptureRefused(f"{problem}; pass its value as an argument, and the tensor as x.detach()")
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *ATOMS)):
                 raise CaptureRefused(f"an argument is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
@@ -98,11 +101,25 @@ class Batch:
         return shapes, self.constants, self.structure
 
     def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
-        """Calls ``fn`` with other tensors in the places of the batch's."""
+        """Calls ``fn`` with other tensors in the places of the batch's; `CaptureRefused` if it changes one of them.
+
+        A replay would change nothing of the arguments.
+        """
         found = iter(tensors)
         leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        places = [*map(place_of, given)]
         args, kwargs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+        if any(t.requires_grad or vars(t) or place_of(t) != place for t, place in zip(given, places)):
+            fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
+            raise CaptureRefused(f"the step changes a tensor that is an argument; {fix}")
+        if self.structure is not None:
+            left, structure = tree_flatten((args, kwargs))
+            if structure != self.structure or not all(map(is_, left, leaves)):
+                fix = "copy it first, as in batch = dict(batch)"
+                raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
+        return result
 
 
 def changed_argument(before: Any, after: Any) -> tuple[Any, Any] | None:

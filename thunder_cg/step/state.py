@@ -399,7 +399,8 @@ class _Collector:
     def _add_names(self, label: str, value: types.ModuleType | type, depth: int) -> None:
         """A class or a module, and what it defines; of a class of a package its data."""
         self.facts[label] = Same(value)
-        defined = value.__mro__ if isinstance(value, type) else (value,)
+        kinds = (value, type(value)) if isinstance(value, type) else ()
+        defined = [each for kind in kinds for each in kind.__mro__] or [value]
         new = [each for each in defined if id(each) not in self._objects and may_change(each)]
         self._objects.update(map(id, new))  # what one of them leads to may lead to the next one, at a greater depth
         for each in new:
