@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 
 SOURCE = """
 SCALE = 1.0
+OTHER = 1.0
 SCALES = {"loss": 1.0}
 LOSSES = {"loss": lambda y: y}
 HISTORY = []
@@ -76,6 +77,7 @@ def package(tmp_path, monkeypatch):
 
 CHANGES = {
     "a global": lambda package, loss: setattr(package, "SCALE", 2.0),
+    "a global that is looked up": lambda package, loss: setattr(package, "OTHER", 2.0),
     "a registry of functions": lambda package, loss: package.LOSSES.update(loss=torch.sin),
     "a registry of numbers": lambda package, loss: package.SCALES.update(loss=2.0),
     "an attribute of a class": lambda package, loss: setattr(package.Loss, "scale", 2.0),
@@ -89,7 +91,12 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_data_of_packages(package, change):
     trainer = SimpleNamespace(loss=package.Loss())
-    state = state_of(lambda y: package.weigh(trainer.loss, package.by_registry(package.by_global(trainer.loss(y)))))
+
+    def step(y):
+        y = package.by_registry(package.by_global(trainer.loss(y)))
+        return package.weigh(trainer.loss, y) * getattr(package, "OTH" + "ER")
+
+    state = state_of(step)
     assert state.holds() and state.again().facts == state.facts and not state.objections
     CHANGES[change](package, trainer.loss)
     assert not state.holds()
@@ -117,7 +124,7 @@ def test_the_line_of_a_package_is_named(step_twins, package, backend):
     said = str(explain(step))
     assert step.captures == 0 and "at test_step_reads.py:" in said
     line = (
-        "in package_of_losses.py:42 (return y * float(y.detach().mean())); the host reads a value there; make that call"
+        "in package_of_losses.py:43 (return y * float(y.detach().mean())); the host reads a value there; make that call"
     )
     assert backend == "cuda" or line in said, said
 

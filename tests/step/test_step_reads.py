@@ -5,8 +5,10 @@ from __future__ import annotations
 import array
 import copy
 import cProfile
+import ctypes
 import gc
 import itertools
+import multiprocessing
 import os
 import queue
 import random
@@ -310,6 +312,8 @@ VALUES = {
     "scalar of NumPy": np.ones(1, np.float32)[0],
     "array": array.array("d", [1.0]),
     "queue": deque([1.0]),
+    "array of C": (ctypes.c_double * 2)(1.0, 1.0),
+    "shared array": multiprocessing.Array("d", [1.0]),
 }
 
 
@@ -622,6 +626,15 @@ def an_attribute_of_a_metaclass():
     return lambda y: weigh(OfKind, y), partial(setattr, Kind, "scale", 2.0)
 
 
+class Point(ctypes.Structure):
+    _fields_: ClassVar = [("scale", ctypes.c_double)]
+
+
+def a_structure_of_c():
+    point = Point(1.0)
+    return lambda y: weigh(point, y), partial(setattr, point, "scale", 2.0)
+
+
 def a_table_of_a_class():
     settings = Settings()
     return lambda y: y * type(settings).table["scale"], lambda: Settings.table.update(scale=2.0)
@@ -881,6 +894,7 @@ FAR = (
     what_is_compiled_with_an_argument_bound,
     an_attribute_of_a_class,
     an_attribute_of_a_metaclass,
+    a_structure_of_c,
     a_table_of_a_class,
     a_class_that_is_passed_on,
     another_class,

@@ -320,12 +320,7 @@ def is_users(value: types.ModuleType | type) -> bool:
 
 
 def may_change(value: types.ModuleType | type) -> bool:
-    """Whether what a module or a class defines is looked at: a module of a package is not, where only its name is read.
-
-    See Note [Packages].
-    """
-    if not isinstance(value, type):
-        return is_users(value)
+    """Whether what a module or a class defines is looked at. See Note [Packages]."""
     file = _file_of(value)
     return file is not None and not is_constant(file)
 

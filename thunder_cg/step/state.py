@@ -91,7 +91,7 @@ from thunder_cg.step.reads import (
     may_change,
     reads_of,
 )
-from thunder_cg.step.snapshot import Snapshot
+from thunder_cg.step.snapshot import Snapshot, data_of_c
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -397,10 +397,10 @@ class _Collector:
             self._add_names(f"type({label})", type(value), depth)
 
     def _add_names(self, label: str, value: types.ModuleType | type, depth: int) -> None:
-        """A class or a module, and what it defines; of a class of a package its data."""
+        """A class or a module, and what it defines; of a class of a package its data, of a module plain values."""
         self.facts[label] = Same(value)
         kinds = (value, type(value)) if isinstance(value, type) else ()
-        defined = [each for kind in kinds for each in kind.__mro__] or [value]
+        defined: list[Any] = [each for kind in kinds for each in kind.__mro__] or [value]
         new = [each for each in defined if id(each) not in self._objects and may_change(each)]
         self._objects.update(map(id, new))  # what one of them leads to may lead to the next one, at a greater depth
         for each in new:
@@ -408,9 +408,9 @@ class _Collector:
             names = dictionary_of(each)
             self.watched.append(names)
             where = label if each is value else f"{each.__name__} of {label}"
-            is_open = is_users(each)
+            counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
             for name, member in [*names.items()]:
-                if isinstance(member, types.FunctionType) if name.startswith("__") else is_open or is_data(member):
+                if isinstance(member, types.FunctionType) if name.startswith("__") else counts(member):
                     self.add(f"{where}.{name}", member, depth + 1)
 
     def _add_container(self, label: str, value: Any, depth: int, places: tuple[Place, ...] = ()) -> None:
@@ -862,6 +862,8 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
         return lambda: (str(value), _CONTEXT(getcontext()))
     if isinstance(value, (bytearray, memoryview)):
         return lambda: bytes(value)
+    if (data := data_of_c(value)) is not None:
+        return lambda: bytes(memoryview(data))
     if (numpy := sys.modules.get("numpy")) is None:
         return None
     if isinstance(value, (numpy.ndarray, numpy.generic)):
@@ -981,6 +983,10 @@ def _shown(fact: Any) -> str:
 def is_object(value: Any) -> bool:
     """Whether a value has attributes that can be looked at: it is no function, class or module."""
     return not (callable(value) and hasattr(value, "__qualname__")) and not isinstance(value, (*_OPAQUE, *ATOMS))
+
+
+def _is_atom(value: Any) -> bool:
+    return isinstance(value, ATOMS)
 
 
 def _is_torch_object(value: Any) -> bool:  # such as a GradScaler
