@@ -370,6 +370,17 @@ def test_slices_that_reach_beyond(backend, device, index):
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(5, 8, device=device), backend))
 
 
+def test_slices_that_reach_beyond_a_size_that_changes(backend, device):
+    def fn(x):
+        return torch.sin(x[:, -8:]) * x[:, :100]
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
+    for size in (5, 6, 7, 5, 6):
+        x = torch.randn(3, size, device=device)
+        same(graphed(x), fn(x))
+    assert not explain(graphed).outside
+
+
 def divides(x):
     y = torch.sin(x) + 2
     y /= y.sum(-1, keepdim=True)
@@ -671,14 +682,35 @@ def test_an_autograd_function_that_writes_its_result(backend, device, is_checkpo
     trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-5)
 
 
-def test_autograd_functions_of_dynamic_shapes(backend, device):
-    graphed = thunderfx(fn := lambda x: Twice.apply(x * 2, torch.sin(x), 1.5)[0].exp(), backend=backend, dynamic=True)
+class OfRows(torch.autograd.Function):
+    """What it computes depends on how many rows there are."""
+
+    @staticmethod
+    def forward(ctx, x, y, factor):
+        ctx.save_for_backward(x, y)
+        ctx.rows = x.shape[0]
+        return torch.tanh(x).view(-1, 2) * x.shape[0], y * factor
+
+    @staticmethod
+    def backward(ctx, grad, other):
+        x, y = ctx.saved_tensors
+        return grad.view(ctx.rows, -1) * x * ctx.rows, other * y, None
+
+
+@pytest.mark.parametrize("function", [Twice, OfRows])
+def test_autograd_functions_of_dynamic_shapes(backend, device, function):
+    def fn(x):
+        one, other = function.apply(x * 2, torch.sin(x), 1.5)
+        return one.view(x.shape).exp() + other
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
     for rows in (2, 3, 4, 2, 3):
         x = torch.randn(rows, 4, device=device, requires_grad=True)
         y = x.detach().requires_grad_()
-        for one, function in ((x, graphed), (y, fn)):
-            function(one).sum().backward()
+        for one, call in ((x, graphed), (y, fn)):
+            call(one).sum().backward()
         torch.testing.assert_close(x.grad, y.grad)
+    assert not explain(graphed).outside
 
 
 def test_autograd_functions_under_autocast(backend, device):

@@ -32,6 +32,7 @@ from thunder_cg.compat.splitter import (
     is_unused,
     is_wait,
     known_constant,
+    numpy_name,
     on_examples,
     operator_name,
     without_gradient,
@@ -109,6 +110,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         _rewrite_checkpointed(call, module, options)
     for calls in _calls_of_autograd_functions(module.graph):
         _return_what_is_used(calls, module)
+        _take_no_sizes(calls, module)
     transformed = inside_transforms(module.graph)
     _write_constants(module.graph, transformed)
     for node in [node for node in module.graph.nodes if node.name not in transformed]:
@@ -363,7 +365,7 @@ def _name_as_thunder_does(node: Node) -> None:
 
 def _pass_by_position(node: Node) -> None:
     """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
-    if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target):
+    if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target) or numpy_name(node):
         return
     if not isinstance(node.target, types.FunctionType):
         node.kwargs = {_OF_NUMPY.get(name, name): value for name, value in node.kwargs.items()}
@@ -423,19 +425,25 @@ def _slice_for_list(node: Node) -> None:
 def _clamp_slices(node: Node) -> None:
     """Slices that reach beyond a tensor, as those of a sliding window do, end where it ends: Thunder refuses them."""
     tensor, index = node.args
-    shape = getattr(_value(tensor), "shape", None)
+    shape, result = (getattr(_value(each), "shape", None) for each in (tensor, node))
     parts = index if isinstance(index, tuple) else (index,)
-    if shape is None or not all(isinstance(size, int) for size in shape):
+    if shape is None or result is None or not all(type(part) in (int, slice, types.NoneType) for part in parts):
         return
-    if not all(part is None or isinstance(part, (int, slice)) for part in parts):
-        return
-    sizes = iter(shape)
-    node.update_arg(1, tuple(None if part is None else _clamped(part, next(sizes)) for part in parts))
+    sizes, kept = iter(shape), iter(result)
+    clamped = []
+    for part in parts:
+        size = None if part is None else next(sizes)
+        clamped.append(_clamped(part, size, None if isinstance(part, int) else next(kept)))
+    node.update_arg(1, (*clamped,))
 
 
-def _clamped(part: Any, size: int) -> Any:
+def _clamped(part: Any, size: Any, kept: Any) -> Any:
+    """A part of an index, for a size of which it keeps so much."""
     if not isinstance(part, slice) or part == slice(None):
         return part
+    if isinstance(size, torch.SymInt):
+        is_whole = isinstance(kept, torch.SymInt) and kept.node.expr == size.node.expr and part.step in (None, 1)
+        return slice(None) if is_whole else part
     bounds = (part.start, part.stop, part.step)
     is_constant = all(bound is None or isinstance(bound, int) for bound in bounds)
     return slice(*part.indices(size)) if is_constant else part
@@ -634,13 +642,64 @@ def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:
     backward.recompile()
 
 
+def _take_no_sizes(calls: Sequence[Node], module: GraphModule) -> None:
+    """The graphs of a ``torch.autograd.Function`` take no sizes, which Dynamo passes, but read them from tensors.
+
+    Args:
+        calls: all that have these graphs.
+    """
+    forward, backward = (module.get_submodule(str(arg.target)) for arg in calls[0].args[:2] if isinstance(arg, Node))
+    if not (isinstance(forward, GraphModule) and isinstance(backward, GraphModule)):
+        return
+    output: Any
+    gradients: Any
+    (output,), (gradients,) = (each.graph.find_nodes(op="output") for each in (forward, backward))
+    results, saved = output.args[0]
+    if not isinstance(results, (list, tuple)):
+        return
+    taken, given = (each.graph.find_nodes(op="placeholder") for each in (forward, backward))
+    values = dict(zip(given, map(_value, (*results, *saved)))) | {node: _value(node) for node in taken}
+    sizes = [node for node, value in values.items() if isinstance(value, torch.SymInt)]
+    shown: dict[Node, Any] = {
+        size: _dimension_of(values[size], taken if size in taken else given, values) for size in sizes
+    }
+    of_sizes = [gradients.args[0][taken.index(size)] for size in sizes if size in taken]
+    if not sizes or None in shown.values() or any(each is not None for each in of_sizes):
+        return
+    kept = [i for i, value in enumerate(saved) if not isinstance(_value(value), torch.SymInt)]
+    tensors = [i for i, node in enumerate(taken) if node not in sizes]
+    output.args = ((results, tuple(saved[i] for i in kept)),)
+    gradients.args = (tuple(gradients.args[0][i] for i in tensors),)
+    for size, (tensor, dim) in shown.items():
+        if size.users:
+            with size.graph.inserting_after([*size.graph.find_nodes(op="placeholder")][-1]):
+                size.replace_all_uses_with(_size_at(tensor, dim, values[size]))
+        size.graph.erase_node(size)
+    for call in calls:
+        call.args = (*call.args[:2], *(call.args[2 + i] for i in tensors))
+        tracked: Any = call.kwargs["saved_for_backward_idx"]
+        indices = [kept.index(i) for i in tracked if i in kept]
+        call.kwargs = {**call.kwargs, "saved_for_backward_idx": indices}
+    forward.recompile()
+    backward.recompile()
+
+
+def _dimension_of(size: torch.SymInt, nodes: Sequence[Node], values: dict[Node, Any]) -> tuple[Node, int] | None:
+    """A tensor among the nodes, and which of its dimensions has the size."""
+    for node in reversed(nodes):
+        for dim, other in enumerate(getattr(values[node], "shape", ())):
+            if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
+                return node, dim
+    return None
+
+
 def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
     """A ``torch.autograd.Function`` as releases of PyTorch before 2.10 wrote it, which Thunder 0.2 can trace.
 
     Its graphs, forward and backward, took an object of Python first, and the call said which arguments are tensors.
     """
     is_new = "args_tensor_mask" not in call.kwargs and not call.kwargs.get("non_differentiable_idx")
-    takes_tensors = all(isinstance(_value(arg), torch.Tensor) for arg in call.args[2:])  # and no size
+    takes_tensors = all(isinstance(_value(arg), torch.Tensor) for arg in call.args[2:])
     casts = any_autocast_enabled() or any("autocast" in getattr(n.target, "__name__", "") for n in module.graph.nodes)
     if casts or not (is_new and takes_tensors):
         return
@@ -649,6 +708,9 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
     for node in [node for graph in graphs for node in graph.graph.nodes]:
         if operator_name(node) == "clip":  # Thunder has the symbol, with another gradient, which is not asked for here
             node.target = "clamp" if node.op == "call_method" else torch.clamp
+        elif _is_size(node):
+            _write_out(node)
+            continue
         _compute_out_of_place(node, has_gradient=True)
     writes = any(written_by(node) for graph in graphs for node in graph.graph.nodes)
     if writes or len(graphs) < 2 or not all(can_trace_all(graph, options) for graph in graphs):
