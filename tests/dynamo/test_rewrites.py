@@ -144,6 +144,23 @@ def test_what_thunder_reads_or_lays_out_otherwise(backend, device, fn):
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y: torch.sin(y).div_(3).t().as_strided((4, 4), (8, 2)) * 2,
+        lambda y: torch.einsum("bij,bjk->bik", y.view(4, 2, 4), torch.sin(y).view(4, 4, 2)).view(4, 4) + 1,
+        lambda y: F.nll_loss(y, y.argmin(-1)),
+    ],
+    ids=["written before", "einsum", "nll_loss"],
+)
+def test_what_thunder_reads_or_lays_out_otherwise_in_inference(backend, device, fn):
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(4):
+        y = torch.randn(4, 8, device=device)
+        near(graphed(y), fn(y), 1e-6)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [3]
+
+
 def test_layouts_that_inductor_was_told(backend, device):
     """What Thunder lays out otherwise is copied for Inductor, or refused where a copy would not do."""
 
@@ -801,6 +818,15 @@ def test_cross_entropy(backend, device, options):
     assert one_region_each_way(graphed)
     names = [op.name for trace in explain(graphed).traces for op in trace.ops]
     assert any(name.startswith("torch_ops_cross_entropy") for name in names) == is_own
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_of_weighted_classes(backend, device, loss, reduction):
+    """Of sequences. Thunder's `nll_loss` has another default of what is ignored."""
+    labels, weight = torch.tensor([[3, -100], [0, 1]], device=device), torch.rand(4, device=device)
+    fn = Around(lambda y: loss(y.view(2, 4, 2), labels, weight=weight, reduction=reduction) / 2).to(device)
+    assert one_region_each_way(trains_alike(fn, lambda: torch.randn(2, 8, device=device), backend))
 
 
 def test_thunders_gradient_of_a_cross_entropy_of_a_sum_still_raises():

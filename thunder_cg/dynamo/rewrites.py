@@ -47,7 +47,7 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
-from thunder_cg.dynamo.layouts import LIKE, fixed_stride, lay_out_before_strides, make_as_laid_out
+from thunder_cg.dynamo.layouts import LIKE, fixed_stride, lay_out_before_strides, layout_counts, make_as_laid_out
 from thunder_cg.dynamo.writes import (
     IN_PLACE,
     is_named_in_place,
@@ -561,6 +561,14 @@ def _unfold_to_new_memory(node: Node) -> None:
         node.op, node.target = "call_function", operators.unfold()
 
 
+def _reshape_what_thunder_lays_out(node: Node) -> None:
+    """What `torch.einsum` returns, which Thunder writes out, may have no such view there."""
+    source: Any = node.args[0]
+    is_product = isinstance(source, Node) and source.target is torch.einsum
+    if is_product and not any(isinstance(arg, torch.dtype) for arg in node.args) and not layout_counts(node):
+        node.target = "reshape"
+
+
 def _scatter_without_waiting(node: Node) -> None:
     """Models of images and text place an image's values so. PyTorch's backward would read the mask on the host."""
     named = dict(zip(("input", "mask", "source"), node.args), **node.kwargs)
@@ -582,6 +590,7 @@ _METHODS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(("bernoulli_", "exponential_", "normal_", "uniform_"), _draw_out_of_place),
     "masked_scatter": _scatter_without_waiting,
     "unfold": _unfold_to_new_memory,
+    "view": _reshape_what_thunder_lays_out,
     "where": _name_condition_first,
 }
 
@@ -739,7 +748,7 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         if len(node.args) == 3 and "attn_mask" in node.kwargs:  # Thunder takes no keyword that may have a gradient
             others = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
             node.args, node.kwargs = (*node.args, node.kwargs["attn_mask"]), others
-    if node.target is F.cross_entropy and _is_right_cross_entropy(node):
+    if node.target in (F.cross_entropy, F.nll_loss) and _is_right_loss(node):
         return
     function: Any = node.target
     if operator_name(node) in ("mul", "multiply"):
@@ -794,10 +803,12 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
             compute_without_gradient(node)
 
 
-def _is_right_cross_entropy(node: Node) -> bool:
-    """Whether Thunder's is: its mean of smoothed losses counts what is ignored, and some of its gradients raise."""
+def _is_right_loss(node: Node) -> bool:
+    """Whether Thunder's loss of classes is: its mean of smoothed losses counts what is ignored, and some of its
+    gradients raise. Its `nll_loss` takes fewer arguments, and has no right default of ``ignore_index``."""
+    is_whole = node.target is F.cross_entropy or (len(node.args) <= 3 and "ignore_index" in node.kwargs)
     is_sum = node.kwargs.get("reduction", "mean") == "sum"
-    return not is_sum and not node.kwargs.get("label_smoothing") and _value(node.args[0]).dim() in (1, 2, 4)
+    return is_whole and not is_sum and not node.kwargs.get("label_smoothing") and _value(node.args[0]).dim() in (2, 4)
 
 
 def _is_more_than_symbol(attention: Node) -> bool:
