@@ -72,10 +72,8 @@ def layout_counts(node: Node) -> bool:
     value = example(node)
     nodes = [*node.graph.nodes]
     written = [example(written_by(each)) for each in nodes[nodes.index(node) + 1 :]]
-    returned = [
-        each for each in tensors_in(example(nodes[-1].args)) if has_storage(each) and shares_storage(value, each)
-    ]
-    return shares_memory(written, value) or len(returned) > 1
+    returned = filter(has_storage, tensors_in(example(nodes[-1].args)))
+    return shares_memory(written, value) or sum(shares_storage(value, each) for each in returned) > 1
 
 
 def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:

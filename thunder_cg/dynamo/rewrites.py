@@ -108,9 +108,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         _write_number(node)
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
-    for calls in _calls_of_autograd_functions(module.graph):
-        _return_what_is_used(calls, module)
-        _take_no_sizes(calls, module)
+    _give_autograd_functions_what_they_use(module)
     transformed = inside_transforms(module.graph)
     _write_constants(module.graph, transformed)
     for node in [node for node in module.graph.nodes if node.name not in transformed]:
@@ -613,7 +611,19 @@ def _calls_of_autograd_functions(graph: Graph) -> list[list[Node]]:
     return [*found.values()]
 
 
-def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:
+def _give_autograd_functions_what_they_use(module: GraphModule) -> None:
+    for calls in _calls_of_autograd_functions(module.graph):
+        forward, backward = (
+            module.get_submodule(str(arg.target)) for arg in calls[0].args[:2] if isinstance(arg, Node)
+        )
+        if isinstance(forward, GraphModule) and isinstance(backward, GraphModule):
+            _return_what_is_used(calls, forward, backward)
+            _take_no_sizes(calls, forward, backward)
+            forward.recompile()
+            backward.recompile()
+
+
+def _return_what_is_used(calls: Sequence[Node], forward: GraphModule, backward: GraphModule) -> None:
     """The forward of a ``torch.autograd.Function`` returns what later nodes or its backward use, and nothing else.
 
     Dynamo (2.11) has it return all that it computes. What it writes in place would be two results, and autograd would
@@ -622,10 +632,7 @@ def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:
     Args:
         calls: all that have these graphs.
     """
-    forward, backward = (module.get_submodule(str(arg.target)) for arg in calls[0].args[:2] if isinstance(arg, Node))
     items = {item for call in calls for item in call.users}
-    if not (isinstance(forward, GraphModule) and isinstance(backward, GraphModule)):
-        return
     (output,) = forward.graph.find_nodes(op="output")
     results, *saved = output.args[0]
     if not isinstance(results, (list, tuple)) or any(item.target is not operator.getitem for item in items):
@@ -647,19 +654,10 @@ def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:
         call.meta["example_value"] = tuple(_value(call)[i] for i in kept)
         without: Any = call.kwargs.get("non_differentiable_idx", ())
         call.kwargs = {**call.kwargs, "non_differentiable_idx": [kept.index(i) for i in without if i in kept]}
-    forward.recompile()
-    backward.recompile()
 
 
-def _take_no_sizes(calls: Sequence[Node], module: GraphModule) -> None:
-    """The graphs of a ``torch.autograd.Function`` take no sizes, which Dynamo passes, but read them from tensors.
-
-    Args:
-        calls: all that have these graphs.
-    """
-    forward, backward = (module.get_submodule(str(arg.target)) for arg in calls[0].args[:2] if isinstance(arg, Node))
-    if not (isinstance(forward, GraphModule) and isinstance(backward, GraphModule)):
-        return
+def _take_no_sizes(calls: Sequence[Node], forward: GraphModule, backward: GraphModule) -> None:
+    """The graphs of a ``torch.autograd.Function`` take no sizes, which Dynamo passes, but read them from tensors."""
     output: Any
     gradients: Any
     (output,), (gradients,) = (each.graph.find_nodes(op="output") for each in (forward, backward))
@@ -689,8 +687,6 @@ def _take_no_sizes(calls: Sequence[Node], module: GraphModule) -> None:
         tracked: Any = call.kwargs["saved_for_backward_idx"]
         indices = [kept.index(i) for i in tracked if i in kept]
         call.kwargs = {**call.kwargs, "saved_for_backward_idx": indices}
-    forward.recompile()
-    backward.recompile()
 
 
 def _dimension_of(size: torch.SymInt, nodes: Sequence[Node], values: dict[Node, Any]) -> tuple[Node, int] | None:
