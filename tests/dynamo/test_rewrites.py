@@ -144,6 +144,23 @@ def test_what_thunder_reads_or_lays_out_otherwise(backend, device, fn):
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda y: torch.sin(y).div_(3).t().as_strided((4, 4), (8, 2)) * 2,
+        lambda y: torch.einsum("bij,bjk->bik", y.view(4, 2, 4), torch.sin(y).view(4, 4, 2)).view(4, 4) + 1,
+        lambda y: F.nll_loss(y, y.argmin(-1)),
+    ],
+    ids=["written before", "einsum", "nll_loss"],
+)
+def test_what_thunder_reads_or_lays_out_otherwise_in_inference(backend, device, fn):
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(4):
+        y = torch.randn(4, 8, device=device)
+        near(graphed(y), fn(y), 1e-6)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [3]
+
+
 def test_layouts_that_inductor_was_told(backend, device):
     """What Thunder lays out otherwise is copied for Inductor, or refused where a copy would not do."""
 
@@ -368,6 +385,17 @@ def test_a_cache_that_begins_empty(backend, device):
 def test_slices_that_reach_beyond(backend, device, index):
     model = Around(lambda x: x[index] * 2).to(device)
     assert one_region_each_way(trains_alike(model, lambda: torch.randn(5, 8, device=device), backend))
+
+
+def test_slices_that_reach_beyond_a_size_that_changes(backend, device):
+    def fn(x):
+        return torch.sin(x[:, -8:]) * x[:, :100]
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
+    for size in (5, 6, 7, 5, 6):
+        x = torch.randn(3, size, device=device)
+        same(graphed(x), fn(x))
+    assert not explain(graphed).outside
 
 
 def divides(x):
@@ -671,14 +699,35 @@ def test_an_autograd_function_that_writes_its_result(backend, device, is_checkpo
     trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend, 1e-5)
 
 
-def test_autograd_functions_of_dynamic_shapes(backend, device):
-    graphed = thunderfx(fn := lambda x: Twice.apply(x * 2, torch.sin(x), 1.5)[0].exp(), backend=backend, dynamic=True)
+class OfRows(torch.autograd.Function):
+    """What it computes depends on how many rows there are."""
+
+    @staticmethod
+    def forward(ctx, x, y, factor):
+        ctx.save_for_backward(x, y)
+        ctx.rows = x.shape[0]
+        return torch.tanh(x).view(-1, 2) * x.shape[0], y * factor
+
+    @staticmethod
+    def backward(ctx, grad, other):
+        x, y = ctx.saved_tensors
+        return grad.view(ctx.rows, -1) * x * ctx.rows, other * y, None
+
+
+@pytest.mark.parametrize("function", [Twice, OfRows])
+def test_autograd_functions_of_dynamic_shapes(backend, device, function):
+    def fn(x):
+        one, other = function.apply(x * 2, torch.sin(x), 1.5)
+        return one.view(x.shape).exp() + other
+
+    graphed = thunderfx(fn, backend=backend, dynamic=True)
     for rows in (2, 3, 4, 2, 3):
         x = torch.randn(rows, 4, device=device, requires_grad=True)
         y = x.detach().requires_grad_()
-        for one, function in ((x, graphed), (y, fn)):
-            function(one).sum().backward()
+        for one, call in ((x, graphed), (y, fn)):
+            call(one).sum().backward()
         torch.testing.assert_close(x.grad, y.grad)
+    assert not explain(graphed).outside
 
 
 def test_autograd_functions_under_autocast(backend, device):
@@ -769,6 +818,15 @@ def test_cross_entropy(backend, device, options):
     assert one_region_each_way(graphed)
     names = [op.name for trace in explain(graphed).traces for op in trace.ops]
     assert any(name.startswith("torch_ops_cross_entropy") for name in names) == is_own
+
+
+@pytest.mark.parametrize("loss", [F.cross_entropy, F.nll_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_losses_of_weighted_classes(backend, device, loss, reduction):
+    """Of sequences. Thunder's `nll_loss` has another default of what is ignored."""
+    labels, weight = torch.tensor([[3, -100], [0, 1]], device=device), torch.rand(4, device=device)
+    fn = Around(lambda y: loss(y.view(2, 4, 2), labels, weight=weight, reduction=reduction) / 2).to(device)
+    assert one_region_each_way(trains_alike(fn, lambda: torch.randn(2, 8, device=device), backend))
 
 
 def test_thunders_gradient_of_a_cross_entropy_of_a_sum_still_raises():

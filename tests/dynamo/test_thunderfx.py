@@ -551,6 +551,15 @@ def test_a_whole_step_with_what_inductor_got(backend, device):
     assert graphed.replays >= 1 and [each.operator for each in explain(compiled).outside] == ["aten.native_layer_norm"]
 
 
+def test_functions_of_numpy_keep_the_names_of_their_arguments():
+    def fn(x):
+        return x + torch.from_numpy(np.stack([np.arange(3), np.arange(3)], axis=1).sum(axis=1, keepdims=True))
+
+    graphed = thunderfx(fn, backend="tape")
+    x = torch.randn(3, 2)
+    same(graphed(x), fn(x))
+
+
 def test_the_report_says_that_numpy_draws_other_numbers_under_dynamo():
     """As in the masks of a Wav2Vec2 that trains."""
 
