@@ -182,6 +182,17 @@ def test_a_collective_and_its_wait_never_part(trace):
     assert all("not in one region" in plan.verdicts[i].detail for i in (2, 6))
 
 
+def test_a_collective_that_nothing_waits_for_is_eager(trace):
+    t = trace().add("a", "b").add("b", "g").op("torch_all_gather_prim_impl", "g", "f1").add("g", "h").add("h", "i")
+    verdict = t.returns("i").plan().verdicts[2]
+    assert (verdict.capture, verdict.reason, verdict.fix) == (
+        False,
+        Reason.COLLECTIVE,
+        "wait for it in what is compiled",
+    )
+    assert verdict.detail.startswith("nothing in the trace waits for the collective")
+
+
 def test_a_collective_is_eager_with_its_wait_for_the_reason_of_the_wait(trace):
     denied = "torch_wait_prim_impl"
     plan = a_gather(trace).plan(deny=[denied])

@@ -53,17 +53,25 @@ def test_what_a_capture_is_told_of_collectives(group: dist.ProcessGroup) -> None
             seen.append(found[0])
 
     before = distributed.progress(group)["cpu"]
-    with distributed.told_of_collectives(begins, lambda frame: seen.append("wait")):
+    works: list[object] = []
+
+    def uses(method: str, frame: FrameType, work: object) -> None:
+        works.append(work if method == "wait" else method)
+
+    with distributed.told_of_collectives(begins, lambda work, frame: works.append(work), uses):
         dist.all_reduce(x)
         work = dist.broadcast(x, 0, async_op=True)
         work.wait()
-    assert seen == [("allreduce", True, True, True), "wait", ("broadcast", True, True, True), "wait"]
+        work.is_completed()
+    assert seen == [("allreduce", True, True, True), ("broadcast", True, True, True)]
+    first, waited, *others = works
+    assert first is waited and others == [work, work, "is_completed"]
     dist.all_reduce(x)
-    assert len(seen) == 4
+    assert len(seen) == 2 and len(works) == 5
     sys.setprofile(note)
     functional.wait_tensor(functional.all_reduce(x, "sum", group))
     sys.setprofile(None)
-    assert seen[4].startswith("it calls _c10d_functional.all_reduce")
+    assert seen[2].startswith("it calls _c10d_functional.all_reduce")
     assert distributed.progress(group)["cpu"] == before + 4 and distributed.groups() == [group]
     assert distributed.default_group() is not None and distributed.default_group()() is group
 

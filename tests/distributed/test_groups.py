@@ -14,6 +14,8 @@ from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 
+from thunder_cg.dynamo.compiler import compile_with
+
 
 def destroy_and_begin_anew(builder: str, folder: str) -> dict[str, Any]:
     """Trains, destroys the default group, tries to go on, makes a new group, and trains a new model."""
@@ -79,10 +81,16 @@ def by_rank(x: torch.Tensor) -> torch.Tensor:
     return y * (1 + dist.get_rank())
 
 
+def by_place(x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x * 2) * (1 + _default["latest"].get_local_rank())
+
+
 _default: dict[str, Any] = {}
 
 
-def default_group_anew(function: Callable[[torch.Tensor], torch.Tensor], folder: str) -> list[tuple[int, list[int]]]:
+def default_group_anew(
+    function: Callable[[torch.Tensor], torch.Tensor], folder: str, compiler: str = "jit"
+) -> list[tuple[int, list[int]]]:
     """How many results are not eager PyTorch's, and the replays, with one default group and with another one.
 
     On a CPU, the ranks are the other way round in that.
@@ -91,10 +99,13 @@ def default_group_anew(function: Callable[[torch.Tensor], torch.Tensor], folder:
 
     where, rank, size = parallel.device(), dist.get_rank(), dist.get_world_size()
     other = size - 1 - rank if where.type == "cpu" else rank
-    compiled, found = thunder.jit(function, transforms=[parallel.transform()]), []
+    torch._dynamo.reset()
+    compile_ = thunder.jit if compiler == "jit" else compile_with
+    compiled, found = compile_(function, transforms=[parallel.transform()]), []
     for current in (other, rank):
-        mesh = _default.get("mesh") or init_device_mesh(where.type, (size,))
-        _default.update(name=dist.group.WORLD.group_name, mesh=mesh)
+        latest = init_device_mesh(where.type, (size,))
+        mesh = _default.get("mesh") or latest
+        _default.update(name=dist.group.WORLD.group_name, mesh=mesh, latest=latest)
         seeds = [torch.Generator().manual_seed(10 * i + dist.get_rank()) for i in range(4)]
         batches = [torch.randn(4, 4, generator=seed).to(where) for seed in seeds]
         differing = sum(not torch.equal(compiled(x.clone()), function(x)) for x in batches)
@@ -111,9 +122,12 @@ def test_the_default_group_made_anew(ranks: Ranks, function: Callable[[torch.Ten
     assert ranks.run(default_group_anew, function, tempfile.mkdtemp()) == [[(0, [3]), (0, [3, 3])]] * 2
 
 
-def test_ranks_that_are_numbered_anew(ranks: Ranks) -> None:
-    """They capture nothing, since their programs differ."""
-    for found in ranks.run(default_group_anew, by_rank, tempfile.mkdtemp()):
+@pytest.mark.parametrize(("function", "compiler"), [(by_rank, "jit"), (by_rank, "thunderfx"), (by_place, "thunderfx")])
+def test_ranks_that_are_numbered_anew(
+    ranks: Ranks, function: Callable[[torch.Tensor], torch.Tensor], compiler: str
+) -> None:
+    """They capture no collectives, since their programs differ. Dynamo takes its rank for constant, also in a mesh."""
+    for found in ranks.run(default_group_anew, function, tempfile.mkdtemp(), compiler):
         assert [differing for differing, _ in found] == [0, 0]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import io
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -193,3 +194,44 @@ def strictly() -> str:
 def test_strict_says_what_ranks_have_to_do(ranks: Ranks) -> None:
     for message in ranks.run(strictly):
         assert "captures something else" in message and "; make the same calls on all ranks" in message
+
+
+class CountedStore:
+    """The store of a group. Counts how often each of its methods is called."""
+
+    def __init__(self, store: Any, calls: Counter[str]) -> None:
+        self._store, self._calls = store, calls
+
+    def __getattr__(self, name: str) -> Any:
+        self._calls[name] += 1
+        return getattr(self._store, name)
+
+
+def store_operations(call: Callable[[torch.Tensor], Any], batches: Sequence[int]) -> list[Counter[str]]:
+    """What each call, with a batch of this size, asks of the stores of groups."""
+    import parallel
+
+    from thunder_cg.compat import distributed
+
+    found: list[Counter[str]] = []
+    store = distributed.store
+    with patch.object(distributed, "store", lambda group: CountedStore(store(group), found[-1])):
+        for batch in batches:
+            found.append(Counter())
+            call(parallel.tokens(0, batch=batch))
+    return found
+
+
+def store_operations_of_ddp(batches: Sequence[int]) -> list[Counter[str]]:
+    import parallel
+
+    compiled = parallel.ddp(parallel.transform())
+    return store_operations(lambda tokens: compiled(tokens).square().mean().backward(), batches)
+
+
+def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
+    """One round for each layout: a vote before the capture and one after it. Steady calls ask nothing of a store."""
+    for calls in ranks.run(store_operations_of_ddp, (4, 4, 4, 4, 3, 3, 3, 4, 3)):
+        assert calls[0] == {"add": 1, "set": 1}  # the generation of the group, and that it warms up
+        assert calls[1]["set"] == calls[5]["set"] == 2 and calls[4] == {"set": 1}
+        assert not any(calls[i] for i in (2, 3, 6, 7, 8))

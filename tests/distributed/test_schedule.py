@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 from unittest import mock
 
 import pytest
+import thunder
+import torch
 from ranks import Ranks
+
+from thunder_cg import dump_dot, explain
+from thunder_cg.analysis import collectives
+from thunder_cg.compat import distributed
+from thunder_cg.runtime.tape import TapeBackend
 
 BUILDERS = ("ddp", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("fsdp zero2", "tensor parallel")))
 
@@ -16,7 +29,6 @@ def same_bits(builder: str, in_flight: int, at_once: int):
     import parallel
     from thunder.core.transform_common import Transform
 
-    from thunder_cg.analysis import collectives
     from thunder_cg.analysis.ops import read
 
     class Schedules(Transform):
@@ -83,3 +95,98 @@ def test_one_order_whatever_the_hashes(spawned: Ranks, builder: str) -> None:
     (first_hash, first), (second_hash, second) = spawned.run(hash_and_order, builder)
     assert first_hash != second_hash
     assert first == second and not first[0] and len(first[1]) == 2
+
+
+class Many(torch.nn.Module):
+    """So many small parameters."""
+
+    def __init__(self, parameters: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.all = torch.nn.ParameterList(torch.nn.Parameter(torch.randn(1 + i % 5)) for i in range(parameters))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([*self.all]).square().sum() * x.sum()
+
+
+def reduce_many(parameters: int) -> tuple[int, list[Counter[str]], dict[str, Any]]:
+    """How many gradients differ; what plain Thunder and an eager call of ours launch; what ran of the backward."""
+    import parallel
+
+    found: list[list[torch.Tensor]] = []
+    launched: list[Counter[str]] = []
+    for graphs in ([], [parallel.transform()]):
+        compiled = thunder.distributed.ddp(thunder.jit(Many(parameters).to(parallel.device()), transforms=graphs))
+        found.append([])
+        launched.append(Counter())
+        for step in range(4):
+            compiled.zero_grad()
+            with mock.patch.object(TapeBackend, "coalesce", lambda self, group: distributed.coalesce(group)):
+                loss = compiled(torch.full((3,), step + parallel.RANK() + 0.1, device=parallel.device()))
+                told = distributed.told_of_collectives(lambda name, *_: launched[-1].update([name]), ignored, ignored)
+                with told if step == 0 else nullcontext():
+                    loss.backward()
+            found[-1] += [p.grad.clone() for p in compiled.parameters()]
+    return parallel.differing(*found), launched, parallel.summary(compiled)[1]
+
+
+def ignored(*args: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("parameters", [9, pytest.param(149, marks=pytest.mark.nightly)])
+def test_many_small_collectives_are_one_launch(ranks: Ranks, parameters: int) -> None:
+    """Two numbers have one sum in either order."""
+    for differing, launched, backward in ranks.run(reduce_many, parameters):
+        assert not differing and launched == [{"allreduce": parameters}, {"allreduce_coalesced": 1}]
+        assert (backward["collectives"], backward["launches"], backward["replays"]) == (parameters, 1, [3])
+
+
+def beside(builder: str) -> list[tuple[list[bool], list[bool]]]:
+    """Of the collectives of each trace: whether compute follows before the wait; whether kernels of the graph are tied
+    to it in neither order.
+    """
+    import parallel
+
+    with mock.patch.object(collectives, "_COALESCED", 0):
+        compiled = parallel.BUILDERS[builder](parallel.transform())
+        parallel.train(compiled, 3)
+    found = []
+    for trace in explain(compiled).traces:
+        for region in trace.regions if trace.collectives else ():
+            with TemporaryDirectory() as folder:
+                dump_dot(compiled, region.name, Path(folder, "graph.dot"))
+                text = Path(folder, "graph.dot").read_text()
+            found.append(([each.overlaps for each in trace.collectives], untied(text)))
+    return found
+
+
+def untied(text: str) -> list[bool]:
+    """For each collective of a graph in Graphviz's language, whether there is a kernel neither before nor after it."""
+    labels = dict(re.findall(r'^ *"?(\w+)"? ?\[(.*?)"\];', text, re.DOTALL | re.MULTILINE))
+    kernels = {node for node, label in labels.items() if "KERNEL" in label or "aten::" in label}
+    following = defaultdict(set)
+    for first, second in re.findall(r'"?(\w+)"? -> "?(\w+)', text):
+        following[first].add(second)
+
+    def after(node: str) -> set[str]:
+        reached, waiting = {node}, [node]
+        while waiting:
+            new = following[waiting.pop()] - reached
+            reached |= new
+            waiting += new
+        return reached
+
+    communicating = [node for node, label in labels.items() if "nccl" in label or "_record_collective" in label]
+    kernels -= {*communicating}
+    return [any(node not in after(kernel) for kernel in kernels - after(node)) for node in communicating]
+
+
+@pytest.mark.parametrize("builder", ["ddp", pytest.param("fsdp zero2", marks=pytest.mark.nightly)])
+def test_collectives_run_beside_compute(ranks: Ranks, builder: str) -> None:
+    """A GPU has them on another branch of the graph: what is on one stream is a chain. The tape ties data only."""
+    for found in ranks.run(beside, builder):
+        assert len(found) == (1 if builder == "ddp" else 2)
+        for overlaps, are_untied in found:
+            assert len(overlaps) == len(are_untied) == 7
+            assert sum(are_untied) >= sum(overlaps) >= 5

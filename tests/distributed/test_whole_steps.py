@@ -9,6 +9,7 @@
 | memory is used again while a collective runs               | test_what_is_not_captured                    |
 | a capture that fails leaves C++ in between                 | test_what_is_not_captured                    |
 | NCCL reads memory that is nobody's argument               | test_what_is_not_captured                    |
+| a collective writes to the batch, and no version says so   | test_what_is_not_captured                    |
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-from collections.abc import Callable
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -24,10 +28,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from ranks import Ranks
-from test_ranks_differ import Watched
+from test_ranks_differ import Watched, store_operations
 from torch import distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,7 +88,8 @@ def step_of_own(model: Any, group: Any = None) -> Callable[..., Any]:
 
 
 def state_of(model: Any) -> list[torch.Tensor]:
-    return [t.detach().clone() for p in model.parameters() for t in (p, p.grad)]
+    tensors = [t for p in model.parameters() for t in (p, p.grad)]
+    return [(t.to_local() if isinstance(t, DTensor) else t).detach().clone() for t in tensors]
 
 
 # Each kind of parallelism
@@ -249,6 +255,49 @@ def test_ranks_that_differ(ranks: Ranks, what: str, replays: tuple[int, int]) ->
         assert any("rank 0 did not answer within 0." in reason for reason in reasons)
 
 
+def store_operations_of_a_step(batches: Sequence[int]) -> list[Counter[str]]:
+    import parallel
+
+    return store_operations(graphed(step_of_own(parallel.model())), batches)
+
+
+def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
+    """The third call captures. Replays ask nothing of a store."""
+    for calls in ranks.run(store_operations_of_a_step, (4,) * 6):
+        assert [each["set"] for each in calls[:3]] == [0, 1, 2] and not any(calls[3:])
+
+
+def beside_a_thread() -> tuple[int, int, list[str]]:
+    """Trains without and with graphs, while another thread communicates in another group, as a checkpoint may do."""
+    import parallel
+
+    other, found = dist.new_group(backend="gloo"), []
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        step, values = wrap(step_of_own(model)), []
+        for i in range(8):
+            thread = threading.Thread(target=_communicate, args=(other, 400 if i == 1 else 0))
+            thread.start()
+            values += [step(parallel.tokens(i)).clone(), *state_of(model)]
+            thread.join()
+        found.append(values)
+    return parallel.differing(*found), step.replays, [*step.in_python]
+
+
+def _communicate(group: Any, times: int) -> None:
+    for _ in range(times):
+        dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_another_thread_that_communicates(ranks: Ranks) -> None:
+    """What it did during a call in Python keeps the step from being captured only once."""
+    for differing, replays, in_python in ranks.run(beside_a_thread):
+        assert not differing and replays == 4
+        assert any("communicates in other groups than the call before" in reason for reason in in_python) or any(
+            "communicates on the CPU" in reason for reason in in_python
+        )
+
+
 # Groups that go
 
 
@@ -286,7 +335,8 @@ def refused(what: str) -> tuple[int, int, list[str]]:
         step = wrap(STEPS[what](model, dist.group.WORLD))
         values = []
         for i in range(5):
-            values += [step(parallel.tokens(i)).clone(), *state_of(model)]
+            tokens = parallel.tokens(i)
+            values += [step(tokens).clone(), tokens, *state_of(model)]
         found.append(values)
     return parallel.differing(*found), step.captures, [reason for reason, count in step.in_python.items() if count > 1]
 
@@ -315,16 +365,54 @@ def _send(gradient: torch.Tensor, group: Any) -> None:
         dist.recv(gradient, 0)
 
 
-def _data_parallel(model: Any, group: Any) -> Callable[..., Any]:
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+def _wait_for_another(gradient: torch.Tensor, group: Any) -> None:
+    """Two collectives, and two waits for one of them."""
+    dist.all_reduce(gradient.clone(), group=group, async_op=True)
+    work = dist.all_reduce(gradient, group=group, async_op=True)
+    work.wait()
+    work.wait()
+
+
+def _wait_for_others(gradient: torch.Tensor, group: Any) -> None:
+    (dist.monitored_barrier if gradient.device.type == "cpu" else dist.barrier)(group)
+
+
+def _poll(gradient: torch.Tensor, group: Any) -> None:
+    work = dist.all_reduce(gradient, group=group, async_op=True)
+    while not work.is_completed():
+        time.sleep(0.001)
+    work.wait()
+
+
+def _wrapped_by(wrap: Callable[[Any], Any]) -> Callable[..., Any]:
+    def made(model: Any, group: Any) -> Callable[..., Any]:
+        wrapped = wrap(model)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+
+        def step(tokens):
+            optimizer.zero_grad()
+            loss = wrapped(tokens).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    return made
+
+
+def _sharded_by_torch(model: Any) -> Any:
+    import parallel
+
+    return FullyShardedDataParallel(model, device_id=parallel.device())
+
+
+def _reduces_an_argument(model: Any, group: Any) -> Callable[..., Any]:
+    training = step_of_own(model)
 
     def step(tokens):
-        optimizer.zero_grad()
-        loss = ddp(tokens).square().mean()
-        loss.backward()
-        optimizer.step()
-        return loss
+        dist.all_reduce(tokens[1:], dist.ReduceOp.MAX)
+        return training(tokens)
 
     return step
 
@@ -369,34 +457,42 @@ def _sharded(model: Any, group: Any) -> Callable[..., Any]:
 
 
 STEPS: dict[str, Callable[..., Any]] = {
+    "an argument": _reduces_an_argument,
     "objects": _with(lambda gradient, group: dist.broadcast_object_list([None], 0, group)),
     "a DTensor": _sharded,
     "point to point": _with(_send),
     "functional": _with(lambda gradient, group: gradient.copy_(functional.all_reduce(gradient, "sum", group))),
-    "barrier": _with(lambda gradient, group: dist.barrier(group)),
-    "not waited for": _with(lambda gradient, group: dist.all_reduce(gradient.clone(), group=group, async_op=True)),
+    "barrier": _with(_wait_for_others),
+    "not waited for": _with(_wait_for_another),
+    "polled": _with(_poll),
     "a method": _with(lambda gradient, group: group.allreduce([gradient]).wait()),
-    "DistributedDataParallel": _data_parallel,
+    "DistributedDataParallel": _wrapped_by(DistributedDataParallel),
+    "FullyShardedDataParallel": _wrapped_by(_sharded_by_torch),
+    "fully_shard": _wrapped_by(fully_shard),
     "kept eager": _kept_eager,
     "unknown origin": _hidden,
 }
 
 
 REASONS = {
+    "an argument": "a collective writes to an argument of the step, at .*; clone it first",
     "not waited for": r"a collective is not waited for in the step, at .*; call wait\(\) of what it returns",
+    "polled": r"the host asks whether a collective is done, at .*; call wait\(\) of what it returns",
     "DistributedDataParallel": r"DistributedDataParallel counts gradients in C\+\+.*; take thunder.distributed.ddp",
     "kept eager": r'was compiled with capture_collectives="never"; compile it without that option',
+    "FullyShardedDataParallel": r"PyTorch's FSDP gives parameters other memory in .*; take thunder.distributed.fsdp",
+    "fully_shard": r"PyTorch's FSDP gives parameters other memory in each step, .*; take thunder.distributed.fsdp",
     "functional": r"it calls _c10d_functional.all_reduce, a functional collective.*; call that of torch.distributed",
     "point to point": r"it communicates from point to point \((send|recv)\), at .*; do that outside of the step",
     "objects": r"it communicates objects of Python \(broadcast_object_list\), at .*; do that outside of the step",
     "a DTensor": r"the step uses a DTensor, which is no plain tensor; take thunder.distributed",
-    "barrier": r"the host waits for the other ranks \(barrier\), at .*; do that outside of the step",
+    "barrier": r"the host waits for the other ranks \((monitored_)?barrier\), at .*; do that outside of the step",
     "a method": r"it calls a method of a process group itself, at .*; call the function of torch.distributed",
     "unknown origin": r"the step seems to use a tensor \(\) of float32 in .*, and it is not known where from",
 }
 
 
-@pytest.mark.parametrize("what", [*[*REASONS][:3], *(pytest.param(what, marks=nightly) for what in [*REASONS][3:])])
+@pytest.mark.parametrize("what", [*[*REASONS][:5], *(pytest.param(what, marks=nightly) for what in [*REASONS][5:])])
 def test_what_is_not_captured(ranks: Ranks, what: str) -> None:
     for differing, captures, in_python in ranks.run(refused, what):
         assert not differing and not captures

@@ -134,6 +134,23 @@ def test_a_step_is_one_call(store: HashStore, group: Group, monkeypatch: pytest.
     collectives.next_round().ask("before", "subject")
 
 
+def test_a_step_on_a_gpu_that_communicates_on_the_cpu(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that saves a checkpoint may have done that, so a later call may be captured."""
+    issued = {"cpu": 0, "cuda": 0}
+    monkeypatch.setattr(distributed, "groups", lambda: [group])
+    monkeypatch.setattr(distributed, "is_alive", lambda group: True)
+    monkeypatch.setattr(distributed, "progress", lambda group: dict(issued))
+    monkeypatch.setattr(distributed, "capture_problem", lambda group, device_type: None)
+    for kind in issued:
+        with call_of_step("cuda") as call:
+            issued[kind] += 1
+        if kind == "cpu":
+            problem, may_pass = call.objection
+            assert problem.startswith("it communicates on the CPU, and its graph is on cuda") and may_pass
+        else:
+            assert call.objection is None
+
+
 def test_nobody_is_asked_where_the_user_vouches_for_all(store: HashStore, group: Group) -> None:
     round_ = Collectives([group], asks=False, watch=watched).next_round()
     round_.ask("before", "subject")

@@ -792,6 +792,28 @@ def test_a_tensor_that_escapes_is_refused(step_twins):
     assert step.captures == 0 and "still held after it" in why(step), why(step)
 
 
+class Tagged(torch.Tensor):
+    """A tensor of another type, as a DTensor is."""
+
+
+def test_a_result_of_another_type_is_refused(step_twins):
+    step, x = step_twins.graphed(lambda x: (x * 2).as_subclass(Tagged)), torch.ones(2, device=step_twins.device)
+    assert {type(step(x)) for _ in range(3)} == {Tagged}
+    assert "a result is a Tagged, not a plain tensor; return a plain one" in why(step)
+
+
+def test_a_view_that_pytorch_lets_nobody_use(step_twins):
+    """One of several views of what was written in place since, such as PyTorch's FSDP keeps as attributes."""
+    model, base = nn.Linear(2, 2).to(step_twins.device), nn.Parameter(torch.ones(6, device=step_twins.device)) * 1
+    model.part = base.split(3)[0]
+    with torch.no_grad():
+        base.mul_(2)
+    step, x = step_twins.graphed(lambda x: model(x).detach()), torch.ones(2, device=step_twins.device)
+    for _ in range(3):
+        same(step(x), model(x).detach())
+    assert step.captures == 0 and "is a view and its base" in why(step), why(step)
+
+
 @pytest.mark.parametrize("change", ["memory", "shape", "requires_grad"])
 def test_a_tensor_that_is_left_otherwise_is_refused(step_twins, change):
     def make(model):

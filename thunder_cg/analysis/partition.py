@@ -74,15 +74,15 @@ def partition(ops: Ops, verdicts: Sequence[Verdict], aliasing: Aliasing) -> Plan
     """
     plan = _partition(ops, verdicts, aliasing)
     while parted := _parted(ops, plan):
-        verdicts = [_apart(v, parted[i]) if i in parted else v for i, v in enumerate(verdicts)]
+        verdicts = [parted.get(i, verdict) for i, verdict in enumerate(verdicts)]
         plan = _partition(ops, verdicts, aliasing)
     return plan
 
 
-def _parted(ops: Ops, plan: Plan) -> dict[int, Verdict | None]:
-    """Ops to capture that begin a collective, or wait for it, where the other one is in another step.
+def _parted(ops: Ops, plan: Plan) -> dict[int, Verdict]:
+    """Ops to capture that begin a collective, or wait for it, where the other one is in another step, or nowhere.
 
-    With the verdict of the other one if that is eager.
+    With the verdicts that leave them eager.
     """
     step_of = {op: at for at, step in enumerate(plan.steps) for op in step.ops}
     of_future: defaultdict[str, list[int]] = defaultdict(list)
@@ -90,20 +90,24 @@ def _parted(ops: Ops, plan: Plan) -> dict[int, Verdict | None]:
         for name in op.names:
             if ops.values[name].kind == "future":
                 of_future[name].append(op.index)
-    parted: dict[int, Verdict | None] = {}
+    parted: dict[int, Verdict] = {}
     for mine in of_future.values():
         if len(mine) < 2 or len({step_of[i] for i in mine}) > 1:
-            eager = next((plan.verdicts[op] for op in mine if not plan.verdicts[op].capture), None)
-            parted |= {op: eager for op in mine if plan.verdicts[op].capture}
+            both = [plan.verdicts[op] for op in mine]
+            parted |= {op: _apart(plan.verdicts[op], both) for op in mine if plan.verdicts[op].capture}
     return parted
 
 
-def _apart(verdict: Verdict, other: Verdict | None) -> Verdict:
-    if other is not None:
-        detail = f"a collective and its wait are captured together, and the other one is eager: {other.detail}"
-        return replace(verdict, capture=False, reason=other.reason, detail=detail, fix=other.fix)
+def _apart(verdict: Verdict, both: Sequence[Verdict]) -> Verdict:
+    """The verdict that leaves it eager, given those of a collective and its wait, or of one that is alone."""
+    if (eager := next((each for each in both if not each.capture), None)) is not None:
+        detail = f"a collective and its wait are captured together, and the other one is eager: {eager.detail}"
+        return replace(verdict, capture=False, reason=eager.reason, detail=detail, fix=eager.fix)
     detail = "the collective and its wait are not in one region, and a graph cannot wait for work from outside"
     fix = "allow or remove the eager operators between them"
+    if len(both) < 2:
+        detail = "nothing in the trace waits for the collective, and its memory would be used again while it runs"
+        fix = "wait for it in what is compiled"
     return replace(verdict, capture=False, reason=Reason.COLLECTIVE, detail=detail, fix=fix)
 
 

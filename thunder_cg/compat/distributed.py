@@ -20,10 +20,9 @@ from torch.distributed.distributed_c10d import _coalescing_manager, _get_process
 from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
-    "DDP",
-    "DistributedDataParallel",
     "ProcessGroup",
     "Store",
+    "Work",
     "before_shutdown",
     "begun",
     "capture_problem",
@@ -45,6 +44,7 @@ __all__ = [
     "uncapturable",
     "wait",
     "wait_tensor",
+    "why_not_in_step",
     "wrap_functional",
 ]
 
@@ -104,9 +104,13 @@ def progress(group: ProcessGroup) -> dict[str, int]:
 
 
 # Why no graph of a whole step holds that, and the fix.
-DDP = (
+_DDP = (
     "DistributedDataParallel counts gradients in C++ as they come, and a capture that fails would leave it in between",
     "take thunder.distributed.ddp instead of it",
+)
+_FSDP = (
+    "PyTorch's FSDP gives parameters other memory in each step, and Python does that",
+    "take thunder.distributed.fsdp instead of it",
 )
 _POINT_TO_POINT = ("recv", "recv_anysource", "send")
 _METHODS = (
@@ -115,6 +119,7 @@ _METHODS = (
     *("gather", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "scatter"),
     *_POINT_TO_POINT,
 )
+_OF_WORK = ("wait", "is_completed")
 _OF_DDP = DistributedDataParallel.forward.__code__
 _OF_OBJECTS = {
     function.__wrapped__.__code__
@@ -126,30 +131,36 @@ _CALLS_OF_OPERATORS = (torch._ops.OpOverload.__call__.__code__, torch._ops.OpOve
 
 @contextmanager
 def told_of_collectives(
-    begins: Callable[[str, FrameType, tuple[Any, ...]], None], waits: Callable[[FrameType], None]
+    begins: Callable[[str, FrameType, tuple[Any, ...]], None],
+    has_begun: Callable[[Work, FrameType], None],
+    uses: Callable[[str, FrameType, Work], None],
 ) -> Iterator[None]:
-    """Inside, on all threads, the arguments are called before a group communicates, and before somebody waits for it.
+    """Inside, on all threads, the arguments are called when a group communicates, and before somebody waits for that.
 
     A profiler of Python is told of such methods, which are C++, before Python 3.12 only.
 
     Args:
-        begins: gets the name of the group's method, the frame that calls it, and the method's arguments.
-        waits: gets the frame.
+        begins: gets the name of the group's method, the frame that calls it, and the method's arguments, before it.
+        has_begun: gets what the method returns, if that is to be waited for, and the frame.
+        uses: gets ``"wait"`` or ``"is_completed"``, the frame, and the work, before that method of the work.
     """
 
     def told(original: Callable[..., Any], name: str) -> Callable[..., Any]:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
-            if name == "wait":
-                waits(frame)
-            else:
-                begins(name, frame, (*args, *kwargs.values()))
-            return original(self, *args, **kwargs)
+            if name in _OF_WORK:
+                uses(name, frame, self)
+                return original(self, *args, **kwargs)
+            begins(name, frame, (*args, *kwargs.values()))
+            work = original(self, *args, **kwargs)
+            if isinstance(work, Work):
+                has_begun(work, frame)
+            return work
 
         return method
 
     with ExitStack() as stack:
-        for kind, names in ((ProcessGroup, _METHODS), (Work, ("wait",)), (FakeWork, ("wait",))):
+        for kind, names in ((ProcessGroup, _METHODS), (Work, _OF_WORK), (FakeWork, _OF_WORK)):
             for name in names:
                 if name in vars(kind):
                     stack.callback(setattr, kind, name, vars(kind)[name])
@@ -173,13 +184,21 @@ def uncapturable(frame: FrameType, method: str | None = None) -> tuple[str, str]
     if method in _POINT_TO_POINT:
         return f"it communicates from point to point ({method})", "do that outside of the step"
     if frame.f_code is _OF_DDP:
-        return DDP
+        return _DDP
     if frame.f_code in _OF_OBJECTS:
         problem = f"it communicates objects of Python ({frame.f_code.co_name})"
         return problem, "do that outside of the step, or communicate a tensor"
     if frame.f_code in _CALLS_OF_OPERATORS and str(operator := frame.f_locals["self"]).startswith("_c10d_functional"):
         return f"it calls {operator}, a functional collective", "call that of torch.distributed, or have it compiled"
     return None
+
+
+def why_not_in_step(module: torch.nn.Module) -> tuple[str, str] | None:
+    """Why no graph of a whole step holds a module of this class, and the fix; None if that is no reason."""
+    if isinstance(module, DistributedDataParallel):
+        return _DDP
+    is_fsdp = any(kind.__module__.startswith("torch.distributed.fsdp.") for kind in type(module).__mro__)
+    return _FSDP if is_fsdp else None
 
 
 def is_distributed() -> bool:

@@ -22,6 +22,7 @@ from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._dynamo.utils import get_compilation_metrics, graph_break_reasons
 from torch._guards import CompileContext
 
+from thunder_cg.compat.distributed import default_group
 from thunder_cg.compat.dynamo_scope import scope_dynamo
 from thunder_cg.compat.lines import BEFORE_BREAK, is_torchs
 
@@ -71,6 +72,8 @@ class CompiledFunction(ThunderFXCompiledObject):
         return self._called(*args, **kwargs)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
+        if _default_group.has_changed():
+            torch._dynamo.reset()
         try:
             result = self._func(*args, **kwargs)
         except BackendCompilerFailed as error:  # which hides the notes of what the compiler raised
@@ -177,6 +180,21 @@ class _Count:
 
     def __init__(self) -> None:
         self.calls = 0
+
+
+class _DefaultGroup:
+    """Of the ranks. Dynamo takes for constant which rank this one is, also in meshes, and whether there is a group."""
+
+    def __init__(self) -> None:
+        self._last: Any = self  # at the last call: nothing yet
+
+    def has_changed(self) -> bool:
+        """Whether it is another one than at the last call."""
+        before, self._last = self._last, default_group()
+        return before is not self and before is not self._last
+
+
+_default_group = _DefaultGroup()
 
 
 class CodeAtLimit(NamedTuple):

@@ -384,13 +384,13 @@ class StepCall:
 
     Attributes:
         groups: oldest first.
-        objection: why no graph of the step is to hold that, with the fix.
+        objection: why no graph of the step is to hold that, with the fix; and whether another thread may have done it.
     """
 
     def __init__(self, device_type: str = "", before: Sequence[tuple[ProcessGroup, Mapping[str, int]]] = ()) -> None:
         self._device_type, self._before = device_type, before
         self.groups: list[ProcessGroup] = []
-        self.objection: str | None = None
+        self.objection: tuple[str, bool] | None = None
 
     def look(self) -> None:
         """Finds what it has communicated in by now."""
@@ -420,7 +420,7 @@ def call_of_step(device_type: str, votes: Round | None = None, *, is_capture: bo
         return
     if not _runs_a_step.acquire(blocking=False):
         yield (call := StepCall())
-        call.objection = "another thread runs a step, so it is not known what this one communicates"
+        call.objection = "another thread runs a step, so it is not known what this one communicates", True
         return
     states = [_states.setdefault(group, _GroupState()) for group in groups]
     if (common := _common_clock()) is not None:
@@ -447,14 +447,14 @@ def _changed(before: Mapping[str, int], group: ProcessGroup) -> set[str]:
     return {kind for kind, count in distributed.progress(group).items() if count != before.get(kind, 0)}
 
 
-def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> str | None:
+def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> tuple[str, bool] | None:
     if _states[group].is_closed:
-        return DESTROYED
+        return DESTROYED, False
     if _states[group].keep_eager:
         problem = 'a module that communicates in the same group was compiled with capture_collectives="never"'
-        return f"{problem}; compile it without that option"
+        return f"{problem}; compile it without that option", False
     if (found := distributed.capture_problem(group, device_type)) is not None:
-        return "; ".join(found)
+        return "; ".join(found), False
     if "cpu" in kinds and device_type != "cpu":
-        return f"it communicates on the CPU, and its graph is on {device_type}; do that outside of the step"
+        return f"it communicates on the CPU, and its graph is on {device_type}; do that outside of the step", True
     return None

@@ -32,6 +32,14 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is not torch.strided
 
 
+def has_history(tensor: torch.Tensor) -> bool:
+    """Whether it is the result of an operator that autograd has recorded."""
+    try:
+        return tensor.grad_fn is not None
+    except RuntimeError:  # one of several views, of what was written in place since: PyTorch lets nobody use it
+        return True
+
+
 def is_plain(value: Any) -> bool:
     """Whether a graph can have the value as an input. Operators return None for a tensor that they do without."""
     return value is None or type(value) in (torch.Tensor, torch.nn.Parameter)

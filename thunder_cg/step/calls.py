@@ -37,9 +37,10 @@ from typing import Any, NamedTuple
 import torch
 
 from thunder_cg.compat.cuda import is_current_stream_capturing
-from thunder_cg.compat.distributed import ProcessGroup, is_torchs_own, told_of_collectives, uncapturable
+from thunder_cg.compat.distributed import ProcessGroup, Work, is_torchs_own, told_of_collectives, uncapturable
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
-from thunder_cg.errors import CaptureLater
+from thunder_cg.errors import CaptureLater, CaptureRefused
+from thunder_cg.runtime.tensors import address_if_any
 from thunder_cg.step.attributes import unwatched
 from thunder_cg.step.heap import known_functions
 from thunder_cg.step.reads import MISSING, Called, content_of_cell, is_constant, is_installed
@@ -85,9 +86,9 @@ class Calls:
         objection: something that runs and that no replay would do, in words; None if nothing does.
         collectives: their names, in order.
         groups: that they communicate in.
-        begun: where those with ``async_op=True`` are called.
-        waits: how often one of these was waited for.
+        pending: those that nobody has waited for yet, by identity, and where they are called.
         communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
+        written: addresses of storages that they write to, and where they are called. No version counts such a write.
         looks_up_unseen: whether something ran that looks attributes up in another way than Python's: what Dynamo has
             compiled does, and `object.__getattribute__`.
         events: of CUDA, that were recorded, and where, by identity.
@@ -118,9 +119,9 @@ class Calls:
         """Before a capture, which may be the second one of a call."""
         self.collectives: list[str] = []
         self.groups: dict[ProcessGroup, None] = {}
-        self.begun: list[str] = []
-        self.waits = 0
+        self.pending: dict[int, tuple[Work, str]] = {}
         self.communicated: dict[int, str] = {}
+        self.written: dict[int, str] = {}
 
     def watch(self) -> None:
         """Begins to watch the calling thread. `CaptureLater` if it is watched by somebody else."""
@@ -185,11 +186,19 @@ class Calls:
 
     def told_of_collectives(self) -> AbstractContextManager[None]:
         """Inside, the collectives of the thread that is watched are noted."""
-        return told_of_collectives(self._note_collective, self._note_wait)
+        return told_of_collectives(self._note_collective, self._note_work, self._note_use)
 
-    def _note_wait(self, frame: types.FrameType) -> None:
+    def _note_work(self, work: Work, frame: types.FrameType) -> None:
         if threading.get_ident() == self._thread:
-            self.waits += _is_async(frame, True)  # a collective that waits at once does so itself
+            self.pending[id(work)] = work, _line(frame)
+
+    def _note_use(self, method: str, frame: types.FrameType, work: Work) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if method == "is_completed":  # never, in a capture
+            problem = f"the host asks whether a collective is done{_line(frame)}"
+            raise CaptureRefused(f"{problem}; call wait() of what it returns")
+        self.pending.pop(id(work), None)
 
     def _note_collective(self, method: str, frame: types.FrameType, args: tuple[Any, ...]) -> None:
         """Notes what `torch.distributed` calls, which keeps the group in a variable."""
@@ -198,14 +207,13 @@ class Calls:
         self._object_to(frame, method)
         self.collectives.append(method)
         values = frame.f_locals
-        if _is_async(frame, False):
-            self.begun.append(_line(frame))
         if is_torchs_own(frame) and isinstance(group := values.get("group"), ProcessGroup):
             self.groups[group] = None
         else:
             problem = f"it calls a method of a process group itself{_line(frame)}"
-            self.objection = f"{problem}; call the function of torch.distributed"
+            self.objection = self.objection or f"{problem}; call the function of torch.distributed"
         self.communicated |= {tensor.data_ptr(): method for tensor in tensors_in(args) if has_storage(tensor)}
+        self.written |= dict.fromkeys(map(address_if_any, tensors_in(args[:1])), _line(frame))  # its first argument
 
     def _is_of_graph(self, value: Any) -> bool:
         """Whether a value is a tensor on the device, which is the host itself for a tape."""
@@ -288,12 +296,6 @@ class _Ran(NamedTuple):
     def is_of(self, function: types.FunctionType) -> bool:
         cells = function.__closure__ or ()
         return function.__code__ is self.code and self.cells == tuple(id(content_of_cell(cell)) for cell in cells)
-
-
-def _is_async(frame: types.FrameType, default: bool) -> bool:
-    """What the function of `torch.distributed` in the frame was told; ``default`` if it is none."""
-    values = frame.f_locals
-    return bool(values.get("async_op", values.get("async_ops", default)))
 
 
 def _is_uncompared(called: Any) -> bool:

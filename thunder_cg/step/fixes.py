@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import tensors_in
+from thunder_cg.runtime.tensors import has_history
 from thunder_cg.step.calls import is_of_package, line_with_code
 from thunder_cg.step.reads import is_installed
 from thunder_cg.step.state import Facts, Same, difference
@@ -111,7 +112,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return f"; {_LIGHTNINGS}"
     if not in_step and isinstance(fact := facts.get(label), tuple) and fact[0] is int:
         return f"; {_DECIDES}; or {_IN_PLACE}"
-    if in_step and isinstance(kept := named.get(label), Tensor) and kept.grad_fn is not None:
+    if in_step and isinstance(kept := named.get(label), Tensor) and has_history(kept):
         return "; detach it: a graph keeps no history"
     then, _, now = change.partition(" changed from ")[2].partition(" to ")
     if in_step and then != now and then.removesuffix(_REQUIRES_GRAD) == now.removesuffix(_REQUIRES_GRAD):

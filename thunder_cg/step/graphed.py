@@ -247,8 +247,10 @@ class GraphedStep:
         """
         calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [], asks=True)
         try:
-            if (objection := next(iter(state.objections), self._communicates[call.layout].objection)) is not None:
-                raise CaptureRefused(objection)
+            if state.objections:
+                raise CaptureRefused(state.objections[0])
+            if (objection := self._communicates[call.layout].objection) is not None:
+                raise RanksDiffer(objection[0], may_pass=objection[1])
             could_replay = known is not None
             if votes.ask(_BEFORE, self.name, could_replay=could_replay) and known is not None:
                 return self._replay(known, known.state.carried_tensors(), call)
@@ -396,10 +398,9 @@ class GraphedStep:
             self._make_room(arena, state.device, layout)
             captured.look()
             if not set(groups) == calls.groups.keys() >= {*captured.groups}:
-                problem = (
-                    "it does not communicate in the groups in which an earlier call has, or C++ calls the collectives"
-                )
-                raise CaptureRefused(f"{problem}; call the functions of torch.distributed")
+                problem = "it communicates in other groups than the call before, in which another thread may have"
+                fix = "call the functions of torch.distributed, since those that C++ calls are not seen"
+                raise RanksDiffer(f"{problem}; {fix}", may_pass=True)
             votes.ask(_AFTER, " ".join(calls.collectives))
 
         if any_autocast_enabled():

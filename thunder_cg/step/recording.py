@@ -40,7 +40,7 @@ from thunder_cg.runtime.guards import Guard
 from thunder_cg.runtime.inputs import CopiedInput, place
 from thunder_cg.runtime.outputs import AliasedInput, Outputs
 from thunder_cg.runtime.recording import RecordingUse
-from thunder_cg.runtime.tensors import address_if_any, copy_all
+from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
@@ -285,13 +285,14 @@ class _Body:
                 result = self._batch.call(self._fn, self._buffers)
         finally:
             self._calls.end()
-        if self._calls.waits < len(self._calls.begun):  # on a GPU, its memory would be used again while it runs
-            problem = f"a collective is not waited for in the step{self._calls.begun[-1]}"
-            raise CaptureRefused(f"{problem}; call wait() of what it returns")
+        for _, line in self._calls.pending.values():  # on a GPU, its memory would be used again while it runs
+            raise CaptureRefused(f"a collective is not waited for in the step{line}; call wait() of what it returns")
         leaves, structure = tree_flatten(result)
         device = self._state.device
         for leaf in leaves:
             if isinstance(leaf, Tensor):
+                if not is_plain(leaf):
+                    raise CaptureRefused(f"a result is a {type(leaf).__name__}, not a plain tensor; return a plain one")
                 if leaf.device != device or not has_storage(leaf):
                     raise CaptureRefused(
                         f"a result is a {leaf.layout} tensor on {leaf.device}; the graph is on {device}"
@@ -543,6 +544,8 @@ class StepCapture:
         has_changed = [version(tensor) != then for tensor, then in zip((*tensors, *buffers), versions)]
         if any(has_changed[len(tensors) :]):
             raise CaptureRefused("the step writes to an argument; clone it first")
+        for line in (self.calls.written[at] for at in map(address_if_any, buffers) if at in self.calls.written):
+            raise CaptureRefused(f"a collective writes to an argument of the step{line}; clone it first")
         counters = {id(each.n_averaged) for each in self.state.averages}  # their versions say who else writes to them
         return [each for each, changed in zip(tensors, has_changed) if changed and id(each) not in counters]
 

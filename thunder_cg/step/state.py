@@ -52,7 +52,7 @@ from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from thunder_cg.compat.distributed import DDP, DistributedDataParallel
+from thunder_cg.compat.distributed import why_not_in_step
 from thunder_cg.compat.torch import (
     Settings,
     addresses_equal,
@@ -73,7 +73,7 @@ from thunder_cg.compat.torch import (
     version,
 )
 from thunder_cg.errors import CaptureRefused
-from thunder_cg.runtime.tensors import layout
+from thunder_cg.runtime.tensors import has_history, layout
 from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_of
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.places import Carried, Place, places_of, plain_copy
@@ -463,14 +463,14 @@ class _Collector:
             self._watch(buffers, buffers)
             self.watched += [parameters, modules]
             self.holders += [attributes, parameters, buffers, modules]
+            if (problem := why_not_in_step(module)) is not None:
+                self.objections.append(f"{where}: {'; '.join(problem)}")
             self._note_hooks(where, module)
             for names in (parameters, buffers):
                 for name, tensor in names.items():
                     self.add(f"{where}.{name}", tensor, 0, (Place(names, name),))
             if isinstance(module, AveragedModel):
                 self._add_averages(where, module)
-            if isinstance(module, DistributedDataParallel):
-                self.objections.append(f"{where}: {'; '.join(DDP)}")
             self._add_attributes(where, attributes, looked_up, (parameters, buffers, modules))
         self.in_compiled = False
 
@@ -846,7 +846,7 @@ def newly_carried(before: StepState, after: StepState) -> dict[str, Place]:
 
 
 def _may_get_gradient(tensor: Tensor) -> bool:
-    return tensor.is_leaf and (tensor.requires_grad or tensor.grad is not None)
+    return not has_history(tensor) and (tensor.requires_grad or tensor.grad is not None)
 
 
 def _content_of(value: Any) -> Callable[[], Any] | None:
