@@ -212,6 +212,7 @@ def _not_replayed(report: Report, traces: Sequence[TraceReport], without: int) -
         kinds = {change.kind for change in report.changes}
         same = ["shapes", "strides", *(["alignment"] if "alignment" in kinds else [])]
         same += ["Python numbers"] if kinds & {"number", "attribute"} else []
+        same += ["other arguments"] if "constant" in kinds else []
         same += ["lengths of lists"] if "items" in kinds else []
         what = f"{', '.join(same[:-1])} and {same[-1]}"
         yield f"the next call{of} with inputs of the same {what} will capture"
