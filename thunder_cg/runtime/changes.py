@@ -30,14 +30,14 @@ _NEW_LAYOUT = "each new layout warms up and captures"
 _WRITTEN = "write it in place, into a buffer of its final size (README, Inference with a KV cache)"
 IF_CACHE = f"if it is a cache that grows, {_WRITTEN}"
 IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
-_PAD = (
+PAD = (
     f"pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True; {IF_CACHE}"
 )
 _AS_TENSOR = f"it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; {IF_DROPOUT}"
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
 _KINDS = {
-    "shape": ("{count} shapes of {names} so far ({shown})", _NEW_VERSION.format("shape"), _PAD),
+    "shape": ("{count} shapes of {names} so far ({shown})", _NEW_VERSION.format("shape"), PAD),
     "number": (
         "{count} values of the Python number {names} so far ({shown})",
         _NEW_VERSION.format("value"),
@@ -65,7 +65,7 @@ _KINDS = {
         "each new one compiles anew in Thunder{took}, warms up and captures",
         f"keep the length and the keys of {{first}} as they are; {IF_CACHE}",
     ),
-    "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, _PAD),
+    "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, PAD),
     "strides": ("{count} strides of {names} so far ({shown})", _NEW_LAYOUT, "pass {first}.contiguous()"),
     "alignment": (
         f"{{count}} alignments of {{names}} so far ({{shown}} bytes past a multiple of {ALIGNMENT})",
