@@ -593,6 +593,53 @@ def test_the_report_says_why_dynamo_compiled_anew(backend, device):
     assert not explain(other).recompilations and "anew" not in str(explain(other))
 
 
+class _Counts(nn.Module):
+    def __init__(self, start):
+        super().__init__()
+        self.calls, self.seen = start, []
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return torch.sin(x) * self.calls + x
+
+
+class _Keeps(_Counts):
+    def forward(self, x):
+        y = torch.sin(x) + x
+        self.seen.append(y)
+        return y
+
+
+class _KeepsAfterwards(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        return torch.sin(x) + x
+
+
+@pytest.mark.parametrize(
+    ("model", "condition", "advice", "better"),
+    [
+        (_Counts(0), "self.calls == 0", "make self.calls a tensor, and change it in place", _Counts(torch.zeros(()))),
+        (_Keeps(0), "not self.seen", "add to self.seen after the call, not in it", _KeepsAfterwards()),
+    ],
+)
+def test_the_report_says_what_to_do_about_what_a_module_changes_itself(model, condition, advice, better):
+    compiled, mended = thunderfx(model, backend="tape"), thunderfx(better, backend="tape")
+    x = torch.randn(4)
+    for _ in range(4):
+        compiled(x)
+    found = explain(compiled)
+    torch._dynamo.reset()  # the better one may share its code
+    for _ in range(4):
+        better.seen.append(mended(x))
+    assert condition in [each.condition for each in found.recompilations]
+    assert f"To have fewer: {advice}" in str(found) and "pass what changes" not in str(found)
+    assert replays(mended) == 3 and not explain(mended).recompilations
+
+
 def test_blocks_that_are_compiled_one_by_one(backend, device):
     """They share code, of which Dynamo compiles a few versions: of each block here, whatever others have."""
 

@@ -28,8 +28,9 @@ from thunder_cg.compat.thunder import (
 )
 from thunder_cg.compat.torch import grouped_mm, library_name, pad, transformer_encoder_layer, weight_norm
 
-# Thunder's symbols refuse some arguments, such as ceil_mode.
+# Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient.
 PARTIAL = {
+    torch.index_add: "index_add",
     pad: "pad",  # reflected or circular
     F.max_pool1d: "max_pool1d",
     F.max_pool2d: "max_pool2d",

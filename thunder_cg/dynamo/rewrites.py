@@ -152,7 +152,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _write_as_before(node, module, options)
         elif is_collective(node):
             _wait_in_trace(node, options)
-        elif node.op == "call_function" or node.target in ("repeat_interleave", "mul"):
+        elif node.op == "call_function" or node.target in ("index_add", "mul", "repeat_interleave"):
             _use_own_operator(node, options)
     lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
@@ -756,6 +756,8 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         if not isinstance(repeats, int):  # read on the host if it is a tensor
             return
         function = torch.repeat_interleave
+    if operator_name(node) == "index_add":
+        function = torch.index_add
     if function in operators.PARTIAL and is_supported(node, options):
         return
     if library_name(function) and returns_cpu_scalar(node):  # Inductor gets it, and autograd sums its gradient

@@ -80,7 +80,7 @@ RULES: tuple[Rule, ...] = (
           settings=Settings.NONE),
     *rows("torch_ops", "laid_out", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST),
     *rows("torch_ops", "laid_out_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=ALL),
-    *rows("torch_ops", "scatter_masked scatter_masked_vjp", CAPTURED, Evidence.KNOWN),
+    *rows("torch_ops", "index_add index_add_vjp scatter_masked scatter_masked_vjp", CAPTURED, Evidence.KNOWN),
     *rows("torch_ops", "bernoulli exponential normal uniform", CAPTURED, Evidence.KNOWN, settings=Settings.NONE,
           draws=True),
     # On an H200 with torch 2.11, both ways, with ends of groups that change from call to call. A GPU that has no kernel
