@@ -235,9 +235,8 @@ def tokens(batch, length, vocabulary):
 
 
 def images():
-    return torch.randn(32, 3, 224, 224, device="cuda", dtype=torch.bfloat16), torch.randint(
-        0, 1000, (32,), device="cuda"
-    )
+    pixels = torch.randn(32, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
+    return pixels, torch.randint(0, 1000, (32,), device="cuda")
 
 
 # With fewer layers than people train: the ratios are about the same, and Thunder compiles slowly.
