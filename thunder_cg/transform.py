@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import count
@@ -272,7 +273,7 @@ class CudagraphTransform(compat.Transform):
         """What the compilation on this thread is for."""
         data = compat.get_compile_data()
         module = data.fn if isinstance(data.fn, torch.nn.Module) else None
-        known: dict[str, dict[str, Any]] = {"shape": {}, "number": {}, "attribute": {}, "items": {}}
+        known: defaultdict[str, dict[str, Any]] = defaultdict(dict)
         for kind, name, value in checks.users_values(data.fn):
             known[kind][name] = value
         return Compilation(
@@ -280,10 +281,7 @@ class CudagraphTransform(compat.Transform):
             training=module.training if module is not None and not isinstance(module, torch.fx.GraphModule) else None,
             grad=bool(data.is_grad_enabled),
             autocast=autocast_dtype(self._backend.device_type),
-            shapes=known["shape"],
-            numbers=known["number"],
-            attributes=known["attribute"],
-            items=known["items"],
+            checked=known,
             parameters={name: str(checks.lookups[name].key) for name in self._compiling.static},
         )
 

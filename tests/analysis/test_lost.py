@@ -16,6 +16,8 @@ from torch import nn
 
 from thunder_cg import cudagraph_transform, explain, thunderfx
 
+LOGGER = logging.getLogger("test_lost")
+
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -117,8 +119,9 @@ def test_what_the_advice_says_is_not_lost(kind):
         ("time.perf_counter", lambda x: x.sin() * time.perf_counter() + x.cos()),
         ("datetime.now", lambda x: x.sin() * datetime.datetime.now().hour + x.cos()),
         ("print", lambda x: (x.sin() + x.cos(), print("called"))[0]),
+        ("logging.Logger.warning", lambda x: (x.sin() + x.cos(), LOGGER.warning("called"))[0]),
     ],
-    ids=["random", "uniform", "numpy", "clock", "date", "print"],
+    ids=["random", "uniform", "numpy", "clock", "date", "print", "log"],
 )
 def test_what_python_calls_once(name, function):
     if name.startswith("numpy") and sys.version_info < (3, 11):
@@ -128,6 +131,12 @@ def test_what_python_calls_once(name, function):
     (said,) = explain(jfn).differs
     line = f"test_lost.py:{function.__code__.co_firstlineno}"
     assert said.startswith(f"{name}() at {line} is called while Thunder traces, and in no call; ")
+
+
+def test_a_log_whose_level_is_off_is_not_lost():
+    jfn = thunder.jit(lambda x: (x.sin() + x.cos(), LOGGER.debug("off"))[0], transforms=[cudagraph_transform()])
+    run(jfn)
+    assert explain(jfn).differs == ()
 
 
 def test_tensors_of_one_call_in_the_results_of_all():

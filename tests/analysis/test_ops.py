@@ -262,6 +262,7 @@ def test_condition_of_a_sparse_gradient(traces_of):
         return made, bag(i, w, o, None, 2.0, False, "mean", True)
 
     _, ops = traces_of(model, torch.tensor([0, 1]), torch.rand(2, 3, requires_grad=True), torch.tensor([0]))
+    assert {op.name for op in only(ops, "torch.ops.aten.embedding_backward")} == {"torch.ops.aten.embedding_backward"}
     for id_, some in (("torch.ops.aten.embedding_backward", 1), ("embedding_bag_vjp", 2)):
         assert sorted(map(sorted, (op.conditions for op in only(ops, id_)))) == [[], *[["has_sparse_gradient"]] * some]
 

@@ -127,4 +127,7 @@ def test_experts_train(backend, device, name):
         expected.backward()
         for one, other in zip(model.parameters(), plain.parameters()):
             torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=tolerance * float(other.grad.abs().max()))
-    assert not explain(compiled).outside and len(explain(compiled).traces) == 2
+    report = explain(compiled)
+    assert not report.outside and len(report.traces) == 2
+    if backend == "tape":
+        assert "set_experts_implementation('batched_mm')" in str(report)

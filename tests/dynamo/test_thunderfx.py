@@ -551,6 +551,15 @@ def test_a_whole_step_with_what_inductor_got(backend, device):
     assert graphed.replays >= 1 and [each.operator for each in explain(compiled).outside] == ["aten.native_layer_norm"]
 
 
+def test_functions_of_numpy_keep_the_names_of_their_arguments():
+    def fn(x):
+        return x + torch.from_numpy(np.stack([np.arange(3), np.arange(3)], axis=1).sum(axis=1, keepdims=True))
+
+    graphed = thunderfx(fn, backend="tape")
+    x = torch.randn(3, 2)
+    same(graphed(x), fn(x))
+
+
 def test_the_report_says_that_numpy_draws_other_numbers_under_dynamo():
     """As in the masks of a Wav2Vec2 that trains."""
 
@@ -582,6 +591,53 @@ def test_the_report_says_why_dynamo_compiled_anew(backend, device):
     assert "anew 3 times, as calls did not meet: `" in anew and "`len(sizes) == " in anew
     assert said[said.index(anew) + 1].startswith("Each version warms up and has graphs of its own. To have fewer: pass")
     assert not explain(other).recompilations and "anew" not in str(explain(other))
+
+
+class _Counts(nn.Module):
+    def __init__(self, start):
+        super().__init__()
+        self.calls, self.seen = start, []
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return torch.sin(x) * self.calls + x
+
+
+class _Keeps(_Counts):
+    def forward(self, x):
+        y = torch.sin(x) + x
+        self.seen.append(y)
+        return y
+
+
+class _KeepsAfterwards(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def forward(self, x):
+        return torch.sin(x) + x
+
+
+@pytest.mark.parametrize(
+    ("model", "condition", "advice", "better"),
+    [
+        (_Counts(0), "self.calls == 0", "make self.calls a tensor, and change it in place", _Counts(torch.zeros(()))),
+        (_Keeps(0), "not self.seen", "add to self.seen after the call, not in it", _KeepsAfterwards()),
+    ],
+)
+def test_the_report_says_what_to_do_about_what_a_module_changes_itself(model, condition, advice, better):
+    compiled, mended = thunderfx(model, backend="tape"), thunderfx(better, backend="tape")
+    x = torch.randn(4)
+    for _ in range(4):
+        compiled(x)
+    found = explain(compiled)
+    torch._dynamo.reset()  # the better one may share its code
+    for _ in range(4):
+        better.seen.append(mended(x))
+    assert condition in [each.condition for each in found.recompilations]
+    assert f"To have fewer: {advice}" in str(found) and "pass what changes" not in str(found)
+    assert replays(mended) == 3 and not explain(mended).recompilations
 
 
 def test_blocks_that_are_compiled_one_by_one(backend, device):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import warnings
@@ -14,7 +15,6 @@ import thunder
 import torch
 from thunder.core.proxies import TensorProxy
 from thunder.extend import OperatorExecutor
-from torch.nn import functional
 
 from thunder_cg import CaptureError, cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.analysis.rules import FIXED_SIZE
@@ -251,8 +251,9 @@ def test_advice_for_a_graph_break_of_dynamo_gives_one_region_and_the_same_gradie
             torch.exp,
         ),
         (lambda x: torch.from_numpy(np.cos(x.numpy())), "numpy.cos", "call PyTorch's function of that name", torch.cos),
+        (lambda x: torch.asarray(x) + 1, "asarray", "use other operators, or one of your own with", lambda x: x + 1),
     ],
-    ids=["vmap", "grad", "numpy"],
+    ids=["vmap", "grad", "numpy", "unknown"],
 )
 def test_advice_for_what_inductor_gets(monkeypatch, fn, operators, advice, better):
     """The operators are the user's, without those that Dynamo makes of a transform; so are names of inputs."""
@@ -308,25 +309,103 @@ def test_advice_for_random_numbers_of_python():
     assert not (report.breaks or report.causes) and len(report.traces) == 1
 
 
+def test_advice_for_what_dynamo_does_not_trace():
+    """The line is the user's, also where a function of Python's library has the break."""
+
+    class Keeps(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.losses: list[float] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.sin(x)
+            self.losses.append(y.sum().item())
+            return y
+
+    def makes_sparse(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        return torch.cos(y) + torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), [1.0], (3,)).to_dense()
+
+    def finds_logger(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        logging.getLogger("test_advice").debug("%s", y.shape)
+        return torch.cos(y) * 2
+
+    def warns(x: torch.Tensor) -> torch.Tensor:
+        y = torch.sin(x)
+        warnings.warn("of what this does", stacklevel=2)
+        return torch.cos(y) * 2
+
+    for function, reason, advice in (
+        (Keeps(), "list.append(), which Dynamo does not trace", "change it after the call, with what"),
+        (makes_sparse, "torch.sparse_coo_tensor(), which Dynamo does not trace", "call it outside of the"),
+        (finds_logger, "Builtin `operator.*` comparison with constant", "do what this line does outside of"),
+        (warns, "warnings.warn()", "torch._dynamo.config.reorderable_logging_functions.add(warnings.warn)"),
+    ):
+        torch._dynamo.reset()
+        compiled = thunderfx(function, backend="tape")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for i in range(3):
+                compiled(torch.full((3,), i + 0.5))
+        breaks = explain(compiled).breaks
+        line = getattr(function, "forward", function).__code__.co_firstlineno + 2
+        found = next(each for each in breaks if each.reason.startswith(reason))
+        assert advice in found.fix and str(found.line).startswith(f"test_advice.py:{line}")
+        assert all(each.fix for each in breaks)
+
+
+class _Recurrent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.GRU(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]
+
+
 @pytest.mark.parametrize(
-    ("fn", "better", "advice"),
+    ("fn", "x", "advice"),
     [
-        (functional.one_hot, lambda x: functional.one_hot(x, 3), "pass the argument that is missing"),
         (
-            lambda x: torch.repeat_interleave(x, x),
-            lambda x: x[torch.searchsorted(x.cumsum(0), torch.arange(3), right=True)],
-            "torch.searchsorted(counts.cumsum(0), torch.arange(n), right=True)",
+            _Recurrent(),
+            torch.ones(3, 2),
+            "for nn.LSTM, nn.GRU and nn.RNN, use thunder_cg.thunderfx with torch._dynamo.c",
         ),
+        (lambda x: x * float(np.mean(x.numpy())), torch.ones(2), "for NumPy in what is compiled, call PyTorch's func"),
+        (lambda x: OUTSIDE[x.item()] * 2, torch.tensor(1), "keep the value on the device as a 0-dim tensor"),
+        (lambda x: x.index_add(0, torch.tensor([0]), x[:1]), torch.ones(2).requires_grad_(), "which has PyTorch's"),
     ],
-    ids=["one_hot", "repeat"],
+    ids=["rnn", "numpy", "index", "gradient"],
 )
-def test_advice_of_a_function_whose_result_has_an_unknown_size(fn, better, advice):
-    broken, mended = (thunder.jit(each, transforms=[cudagraph_transform(backend="tape")]) for each in (fn, better))
-    x = torch.tensor([1, 2])
-    with pytest.raises((TypeError, NotImplementedError)):
-        broken(x)
-    assert advice in str(explain(broken))
-    assert torch.equal(mended(x), fn(x))
+def test_advice_of_what_thunder_does_not_follow(fn, x, advice):
+    compiled = thunder.jit(fn, transforms=[cudagraph_transform(backend="tape")])
+    with pytest.raises(Exception, match=r"."):
+        compiled(x)
+    assert advice in str(explain(compiled))
+    config = {"allow_rnn": True} if isinstance(fn, torch.nn.Module) else {}
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(config):
+        mended = thunderfx((lambda x: OUTSIDE[x] * 2) if "0-dim" in advice else fn, backend="tape")
+        torch.testing.assert_close(mended(x), fn(x))
+
+
+def test_an_error_below_an_installed_package_has_the_users_line_too():
+    """As ``torchvision.ops.nms``, whose code is not the user's."""
+
+    code = compile("def of(x):\n    return x.sinc_of_nobody()", "/usr/lib/site-packages/package/boxes.py", "exec")
+    package: dict[str, Any] = {}
+    exec(code, package)
+    of_package = package["of"]
+
+    def calls(x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(of_package(x))
+
+    compiled = thunder.jit(calls, transforms=[cudagraph_transform(backend="tape")])
+    with pytest.raises(AttributeError):
+        compiled(torch.ones(2))
+    line = calls.__code__.co_firstlineno + 1
+    assert f"AttributeError at boxes.py:2, called from test_advice.py:{line}: " in str(explain(compiled))
 
 
 def test_advice_for_print():

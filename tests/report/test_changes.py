@@ -80,6 +80,29 @@ def test_a_python_number_that_changes(transform, device, warnings):
     assert not explain(mended).changes and "2 of 4 calls replayed" in str(explain(mended))
 
 
+@pytest.mark.parametrize("values", [[f"u{i}" for i in range(4)], [torch.half, torch.float, torch.double, torch.bool]])
+def test_what_is_no_tensor_and_no_number_and_changes(transform, device, values):
+    """As the name of what a batch has, beside its tensors. Thunder checks what a call passes on."""
+
+    class Named(nn.Module):
+        def forward(self, x: torch.Tensor, batch: Any) -> tuple[torch.Tensor, Any]:
+            return torch.tanh(x * 2), batch.get("name")
+
+    x = torch.ones(2, 3, device=device)
+    jitted = thunder.jit(Named(), transforms=[transform()])
+    for value in values:
+        jitted(x, {"name": value})
+    found = only_change(jitted)
+    assert (found.kind, found.names, found.values) == ("constant", ("batch['name']",), 4)
+    assert found.problem.startswith(f"4 values of batch['name'] so far ({values[0]!r}, {values[1]!r}, ")
+    assert str(explain(jitted)).splitlines()[1].endswith("same shapes, strides and other arguments will capture")
+    assert "leave it out of what is compiled" in found.fix
+    mended = thunder.jit(Named(), transforms=[transform()])
+    for _ in values:
+        mended(x, {})
+    assert not explain(mended).changes and "2 of 4 calls replayed" in str(explain(mended))
+
+
 def test_a_number_that_the_module_has(transform, device, warnings):
     x, model = torch.ones(2, 3, device=device), Scaled()
     jitted = thunder.jit(model, transforms=[transform()])

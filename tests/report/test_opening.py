@@ -177,7 +177,7 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
     said = str(plan(transformed, x, backend=backend))
     line = transformed.__code__.co_firstlineno + 2
     assert f"RuntimeError at test_opening.py:{line}: Failed to find a gradient transform for" in said
-    advice = "To try: for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it"
+    advice = "To try: for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which has PyTorch's"
     assert advice in said
     if device == "cpu":  # on a GPU, Thunder has a gradient of the norm
         assert advice in str(plan(lambda x: torch.sin(x / x.norm()), x.repeat(2, 1), backend=backend))
@@ -191,9 +191,10 @@ def test_an_operator_for_which_thunder_has_no_gradient(backend, device) -> None:
         (lambda x: x / x.int().sum().item(), "for a number that is read from a tensor, by .item() or to bound a slice"),
         (lambda x: x + x.nonzero().sum(), "for a result whose size depends on what a tensor holds"),
         (lambda x: x + torch.linspace(0, 1, 3), "for a function that Thunder does not know, use thunder_cg.thunderfx"),
-        (lambda x: x + x.numpy().sum(), "call the function without Thunder: if that raises too, fix the function"),
+        (lambda x: x + x.numpy().sum(), "for NumPy in what is compiled, call PyTorch's function of that name, or use"),
+        (lambda x: x + x.nothing(), "call the function without Thunder: if that raises too, fix the function"),
     ],
-    ids=["float", "equal", "item", "nonzero", "linspace", "numpy"],
+    ids=["float", "equal", "item", "nonzero", "linspace", "numpy", "unknown"],
 )
 def test_what_to_try_goes_by_what_thunder_raised(fn, advice) -> None:
     said = str(plan(fn, torch.ones(3)))

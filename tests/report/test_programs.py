@@ -18,6 +18,8 @@ from thunder_cg import cudagraph_transform, explain, thunderfx
 from thunder_cg.errors import NotCompiledError
 from thunder_cg.report.programs import outside_of, understood
 
+INSTEAD = "use other operators, or one of your own with torch.library, which allow= names"
+
 
 class Net(torch.nn.Module):
     def __init__(self) -> None:
@@ -176,14 +178,41 @@ def _object_to_sinc(node: torch.fx.Node) -> str | None:
         ),
         ("node with name: o and target: my.op didn't have any mapping.", ("o", "my.op", "it didn't have any mapping")),
         (
-            "Failed while running meta for node with name: x and target: <function interpolate at 0x7f>: no corners",
-            ("x", "interpolate", "Failed while running meta for it: no corners"),
+            "node with name: x and target: <function interpolate at 0x7f>: no corners",
+            ("x", "interpolate", "it: no corners"),
         ),
         ("something else", ("", "a part of the graph", "something else")),
     ],
 )
 def test_thunders_words_are_understood(said: str, expected: tuple[str, str, str]) -> None:
     assert understood(said) == expected
+
+
+@pytest.mark.parametrize(
+    ("said", "raised", "reason"),
+    [
+        (
+            "Failed while running meta for {}, see exception field",
+            "no rows\n",
+            "has arguments that Thunder refuses: no rows",
+        ),
+        ("Failed while creating proxy for {}, see exception field", "", "has arguments that Thunder refuses"),
+        (
+            "Failed while running meta for {}, see exception field",
+            "VJP for it",
+            f"has no gradient in Thunder; {INSTEAD}",
+        ),
+        ("{} didn't have any mapping in thunder.", None, f"is unknown to Thunder; {INSTEAD}"),
+    ],
+)
+def test_thunders_reasons_are_understood(said: str, raised: str | None, reason: str) -> None:
+    """Where its splitter tries an operator, and what that raises."""
+    module = torch.fx.symbolic_trace(lambda x: torch.sin(x) + 1)
+    split = SimpleNamespace(info=said.format("node with name: sin and target: <method sin at 0x7f>"), exception=raised)
+    graph = SimpleNamespace(
+        original_graph_module=module, submodule_to_compiled_functions={}, thunder_compiled_fns=[], split_reasons=[split]
+    )
+    assert [(each.operator, each.reason) for each in outside_of("Net", graph)] == [("sin", f"it {reason}")]
 
 
 @pytest.mark.parametrize("given", [function, Net(), None, torch.compile(function), torch.compile(Net())])

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 from torch.utils.checkpoint import checkpoint
 
@@ -165,8 +166,18 @@ def on(device, what):
             "the host reads a value there; return the tensor, and read it outside of the step",
             lambda y, ones: y.sum(),
         ),
+        (
+            lambda y, ones: sum(y.tolist()),
+            "return the tensor, and read it outside of the step",
+            lambda y, ones: y.sum(),
+        ),
+        (
+            lambda y, ones: float(y.cpu().numpy().sum()),
+            "return the tensor, and read it outside of the step",
+            lambda y, ones: y.sum(),
+        ),
     ],
-    ids=["numbers", "a mask", "a value"],
+    ids=["numbers", "a mask", "a value", "a list", "an array"],
 )
 def test_what_no_graph_can_hold(run, backend, device, what, fix, instead):
     step, (said,) = run(on(device, what))
@@ -214,6 +225,83 @@ def test_what_python_keeps(run, device, keep, change, fix, instead):
     assert " (see test_fixes.py:" in said
     step, said = run(keeping(instead, torch.zeros((), device=device)))
     assert step.replays >= 6 and not said, said
+
+
+def test_what_the_loop_decides(step_twins):
+    """A counter of the loop's that the step reads."""
+    trainer = types.SimpleNamespace(steps=0)
+    decides = step_twins.graphed(lambda x, scales: x * 2 if trainer.steps % 3 == 0 else x)
+    is_told = step_twins.graphed(lambda x, scales: x * 2 if scales else x)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for trainer.steps in range(20):
+            decides(torch.ones(2, device=step_twins.device), False)
+            is_told(torch.ones(2, device=step_twins.device), trainer.steps % 3 == 0)
+    (said,) = [str(each.message) for each in found if "graphed_step" in str(each.message)]
+    assert "let the loop decide by it, and pass what it decides as an argument, such as True" in said, said
+    assert decides.replays == 0 and is_told.replays >= 14, is_told.in_python
+
+
+@pytest.mark.parametrize(
+    ("how", "fix"),
+    [
+        (lambda m: m.weight.register_hook(lambda g: g), "in each step; remove it, and do in the step what it does"),
+        (lambda m: prune.identity(m, "weight"), "take torch.nn.utils.parametrize with a module that multiplies by"),
+    ],
+)
+def test_what_to_do_about_hooks(run, device, how, fix):
+    def make(model, optimizer):
+        layer = nn.Linear(4, 4, device=device)
+        how(layer)
+
+        def inner(loss):
+            (loss * layer(model.weight).sum()).backward()
+            optimizer.step()
+
+        return inner
+
+    step, (said, *_) = run(make)
+    assert step.replays == 0 and fix in said, said
+
+
+def test_generators_of_the_users(run, device):
+    generator = torch.Generator()
+
+    def make(draw):
+        def make(model, optimizer):
+            def inner(loss):
+                (loss * draw()).backward()
+                optimizer.step()
+
+            return inner
+
+        return make
+
+    step, (said,) = run(make(lambda: torch.rand((), generator=generator).to(device)))
+    assert step.replays == 0 and said.endswith("leave generator= out: the graph advances PyTorch's own generator alone")
+    step, said = run(make(lambda: torch.rand((), device=device)))
+    assert step.replays >= 6 and not said, said
+
+
+def test_a_parameter_that_the_step_unfreezes(run):
+    """A call that finds it frozen leaves something else behind, and hinders no other call."""
+
+    def make(model, optimizer):
+        def inner(loss):
+            model.requires_grad_(True)
+            (loss + model.weight.sum()).backward()
+            optimizer.step()
+
+        return inner
+
+    def freeze(step, i, calls=(0, 1, 2)):
+        if i in calls:
+            step.optimizer.param_groups[0]["params"][0].requires_grad_(False)
+
+    step, _ = run(make, between=freeze, calls=14)
+    assert step.replays >= 7, step.in_python
+    step, (said,) = run(make, between=partial(freeze, calls=range(14)), calls=14)
+    assert step.replays == 0 and said.endswith("set requires_grad back in the same step, or set it outside of the step")
 
 
 def test_a_search_along_a_line_is_not_captured(run):
@@ -414,6 +502,79 @@ def test_arguments(step_twins, given, instead, said):
             assert any(reason.endswith(said) and times >= 3 for reason, times in step.in_python.items()), step.in_python
         else:
             assert step.replays >= 10 and not found, found
+
+
+def pops(batch):
+    return batch.pop("x") * 2
+
+
+def adds(batch):
+    batch["y"] = batch["x"] * 2
+    return batch["y"]
+
+
+def appends(batch):
+    batch["losses"].append(batch["x"])
+    return batch["x"] * 2
+
+
+def differentiates(batch):
+    x = batch["x"].requires_grad_()
+    return torch.autograd.grad(x.square().sum(), x)[0]
+
+
+def gives_memory(batch):
+    batch["x"].data = batch["x"] * 2
+    return batch["x"] * 1
+
+
+def tags(batch):
+    batch["x"].seen = True
+    return batch["x"] * 2
+
+
+_COPY, _TAKE = "copy it first, as in batch = dict(batch)", "as in x = x.detach().requires_grad_()"
+
+
+@pytest.mark.parametrize(
+    ("fn", "fix", "instead"),
+    [
+        (pops, _COPY, lambda batch: pops(dict(batch))),
+        (adds, _COPY, lambda batch: adds(dict(batch))),
+        (appends, _COPY, lambda batch: appends({"x": batch["x"], "losses": []})),
+        (differentiates, _TAKE, lambda batch: differentiates({"x": batch["x"].detach()})),
+        (gives_memory, _TAKE, lambda batch: gives_memory({"x": batch["x"].detach()})),
+        (tags, _TAKE, lambda batch: tags({"x": batch["x"].detach()})),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_steps_that_change_what_they_are_given(step_twins, fn, fix, instead):
+    """The caller sees the change, with and without graphs."""
+
+    def calls(step):
+        for i in range(6):
+            batch = {"x": torch.full((3,), float(i), device=step_twins.device), "losses": []}
+            given = batch["x"]
+            result = step(batch)
+            losses = [*batch.get("losses", ())]
+            yield result.tolist(), [*batch], len(losses), given.tolist(), given.requires_grad, [*vars(given)]
+
+    step, followed = step_twins.graphed(fn), step_twins.graphed(instead)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert [*calls(step)] == [*calls(fn)] and [*calls(followed)] == [*calls(instead)]
+    (said,) = [str(each.message) for each in found if "graphed_step" in str(each.message)]
+    assert step.replays == 0 and said.endswith(fix) and followed.replays >= 3, said
+
+
+def test_an_argument_with_an_attribute(step_twins):
+    """What a graph has of it would be that of the call that was captured."""
+    step = step_twins.graphed(lambda x: x * x.scale)
+    for scale in (1.0, 2.0, 3.0, 4.0):
+        x = torch.ones(2, device=step_twins.device)
+        x.scale = scale
+        assert step(x).tolist() == [scale, scale]
+    assert step.captures == 0 and "the attribute scale" in str([*step.in_python]), step.in_python
 
 
 def test_a_warning_is_for_the_line_that_calls_the_step(step_twins):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from thunder_cg.step.heap import known_functions, known_tensors
+from thunder_cg.step.heap import holder_of, known_functions, known_tensors
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +43,29 @@ def test_tensors_and_functions_are_found_whenever_they_were_frozen() -> None:
         assert all(map(is_known, tensors))
     gc.unfreeze()
     assert all(map(is_known, tensors)) and len({id(each) for each in known_tensors()}) == len(known_tensors())
+
+
+class _Holder:
+    last: dict[str, Any]
+
+
+def test_who_holds_an_object_is_named() -> None:
+    def of(value: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def function() -> torch.Tensor:
+            return value
+
+        return function
+
+    gc.unfreeze()  # what is frozen holds nothing that can be seen
+    holder = _Holder()
+    holder.last = {"loss": [None, deque([torch.ones(2)])]}
+    assert holder_of(holder.last["loss"][1][0]) == "the attribute last of a _Holder['loss'][1][0]"
+    function = of(torch.ones(2))
+    assert holder_of(function()) == f"the variable value of {function.__qualname__}"
+    globals()["held"] = torch.ones(2)
+    assert holder_of(globals().get("held")) == f"the global held of {__name__}"
+    del globals()["held"]
+    assert holder_of(torch.ones(2)) is None
 
 
 def test_what_comes_after_is_not_frozen() -> None:

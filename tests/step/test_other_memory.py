@@ -43,13 +43,39 @@ def test_a_tensor_that_nothing_names(step_twins, device):
     assert "it is not known where from; pass it as an argument" in said
 
 
-def test_a_tensor_that_the_step_lets_go_of(step_twins, device):
+def test_a_tensor_that_the_step_lets_go_of(step_twins, device, capsys):
     """Such as a batch that it takes from somewhere: afterwards nobody has the memory that a graph would read."""
     hidden = ctypes.py_object(deque(torch.ones((), device=device) for _ in range(20)))
-    step = step_twins.graphed(lambda x: x * getattr(hidden, "val" + "ue").popleft())
+
+    def fn(x):
+        print("runs")
+        return x * getattr(hidden, "val" + "ue").popleft()
+
+    step = step_twins.graphed(fn)
     for _ in range(4):
         step(step_twins.batch()[0])
     assert step.captures == 0 and "lets go of it; pass it as an argument" in str(explain(step))
+    ran = capsys.readouterr().out.count("runs")
+    assert ran <= 4 + 2 * 2, "two attempts for each of two captures: nothing can be moved before another one"
+
+
+class Log:
+    last = None
+
+
+def test_who_holds_a_tensor_that_escapes_is_named(step_twins, device):
+    hidden = ctypes.py_object(Log())
+
+    def fn(x):
+        getattr(hidden, "val" + "ue").last = x * 2
+        return x * 3
+
+    step = step_twins.graphed(fn)
+    for _ in range(4):
+        step(step_twins.batch()[0])
+    assert step.captures == 0 and "still held by the attribute last of a Log after it, and a replay would" in str(
+        explain(step)
+    )
 
 
 def test_a_number_that_looks_like_an_address(step_twins, device, looks_used):

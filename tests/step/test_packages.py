@@ -13,13 +13,15 @@ import torch
 from test_step_reads import make_step, state_of
 
 from thunder_cg import explain
-from thunder_cg.step import reads
+from thunder_cg.runtime.backends import resolve
+from thunder_cg.step import calls, reads
 from thunder_cg.step.reads import is_constant, settings_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:graphed_step:UserWarning")
 
 SOURCE = """
 SCALE = 1.0
+OTHER = 1.0
 SCALES = {"loss": 1.0}
 LOSSES = {"loss": lambda y: y}
 HISTORY = []
@@ -52,6 +54,12 @@ class Loss:
 def weigh(loss, y):
     return y * loss.inner.scale
 
+class Finder:
+    asked = []
+
+    def find_spec(self, name, *args):
+        self.asked.append(name)
+
 def read(y):
     return y * float(y.detach().mean())
 """
@@ -69,6 +77,7 @@ def package(tmp_path, monkeypatch):
 
 CHANGES = {
     "a global": lambda package, loss: setattr(package, "SCALE", 2.0),
+    "a global that is looked up": lambda package, loss: setattr(package, "OTHER", 2.0),
     "a registry of functions": lambda package, loss: package.LOSSES.update(loss=torch.sin),
     "a registry of numbers": lambda package, loss: package.SCALES.update(loss=2.0),
     "an attribute of a class": lambda package, loss: setattr(package.Loss, "scale", 2.0),
@@ -82,7 +91,12 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_data_of_packages(package, change):
     trainer = SimpleNamespace(loss=package.Loss())
-    state = state_of(lambda y: package.weigh(trainer.loss, package.by_registry(package.by_global(trainer.loss(y)))))
+
+    def step(y):
+        y = package.by_registry(package.by_global(trainer.loss(y)))
+        return package.weigh(trainer.loss, y) * getattr(package, "OTH" + "ER")
+
+    state = state_of(step)
     assert state.holds() and state.again().facts == state.facts and not state.objections
     CHANGES[change](package, trainer.loss)
     assert not state.holds()
@@ -109,8 +123,25 @@ def test_the_line_of_a_package_is_named(step_twins, package, backend):
     step = step_twins.train(make_step(package.read))
     said = str(explain(step))
     assert step.captures == 0 and "at test_step_reads.py:" in said
-    line = "in package_of_losses.py:36 (return y * float(y.detach().mean())); the host reads"
+    line = (
+        "in package_of_losses.py:43 (return y * float(y.detach().mean())); the host reads a value there; make that call"
+    )
     assert backend == "cuda" or line in said, said
+
+
+def test_what_imports_a_module_is_not_the_steps(package, tmp_path, monkeypatch):
+    """As pytest rewrites modules, and type checkers instrument them. It is done once, with and without graphs."""
+    (tmp_path / "site-packages" / "module_of_nothing.py").write_text("")
+    monkeypatch.setattr(sys, "meta_path", [package.Finder(), *sys.meta_path])
+
+    def step(y):
+        import module_of_nothing
+
+        return y if module_of_nothing else None
+
+    state = state_of(step)
+    assert "module_of_nothing" in package.Finder.asked
+    assert not [label for label in state.facts if "Finder" in label]
 
 
 def test_a_package_that_counts(step_twins, package):
@@ -202,3 +233,22 @@ def test_what_the_garbage_collector_calls_is_not_the_steps(step_twins):
         gc.set_threshold(*threshold)
         gc.callbacks.remove(callback)
     assert collected and step.replays == 3, explain(step)
+
+
+@pytest.mark.parametrize("ask", ["by its name", "otherwise"])
+def test_a_step_that_asks_whether_it_is_captured(step_twins, backend, monkeypatch, ask):
+    """A graph does what the step does in Python. Transformers asks."""
+    if backend == "tape":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: resolve(backend).busy())
+        monkeypatch.setattr(calls, "_ASKS", torch.cuda.is_current_stream_capturing)
+    asks = torch.cuda.is_current_stream_capturing if ask == "otherwise" else None
+
+    def of(y):
+        is_captured = torch.cuda.is_current_stream_capturing() if asks is None else asks()
+        return y * (2.0 if is_captured else 1.0)
+
+    step = step_twins.train(make_step(of))
+    if asks is None:
+        assert step.captures == 1 and step.replays >= 5, explain(step)
+    else:
+        assert step.captures == 0 and "asks whether it is captured, at test_packages.py" in str(explain(step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +112,16 @@ def another_dictionary(model):
     return keep, lambda: keeper.before
 
 
+def replaced_by_what_its_method_gives(model):
+    keeper = Keeper(model)
+    keeper.before = {"loss": keeper.loss}
+
+    def keep(loss, logits):
+        keeper.before = {name: each * 0.5 + loss.detach() for name, each in keeper.before.items()}
+
+    return keep, lambda: keeper.before
+
+
 def buffer(model):
     model.register_buffer("center", torch.zeros(3, device=model[0].weight.device))
 
@@ -134,8 +145,8 @@ def state_of_an_optimizer(model):
 
 
 KINDS = (
-    attribute, mean, the_last_two, variable, of_module, items, namespace, slot, another_dictionary, buffer,
-    state_of_an_optimizer,
+    attribute, mean, the_last_two, variable, of_module, items, namespace, slot, another_dictionary,
+    replaced_by_what_its_method_gives, buffer, state_of_an_optimizer,
 )  # fmt: skip
 
 
@@ -237,6 +248,48 @@ def test_lists_that_grow(step_twins):
     is_captured_anew_once(run)
 
 
+def histories(model):
+    device = model[0].weight.device
+    keeper = Keeper(model)
+    keeper.before = {"a.b": [], 1: {}}
+    recent, latest, logs = deque(maxlen=3), deque([torch.zeros((), device=device)], maxlen=1), defaultdict(list)
+
+    def keep(loss, logits):
+        keeper.before["a.b"].append(loss.detach())
+        recent.append(loss.detach())
+        recent.extend([logits.detach(), loss.detach() * 2])
+        latest.append((loss.detach(), logits.detach()))
+        logs["loss"].append(loss.detach())
+
+    return keep, lambda: [*keeper.before["a.b"], *recent, *latest, *logs["loss"]], keeper, recent, logs
+
+
+def test_histories_that_grow(step_twins):
+    """In dictionaries, and in deques that drop what they had."""
+
+    def run(graphed):
+        lists = []
+
+        def make(model):
+            keep, kept, *lists[:] = histories(model)
+            return keep, kept
+
+        def between(i, model):
+            keeper, recent, logs = lists
+            if i == 4:
+                recent.clear()
+                logs.clear()
+            elif i == 6:
+                recent.append(torch.ones((), device=step_twins.device))
+                keeper.before["a.b"] = []
+            elif i == 8:
+                keeper.before["a.b"] = logs["loss"]
+
+        return train(step_twins, make, graphed, between, calls=14)
+
+    is_captured_anew_once(run)
+
+
 def appends_a_history(model):
     losses = []
     return lambda loss, logits: losses.append(loss), lambda: [loss.detach() for loss in losses]
@@ -255,6 +308,21 @@ def appends_and_reads(model):
         losses.append(loss.detach() * len(losses))
 
     return keep, lambda: losses.copy()
+
+
+def appends_and_reads_an_item(model):
+    history = {"loss": []}
+
+    def keep(loss, logits):
+        history["loss"].append(loss.detach())
+        history["loss"].append(loss.detach() * len(history["loss"]))
+
+    return keep, lambda: history["loss"].copy()
+
+
+def drops_numbers(model):
+    recent = deque([1.0, 2.0], maxlen=2)
+    return lambda loss, logits: recent.append(loss.detach()) if loss.ndim else None, lambda: [*recent]
 
 
 def appends_and_reads_elsewhere(model):
@@ -334,6 +402,8 @@ REFUSED = {
     appends_a_history: "without a history to losses (test_places.py:{line}); detach them, or return them",
     appends_a_number: "something else than tensors without a history to losses (test_places.py:{line})",
     appends_and_reads: "len(losses) changed",
+    appends_and_reads_an_item: "len(history['loss']) changed",
+    drops_numbers: "recent (test_places.py:{line}) has something else than tensors without a history; empty it before",
     appends_and_reads_elsewhere: "len(keeper.before) changed",
     gives_an_attribute: "keeper.loss changed",
     keeps_a_parameter: "keeper.before changed",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import array
 import copy
 import cProfile
+import ctypes
 import gc
 import itertools
+import multiprocessing
 import os
 import queue
 import random
@@ -310,6 +312,8 @@ VALUES = {
     "scalar of NumPy": np.ones(1, np.float32)[0],
     "array": array.array("d", [1.0]),
     "queue": deque([1.0]),
+    "array of C": (ctypes.c_double * 2)(1.0, 1.0),
+    "shared array": multiprocessing.Array("d", [1.0]),
 }
 
 
@@ -486,6 +490,9 @@ class Odd(OrderedDict):
     def items(self):
         raise NotImplementedError
 
+    def get(self, name):
+        return super().get(name, 1.0)
+
 
 def test_a_dictionary_that_cannot_be_copied(step_twins):
     odd = Odd(1.0, 2.0)
@@ -493,7 +500,7 @@ def test_a_dictionary_that_cannot_be_copied(step_twins):
     def change(*_, back=False):
         odd["scale"] = 1.0 if back else 3.0
 
-    assert changing(step_twins, lambda y: y * odd["scale"], change).captures == 2
+    assert changing(step_twins, lambda y: y * odd["scale"] * odd.get("scale"), change).captures == 2
 
 
 @pytest.mark.parametrize("is_passed_on", [False, True])
@@ -593,6 +600,27 @@ def of_settings():
 def an_attribute_of_a_class():
     step, settings = of_settings()
     return step, partial(setattr, type(settings), "scale", 2.0)
+
+
+class Kind(type):
+    scale = 1.0
+
+
+class OfKind(metaclass=Kind):
+    pass
+
+
+def an_attribute_of_a_metaclass():
+    return lambda y: weigh(OfKind, y), partial(setattr, Kind, "scale", 2.0)
+
+
+class Point(ctypes.Structure):
+    _fields_: ClassVar = [("scale", ctypes.c_double)]
+
+
+def a_structure_of_c():
+    point = Point(1.0)
+    return lambda y: weigh(point, y), partial(setattr, point, "scale", 2.0)
 
 
 def a_table_of_a_class():
@@ -853,6 +881,8 @@ FAR = (
     a_function_that_is_frozen,
     what_is_compiled_with_an_argument_bound,
     an_attribute_of_a_class,
+    an_attribute_of_a_metaclass,
+    a_structure_of_c,
     a_table_of_a_class,
     a_class_that_is_passed_on,
     another_class,
@@ -1003,6 +1033,18 @@ def test_what_is_too_deep_to_compare():
     for _ in range(10):
         deep = [deep]
     assert "levels below what the step reads" in state_of(lambda y: y * torch.tensor(deep).sum()).objections[0]
+
+
+def test_an_enumeration_far_down_is_compared():
+    """Its members lead to its class, and so to the bases of that."""
+
+    class Base(Enum):
+        pass
+
+    deep = Base("Mode", "ONE TWO THREE").TWO
+    for _ in range(4):
+        deep = [deep]
+    assert not state_of(lambda y: y * len(str(deep))).objections
 
 
 def test_a_mode_that_a_step_leaves_behind(step_twins):

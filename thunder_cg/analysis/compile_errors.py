@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 from thunder_cg import errors
@@ -28,7 +29,7 @@ _OURS = {name for name, each in vars(errors).items() if isinstance(each, type) a
 
 
 class _Hint(NamedTuple):
-    """What to try if an error of Thunder's has one of these signs in it."""
+    """What to try if an error of Thunder's has one of these signs, regular expressions, in it."""
 
     signs: tuple[str, ...]
     to_try: str
@@ -56,9 +57,19 @@ _HINTS = (
         "which leaves it to Python",
     ),
     _Hint(
-        ("argument must be a string or a real number, not 'NoneType'", "None had an unexpected type"),
+        ("argument must be a string or a real number, not 'NoneType'", "None had an unexpected type", "Proxy name="),
         f"for a number that is read from a tensor, by .item() or to bound a slice, of which Thunder knows no value, "
         f"{KEEP_ON_DEVICE}",
+    ),
+    _Hint(
+        (r"\.numpy\(\)",),
+        "for NumPy in what is compiled, call PyTorch's function of that name, or use thunder_cg.thunderfx, which"
+        " leaves it to Python or Inductor",
+    ),
+    _Hint(
+        (r"^KeyError( at .*)?: None$",),
+        "for nn.LSTM, nn.GRU and nn.RNN, use thunder_cg.thunderfx with torch._dynamo.config.allow_rnn = True, which "
+        "leaves them to Inductor",
     ),
     _Hint(
         ("required positional argument",),
@@ -81,7 +92,7 @@ _HINTS = (
     ),
     _Hint(
         ("gradient transform", "VJP for", "automatic registration"),
-        "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which leaves it to Inductor",
+        "for an operator without a gradient in Thunder, use thunder_cg.thunderfx, which has PyTorch's",
     ),
     _Hint(
         ("'weakref.ReferenceType' object has no attribute",),
@@ -119,6 +130,6 @@ def to_try(problem: str, *, is_of_dynamo: bool, in_functorch: bool = False) -> s
         return ""
     if in_functorch:
         return _TRANSFORMED
-    hints = (hint.to_try for hint in _HINTS if any(sign in problem for sign in hint.signs))
+    hints = (hint.to_try for hint in _HINTS if any(re.search(sign, problem) for sign in hint.signs))
     useful = (hint for hint in hints if not (is_of_dynamo and _THUNDERFX in hint))
     return next(useful, f"{_TO_COMPARE}{_KEEPS_OUT[is_of_dynamo]}")

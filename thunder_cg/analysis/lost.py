@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from thunder_cg.analysis.ops import Ops, names_in
@@ -34,10 +33,9 @@ _CHANGED = (
 )
 
 
-_PYTHONS = os.path.dirname(os.__file__)
 _CALLED = (
     "is called while Thunder traces, and in no call; pass what it returns as a tensor, draw with torch.rand, print "
-    "after the call, or compile with thunder_cg.thunderfx, which leaves it to Python"
+    "or log after the call, or compile with thunder_cg.thunderfx, which leaves it to Python"
 )
 
 
@@ -68,8 +66,7 @@ def unrepeated(
     yield from (f"self.{name} at {_line(stack, stacks)} {_ASSIGNED}" for name, stack in assignments)
     yield from (f"{name} at {_line(stack, stacks)} {_CHANGED}" for name, stack in changes)
     for name, stack in calls:
-        outside = [each for each in stack if os.path.dirname(each[0]) != _PYTHONS]  # random.uniform calls random.random
-        yield f"{name}() at {_line(outside, stacks)} {_CALLED}"
+        yield f"{name}() at {_line(stack, stacks)} {_CALLED}"
 
 
 def constant(paths: Iterable[str]) -> Iterator[str]:

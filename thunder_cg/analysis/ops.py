@@ -360,7 +360,8 @@ def _name(bound: compat.BoundSymbol, id_: str | None) -> str:
         return _USERS[id_]
     if (thunders := _THUNDERS.fullmatch(id_ or "")) is not None:
         return thunders[1] if thunders[1] in _COLLECTIVES else f"torch.{thunders[1]}"
-    return str(bound.name_with_module())
+    name = str(bound.name_with_module())
+    return name.removeprefix("torch.") if name.startswith("torch.torch.") else name  # Thunder's torch.torch.ops.ns.op
 
 
 def _is_bookkeeping(executor: str | None, id_: str | None) -> bool:

@@ -12,7 +12,7 @@ from inspect import currentframe
 from traceback import walk_stack, walk_tb
 from types import MappingProxyType
 
-from thunder_cg.compat.lines import is_torchs, is_tracers
+from thunder_cg.compat.lines import is_pythons, is_torchs, is_tracers
 from thunder_cg.compat.thunder import BoundSymbol
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
@@ -35,9 +35,14 @@ class SourceLine:
         return linecache.getline(self.file, self.number).strip() or None
 
     @property
+    def is_installed(self) -> bool:
+        """Whether it is of a package that somebody else wrote, most likely."""
+        return not {"site-packages", "dist-packages"}.isdisjoint(self.file.split(os.sep))
+
+    @property
     def is_users(self) -> bool:
-        """Whether it is neither PyTorch's nor Thunder's."""
-        return not (is_torchs(self.file) or is_tracers(self.file))
+        """Whether it is neither PyTorch's nor Thunder's, nor of Python's library."""
+        return not (is_torchs(self.file) or is_tracers(self.file) or is_pythons(self.file))
 
     def __str__(self) -> str:
         return f"{_notebook_cell(self.file) or os.path.basename(self.file)}:{self.number}"
@@ -63,13 +68,13 @@ def line_behind(file: str, number: int, stacks: Stacks) -> SourceLine | None:
 
 
 def user_frames(stack: str | None) -> list[SourceLine]:
-    """The lines of a stack, as Python prints it, that are neither PyTorch's nor Thunder's; the innermost is last."""
+    """The lines of a stack, as Python prints it, that are the user's; the innermost is last."""
     found = re.findall(r'File "([^"]+)", line (\d+)', stack or "")
     return users(SourceLine(file, int(number)) for file, number in found)
 
 
 def users(frames: Iterable[SourceLine]) -> list[SourceLine]:
-    """Those of the lines that are neither PyTorch's nor Thunder's."""
+    """Those of the lines that are neither PyTorch's nor Thunder's, nor of Python's library."""
     return [line for line in frames if line.is_users]
 
 
@@ -96,7 +101,8 @@ def described(error: BaseException, stacks: Stacks = _NO_STACKS, at: str | None 
     lines = [line for each in errors for line in _lines_of(each, stacks)]
     cause = error.__cause__ if lines and error.__cause__ is not None else error
     lines = lines or [*_traced_lines(error, stacks)]
-    where = f" at {at or lines[-1]}" if at or lines else ""
+    own = [line for line in lines if not line.is_installed]
+    where = f" at {at or called_from([*own[-1:], *lines[-1:]])}" if at or lines else ""
     said = re.sub(r"ProvenanceRecord\(\n.*?^\)\s*", f"{LOOKED_UP} ", str(cause), flags=re.MULTILINE | re.DOTALL)
     said = said.strip().partition("\n")[0].partition(". ")[0].rstrip(".!")
     said = re.sub(r"<(?:built-in )?(?:method|function) (\S+?)(?: (?:of|at) [^>]*)?>(?!\.)", r"\1", said)

@@ -13,6 +13,7 @@ A container that the code changes gets no check: Thunder changes it while it tra
 from __future__ import annotations
 
 import datetime
+import logging
 import random
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from contextlib import suppress
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
+from functools import partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, EllipsisType, FunctionType, MappingProxyType, ModuleType, NoneType
 from typing import Any
@@ -60,6 +62,8 @@ _OF_MODULES = frozenset(dir(torch.nn.Module()))  # which Thunder reads and write
 _OF_TORCH = {id(each) for each in vars(torch.nn.modules.module).values() if isinstance(each, _CONTAINERS)}  # hooks
 _CLOCKS = frozenset({"now", "today", "utcnow", *(name for name in vars(time) if "time" in name or "counter" in name)})
 _GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_LEVELS = {"debug": 10, "info": 20, "warning": 30, "warn": 30, "error": 40, "exception": 40, "critical": 50, "log": 0}
+_LOGS = {vars(logging.Logger)[name]: level for name, level in _LEVELS.items()}  # methods that log, and their levels
 _READING = {"__copy__", "fromkeys"}.union(*map(dir, (tuple, frozenset, MappingProxyType))) - {"__ior__"}
 _CHANGING = frozenset().union(*map(dir, (list, dict, set, deque))) - _READING  # names of methods
 _populate: Callable[[WrappedValue], None] = interpreter.populate_item_wrappers
@@ -350,12 +354,23 @@ def _look_aside_and_check(self: InterpreterCompileCtx, fn: Any, /, *args: Any, *
             _check(container)
     elif (name := _called_once(fn, *map(interpreter.unwrap, args[:1]))) is not None and is_ours(_compile_data.get()[0]):
         note_call(name)
+    if isinstance(fn, FunctionType) and fn in _LOGS and is_ours(_compile_data.get()[0]):
+        return partial(_log, fn)
     found = _look_aside(self, fn, *args, **kwargs)
     if found is None and interpreter.is_opaque(fn):
         for each in args:
             if isinstance(each, WrappedValue) and isinstance(each.value, _CONTAINERS):
                 _check(each, of_python=True)
     return found
+
+
+def _log(method: Callable[..., None], *args: Any, **kwargs: Any) -> Any:
+    """Logs while Thunder traces, and in no call. Thunder would take what loggers keep for changes of the user's."""
+    logger, *rest = map(interpreter.unwrap, args)
+    if logger.isEnabledFor(rest[0] if method is logging.Logger.log else _LOGS[method]):
+        note_call(f"logging.Logger.{method.__name__}")
+        method(logger, *rest, **{name: interpreter.unwrap(value) for name, value in kwargs.items()})
+    return interpreter.wrap_const(None)
 
 
 def _called_once(fn: Any, owner: Any = None) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,25 @@ PoolId = Any  # two numbers; PyTorch's type for them is private
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 current_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
 is_current_stream_capturing: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+
+
+@contextmanager
+def hidden_capture(may_know: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, `torch.cuda.is_current_stream_capturing` is False for the code of other files than those that may know.
+
+    Libraries ask, and do something else then: Transformers makes masks that it would not make otherwise.
+    """
+    original = torch.cuda.is_current_stream_capturing
+
+    def is_current_stream_capturing() -> bool:
+        return may_know(sys._getframe(1).f_code.co_filename) and original()
+
+    torch.cuda.is_current_stream_capturing = is_current_stream_capturing
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = original
+
 
 # A private pool of the caching allocator counts its users: the first counts one more, the last one less. Without users,
 # its memory is freed.

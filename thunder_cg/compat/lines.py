@@ -21,7 +21,16 @@ from thunder.core.trace_interpreter import TraceSubstitutionProcessor
 
 from thunder_cg.compat.thunder import is_ours
 
-__all__ = ["BEFORE_BREAK", "arguments_at", "is_in_library", "is_torchs", "is_tracers", "keep_lines", "line_in_trace"]
+__all__ = [
+    "BEFORE_BREAK",
+    "arguments_at",
+    "is_in_library",
+    "is_pythons",
+    "is_torchs",
+    "is_tracers",
+    "keep_lines",
+    "line_in_trace",
+]
 
 BEFORE_BREAK = "a value from before the graph break"  # which has no name in the user's code
 _copy = BoundSymbol.from_bsym
@@ -32,6 +41,8 @@ def _directory(module: Any) -> str:
     return os.path.join(os.path.dirname(module.__file__), "")
 
 
+_PYTHON = _directory(os)
+_PACKAGES = tuple(os.path.join(_PYTHON, name, "") for name in ("site-packages", "dist-packages"))
 _TORCH, _THUNDER = _directory(torch), _directory(thunder)
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TOOLS = os.path.join(_PACKAGE, "tools", "")  # which have models
@@ -51,6 +62,11 @@ def line_in_trace(file: str, line: int) -> tuple[str, int] | None:
 def is_torchs(file: str) -> bool:
     """Whether a file is PyTorch's."""
     return file.startswith(_TORCH)
+
+
+def is_pythons(file: str) -> bool:
+    """Whether a file is of Python's library, and of no package that is installed beside it."""
+    return file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
 
 
 def is_tracers(file: str) -> bool:

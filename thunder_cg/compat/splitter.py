@@ -38,6 +38,7 @@ __all__ = [
     "is_differentiable",
     "is_for_splitter",
     "is_supported",
+    "is_traced",
     "is_unused",
     "is_wait",
     "keeping_fallbacks",
@@ -89,9 +90,17 @@ def can_trace(function: Callable[..., Any], node: Node, options: dict[str, Any])
 
 def is_supported(node: Node, options: dict[str, Any], *, with_gradient: bool = True) -> bool:
     """Whether Thunder's symbol for what the node calls, or its fallback, takes the node's arguments."""
+    if is_for_splitter(node.target):
+        return can_trace(node.target, node, options if with_gradient else _untracked(options))  # type: ignore[arg-type]
     with patch.object(utils, "auto_register_ops", frozenset()):
         supported, _ = utils.is_node_supported_by_thunder(node, options if with_gradient else _untracked(options))
     return bool(supported)
+
+
+def is_traced(node: Node, options: dict[str, Any]) -> bool:
+    """Whether Thunder's splitter, as it is now, gives the node to Thunder."""
+    traced, _ = utils.is_node_supported_by_thunder(node, options)
+    return bool(traced)
 
 
 def _untracked(options: dict[str, Any]) -> dict[str, Any]:

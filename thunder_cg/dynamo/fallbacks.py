@@ -26,6 +26,7 @@ from thunder_cg.compat.splitter import (
     inside_transforms,
     is_collective,
     is_for_splitter,
+    is_traced,
     is_unused,
     loses_wait,
     numpy_name,
@@ -85,7 +86,8 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
     transformed = inside_transforms(graph)
     lost_views = [example(node) for node in _views_lost_before_writes(graph)]
     lost, untracked = untracked_writes(graph), without_gradient(graph)
-    viewed, given = views_and_writes(graph), writes_to_inputs(graph)
+    viewed = views_and_writes(graph)
+    is_given = _writes_across_pieces(graph, options)
 
     def objection(node: Node) -> str | None:
         if node.name in transformed:
@@ -116,8 +118,11 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
             return "didn't have any mapping in thunder"
         if node.name in lost:
             return "writes in place, without a gradient, to a tensor that has one, which Thunder loses" + _OUT_OF_PLACE
-        if node.name in given:
-            return "writes in place to an argument, or makes a view of it, whose gradient Thunder loses" + _OUT_OF_PLACE
+        if is_given(node):
+            return (
+                "writes in place to an argument or to what another piece made, or makes a view of it, whose gradient "
+                "Thunder loses" + _OUT_OF_PLACE
+            )
         if node.name in viewed:
             return (
                 "writes to memory of which a view is read later, or makes that view, whose gradient Thunder loses"
@@ -137,6 +142,21 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
         return objection_to_fallback(node, function) if function is not None else None
 
     return objection
+
+
+def _writes_across_pieces(graph: Graph, options: dict[str, Any]) -> Callable[[Node], bool]:
+    """Says of a node whether it writes to what its piece gets. What Inductor gets because of that cuts more pieces."""
+    given: set[str] | None = None
+
+    def is_given(node: Node) -> bool:
+        nonlocal given
+        if given is None:  # the splitter asks by now, and is asked about all nodes
+            given = set()
+            while more := writes_to_inputs(graph, lambda each: is_traced(each, options)) - given:
+                given |= more
+        return node.name in given
+
+    return is_given
 
 
 def _has_list(index: Any) -> bool:

@@ -68,12 +68,12 @@ def reads_by_strides(node: Node) -> bool:
 
 
 def layout_counts(node: Node) -> bool:
-    """Whether more than values is known of what a node reads by strides: it is written, or returned more than once."""
+    """Whether more than values is known of the memory that a node reads: it is written later, or returned twice."""
     value = example(node)
-    *_, output = node.graph.nodes
-    written = [example(written_by(each)) for each in node.graph.nodes]
-    returned = [each for each in tensors_in(example(output.args)) if has_storage(each) and shares_storage(value, each)]
-    return shares_memory(written, value) or len(returned) > 1
+    nodes = [*node.graph.nodes]
+    written = [example(written_by(each)) for each in nodes[nodes.index(node) + 1 :]]
+    returned = filter(has_storage, tensors_in(example(nodes[-1].args)))
+    return shares_memory(written, value) or sum(shares_storage(value, each) for each in returned) > 1
 
 
 def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,8 +28,9 @@ from thunder_cg.compat.thunder import (
 )
 from thunder_cg.compat.torch import grouped_mm, library_name, pad, transformer_encoder_layer, weight_norm
 
-# Thunder's symbols refuse some arguments, such as ceil_mode.
+# Thunder's symbols refuse some arguments, such as ceil_mode, or have no gradient.
 PARTIAL = {
+    torch.index_add: "index_add",
     pad: "pad",  # reflected or circular
     F.max_pool1d: "max_pool1d",
     F.max_pool2d: "max_pool2d",
@@ -58,8 +59,11 @@ _FACTORIES = {
 _FUSED = {transformer_encoder_layer: "transformer_encoder_layer"}
 
 _executor = register_executor(OperatorExecutor("torch_ops"))
+# Of classes: Thunder's gradient of a sum raises, among others.
+_LOSSES = {F.cross_entropy: "cross_entropy", F.nll_loss: "nll_loss"}
+
 _NAMES: dict[Any, str] = {
-    F.cross_entropy: "cross_entropy",  # Thunder's gradient of a sum raises, among others
+    **_LOSSES,
     F.interpolate: "interpolate",
     torch.mul: "mul",  # of complex numbers, as in rotary embeddings: see Note [Other derivatives]
     F.scaled_dot_product_attention: "scaled_dot_product_attention",  # Thunder's symbol does not take enable_gqa
@@ -88,7 +92,7 @@ def _by_autograd(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     if function in _FACTORIES or function in _FUSED:
         made = register_function(_executor, name, _with_torchs_types(function), differentiable=False)
     else:
-        made = register_function(_executor, name, function)
+        made = register_function(_executor, name, _with_constant_weights(function) if function in _LOSSES else function)
     return for_splitter(_callable(made, function), name)
 
 
@@ -111,6 +115,16 @@ def _with_torchs_types(factory: Callable[..., torch.Tensor]) -> Callable[..., to
         return factory(
             *args, **{key: converts[key](value) if key in converts else value for key, value in kwargs.items()}
         )
+
+    return call
+
+
+def _with_constant_weights(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loss of classes, whose weights have no gradient: PyTorch refuses weights that require one."""
+
+    @wraps(loss)
+    def call(scores: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return loss(scores, target, None if weight is None else weight.detach(), *args, **kwargs)
 
     return call
 

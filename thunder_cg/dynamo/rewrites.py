@@ -32,6 +32,7 @@ from thunder_cg.compat.splitter import (
     is_unused,
     is_wait,
     known_constant,
+    numpy_name,
     on_examples,
     operator_name,
     without_gradient,
@@ -46,7 +47,7 @@ from thunder_cg.compat.torch import (
 )
 from thunder_cg.dynamo import operators
 from thunder_cg.dynamo.fallbacks import depends_on_autocast, has_another_derivative, returns_cpu_scalar
-from thunder_cg.dynamo.layouts import LIKE, fixed_stride, lay_out_before_strides, make_as_laid_out
+from thunder_cg.dynamo.layouts import LIKE, fixed_stride, lay_out_before_strides, layout_counts, make_as_laid_out
 from thunder_cg.dynamo.writes import (
     IN_PLACE,
     is_named_in_place,
@@ -107,8 +108,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         _write_number(node)
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
-    for calls in _calls_of_autograd_functions(module.graph):
-        _return_what_is_used(calls, module)
+    _give_autograd_functions_what_they_use(module)
     transformed = inside_transforms(module.graph)
     _write_constants(module.graph, transformed)
     for node in [node for node in module.graph.nodes if node.name not in transformed]:
@@ -152,7 +152,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _write_as_before(node, module, options)
         elif is_collective(node):
             _wait_in_trace(node, options)
-        elif node.op == "call_function" or node.target in ("repeat_interleave", "mul"):
+        elif node.op == "call_function" or node.target in ("index_add", "mul", "repeat_interleave"):
             _use_own_operator(node, options)
     lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
@@ -363,7 +363,7 @@ def _name_as_thunder_does(node: Node) -> None:
 
 def _pass_by_position(node: Node) -> None:
     """``x.reshape(shape=(4, 2))`` is ``x.reshape((4, 2))``: Thunder's operators do not know the name."""
-    if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target):
+    if not node.op.startswith("call") or not node.kwargs or is_for_splitter(node.target) or numpy_name(node):
         return
     if not isinstance(node.target, types.FunctionType):
         node.kwargs = {_OF_NUMPY.get(name, name): value for name, value in node.kwargs.items()}
@@ -423,19 +423,25 @@ def _slice_for_list(node: Node) -> None:
 def _clamp_slices(node: Node) -> None:
     """Slices that reach beyond a tensor, as those of a sliding window do, end where it ends: Thunder refuses them."""
     tensor, index = node.args
-    shape = getattr(_value(tensor), "shape", None)
+    shape, result = (getattr(_value(each), "shape", None) for each in (tensor, node))
     parts = index if isinstance(index, tuple) else (index,)
-    if shape is None or not all(isinstance(size, int) for size in shape):
+    if shape is None or result is None or not all(type(part) in (int, slice, types.NoneType) for part in parts):
         return
-    if not all(part is None or isinstance(part, (int, slice)) for part in parts):
-        return
-    sizes = iter(shape)
-    node.update_arg(1, tuple(None if part is None else _clamped(part, next(sizes)) for part in parts))
+    sizes, kept = iter(shape), iter(result)
+    clamped = []
+    for part in parts:
+        size = None if part is None else next(sizes)
+        clamped.append(_clamped(part, size, None if isinstance(part, int) else next(kept)))
+    node.update_arg(1, (*clamped,))
 
 
-def _clamped(part: Any, size: int) -> Any:
+def _clamped(part: Any, size: Any, kept: Any) -> Any:
+    """A part of an index, for a size of which it keeps so much."""
     if not isinstance(part, slice) or part == slice(None):
         return part
+    if isinstance(size, torch.SymInt):
+        is_whole = isinstance(kept, torch.SymInt) and kept.node.expr == size.node.expr and part.step in (None, 1)
+        return slice(None) if is_whole else part
     bounds = (part.start, part.stop, part.step)
     is_constant = all(bound is None or isinstance(bound, int) for bound in bounds)
     return slice(*part.indices(size)) if is_constant else part
@@ -553,6 +559,14 @@ def _unfold_to_new_memory(node: Node) -> None:
         node.op, node.target = "call_function", operators.unfold()
 
 
+def _reshape_what_thunder_lays_out(node: Node) -> None:
+    """What `torch.einsum` returns, which Thunder writes out, may have no such view there."""
+    source: Any = node.args[0]
+    is_product = isinstance(source, Node) and source.target is torch.einsum
+    if is_product and not any(isinstance(arg, torch.dtype) for arg in node.args) and not layout_counts(node):
+        node.target = "reshape"
+
+
 def _scatter_without_waiting(node: Node) -> None:
     """Models of images and text place an image's values so. PyTorch's backward would read the mask on the host."""
     named = dict(zip(("input", "mask", "source"), node.args), **node.kwargs)
@@ -574,6 +588,7 @@ _METHODS: dict[Any, Callable[[Node], None]] = {
     **dict.fromkeys(("bernoulli_", "exponential_", "normal_", "uniform_"), _draw_out_of_place),
     "masked_scatter": _scatter_without_waiting,
     "unfold": _unfold_to_new_memory,
+    "view": _reshape_what_thunder_lays_out,
     "where": _name_condition_first,
 }
 
@@ -596,7 +611,19 @@ def _calls_of_autograd_functions(graph: Graph) -> list[list[Node]]:
     return [*found.values()]
 
 
-def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:
+def _give_autograd_functions_what_they_use(module: GraphModule) -> None:
+    for calls in _calls_of_autograd_functions(module.graph):
+        forward, backward = (
+            module.get_submodule(str(arg.target)) for arg in calls[0].args[:2] if isinstance(arg, Node)
+        )
+        if isinstance(forward, GraphModule) and isinstance(backward, GraphModule):
+            _return_what_is_used(calls, forward, backward)
+            _take_no_sizes(calls, forward, backward)
+            forward.recompile()
+            backward.recompile()
+
+
+def _return_what_is_used(calls: Sequence[Node], forward: GraphModule, backward: GraphModule) -> None:
     """The forward of a ``torch.autograd.Function`` returns what later nodes or its backward use, and nothing else.
 
     Dynamo (2.11) has it return all that it computes. What it writes in place would be two results, and autograd would
@@ -605,10 +632,7 @@ def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:
     Args:
         calls: all that have these graphs.
     """
-    forward, backward = (module.get_submodule(str(arg.target)) for arg in calls[0].args[:2] if isinstance(arg, Node))
     items = {item for call in calls for item in call.users}
-    if not (isinstance(forward, GraphModule) and isinstance(backward, GraphModule)):
-        return
     (output,) = forward.graph.find_nodes(op="output")
     results, *saved = output.args[0]
     if not isinstance(results, (list, tuple)) or any(item.target is not operator.getitem for item in items):
@@ -630,8 +654,48 @@ def _return_what_is_used(calls: Sequence[Node], module: GraphModule) -> None:
         call.meta["example_value"] = tuple(_value(call)[i] for i in kept)
         without: Any = call.kwargs.get("non_differentiable_idx", ())
         call.kwargs = {**call.kwargs, "non_differentiable_idx": [kept.index(i) for i in without if i in kept]}
-    forward.recompile()
-    backward.recompile()
+
+
+def _take_no_sizes(calls: Sequence[Node], forward: GraphModule, backward: GraphModule) -> None:
+    """The graphs of a ``torch.autograd.Function`` take no sizes, which Dynamo passes, but read them from tensors."""
+    output: Any
+    gradients: Any
+    (output,), (gradients,) = (each.graph.find_nodes(op="output") for each in (forward, backward))
+    results, saved = output.args[0]
+    if not isinstance(results, (list, tuple)):
+        return
+    taken, given = (each.graph.find_nodes(op="placeholder") for each in (forward, backward))
+    values = dict(zip(given, map(_value, (*results, *saved)))) | {node: _value(node) for node in taken}
+    sizes = [node for node, value in values.items() if isinstance(value, torch.SymInt)]
+    shown: dict[Node, Any] = {
+        size: _dimension_of(values[size], taken if size in taken else given, values) for size in sizes
+    }
+    of_sizes = [gradients.args[0][taken.index(size)] for size in sizes if size in taken]
+    if not sizes or None in shown.values() or any(each is not None for each in of_sizes):
+        return
+    kept = [i for i, value in enumerate(saved) if not isinstance(_value(value), torch.SymInt)]
+    tensors = [i for i, node in enumerate(taken) if node not in sizes]
+    output.args = ((results, tuple(saved[i] for i in kept)),)
+    gradients.args = (tuple(gradients.args[0][i] for i in tensors),)
+    for size, (tensor, dim) in shown.items():
+        if size.users:
+            with size.graph.inserting_after([*size.graph.find_nodes(op="placeholder")][-1]):
+                size.replace_all_uses_with(_size_at(tensor, dim, values[size]))
+        size.graph.erase_node(size)
+    for call in calls:
+        call.args = (*call.args[:2], *(call.args[2 + i] for i in tensors))
+        tracked: Any = call.kwargs["saved_for_backward_idx"]
+        indices = [kept.index(i) for i in tracked if i in kept]
+        call.kwargs = {**call.kwargs, "saved_for_backward_idx": indices}
+
+
+def _dimension_of(size: torch.SymInt, nodes: Sequence[Node], values: dict[Node, Any]) -> tuple[Node, int] | None:
+    """A tensor among the nodes, and which of its dimensions has the size."""
+    for node in reversed(nodes):
+        for dim, other in enumerate(getattr(values[node], "shape", ())):
+            if isinstance(other, torch.SymInt) and other.node.expr == size.node.expr:
+                return node, dim
+    return None
 
 
 def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
@@ -640,7 +704,7 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
     Its graphs, forward and backward, took an object of Python first, and the call said which arguments are tensors.
     """
     is_new = "args_tensor_mask" not in call.kwargs and not call.kwargs.get("non_differentiable_idx")
-    takes_tensors = all(isinstance(_value(arg), torch.Tensor) for arg in call.args[2:])  # and no size
+    takes_tensors = all(isinstance(_value(arg), torch.Tensor) for arg in call.args[2:])
     casts = any_autocast_enabled() or any("autocast" in getattr(n.target, "__name__", "") for n in module.graph.nodes)
     if casts or not (is_new and takes_tensors):
         return
@@ -649,6 +713,9 @@ def _write_as_before(call: Node, module: GraphModule, options: dict[str, Any]) -
     for node in [node for graph in graphs for node in graph.graph.nodes]:
         if operator_name(node) == "clip":  # Thunder has the symbol, with another gradient, which is not asked for here
             node.target = "clamp" if node.op == "call_method" else torch.clamp
+        elif _is_size(node):
+            _write_out(node)
+            continue
         _compute_out_of_place(node, has_gradient=True)
     writes = any(written_by(node) for graph in graphs for node in graph.graph.nodes)
     if writes or len(graphs) < 2 or not all(can_trace_all(graph, options) for graph in graphs):
@@ -677,7 +744,7 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         if len(node.args) == 3 and "attn_mask" in node.kwargs:  # Thunder takes no keyword that may have a gradient
             others = {name: value for name, value in node.kwargs.items() if name != "attn_mask"}
             node.args, node.kwargs = (*node.args, node.kwargs["attn_mask"]), others
-    if node.target is F.cross_entropy and _is_right_cross_entropy(node):
+    if node.target in (F.cross_entropy, F.nll_loss) and _is_right_loss(node):
         return
     function: Any = node.target
     if operator_name(node) in ("mul", "multiply"):
@@ -689,6 +756,8 @@ def _use_own_operator(node: Node, options: dict[str, Any]) -> None:
         if not isinstance(repeats, int):  # read on the host if it is a tensor
             return
         function = torch.repeat_interleave
+    if operator_name(node) == "index_add":
+        function = torch.index_add
     if function in operators.PARTIAL and is_supported(node, options):
         return
     if library_name(function) and returns_cpu_scalar(node):  # Inductor gets it, and autograd sums its gradient
@@ -732,10 +801,12 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
             compute_without_gradient(node)
 
 
-def _is_right_cross_entropy(node: Node) -> bool:
-    """Whether Thunder's is: its mean of smoothed losses counts what is ignored, and some of its gradients raise."""
+def _is_right_loss(node: Node) -> bool:
+    """Whether Thunder's loss of classes is: its mean of smoothed losses counts what is ignored, and some of its
+    gradients raise. Its `nll_loss` takes fewer arguments, and has no right default of ``ignore_index``."""
+    is_whole = node.target is F.cross_entropy or (len(node.args) <= 3 and "ignore_index" in node.kwargs)
     is_sum = node.kwargs.get("reduction", "mean") == "sum"
-    return not is_sum and not node.kwargs.get("label_smoothing") and _value(node.args[0]).dim() in (1, 2, 4)
+    return is_whole and not is_sum and not node.kwargs.get("label_smoothing") and _value(node.args[0]).dim() in (2, 4)
 
 
 def _is_more_than_symbol(attention: Node) -> bool:

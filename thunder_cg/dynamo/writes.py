@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator
+from itertools import chain, groupby, takewhile
 from typing import Any
 
 from torch import Tensor
@@ -73,19 +75,34 @@ def untracked_writes(graph: Graph) -> frozenset[str]:
     return frozenset([*found, *views])
 
 
-def writes_to_inputs(graph: Graph) -> frozenset[str]:
-    """Names of the nodes that write, with a gradient, to memory of the graph's inputs, and of the views of it.
+def writes_to_inputs(graph: Graph, is_kept: Callable[[Node], bool] = lambda node: True) -> frozenset[str]:
+    """Names of the nodes that write, with a gradient, to memory of the inputs of their piece, and of the views of it.
 
-    Such as ``x /= 2`` of an argument. Thunder leaves the argument the gradient that it had before the write.
+    Such as ``x /= 2`` of an argument, or of what an earlier piece made. Thunder leaves the input the gradient that it
+    had before the write.
+
+    Args:
+        is_kept: whether Thunder traces a node. A piece is what follows each other and is kept, or is not.
     """
     untracked = without_gradient(graph)
-    inputs = [example(node) for node in graph.nodes if not node.op.startswith("call")]
     writes = [(node, _written(node)) for node in graph.nodes if node.name not in untracked]
-    memory = [w for n, w in writes if w is not None and requires_grad(w) and shares_memory(inputs, w)]
-    if not memory:
+    tracked = [(node, written) for node, written in writes if written is not None and requires_grad(written)]
+    if not tracked:
         return frozenset()
     calls = [node for node in graph.nodes if node.op.startswith("call")]
-    return frozenset(node.name for node in calls if shares_memory(memory, [example(node), example(written_by(node))]))
+    pieces = [[*piece] for _, piece in groupby(calls, is_kept)]
+    first = {node: piece[0] for piece in pieces for node in piece}
+    memory = [w for node, w in tracked if shares_memory([example(other) for other in _before(first[node])], w)]
+    if not memory:
+        return frozenset()
+    named = (node for node in calls if shares_memory(memory, [example(node), example(written_by(node))]))
+    return frozenset(node.name for node in named if shares_memory(example(node.all_input_nodes), memory))
+
+
+def _before(node: Node) -> Iterator[Node]:
+    """The nodes that come before one, and the inputs of the graph, which may come later."""
+    inputs = (each for each in node.graph.nodes if not each.op.startswith("call"))
+    return chain(inputs, takewhile(lambda each: each is not node, node.graph.nodes))
 
 
 def views_and_writes(graph: Graph) -> frozenset[str]:

@@ -26,6 +26,7 @@ from thunder_cg.runtime.compilation import NAMES
 
 _TENSOR_CHECKS = (PrimIDs.CHECK_TENSOR_SHAPE_AND_METADATA, "check_tensor_metadata")  # before and after execution
 _VALUE_CHECKS = frozenset({"check_len", "check_literal_like", "check_string_value", *CHECKS_OF_CONTAINERS})
+_CONSTANTS = ("check_string_value", "constant")
 _VALUES = {PrimIDs.UNPACK_ATTR, PrimIDs.UNPACK_CACHE_INFO, PrimIDs.UNPACK_FUNCTION_OBJ, PrimIDs.UNPACK_GETITEM}
 _MODULES = {PrimIDs.UNPACK_BUFFER, PrimIDs.UNPACK_PARAMETER, PrimIDs.UNPACK_SUBMODULE, PrimIDs.UNPACK_THUNDER_MODULE}
 _LOOKUPS = _VALUES | _MODULES
@@ -129,6 +130,8 @@ class PrologueChecks:
             elif is_number and not _DYNAMOS_SIZE.fullmatch(name):  # a shape says the same
                 is_attribute = path[0] is PrimIDs.UNPACK_ATTR and cell is None
                 yield "attribute" if is_attribute else "number", name, value
+            elif check in _CONSTANTS:
+                yield "constant", name, repr(value)
 
     def users_names(self, function: Any) -> dict[str, str]:
         """What the user calls the tensors that are no parameters or buffers: by their names in the trace.

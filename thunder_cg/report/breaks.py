@@ -39,7 +39,14 @@ _CHECK = (
     "check before the call; TRANSFORMERS_DISABLE_TORCH_CHECK=1 in the environment leaves out the checks of Transformers"
 )
 _SKIPPED = "Attempted to call function marked as skipped"
-_BUILTIN = "call it outside of the compiled function, and pass what it returns as a tensor; draw with torch.rand"
+_BUILTINS_NAME = re.compile(r"the (?:Python )?builtin `(?:<unknown module>\.)?([\w.]+?)\.?`")
+_BUILTIN = "call it outside of the compiled function, and pass what it returns as a tensor"
+_CHANGES = "change it after the call, with what the call returns"
+_WARN = (
+    "warn before or after the call, or have Dynamo warn after the graph, with "
+    "torch._dynamo.config.reorderable_logging_functions.add(warnings.warn)"
+)
+_OUTSIDE = "do what this line does outside of the compiled function, before or after the call"
 _ASYNC = "leave out async_op=True and the wait: in a graph, collectives begin early and are waited for late anyway"
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
@@ -53,7 +60,7 @@ class GraphBreak:
         line: where that is in the user's code, and from where it is called: "model.py:38, called from train.py:7".
         source: the text of that line.
         reason: in Dynamo's words.
-        fix: what would change it, "" if Dynamo has no advice.
+        fix: what would change it.
     """
 
     function: str
@@ -161,8 +168,8 @@ def _understood(said: str) -> tuple[str, str]:
         return first, _ITEM
     if first.startswith("logging.Logger method"):
         return first, _LOGGER
-    if first.startswith(_SKIPPED) and (name := re.search(r"the builtin `(?:<unknown module>\.)?([\w.]+?)\.?`", said)):
-        return f"{name[1]}(), which Dynamo does not trace", _BUILTIN
+    if first.startswith(_SKIPPED) and (name := _BUILTINS_NAME.search(said)) is not None:
+        return _of_builtin(name[1].replace("torch._VariableFunctionsClass.", "torch."))
     if "builtin `print`" in said:
         return "print()", _PRINT
     if "copy.deepcopy" in first:
@@ -172,4 +179,13 @@ def _understood(said: str) -> tuple[str, str]:
     if first.startswith("Dynamic shape operator"):  # traced, it would be left to Inductor
         return first, FIXED_SIZE
     hints = [line.removeprefix("Hint: ") for line in rest if line.startswith("Hint: ")]
-    return first, next((hint for hint in hints if not hint.startswith(_NO_HELP)), "")
+    return first, next((hint for hint in hints if not hint.startswith(_NO_HELP)), _OUTSIDE)
+
+
+def _of_builtin(name: str) -> tuple[str, str]:
+    """The reason and the fix of a call of what is written in C."""
+    if name == "_warnings.warn":
+        return "warnings.warn()", _WARN
+    fix = _CHANGES if name.partition(".")[0] in ("list", "dict", "set") else _BUILTIN
+    fix = f"{fix}; draw with torch.rand" if "andom" in name else fix
+    return f"{name}(), which Dynamo does not trace", fix

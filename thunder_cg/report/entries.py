@@ -30,7 +30,7 @@ class ChangeReport:
     """What calls of a function brought that nothing was made for yet, so that they replayed nothing.
 
     Attributes:
-        kind: "shape", "number", "attribute" or "items", for which Thunder compiles anew; "size", "strides",
+        kind: "shape", "number", "attribute", "constant" or "items", for which Thunder compiles anew; "size", "strides",
             "alignment", "layout" or "settings", for which a call warms up and a later one captures; "moved", "dropped"
             or "budget", for which a call captures again.
         names: of the inputs; of dropped graphs, the option that bounds them.

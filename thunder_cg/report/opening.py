@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from thunder_cg.analysis.compile_errors import compiler_name, to_try
 from thunder_cg.report import lines
 from thunder_cg.report.units import count
-from thunder_cg.runtime.changes import FEW, IF_CACHE, IF_DROPOUT, VERSIONS
+from thunder_cg.runtime.changes import FEW, IF_CACHE, IF_DROPOUT, PAD, VERSIONS
 
 if TYPE_CHECKING:
     from thunder_cg.report.entries import ChangeReport
@@ -24,6 +25,8 @@ _NO_GRAPH = (
     'TORCH_LOGS="dynamo" says more'
 )
 _FEWER = f"pass what changes from call to call as a tensor, or keep it to a few values; {IF_CACHE}; {IF_DROPOUT}"
+_OWN_NUMBER = re.compile(r"(\w+(?:\.\w+)+) [=!<>]=? -?[\d.]+")
+_OWN_LIST = re.compile(r"(?:not |len\()(\w+(?:\.\w+)+)")
 _RAISE_LIMIT = (
     "set torch._dynamo.config.recompile_limit higher before the calls; where it is reached already, call "
     "torch._dynamo.reset(), after which Dynamo compiles everything anew"
@@ -87,7 +90,7 @@ def in_python(report: Report) -> Iterator[str]:
             f"torch._dynamo.config.recompile_limit is {each.limit}. Calls that fit none of them run in plain Python."
         )
         if each.reason and not shared:
-            yield f"One of them holds only for `{each.reason}`; {_FEWER}."
+            yield f"One of them holds only for `{each.reason}`; {_fewer([each.reason])}."
     if report.limits:
         yield f"To change that: {_RAISE_LIMIT}."
 
@@ -105,7 +108,21 @@ def compiled_anew(report: Report) -> Iterator[str]:
         yield f"Dynamo compiled {function} anew {times}, as calls did not meet: {', '.join(causes)}"
     values = [each for each in report.recompilations if not each.is_mode]
     if values and not is_complete(report):
-        yield f"Each version warms up and has graphs of its own. To have fewer: {_FEWER}."
+        fewer = _fewer(each.condition for each in values)
+        yield f"Each version warms up and has graphs of its own. To have fewer: {fewer}."
+
+
+def _fewer(conditions: Iterable[str]) -> str:
+    """What to do so that calls meet more of the conditions that Dynamo compiled for."""
+    return "; ".join(dict.fromkeys(map(_fewer_of_one, conditions)))
+
+
+def _fewer_of_one(condition: str) -> str:
+    if (found := _OWN_LIST.match(condition)) is not None:
+        return f"add to {found[1]} after the call, not in it"
+    if (found := _OWN_NUMBER.match(condition)) is not None:
+        return f"make {found[1]} a tensor, and change it in place; {IF_DROPOUT}"
+    return PAD if "size mismatch" in condition else _FEWER
 
 
 def ran(report: Report) -> Iterator[str]:
@@ -212,6 +229,7 @@ def _not_replayed(report: Report, traces: Sequence[TraceReport], without: int) -
         kinds = {change.kind for change in report.changes}
         same = ["shapes", "strides", *(["alignment"] if "alignment" in kinds else [])]
         same += ["Python numbers"] if kinds & {"number", "attribute"} else []
+        same += ["other arguments"] if "constant" in kinds else []
         same += ["lengths of lists"] if "items" in kinds else []
         what = f"{', '.join(same[:-1])} and {same[-1]}"
         yield f"the next call{of} with inputs of the same {what} will capture"

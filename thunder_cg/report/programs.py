@@ -34,6 +34,7 @@ from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import compile_failure, name_of
 from thunder_cg.runtime.program import Program, program_of
 
+_OWN_OPERATOR = "use other operators, or one of your own with torch.library, which allow= names"
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
 
 
@@ -230,10 +231,17 @@ def outside_of(label: str, graph: Any) -> Iterator[Outside]:
 
 def _reason(split: Any) -> str:
     """Why Thunder gave an operator away, with what was raised where it was tried."""
-    said = str(split.info).replace(", see exception field", "")
-    return f"{said}: {str(split.exception).strip().splitlines()[0]}" if split.exception else said
+    said = _UNKNOWN.sub(f"is unknown to Thunder; {_OWN_OPERATOR}", str(split.info).replace(", see exception field", ""))
+    raised = str(split.exception or "").strip().partition("\n")[0]
+    if (refused := _REFUSED.match(said)) is not None:
+        if "VJP for" in raised or "gradient transform" in raised:
+            return f"{refused[1]} has no gradient in Thunder; {_OWN_OPERATOR}"
+        said = f"{refused[1]} has arguments that Thunder refuses"
+    return f"{said}: {raised}" if raised else said
 
 
+_UNKNOWN = re.compile(r"didn't have any mapping in thunder\.?$")
+_REFUSED = re.compile(r"Failed while (?:running meta|creating proxy) for (.*)", re.DOTALL)
 _NODE = re.compile(
     r"(?P<before>.*?)node with name: (?P<name>\S+) and target: (?P<target><(?:[^<>]|<[^<>]*>)*>|[\w.]+)(?P<after>.*)",
     re.DOTALL,

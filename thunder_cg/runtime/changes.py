@@ -1,12 +1,12 @@
 """Why calls replay nothing although earlier calls were captured: what they bring that nothing was made for yet.
 
 Note [Why nothing replays]
-    Thunder compiles a version of a function for each shape of its inputs and each Python number that its prologue
-    checks. A version warms up and captures for each layout of its inputs: strides, alignment, settings of kernels. And
-    a layout is captured again if a parameter has moved, or if its graphs were dropped for others. Each of these is a
-    `CallChange`, which has its cost and what to do about it. All versions of a function share one `Changes`. The report
-    has a line for each change. If more than `FEW` in a row came without a replay, so that nothing may ever replay, the
-    log warns once of each, and ``strict=True`` raises.
+    Thunder compiles a version of a function for each shape of its inputs and each Python number, string and so on that
+    its prologue checks. A version warms up and captures for each layout of its inputs: strides, alignment, settings of
+    kernels. And a layout is captured again if a parameter has moved, or if its graphs were dropped for others. Each of
+    these is a `CallChange`, which has its cost and what to do about it. All versions of a function share one `Changes`.
+    The report has a line for each change. If more than `FEW` in a row came without a replay, so that nothing may ever
+    replay, the log warns once of each, and ``strict=True`` raises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from thunder_cg.runtime.tensors import ALIGNMENT, Layout
 Layouts = tuple[Any, Mapping[str, Layout]]  # settings of kernels, and the layouts of inputs by name
 
 FEW = 6  # changes in a row
-VERSIONS = ("shape", "number", "attribute", "items")  # kinds for each value of which Thunder compiles a version
+VERSIONS = ("shape", "number", "attribute", "constant", "items")  # Thunder compiles for each value
 _MOST_VALUES = 1024  # of one input that are kept
 _SHOWN = 3
 
@@ -30,14 +30,14 @@ _NEW_LAYOUT = "each new layout warms up and captures"
 _WRITTEN = "write it in place, into a buffer of its final size (README, Inference with a KV cache)"
 IF_CACHE = f"if it is a cache that grows, {_WRITTEN}"
 IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
-_PAD = (
+PAD = (
     f"pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True; {IF_CACHE}"
 )
 _AS_TENSOR = f"it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; {IF_DROPOUT}"
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.
 _KINDS = {
-    "shape": ("{count} shapes of {names} so far ({shown})", _NEW_VERSION.format("shape"), _PAD),
+    "shape": ("{count} shapes of {names} so far ({shown})", _NEW_VERSION.format("shape"), PAD),
     "number": (
         "{count} values of the Python number {names} so far ({shown})",
         _NEW_VERSION.format("value"),
@@ -55,12 +55,17 @@ _KINDS = {
         "make {first} a 0-dim tensor with register_buffer, and change it in place, such as with fill_ or add_; if "
         f"{_AS_TENSOR}",
     ),
+    "constant": (
+        "{count} values of {names} so far ({shown})",
+        _NEW_VERSION.format("value"),
+        "if no operator needs {first}, such as a name, leave it out of what is compiled; else keep it to a few values",
+    ),
     "items": (
         "{count} lengths or keys of {names} so far ({shown})",
         "each new one compiles anew in Thunder{took}, warms up and captures",
         f"keep the length and the keys of {{first}} as they are; {IF_CACHE}",
     ),
-    "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, _PAD),
+    "size": ("{count} sizes of {names} so far ({shown})", _NEW_LAYOUT, PAD),
     "strides": ("{count} strides of {names} so far ({shown})", _NEW_LAYOUT, "pass {first}.contiguous()"),
     "alignment": (
         f"{{count}} alignments of {{names}} so far ({{shown}} bytes past a multiple of {ALIGNMENT})",

@@ -65,7 +65,7 @@ def note_what_to_try(error: Exception, name: str, problem: str, *, is_of_dynamo:
         note(error, f"{who} raised this while it compiled {name}: {problem}. To try: {fix}.")
 
 
-_CHECKED = {"items": "items", "number": "numbers", "attribute": "attributes", "shape": "shapes"}  # by kind of a change
+_CHECKED = ("items", "number", "attribute", "constant", "shape")  # kinds of changes, the first of which is the cause
 
 
 @dataclass(slots=True)
@@ -78,8 +78,8 @@ class Compilation:
         grad: whether gradients were enabled.
         autocast: the dtype of the autocast that was active, such as "bfloat16"; None if none was.
         seconds: from the beginning of Thunder's tracing until the last trace of the entry was partitioned.
-        shapes, numbers, attributes, items: what the prologue checks of inputs, of Python numbers among them, of those
-            that a module has, and of lists and dicts: by the user's names.
+        checked: what the prologue checks, by the kind of a change and the user's names: shapes, Python numbers, and
+            those that a module has, constants, lengths and keys of lists and dicts.
         parameters: the module's names of parameters and buffers, by their names in the trace.
         changes: of the function, shared by all its versions.
         change: because of which it was compiled, if another version differs only in that.
@@ -92,10 +92,7 @@ class Compilation:
     grad: bool
     autocast: str | None
     seconds: float = 0.0
-    shapes: Mapping[str, Any] = field(default_factory=dict)
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-    items: Mapping[str, Any] = field(default_factory=dict)
+    checked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     parameters: Mapping[str, str] = field(default_factory=dict)
     changes: Changes = field(default_factory=Changes)
     change: CallChange | None = None
@@ -114,8 +111,8 @@ class Compilation:
         self.unreplayed = sum(not replays for _, replays in alike)
         if alike:
             nearest, _ = min(alike, key=lambda each: differing(self._values, each[0]._values))
-            for kind, checked in _CHECKED.items():
-                found = self.changes.add_between(kind, getattr(nearest, checked), getattr(self, checked))
+            for kind in _CHECKED:
+                found = self.changes.add_between(kind, nearest.checked.get(kind, {}), self.checked.get(kind, {}))
                 self.change = self.change or found
 
     def finish(self, seconds: float) -> None:
@@ -126,15 +123,17 @@ class Compilation:
 
     @property
     def _values(self) -> dict[str, Any]:
-        return {**self.shapes, **self.numbers, **self.attributes, **self.items}
+        return {name: value for values in self.checked.values() for name, value in values.items()}
 
     @property
     def _kind(self) -> tuple[object, ...]:
-        """What two versions have in common that differ in shapes and numbers only."""
-        ranks = tuple((name, len(shape)) for name, shape in self.shapes.items() if not self._is_item(name))
-        numbers = (name for name in (*self.numbers, *self.attributes) if not self._is_item(name))
-        return self.training, self.grad, self.autocast, ranks, *numbers, *self.items
+        """What two versions have in common that differ in shapes, numbers and constants only."""
+        shapes = self.checked.get("shape", {})
+        ranks = tuple((name, len(shape)) for name, shape in shapes.items() if not self._is_item(name))
+        others = (name for kind in ("number", "attribute", "constant") for name in self.checked.get(kind, {}))
+        named = (name for name in others if not self._is_item(name))
+        return self.training, self.grad, self.autocast, ranks, *named, *self.checked.get("items", {})
 
     def _is_item(self, name: str) -> bool:
         """Whether it is in a list or dict that is checked, so that another version may have none of that name."""
-        return any(name.startswith(f"{container}[") for container in self.items)
+        return any(name.startswith(f"{container}[") for container in self.checked.get("items", {}))

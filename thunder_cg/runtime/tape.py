@@ -251,7 +251,7 @@ class _Tape(_Reuse):
             bad = packet in _HOST_SYNC or not data.isdisjoint(func.tags)
             bad = bad and not (packet is _aten.histc and len(args) == 4 and args[2] != args[3])  # the range is given
             # ``x[0] = 1.0`` lifts the number, which is a fill on a GPU. A list of numbers is a copy from the host.
-            bad = bad and not (packet is _aten.lift_fresh and args[0].dim() == 0)
+            bad = bad and not (packet is _aten.lift_fresh and (args[0].dim() == 0 or args[0].numel() == 0))
         if func.namespace.startswith("_c10d_functional"):  # it would run here, and nowhere else
             raise CaptureRefused(f"{func} is a functional collective, whose result nobody has yet")
         if bad:

@@ -149,6 +149,9 @@ def _resolved(kind: type, name: str) -> Any:
 
 def _can_be_hooked(kind: type) -> bool:
     can_be_changed = kind.__flags__ & _CHANGEABLE and not kind.__flags__ & _IMMUTABLE
+    meta: Any = type(kind)
+    sets = [dictionary_of(each).get("__setattr__") for each in meta.__mro__ if each not in (type, object)]
+    can_be_changed = can_be_changed and not any(isinstance(each, types.WrapperDescriptorType) for each in sets)
     return bool(can_be_changed) and _resolved(kind, "__getattribute__") is object.__getattribute__
 
 

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from thunder_cg.compat.cuda import is_current_stream_capturing
 from thunder_cg.compat.distributed import ProcessGroup, Work, is_torchs_own, told_of_collectives, uncapturable
 from thunder_cg.compat.torch import code_before_dynamo, has_storage, is_restored_by_dynamo, tensors_in, variables_of
 from thunder_cg.errors import CaptureLater, CaptureRefused
@@ -48,9 +49,12 @@ from thunder_cg.step.snapshot import Undo, undos_of, undos_of_globals
 _GENERATED = ("<eval_with_key>", "thunder.")  # files with the code of graphs and traces
 _GENERATED_MODULES = "torch._inductor."  # wherever their files are
 _SEEDS = {"manual_seed", "seed", "set_offset", "set_state"}  # methods of a generator
+_READS_OF_TENSORS = {"numpy", "tolist"}
 _READS_OF_SEEDS = {"get_offset", "get_state", "initial_seed"}
 _GETTERS = ("_get_", "_is_")  # those without a line in front are in `thread_states`, or deprecated
 _UNSEEN = {"__getattribute__", "__setattr__", "__delattr__", "getattr_static"}
+_ASKS: Any = torch.cuda.is_current_stream_capturing
+_WITHOUT_EFFECT = {"logging", "importlib._bootstrap"}  # modules
 # What they return is another value in each call.
 _UNSTEADY = {datetime.date.today, datetime.datetime.now, datetime.datetime.utcnow, os.urandom}
 _UNSTEADY |= {vars(time)[f"{clock}{unit}"] for clock in ("time", "monotonic", "perf_counter") for unit in ("", "_ns")}
@@ -74,6 +78,9 @@ _PASS_ON |= {"importlib", "collections.abc", "torch.serialization"}
 class Calls:
     """The user's functions that run between `watch` and `end`, as a profiler of Python is told of them.
 
+    Args:
+        device_type: of the graph.
+
     Attributes:
         found: each function, and what it is bound to, once they were looked for.
         objection: something that runs and that no replay would do, in words; None if nothing does.
@@ -90,7 +97,8 @@ class Calls:
         raised: the first method of a tensor that has raised an error, in words.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cuda") -> None:
+        self._device_type = device_type
         self.found: dict[tuple[int, int], Called] = {}
         self.objection: str | None = None
         self.events: dict[int, tuple[torch.cuda.Event, str]] = {}  # a weak reference to one would dangle (torch 2.11)
@@ -134,7 +142,9 @@ class Calls:
             if code.co_name == "__init__" and code.co_argcount:
                 self._new.add(id(frame.f_locals.get(code.co_varnames[0])))
             self._object_to(frame)
-            if code in _ENVIRONMENT and _is_called_by_user(frame):
+            if code is _ASKS.__code__ and frame.f_back is not None:
+                self._note_question(frame.f_back)
+            elif code in _ENVIRONMENT and _is_called_by_user(frame):
                 owner = frame.f_locals[code.co_varnames[0]]
                 self.found[id(variables_of), id(owner)] = Called(variables_of, owner)  # type: ignore[arg-type]
             elif code is ThreadPoolExecutor.submit.__code__ and _is_called_by_user(frame.f_back):
@@ -144,6 +154,11 @@ class Calls:
                 self._refuse_uncompared(frame, "import_module")
             elif code not in self._foreign:
                 self._note_function(frame, code_before_dynamo(code))
+        elif event == "c_call" and called is is_current_stream_capturing:
+            self._note_question(frame)
+        elif event == "c_call" and called.__name__ in _READS_OF_TENSORS and self._is_of_graph(called.__self__):
+            problem = f"{called.__name__}() reads a tensor on the host{_line(frame, True)}"
+            self.objection = f"{problem}; return the tensor, and read it outside of the step"
         elif event == "c_call" and called in _UNSTEADY and _is_called_by_user(frame):
             problem = f"{called.__name__}() returns another value in each call{_line(frame)}, and in no replay"
             self.objection = f"{problem}; call it outside of the step, and pass a tensor"
@@ -200,6 +215,17 @@ class Calls:
         self.communicated |= {tensor.data_ptr(): method for tensor in tensors_in(args) if has_storage(tensor)}
         self.written |= dict.fromkeys(map(address_if_any, tensors_in(args[:1])), _line(frame))  # its first argument
 
+    def _is_of_graph(self, value: Any) -> bool:
+        """Whether a value is a tensor on the device, which is the host itself for a tape."""
+        return issubclass(type(value), torch.Tensor) and bool(value.device.type == self._device_type)
+
+    def _note_question(self, frame: types.FrameType) -> None:
+        """A step that asks whether it is captured may do in its graph what it does not do in Python."""
+        if is_constant(frame.f_code.co_filename):
+            return
+        problem = f"the step asks whether it is captured{_line(frame, True)}"
+        self.objection = f"{problem}; call torch.cuda.is_current_stream_capturing() by this name, which is False there"
+
     def _refuse_uncompared(self, frame: types.FrameType, name: str) -> None:
         problem = f"what {name}() gives is not compared before a replay{_line(frame)}"
         self.objection = f"{problem}; call it outside of the step, and have the step read the result by a name"
@@ -224,7 +250,7 @@ class Calls:
             if str(frame.f_globals.get("__name__")).startswith("torch."):
                 self.of_torch[code] = frame.f_globals
             return
-        if is_installed(code.co_filename) and _logs(frame):
+        if is_installed(code.co_filename) and _logs_or_imports(frame):
             return
         is_own = code.co_name in ("__init__", *_UNSEEN)  # what it does with an object was seen already
         self.looks_up_unseen |= not is_own and not _UNSEEN.isdisjoint(code.co_names)
@@ -304,9 +330,12 @@ def _is_users(code: types.CodeType, variables: dict[str, Any], is_others: Callab
     return not is_generated and not is_others(file)
 
 
-def _logs(frame: types.FrameType | None) -> bool:
-    """Whether a frame is a part of a call of `logging`, whose handlers keep what no step depends on."""
-    while frame is not None and frame.f_globals.get("__name__") != "logging":
+def _logs_or_imports(frame: types.FrameType | None) -> bool:
+    """Whether a frame is a part of a call of `logging`, whose handlers keep what no step depends on, or of an import.
+
+    A module is imported once, with and without graphs.
+    """
+    while frame is not None and frame.f_globals.get("__name__") not in _WITHOUT_EFFECT:
         frame = frame.f_back
     return frame is not None
 
@@ -342,6 +371,11 @@ def _line(frame: types.FrameType | None, with_code: bool = False) -> str:
         return ""
     file, line = frame.f_code.co_filename, frame.f_lineno
     return f", at {line_with_code(file, line) if with_code else f'{os.path.basename(file)}:{line}'}"
+
+
+def is_of_package(file: str) -> bool:
+    """Whether it is of an installed package that is not taken to be constant."""
+    return os.path.isfile(file) and is_installed(file) and not is_constant(file)
 
 
 def line_with_code(file: str, line: int) -> str:

@@ -22,16 +22,28 @@ from torch.optim.swa_utils import AveragedModel
 from thunder_cg.compat.lines import line_in_trace
 from thunder_cg.compat.torch import tensors_in
 from thunder_cg.runtime.tensors import has_history
-from thunder_cg.step.calls import line_with_code
-from thunder_cg.step.reads import is_constant, is_installed
+from thunder_cg.step.calls import is_of_package, line_with_code
+from thunder_cg.step.reads import is_installed
 from thunder_cg.step.state import Facts, Same, difference
 
 _RATE = "make the learning rate a tensor on the device, which a scheduler then writes"
 _CONSTANT = "keep it constant, as OneCycleLR does with cycle_momentum=False"
 _RANDOM = "draw with torch on the device"
+_OWN_GENERATOR = "leave generator= out: the graph advances PyTorch's own generator alone"
+_REQUIRES_GRAD = " that requires grad"
+_SET_BACK = "set requires_grad back in the same step, or set it outside of the step"
+_DECIDES = "let the loop decide by it, and pass what it decides as an argument, such as True"
+_LIGHTNINGS = (
+    "Lightning counts the steps of its own optimizer in Python; take optimizers(use_pl_optimizer=False) in the step, "
+    "end it with zero_grad(), and call optimizers().step() after it, which only counts then"
+)
+_MASKING = os.path.join("transformers", "masking_utils.py")
+_MASKS = "Transformers chooses a mask by its values; pass attention_mask with 4 dimensions: batch, 1, queries, keys"
+_OUTSIDE = "the host reads a value there; make that call outside of the step"
 _IN_STEP = "do that outside of the step, or keep it in a tensor on the device that the step writes in place"
+_IN_PLACE = "keep it in a tensor on the device, and write that in place"
 _ADDS = "return what it adds, and add that outside of the step"
-_BETWEEN = "leave it as it is between steps, or keep it in a tensor on the device, and write that in place"
+_BETWEEN = f"leave it as it is between steps, or {_IN_PLACE}"
 _OPTIMIZER = "the optimizer reads its state on the host"
 _SCALER = "the scaler reads on the host whether a gradient is infinite, unless the optimizer is fused"
 _AVERAGES = "the average of all steps reads their number on the host; make AveragedModel with avg_fn=get_swa_avg_fn()"
@@ -55,6 +67,7 @@ _FIXES = {
     "aten.lift_fresh": _NUMBERS,
     **dict.fromkeys(("aten.index", "aten._index_put", "aten.masked_select", "aten.nonzero"), _MASK),
     **dict.fromkeys(("_local_scalar_dense", "makes the host wait", "capturable"), _READ),
+    "generator that the graph does not know": _OWN_GENERATOR,
     "capturing": _READ_OR_MASK,  # CUDA does not say which operator it was
 }
 _OF_HOST = {_READ, _MASK, _NUMBERS, _READ_OR_MASK}
@@ -73,7 +86,7 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
     Args:
         facts: of the state. They and ``roots`` name the optimizers.
     """
-    label = change.removeprefix("len(").partition(" ")[0]
+    label = change.removeprefix("len(").removeprefix("what ").partition(" ")[0]
     named = {name: fact.value for name, fact in facts.items() if isinstance(fact, Same)} | dict(roots)
     owners = [value for name, value in named.items() if label.startswith(f"{name}.")]
     optimizer = next((value for value in owners if isinstance(value, Optimizer)), None)
@@ -91,8 +104,19 @@ def fix_of_change(change: str, facts: Facts, roots: Mapping[str, Any], *, in_ste
         return ""  # it is made in the first step
     if change.startswith("the state of"):
         return f"; {_RANDOM}"
+    if isinstance(owner := named.get(label), torch.Generator):
+        return f"; {_OWN_GENERATOR}"
+    if change.startswith("what ") and hasattr(owner, "random"):
+        return f"; {_RANDOM}"
+    if label.startswith("_Progress."):
+        return f"; {_LIGHTNINGS}"
+    if not in_step and isinstance(fact := facts.get(label), tuple) and fact[0] is int:
+        return f"; {_DECIDES}; or {_IN_PLACE}"
     if in_step and isinstance(kept := named.get(label), Tensor) and has_history(kept):
         return "; detach it: a graph keeps no history"
+    then, _, now = change.partition(" changed from ")[2].partition(" to ")
+    if in_step and then != now and then.removesuffix(_REQUIRES_GRAD) == now.removesuffix(_REQUIRES_GRAD):
+        return f"; {_SET_BACK}"
     in_step_fix = _ADDS if change.startswith("len(") else _IN_STEP
     return f"; {in_step_fix if in_step else _BETWEEN}"
 
@@ -130,10 +154,12 @@ def where(error: BaseException) -> str:
     fix = next((fix for sign, fix in _FIXES.items() if sign in said), None)
     if users and fix in _OF_HOST:
         fix = _fix_in_torch([frame for frame, _ in frames[users[-1] + 1 :]]) or fix
+    others = [each for each in lines[users[-1] + 1 if users else 0 :] if is_of_package(each[0])]
+    if users and others and fix in (_READ, _READ_OR_MASK):
+        fix = _MASKS if others[-1][0].endswith(_MASKING) else _OUTSIDE
     end = "" if fix is None else f"; {fix}"
     if not users:
         return end
-    others = [each for each in lines[users[-1] + 1 :] if os.path.isfile(each[0]) and not is_constant(each[0])]
     package = f", in {line_with_code(*others[-1])}" if others else ""  # whose line would have to change
     return f", at {line_with_code(*lines[users[-1]])}{package}{end}"
 

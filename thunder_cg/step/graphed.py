@@ -245,7 +245,7 @@ class GraphedStep:
         Args:
             known: a recording that could be replayed, and is if no rank needs a capture, or this one fails.
         """
-        calls, votes = Calls(), Round(self._groups(call.layout) or [], asks=True)
+        calls, votes = Calls(self._backend.device_type), Round(self._groups(call.layout) or [], asks=True)
         try:
             if state.objections:
                 raise CaptureRefused(state.objections[0])

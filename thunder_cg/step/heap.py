@@ -1,4 +1,4 @@
-"""Finds all tensors, and all functions with some code, among the objects that Python's garbage collector knows.
+"""Finds all tensors, functions with some code, and what holds an object, as Python's garbage collector knows them.
 
 Note [Frozen objects]
     `gc.freeze` hides what there is from the collector, and from those who ask it. To see frozen objects, one has to
@@ -9,8 +9,10 @@ Note [Frozen objects]
 from __future__ import annotations
 
 import gc
+import sys
 import types
 import weakref
+from collections import deque
 from collections.abc import Collection
 from itertools import compress
 from typing import Any
@@ -18,6 +20,9 @@ from typing import Any
 from torch import Tensor
 
 from thunder_cg.compat.torch import has_memory
+from thunder_cg.step.places import own
+
+_MAX_HOLDERS = 5  # of one another, that are looked through for a name
 
 
 class _Marker(list[object]):
@@ -44,6 +49,48 @@ def known_functions(codes: Collection[types.CodeType]) -> list[types.FunctionTyp
     """Those with one of the codes."""
     found = gc.get_referrers(*(_frozen.marker or ()), *codes)
     return [function for function in _with_frozen(found, {types.FunctionType}) if function.__code__ in codes]
+
+
+def holder_of(value: object) -> str | None:
+    """What holds an object, by a name: a global, a variable of a closure or an attribute, maybe through containers."""
+    found: dict[int, tuple[Any, str]] = {id(value): (value, "")}  # what holds it, and what leads from there to it
+    seen = {*found}
+    for _ in range(_MAX_HOLDERS):
+        holders = [each for each in gc.get_referrers(*(each for each, _ in found.values())) if id(each) not in seen]
+        seen.update(map(id, holders))
+        above: dict[int, tuple[Any, str]] = {}
+        for holder in holders:
+            for held, path in found.values():
+                name, is_end = _name_in(holder, held)
+                if is_end:
+                    return f"{name}{path}"
+                if name is not None:
+                    above[id(holder)] = holder, f"{name}{path}"
+        found = above
+    return None
+
+
+def _name_in(holder: Any, held: Any) -> tuple[str | None, bool]:
+    """How a holder names what it holds, None if it does not hold it itself; whether nothing above has to be known."""
+    if isinstance(holder, types.CellType):
+        users = [f for t in gc.get_referrers(holder) if type(t) is tuple for f in gc.get_referrers(t)]
+        functions = [each for each in users if isinstance(each, types.FunctionType)]
+        cells = ((f, *pair) for f in functions for pair in zip(f.__code__.co_freevars, f.__closure__ or ()))
+        return next(
+            ((f"the variable {n} of {f.__qualname__}", True) for f, n, cell in cells if cell is holder), (None, False)
+        )
+    if isinstance(holder, (list, tuple, deque)):
+        return next((f"[{i}]" for i, each in enumerate([*holder]) if each is held), None), False
+    names = holder if isinstance(holder, dict) else own(holder, "__dict__")
+    key = [key for key, each in [*names.items()] if each is held] if isinstance(names, dict) else []
+    if not key or names is not holder:
+        return (f"the attribute {key[0]} of a {type(holder).__name__}" if key else None), bool(key)
+    if own(sys.modules.get(str(names.get("__name__"))), "__dict__") is names:
+        return f"the global {key[0]} of {names['__name__']}", True
+    owner = next((each for each in gc.get_referrers(names) if own(each, "__dict__") is names), None)
+    if owner is not None:
+        return f"the attribute {key[0]} of a {type(owner).__name__}", True
+    return f"[{key[0]!r}]", False
 
 
 def _with_frozen(found: list[Any], kinds: Collection[type]) -> list[Any]:

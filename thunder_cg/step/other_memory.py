@@ -27,7 +27,7 @@ from thunder_cg.compat.torch import storage_id, storage_use_count, version
 from thunder_cg.errors import CaptureRefused
 from thunder_cg.runtime.backend import Pool
 from thunder_cg.runtime.tensors import address, address_if_any
-from thunder_cg.step.heap import known_tensors
+from thunder_cg.step.heap import holder_of, known_tensors
 
 
 class Addresses:
@@ -92,7 +92,11 @@ def refuse_other_memory(
         if id(tensor) in objects or tensor.device != device or storage_id(tensor) in storages:
             continue
         if is_in_pool:
-            problem = f"{_shown(tensor)} that the step makes is still held after it, and each replay would overwrite it"
+            holder = holder_of(tensor)
+            by = "" if holder is None else f" by {holder}"
+            problem = (
+                f"{_shown(tensor)} that the step makes is still held{by} after it, and a replay would overwrite it"
+            )
             raise CaptureRefused(f"{problem}; return it, or write it into a tensor that exists before the step")
         if (user := addresses.user_of(tensor)) is not None:
             used.append((tensor, user))

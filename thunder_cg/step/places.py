@@ -12,6 +12,7 @@ Note [Carried tensors]
 from __future__ import annotations
 
 import types
+from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,7 @@ class Place:
         if isinstance(holder, types.CellType):
             return content_of_cell(holder)
         if isinstance(holder, dict):
-            return holder.get(self.name, MISSING)
+            return dict.get(holder, self.name, MISSING)
         if isinstance(holder, (type, types.ModuleType)):
             return dictionary_of(holder).get(self.name, MISSING)
         return own(holder, self.name)
@@ -65,10 +66,11 @@ class Place:
         if self.get() is value:
             return
         if isinstance(holder, dict):
+            plain = OrderedDict if isinstance(holder, OrderedDict) else dict
             if value is MISSING:
-                del holder[name]
+                plain.__delitem__(holder, name)
             else:
-                holder[name] = value
+                plain.__setitem__(holder, name, value)
             return
         kind: Any = type if isinstance(holder, type) else object
         if isinstance(holder, types.CellType):

@@ -13,7 +13,8 @@ Note [Packages]
 Note [Lists that grow]
     ``losses.append(loss)`` and ``losses.extend(...)`` read nothing of the list, so nothing of it has to be as it was: a
     replay appends to the list that is there. If the step reads the list in any other way, that is another read, and
-    all of the list is compared.
+    all of the list is compared. It may be a deque, or an item of a dictionary: ``history["loss"].append(loss)`` reads
+    only which list that is.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import os
 import sys
 import sysconfig
 import types
-from collections import Counter, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -87,7 +88,17 @@ _OF_TWO = {
     "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
 }
 _LOCALS = {"LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW"}
+GROWING = list, deque  # see Note [Lists that grow]
+_GROWS = {"append", "extend"}
+_DICTIONARIES = dict, OrderedDict, defaultdict
 _NEUTRAL = {"CACHE", "COPY", "DUP_TOP", "EXTENDED_ARG", "NOP"}  # what was loaded last stays on top of the stack
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """In the place of an attribute: what a dictionary has by a key that is written in the code."""
+
+    key: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +107,7 @@ class _Chain:
 
     scope: str  # "global", "cell", "local" or "import"
     name: str
-    attributes: tuple[str, ...] = ()
+    attributes: tuple[Any, ...] = ()  # names, or an `_Item`
 
 
 Path = tuple[Any, tuple[str, ...]]  # a namespace, a cell or an object, and the names from there on
@@ -171,10 +182,10 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
                 get = partial(_owner_of, read.get)
                 found.setdefault((place, "list"), replace(read, label=label, get=get, path=None, only_grows=True))
             elif is_method:
-                found.setdefault(
-                    (place, "owner"),
-                    replace(read, label=label, get=partial(_owner_of, read.get), is_owner=runs, is_code=True),
-                )
+                path = read.path and (read.path[0], read.path[1][:-1])
+                get = partial(_owner_of, read.get)
+                owner_read = replace(read, label=label, get=get, path=path, is_owner=runs, is_code=True)
+                found.setdefault((place, "owner"), owner_read)
                 if not of_package:
                     found.setdefault(place, replace(read, get=partial(_method_of, read.get), is_code=True))
             else:
@@ -231,8 +242,8 @@ def _is_function(value: Any) -> bool:
 
 
 def _grows_a_list(value: Any) -> bool:
-    is_lists = isinstance(value, types.BuiltinMethodType) and type(value.__self__) is list
-    return is_lists and value.__name__ in ("append", "extend")
+    is_lists = isinstance(value, types.BuiltinMethodType) and type(value.__self__) in GROWING
+    return is_lists and value.__name__ in _GROWS
 
 
 def _owner_of(get: Callable[[], Any]) -> Any:
@@ -309,12 +320,7 @@ def is_users(value: types.ModuleType | type) -> bool:
 
 
 def may_change(value: types.ModuleType | type) -> bool:
-    """Whether what a module or a class defines is looked at: a module of a package is not, where only its name is read.
-
-    See Note [Packages].
-    """
-    if not isinstance(value, type):
-        return is_users(value)
+    """Whether what a module or a class defines is looked at. See Note [Packages]."""
     file = _file_of(value)
     return file is not None and not is_constant(file)
 
@@ -372,7 +378,7 @@ def _reads_in(function: types.FunctionType, owner: Any, is_rooted: bool) -> Iter
 
 
 def _read(
-    label: str, line: str, start: Any, names: tuple[str, ...], attributes: tuple[str, ...], look_up: Callable[..., Any]
+    label: str, line: str, start: Any, names: tuple[str, ...], attributes: tuple[Any, ...], look_up: Callable[..., Any]
 ) -> tuple[Any, Read]:
     """A read of attributes up to a tensor, a property, or what has a computed attribute.
 
@@ -386,6 +392,13 @@ def _read(
     get = partial(look_up, attributes)
     for i, name in enumerate(attributes):
         owner = look_up(attributes[:i])
+        if isinstance(name, _Item):
+            if type(look_up(attributes[: i + 1])) in GROWING:
+                label = f"{'.'.join((label, *attributes[:i]))}[{name.key!r}].{attributes[-1]}"
+                return (id(start), *names, *attributes), Read(label, get, line=line)
+            attributes = attributes[:i]
+            get = partial(look_up, attributes)
+            break
         if _property_of(owner, name) is not None:
             get = partial(_bound_property, partial(look_up, attributes[:i]), name)
             attributes = attributes[: i + 1]
@@ -485,10 +498,13 @@ def _has(module: nn.Module, name: str) -> bool:
     return any(name in attributes for attributes in module_dictionaries(module))
 
 
-def value_of(value: Any, attributes: tuple[str, ...]) -> Any:
+def value_of(value: Any, attributes: tuple[Any, ...]) -> Any:
     """What attributes lead to, one after the other; `MISSING` if one is not there. What a tensor has is its own."""
     try:
         for name in attributes:
+            if isinstance(name, _Item):
+                value = dict.get(value, name.key, MISSING) if type(value) in _DICTIONARIES else MISSING
+                continue
             if isinstance(value, torch.Tensor) and name not in vars(value):
                 break  # what it holds, and its gradient, is looked at with it
             value = getattr(value, name)
@@ -505,12 +521,12 @@ def content_of_cell(cell: types.CellType) -> Any:
         return MISSING
 
 
-def _in_cell(cell: types.CellType, attributes: tuple[str, ...]) -> Any:
+def _in_cell(cell: types.CellType, attributes: tuple[Any, ...]) -> Any:
     value = content_of_cell(cell)
     return value_of(value, attributes) if attributes and value is not MISSING else value
 
 
-def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[str, ...]) -> Any:
+def _in_globals(variables: dict[str, Any], name: str, attributes: tuple[Any, ...]) -> Any:
     value = variables.get(name, MISSING)
     return value_of(value, attributes) if attributes and value is not MISSING else value
 
@@ -521,7 +537,7 @@ def chains(code: types.CodeType) -> Mapping[_Chain, int]:
     found: dict[_Chain, int] = {}
     aliases: dict[str, _Chain | None] = {}  # variables of the function that stand for a chain; None: for several
     current: _Chain | None = None
-    line = current_line = code.co_firstlineno
+    current_line = code.co_firstlineno
     imported: _Chain | None = None  # what the names after IMPORT_FROM are attributes of
     is_dotted = False
     arguments: deque[Any] = deque([0, None], maxlen=2)  # of the last two instructions
@@ -530,12 +546,9 @@ def chains(code: types.CodeType) -> Mapping[_Chain, int]:
         if current is not None:
             found.setdefault(current, current_line)
 
-    for name, value, starts in _instructions(code):
-        line = starts or line
+    for name, value, line in _instructions(code):
         level, names = arguments
         arguments.append(value)
-        if name in _NEUTRAL:
-            continue
         if name in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR") and current is not None:
             current, current_line = _Chain(current.scope, current.name, (*current.attributes, value)), line
             if name != "STORE_ATTR":
@@ -570,17 +583,33 @@ def chains(code: types.CodeType) -> Mapping[_Chain, int]:
     return found
 
 
-def _instructions(code: types.CodeType) -> Iterator[tuple[str, Any, int | None]]:
-    """The names and arguments of the instructions, with the lines that begin there.
+def _instructions(code: types.CodeType) -> Iterator[tuple[str, Any, int]]:
+    """The names and arguments of the instructions, with their lines.
 
     Python 3.13 has one instruction for two variables, which are two here.
     """
-    starts = dict(dis.findlinestarts(code))
+    starts, line = dict(dis.findlinestarts(code)), code.co_firstlineno
+    found: list[tuple[str, Any, int]] = []
     for each in dis.get_instructions(code):
-        line = starts.get(each.offset)
+        line = starts.get(each.offset) or line
         names = _OF_TWO.get(each.opname)
         for name, value in ((each.opname, each.argval),) if names is None else zip(names, each.argval):
-            yield name, value, line
+            if name not in _NEUTRAL:
+                found.append((name, value, line))
+    instructions = iter(range(len(found)))
+    for i in instructions:
+        name, value, line = found[i]
+        if _grows_an_item(found[i : i + 3]):
+            next(instructions)
+            name, value = "LOAD_ATTR", _Item(value)
+        yield name, value, line
+
+
+def _grows_an_item(instructions: list[tuple[str, Any, int]]) -> bool:
+    """Whether they are those of ``["loss"].append``."""
+    names = [name for name, _, _ in instructions]
+    is_method = names[:2] == ["LOAD_CONST", "BINARY_SUBSCR"] and names[2:] in (["LOAD_ATTR"], ["LOAD_METHOD"])
+    return is_method and instructions[2][1] in _GROWS
 
 
 def _begun(name: str, value: Any, aliases: dict[str, _Chain | None]) -> _Chain | None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.random import fork_rng
 
-from thunder_cg.compat.cuda import is_of_capture
+from thunder_cg.compat.cuda import hidden_capture, is_of_capture
 from thunder_cg.compat.torch import (
     Settings,
     has_storage,
@@ -44,11 +44,11 @@ from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
-from thunder_cg.step.gradients import ExpectedGradients, GradientsBefore, GraphGradient, Overwritten
+from thunder_cg.step.gradients import ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.places import Carried
-from thunder_cg.step.reads import Read, settings_in
+from thunder_cg.step.reads import Read, is_constant, settings_in
 from thunder_cg.step.snapshot import Snapshot
 from thunder_cg.step.stack import clear_stack
 from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
@@ -56,6 +56,7 @@ from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
 _TENSOR = object()
+_OTHERS = "something else than tensors without a history"
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
 
 
@@ -84,6 +85,9 @@ class Batch:
                 kind = "nested tensor" if tensor.is_nested else kind
                 fix = "pass it detached, or have the step read it from outside"
                 raise CaptureRefused(f"an argument is a {kind}, not a plain tensor of a batch; {fix}")
+            if attributes := vars(tensor):
+                problem = f"an argument has the attribute {next(iter(attributes))}, which a graph would have baked in"
+                raise CaptureRefused(f"{problem}; pass its value as an argument, and the tensor as x.detach()")
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *ATOMS)):
                 raise CaptureRefused(f"an argument is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
@@ -97,11 +101,25 @@ class Batch:
         return shapes, self.constants, self.structure
 
     def call(self, fn: Callable[..., Any], tensors: Iterable[Tensor]) -> Any:
-        """Calls ``fn`` with other tensors in the places of the batch's."""
+        """Calls ``fn`` with other tensors in the places of the batch's; `CaptureRefused` if it changes one of them.
+
+        A replay would change nothing of the arguments.
+        """
         found = iter(tensors)
         leaves = [next(found) if constant is _TENSOR else constant[1] for constant in self.constants]
+        given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        places = [*map(place_of, given)]
         args, kwargs = (leaves, {}) if self.structure is None else tree_unflatten(leaves, self.structure)
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
+        if any(t.requires_grad or vars(t) or place_of(t) != place for t, place in zip(given, places)):
+            fix = "take another tensor of its content, as in x = x.detach().requires_grad_()"
+            raise CaptureRefused(f"the step changes a tensor that is an argument; {fix}")
+        if self.structure is not None:
+            left, structure = tree_flatten((args, kwargs))
+            if structure != self.structure or not all(map(is_, left, leaves)):
+                fix = "copy it first, as in batch = dict(batch)"
+                raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
+        return result
 
 
 def changed_argument(before: Any, after: Any) -> tuple[Any, Any] | None:
@@ -254,11 +272,11 @@ class _Body:
         clear_stack()  # nothing but the step itself runs between this and its kernels
         self._calls.watch()
         attributes = self._state.attributes
-        lists = [*self._state.lists().values()]
-        had = [value.copy() for _, value in lists]
+        lists = [_Grown.of(*each, self._state.device.type) for each in self._state.lists().values()]
         watched = nullcontext() if attributes is None else attributes.watched(self._state.objects)
         try:
             with (
+                hidden_capture(is_constant),
                 known_to_be_positive(self._state.averages),
                 self._calls.told_of_collectives(),
                 self._carry() as left,
@@ -283,7 +301,7 @@ class _Body:
                 raise CaptureRefused(f"a result is a {type(leaf).__name__}; return tensors")
         self.structure = structure, len(leaves)
         self.addresses = {**self._captured_addresses(backend), **self._calls.communicated}
-        leaves += [*left, *self._take_appended(lists, had)]
+        leaves += [*left, *self._take_appended(lists)]
         return [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def _captured_addresses(self, backend: Backend) -> dict[int, str]:
@@ -317,19 +335,16 @@ class _Body:
             self.carried.append((at.put, now.structure, len(now.tensors)))
             left += now.tensors
 
-    def _take_appended(self, lists: Iterable[tuple[Read, list[Any]]], before: Iterable[list[Any]]) -> list[Tensor]:
+    def _take_appended(self, lists: Iterable[_Grown]) -> list[Tensor]:
         """What the step has appended to lists, which get back what they had. See Note [Lists that grow] in reads.py."""
         left: list[Tensor] = []
-        for (read, now), then in zip(lists, before):
-            if len(now) < len(then) or not all(map(is_, now, then)):
-                raise CaptureRefused(f"the step changes what is in {read.label} ({read.line})")
-            if not (appended := now[len(then) :]):
+        for each in lists:
+            read = each.read
+            if not (appended := each.take_appended()):
                 continue
-            del now[len(then) :]
             if (carried := Carried.of(appended, self._state.device.type)) is None:
-                what = "something else than tensors without a history"
                 fix = "detach them, or return them, and append them outside of the step"
-                raise CaptureRefused(f"the step appends {what} to {read.label} ({read.line}); {fix}")
+                raise CaptureRefused(f"the step appends {_OTHERS} to {read.label} ({read.line}); {fix}")
             self.carried.append((partial(_extend, read.get), carried.structure, len(carried.tensors)))
             left += carried.tensors
         return left
@@ -339,6 +354,48 @@ class _Body:
         inputs = [AliasedInput.of(i, tensor) for i, tensor in enumerate(tensors) if has_storage(tensor)]
         self.outputs = Outputs([*results], inputs, [True] * len(results), self._state.device, pool.alias)
         return self.outputs.sources()
+
+
+@dataclass(frozen=True, slots=True)
+class _Grown:
+    """A list or a deque to which a captured step appends.
+
+    A deque with a bound drops its first items. So it has others for the time of the capture, which are of the same
+    memory, and which the step cannot append: what is new is known then.
+    """
+
+    read: Read
+    value: Any
+    had: list[Any]
+    has: list[Any]  # for the time of the capture
+
+    @classmethod
+    def of(cls, read: Read, value: Any, device_type: str) -> _Grown:
+        has = had = [*value]
+        if had and getattr(value, "maxlen", None) is not None:
+            if (carried := Carried.of(had, device_type)) is None:
+                raise CaptureRefused(f"{read.label} ({read.line}) has {_OTHERS}; empty it before the step is captured")
+            has = carried.with_tensors(carried.tensors)
+            _put_in(value, has)
+        return cls(read, value, had, has)
+
+    def take_appended(self) -> list[Any]:
+        """What was appended. It is taken out again."""
+        now, bound = [*self.value], getattr(self.value, "maxlen", None)
+        stays = len(self.has)
+        if bound is not None:
+            known = {*map(id, self.has)}
+            stays = sum(id(each) in known for each in now)
+        is_full = stays == len(self.has) or len(now) == bound
+        if len(now) < stays or not is_full or not all(map(is_, now, self.has[len(self.has) - stays :])):
+            raise CaptureRefused(f"the step changes what is in {self.read.label} ({self.read.line})")
+        _put_in(self.value, self.had)
+        return now[stays:]
+
+
+def _put_in(value: Any, items: Iterable[Any]) -> None:
+    value.clear()
+    value.extend(items)
 
 
 class CallsMore(CaptureLater):
@@ -379,6 +436,7 @@ class StepCapture:
         if self.state.objections:
             raise CaptureRefused(self.state.objections[0])
         suspects: list[Tensor] = []
+        said: set[str] = set()
         with ExitStack() as moves:
             for _ in range(_ATTEMPTS):
                 try:
@@ -387,6 +445,9 @@ class StepCapture:
                     refusal = refused.with_traceback(None)  # which keeps what the attempt has made
                 if any(tensor is each for tensor in refusal.tensors for each in suspects):
                     break  # it is where the kernels' arguments say again
+                if not refusal.tensors and str(refusal) in said:
+                    break  # nothing can be moved, so nothing will be different
+                said.add(str(refusal))
                 suspects += refusal.tensors
                 moves.enter_context(moved(refusal))
         raise refusal

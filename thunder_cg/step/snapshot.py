@@ -8,6 +8,7 @@ Note [Effects once]
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import random
@@ -29,6 +30,7 @@ from thunder_cg.step.places import Place, own, places_of, plain_copy
 from thunder_cg.step.reads import MISSING, Path, chains, may_change
 
 Undo = Callable[[], object]
+_CData: Any = ctypes.Structure.__base__
 
 
 class Snapshot:
@@ -123,6 +125,8 @@ def _undo_of_content(value: Any) -> Undo | None:
         return partial(value.set_state, value.get_state())
     if isinstance(value, Tensor):  # on the host of a step on a GPU; it keeps its version
         return partial(value.data.copy_, value.detach().clone())
+    if (data := data_of_c(value)) is not None:
+        return partial(ctypes.memmove, ctypes.addressof(data), bytes(memoryview(data)), ctypes.sizeof(data))
     if isinstance(value, (bytearray, array)):
         return partial(value.__setitem__, slice(None), value[:])
     if (numpy := sys.modules.get("numpy")) is None:
@@ -134,6 +138,13 @@ def _undo_of_content(value: Any) -> Undo | None:
     if isinstance(value, numpy.random.RandomState):
         return partial(value.set_state, value.get_state())
     return None
+
+
+def data_of_c(value: Any) -> Any:
+    """A value of `ctypes`, also one that processes share; None if it is neither, or refers to an object."""
+    if (shared := sys.modules.get("multiprocessing.sharedctypes")) is not None:
+        value = value.get_obj() if isinstance(value, shared.SynchronizedBase) else value
+    return value if isinstance(value, _CData) and not isinstance(value, ctypes.py_object) else None
 
 
 def _undo_of_setting(get: Callable[[], Any], put: Callable[[Any], object]) -> Undo:

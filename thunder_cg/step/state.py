@@ -48,6 +48,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.prune import BasePruningMethod
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
@@ -77,6 +78,7 @@ from thunder_cg.step.attributes import Attributes, Names, own_attributes, slots_
 from thunder_cg.step.gradients import place_of
 from thunder_cg.step.places import Carried, Place, places_of, plain_copy
 from thunder_cg.step.reads import (
+    GROWING,
     MISSING,
     Called,
     Read,
@@ -89,7 +91,7 @@ from thunder_cg.step.reads import (
     may_change,
     reads_of,
 )
-from thunder_cg.step.snapshot import Snapshot
+from thunder_cg.step.snapshot import Snapshot, data_of_c
 
 ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, enum.Enum, range)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
@@ -108,15 +110,18 @@ Facts = dict[str, Any]
 
 
 class Same:
-    """A fact that is an object: equal to nothing but itself."""
+    """A fact that is an object: equal to nothing but itself, and not to itself if it required grad and does no more."""
 
-    __slots__ = ("value",)
+    __slots__ = ("requires_grad", "value")
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        self.requires_grad = issubclass(type(value), Tensor) and value.requires_grad
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.value is self.value
+        if not isinstance(other, Same) or other.value is not self.value:
+            return False
+        return bool(other.requires_grad == self.requires_grad)
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -124,7 +129,8 @@ class Same:
     def __repr__(self) -> str:
         value = self.value
         if isinstance(value, Tensor):
-            return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+            end = " that requires grad" if self.requires_grad else ""
+            return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}{end}"
         return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 
 
@@ -391,19 +397,20 @@ class _Collector:
             self._add_names(f"type({label})", type(value), depth)
 
     def _add_names(self, label: str, value: types.ModuleType | type, depth: int) -> None:
-        """A class or a module, and what it defines; of a class of a package its data."""
+        """A class or a module, and what it defines; of a class of a package its data, of a module plain values."""
         self.facts[label] = Same(value)
-        for each in value.__mro__ if isinstance(value, type) else (value,):
-            if id(each) in self._objects or not may_change(each):
-                continue
-            self._objects.add(id(each))
+        kinds = (value, type(value)) if isinstance(value, type) else ()
+        defined: list[Any] = [each for kind in kinds for each in kind.__mro__] or [value]
+        new = [each for each in defined if id(each) not in self._objects and may_change(each)]
+        self._objects.update(map(id, new))  # what one of them leads to may lead to the next one, at a greater depth
+        for each in new:
             self.holders.append(each)
             names = dictionary_of(each)
             self.watched.append(names)
             where = label if each is value else f"{each.__name__} of {label}"
-            is_open = is_users(each)
+            counts = (lambda _: True) if is_users(each) else is_data if isinstance(each, type) else _is_atom
             for name, member in [*names.items()]:
-                if isinstance(member, types.FunctionType) if name.startswith("__") else is_open or is_data(member):
+                if isinstance(member, types.FunctionType) if name.startswith("__") else counts(member):
                     self.add(f"{where}.{name}", member, depth + 1)
 
     def _add_container(self, label: str, value: Any, depth: int, places: tuple[Place, ...] = ()) -> None:
@@ -498,9 +505,13 @@ class _Collector:
             at = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
             self.facts[f"hook {self._hooks} of {where}"] = Same(hook)
             self._hooks += 1
-            fix = "take thunder.distributed instead" if "torch/distributed/" in at else "remove it"
-            if type(hook).__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"):
+            fix = "remove it, and do in the step what it does"
+            if "torch/distributed/" in at:
+                fix = "take thunder.distributed instead"
+            elif type(hook).__module__ in ("torch.nn.utils.weight_norm", "torch.nn.utils.spectral_norm"):
                 fix = f"take torch.nn.utils.parametrizations.{type(hook).__module__.rpartition('.')[2]} instead"
+            elif isinstance(hook, BasePruningMethod):
+                fix = "take torch.nn.utils.parametrize with a module that multiplies by the mask instead"
             self.objections.append(f"{where} has a hook{at}, which runs Python in each step; {fix}")
 
 
@@ -746,7 +757,7 @@ class StepState:
 
     def line_of(self, change: str) -> str:
         """The line of the user's code that names what a change is of: " (see train.py:31)"; "" if none is known."""
-        label = change.removeprefix("len(").removeprefix("what ").removeprefix("the order of ")
+        label = re.sub(r"^(len\(|what |the order of |type\()+", "", change)
         names = [n for n, line in self._lines.items() if line and re.match(rf"{re.escape(n)}\W", label)]
         return f" (see {self._lines[max(names, key=len)]})" if names else ""
 
@@ -759,15 +770,14 @@ class StepState:
         return [root for _, root in self._roots if isinstance(root, Optimizer)]
 
     def places_of_tensors(self) -> list[Any]:
-        """Where each is, how it is laid out, and whether it requires grad."""
-        has_place = [has_storage(tensor) and not tensor.is_nested for tensor in self.tensors]
-        return [(place_of(t) if is_there else None, t.requires_grad) for t, is_there in zip(self.tensors, has_place)]
+        """Where each is, and how it is laid out."""
+        return [place_of(t) if has_storage(t) and not t.is_nested else None for t in self.tensors]
 
     def moved_since(self, places: Sequence[Any]) -> str | None:
         """What is said of the first tensor that is not where it was; None if all are."""
         for tensor, then, now in zip(self.tensors, places, self.places_of_tensors()):
             if now != then:
-                return f"{self.name_of(tensor)} got other memory, another shape or another requires_grad"
+                return f"{self.name_of(tensor)} got other memory or another shape"
         return None
 
     def carried_values(self) -> list[Carried]:
@@ -778,17 +788,18 @@ class StepState:
     def carried_tensors(self) -> list[Tensor]:
         return [tensor for value in self.carried_values() for tensor in value.tensors]
 
-    def lists(self) -> dict[int, tuple[Read, list[Any]]]:
-        """Those to which the step only appends, by identity."""
-        return {id(value): (read, value) for read in reversed(self._growing) if type(value := read.get()) is list}
+    def lists(self) -> dict[int, tuple[Read, Any]]:
+        """Those to which the step only appends, and deques, by identity."""
+        return {id(value): (read, value) for read in reversed(self._growing) if type(value := read.get()) in GROWING}
 
     def _facts_of_lists(self) -> Facts:
         """See Note [Lists that grow] in reads.py. Where names lead to the same list is a fact."""
         facts: Facts = {}
         names: dict[int, str] = {}  # by identity, the first
         for read in self._growing:
-            is_list = type(value := read.get()) is list
-            facts[f"the list {read.label}"] = names.setdefault(id(value), read.label) if is_list else None
+            value = read.get()
+            name = names.setdefault(id(value), read.label)
+            facts[f"the list {read.label}"] = type(value) in GROWING and (name, getattr(value, "maxlen", None))
         return facts
 
     def snapshot(self) -> Snapshot:
@@ -854,6 +865,8 @@ def _content_of(value: Any) -> Callable[[], Any] | None:
         return lambda: (str(value), _CONTEXT(getcontext()))
     if isinstance(value, (bytearray, memoryview)):
         return lambda: bytes(value)
+    if (data := data_of_c(value)) is not None:
+        return lambda: bytes(memoryview(data))
     if (numpy := sys.modules.get("numpy")) is None:
         return None
     if isinstance(value, (numpy.ndarray, numpy.generic)):
@@ -973,6 +986,10 @@ def _shown(fact: Any) -> str:
 def is_object(value: Any) -> bool:
     """Whether a value has attributes that can be looked at: it is no function, class or module."""
     return not (callable(value) and hasattr(value, "__qualname__")) and not isinstance(value, (*_OPAQUE, *ATOMS))
+
+
+def _is_atom(value: Any) -> bool:
+    return isinstance(value, ATOMS)
 
 
 def _is_torch_object(value: Any) -> bool:  # such as a GradScaler

@@ -49,6 +49,13 @@ def _eager(
     return rows(executor, names, Cause(reason, detail, fix, source), Evidence.NOT_MEASURED, **columns)
 
 
+_READS_ENDS_OF_GROUPS = Cause(
+    Reason.DATA_DEPENDENT,
+    "it reads on the host where the rows of each expert end",
+    "use bfloat16, for which Transformers calls PyTorch's kernel, or model.set_experts_implementation('batched_mm')",
+    "transformers/integrations/moe.py",
+)
+
 # fmt: off
 RULES: tuple[Rule, ...] = (
     *rows("sdpa", """
@@ -69,15 +76,19 @@ RULES: tuple[Rule, ...] = (
     """, CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
     *rows("torch_ops", "scaled_dot_product_attention scaled_dot_product_attention_vjp", CAPTURED, Evidence.KNOWN,
           conditions=(when.DROPOUT,)),
-    *rows("torch_ops", "cross_entropy cross_entropy_vjp mul mul_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE),
+    *rows("torch_ops", "cross_entropy cross_entropy_vjp mul mul_vjp nll_loss nll_loss_vjp", CAPTURED, Evidence.KNOWN,
+          settings=Settings.NONE),
     *rows("torch_ops", "laid_out", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=FIRST),
     *rows("torch_ops", "laid_out_vjp", CAPTURED, Evidence.KNOWN, settings=Settings.NONE, aliases=ALL),
-    *rows("torch_ops", "scatter_masked scatter_masked_vjp", CAPTURED, Evidence.KNOWN),
+    *rows("torch_ops", "index_add index_add_vjp scatter_masked scatter_masked_vjp", CAPTURED, Evidence.KNOWN),
     *rows("torch_ops", "bernoulli exponential normal uniform", CAPTURED, Evidence.KNOWN, settings=Settings.NONE,
           draws=True),
     # On an H200 with torch 2.11, both ways, with ends of groups that change from call to call. A GPU that has no kernel
     # for it reads them on the host, which fails the capture.
     *rows("torch_ops", "grouped_mm grouped_mm_vjp", CAPTURED, Evidence.KNOWN),
+    # Transformers calls it for experts that are not bfloat16.
+    *rows("torch_ops", "transformers.grouped_mm_fallback transformers.grouped_mm_fallback_vjp",
+          _READS_ENDS_OF_GROUPS, Evidence.KNOWN),
 
     # Of thunder_cg.communication. A future is new memory, and the result of its wait is that memory.
     *rows("collectives", """
