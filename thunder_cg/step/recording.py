@@ -44,7 +44,7 @@ from thunder_cg.runtime.tensors import address_if_any, copy_all
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
-from thunder_cg.step.gradients import ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
+from thunder_cg.step.gradients import LIKE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.places import Carried
@@ -513,7 +513,8 @@ class StepCapture:
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
-        left = [GraphGradient.of(g, p) for g, p in zip(tensors, state.parameters) if g is not None]
+        found = zip(tensors, state.parameters, expected)
+        left = [GraphGradient.of(g, p) for g, p, before in found if g is not None and before is not LIKE]
         kept = {id(each) for each in expected if isinstance(each, Tensor)}
         return StepRecording(
             layout=batch.layout,
