@@ -1199,6 +1199,14 @@ def test_a_tensor_of_no_numbers_is_no_copy(step_twins):
     assert step.replays >= 2, why(step)
 
 
+def test_a_zero_has_a_sign(step_twins):
+    step = step_twins.graphed(lambda x, scale: x * scale)
+    x = torch.ones(2, device=step_twins.device)
+    for _ in range(4):
+        assert [step(x, scale).signbit().tolist() for scale in (0.0, -0.0)] == [[False] * 2, [True] * 2]
+    assert step.replays >= 3, why(step)
+
+
 def test_a_step_that_reads_nothing_from_outside(step_twins):
     step = step_twins.graphed(lambda x, y: x * 2 + y[:, None])
     for _ in range(4):

@@ -65,7 +65,7 @@ class Batch:
     """The arguments of one call: tensors on the device of the graphs, and the rest."""
 
     tensors: list[Tensor]
-    constants: tuple[Any, ...]  # the type and the value of each leaf; `_TENSOR` for a tensor
+    constants: tuple[Any, ...]  # the type and the value of each leaf, and more; `_TENSOR` for a tensor
     structure: Any  # None if each argument is a tensor
 
     @classmethod
@@ -91,7 +91,7 @@ class Batch:
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *ATOMS)):
                 raise CaptureRefused(f"an argument is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
-        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves)
         return cls(tensors, constants, structure)
 
     @property
@@ -120,6 +120,11 @@ class Batch:
                 fix = "copy it first, as in batch = dict(batch)"
                 raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
         return result
+
+
+def _constant(value: Any) -> tuple[Any, ...]:
+    """Equal for values that are the same: 0.0 and -0.0 are not."""
+    return type(value), value, repr(value) if isinstance(value, (float, complex)) else ""
 
 
 def changed_argument(before: Any, after: Any) -> tuple[Any, Any] | None:
