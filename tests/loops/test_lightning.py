@@ -120,6 +120,27 @@ class ManualInPython(Automatic):
         optimizer.step()
 
 
+class WithItsOptimizer(Automatic):
+    """Lightning's optimizer counts each step in Python, so a step that uses it is no graph."""
+
+    automatic_optimization = False
+
+    def __init__(self, net, transforms, graphed):
+        super().__init__(net, transforms)
+        self.update = graphed(self.take_step)
+
+    def take_step(self, x, labels):
+        optimizer = self.optimizers()
+        loss = self.net(x, labels)
+        self.manual_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def training_step(self, batch, index):
+        self.log("loss", self.update(*batch))
+
+
 def fit(module, data, device, folder, epochs=4, checkpoint=None, **options):
     """Trains, and returns what Lightning has logged and counted, and the last checkpoint."""
     L.seed_everything(1, verbose=False)
@@ -165,6 +186,18 @@ def test_manual_optimization(net, data, backend, device, tmp_path):
         fit(each, data, device, tmp_path, epochs=6, checkpoint=checkpoint)
     same_state(graphed, plain)
     assert graphed.update.replays >= 4, graphed.update.in_python
+
+
+def test_its_optimizer_in_a_step(net, data, backend, device, tmp_path):
+    plain = WithItsOptimizer(copy.deepcopy(net), [], lambda update: update)
+    transforms = [cudagraph_transform(backend=backend)]
+    graphed = WithItsOptimizer(net, transforms, lambda update: graphed_step(update, backend=backend))
+    expected, _ = fit(plain, data, device, tmp_path, epochs=2)
+    found, _ = fit(graphed, data, device, tmp_path, epochs=2)
+    same(found, expected)
+    same_state(graphed, plain)
+    fix = "take optimizers(use_pl_optimizer=False) in the step"  # as `Manual` does
+    assert graphed.update.replays == 0 and fix in str([*graphed.update.in_python]), graphed.update.in_python
 
 
 @pytest.mark.parametrize("kind", [Automatic, ManualInPython, ManualScaled])

@@ -123,3 +123,34 @@ def test_a_language_model_with_a_compiled_forward(backend, device, tmp_path):
     same(train(trainer(captured, tokens, device, tmp_path)), expected)
     same_state(captured, plain)
     assert replays(captured.forward) > 12
+
+
+def test_a_model_that_chooses_its_mask_by_values(backend, device):
+    """A step of a model that nobody compiles. What a warning of Transformers says is followed."""
+    settings = transformers.GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=1, n_head=2, use_cache=False)
+    mask = torch.ones(6, 6, dtype=torch.bool, device=device).tril().expand(2, 1, 6, 6)
+
+    def run(graphed, **inputs):
+        torch.manual_seed(1)
+        model = transformers.GPT2LMHeadModel(settings).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, capturable=device == "cuda")
+
+        def update(tokens):
+            optimizer.zero_grad()
+            loss = model(input_ids=tokens, labels=tokens, **inputs).loss
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        step = graphed_step(update, backend=backend) if graphed else update
+        losses = [step(torch.randint(0, 31, (2, 6)).to(device)) for _ in range(7)]
+        return [*losses, *model.parameters()], step
+
+    for inputs in ({}, {"attention_mask": mask}):
+        expected, _ = run(False, **inputs)
+        found, step = run(True, **inputs)
+        same(found, expected)
+        if inputs:
+            assert step.replays >= 3, step.in_python
+        else:
+            assert step.replays == 0 and "pass attention_mask with 4 dimensions" in str([*step.in_python])

@@ -177,6 +177,49 @@ def test_gradients_are_accumulated_over_steps(step_twins):
     assert update.replays >= 3, why(update)
 
 
+def test_gradients_of_another_step(step_twins):
+    """A GAN with a step for each network: one leaves the gradients of the other alone, which come and go."""
+
+    def run(graphed):
+        torch.manual_seed(2)
+        generator, critic = step_twins.model(nn.Linear(3, 4)), step_twins.model(nn.Linear(4, 1))
+        optimizers = [sgd(each.parameters()) for each in (generator, critic)]
+
+        def train_critic(x, z):
+            optimizers[1].zero_grad()
+            loss = critic(generator(z).detach()).mean() - critic(x).mean()
+            loss.backward()
+            optimizers[1].step()
+            return loss
+
+        def train_generator(z):
+            optimizers[0].zero_grad()
+            loss = -critic(generator(z)).mean()
+            loss.backward()
+            optimizers[0].step()
+            return loss
+
+        steps = train_critic, train_generator
+        steps = [*map(step_twins.graphed, steps)] if graphed else steps
+        found = []
+        for i in range(24):
+            x, z = torch.randn(5, 4), torch.randn(5, 3)
+            found.append(steps[0](x.to(step_twins.device), z.to(step_twins.device)).detach())
+            if i % 2:
+                found.append(steps[1](z.to(step_twins.device)).detach())
+            if i == 14:
+                optimizers[0].zero_grad()
+            elif i == 17:
+                generator[0].weight.grad = torch.ones_like(generator[0].weight)
+            found.append([p.grad.clone() for p in critic.parameters()])
+        return [*found, *generator.state_dict().values(), *critic.state_dict().values()], steps
+
+    expected, _ = run(False)
+    found, steps = run(True)
+    same(found, expected)
+    assert [step.replays for step in steps] >= [16, 8], [*map(why, steps)]
+
+
 def test_a_gradient_that_is_still_held_is_not_overwritten(step_twins):
     held = {}
 
@@ -1176,6 +1219,14 @@ def test_a_tensor_of_no_numbers_is_no_copy(step_twins):
     for i in range(4):
         same(step(torch.full((2,), float(i), device=step_twins.device)).tolist(), [2.0 * i] * 2)
     assert step.replays >= 2, why(step)
+
+
+def test_a_zero_has_a_sign(step_twins):
+    step = step_twins.graphed(lambda x, scale: x * scale)
+    x = torch.ones(2, device=step_twins.device)
+    for _ in range(4):
+        assert [step(x, scale).signbit().tolist() for scale in (0.0, -0.0)] == [[False] * 2, [True] * 2]
+    assert step.replays >= 3, why(step)
 
 
 def test_a_step_that_reads_nothing_from_outside(step_twins):

@@ -614,6 +614,55 @@ def an_attribute_of_a_metaclass():
     return lambda y: weigh(OfKind, y), partial(setattr, Kind, "scale", 2.0)
 
 
+def an_attribute_that_comes():
+    settings = SimpleNamespace(inner=SimpleNamespace())
+
+    def step(y):
+        try:
+            return y * settings.inner.scale
+        except AttributeError:
+            return y
+
+    return step, partial(setattr, settings.inner, "scale", 2.0)
+
+
+def a_global_that_comes():
+    def step(y):
+        try:
+            return y * LATER
+        except NameError:
+            return y
+
+    return step, partial(globals().__setitem__, "LATER", 2.0)
+
+
+def a_variable_that_comes():
+    def step(y):
+        try:
+            return y * later
+        except NameError:
+            return y
+
+    def change():
+        nonlocal later
+        later = 2.0
+
+    later = 1.0
+    del later
+    return step, change
+
+
+def the_order_of_an_ordered_dictionary():
+    scales = OrderedDict(one=1.0, two=2.0)
+    return lambda y: y * next(iter(scales.values())), partial(scales.move_to_end, "one")
+
+
+def a_set_of_weak_references():
+    settings = [Settings(), Settings()]
+    known = weakref.WeakSet(settings[:1])
+    return lambda y: y * sum(each.scale for each in known), lambda: known.add(settings[1])
+
+
 class Point(ctypes.Structure):
     _fields_: ClassVar = [("scale", ctypes.c_double)]
 
@@ -883,6 +932,11 @@ FAR = (
     an_attribute_of_a_class,
     an_attribute_of_a_metaclass,
     a_structure_of_c,
+    an_attribute_that_comes,
+    a_global_that_comes,
+    a_variable_that_comes,
+    the_order_of_an_ordered_dictionary,
+    a_set_of_weak_references,
     a_table_of_a_class,
     a_class_that_is_passed_on,
     another_class,
@@ -933,6 +987,7 @@ def test_what_no_name_leads_to(monkeypatch, make):
     monkeypatch.setattr(Settings, "table", {"scale": 1.0})
     monkeypatch.setattr(Settings, "weigh", Settings.weigh)
     monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.delitem(globals(), "LATER", raising=False)
     monkeypatch.setitem(globals(), "LOSS", LOSS)
     monkeypatch.setattr(nn.functional, "softplus", nn.functional.softplus)
     monkeypatch.setattr(nn.Linear, "forward", nn.Linear.forward)

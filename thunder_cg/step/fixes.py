@@ -174,6 +174,8 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
             return _AVERAGES
         if isinstance(owner, _NORMS) and owner.momentum is None:
             return _BATCHES
+        if "LightningOptimizer" in [kind.__name__ for kind in type(owner).__mro__]:
+            return _LIGHTNINGS
         if isinstance(owner, Optimizer):
             return f"{_OPTIMIZER}; {_make(owner)}"
         if isinstance(owner, GradScaler) and isinstance(optimizer, Optimizer):

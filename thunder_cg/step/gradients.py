@@ -3,9 +3,10 @@
 Note [Gradients of a step]
     The gradients that a step leaves are memory of its graph, and each replay writes them again. If anybody still holds
     one of them from an earlier step, the step runs in Python. So it does before another graph of the step is replayed,
-    which may use the same memory for something else. What a step finds in ``.grad`` may be of two kinds. If the step
-    drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later. Otherwise
-    the graph reads it or adds to it, so it has to be the same tensor.
+    which may use the same memory for something else. What a step finds in ``.grad`` may be of three kinds. If the step
+    drops a gradient before any kernel has read it, as ``zero_grad()`` does, any gradient may be there later. If it
+    leaves it where it is, and no kernel uses it, as that of a generator while the discriminator is trained, any that is
+    laid out alike may be. Otherwise the graph reads it or adds to it, so it has to be the same tensor.
 
 Note [Memory of the gradients before]
     Without graphs, a step that drops its gradients has their memory for its activations. A graph has it only if it is
@@ -64,9 +65,9 @@ class GradientsBefore:
         self.moved = {address for i in self._on_host if (address := address_if_any(parameters[i].grad))}
         self._unread: set[int] = set()
         self._seen: tuple[int, Addresses] | None = None
-        self._references = [
-            weakref.ref(p.grad, partial(self._drop, i)) for i, p in enumerate(parameters) if p.grad is not None
-        ]
+        self._references = {
+            i: weakref.ref(p.grad, partial(self._drop, i)) for i, p in enumerate(parameters) if p.grad is not None
+        }
 
     def _move(self, pool: Pool, needs: int) -> None:
         gradients: list[tuple[Tensor, Tensor]] = []  # and their copies on the host
@@ -110,24 +111,29 @@ class GradientsBefore:
         return self._seen[1]
 
     def expected(self, addresses: Addresses) -> list[Any]:
-        """After the capture. For each parameter None, `ANY`, or the gradient that has to be there."""
+        """After the capture. For each parameter None, `ANY`, `LIKE`, or the gradient that has to be there."""
         expected: list[Any] = []
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
             is_other = not _is_same_memory(parameter.grad, memory)
-            is_dropped = i in self._unread or (memory is not None and is_other and addresses.user_of(memory) is None)
-            expected.append(ANY if is_dropped else memory if is_other else parameter.grad)
+            is_unused = memory is not None and addresses.user_of(memory) is None
+            if i in self._unread or (is_unused and is_other):
+                expected.append(ANY)
+            elif is_unused and self._references[i]() is parameter.grad:
+                expected.append(LIKE)
+            else:
+                expected.append(memory if is_other else parameter.grad)
         return expected
 
     def restore(self) -> None:
         """After a capture that failed."""
-        self._references = []  # what the capture did with gradients does not matter any more
+        self._references = {}  # what the capture did with gradients does not matter any more
         for i, (parameter, memory) in enumerate(zip(self._parameters, self.memory)):
             is_dropped = memory is None and i in self._on_host
             parameter.grad = self._on_host[i].to(parameter.device) if is_dropped else memory
 
     def release(self) -> None:
         """Lets go of the memory, which reference cycles hold."""
-        self.memory, self._references, self._on_host = [], [], {}
+        self.memory, self._references, self._on_host = [], {}, {}
 
 
 def _may_move(parameter: Tensor) -> bool:
@@ -154,6 +160,7 @@ def _uses_of_gradient(parameter: Tensor) -> tuple[int, int, int]:
 
 
 ANY = object()  # what a step finds in ``.grad`` does not matter
+LIKE = object()  # it matters that there is one, and how it is laid out
 
 _gradient_of = attrgetter("grad")
 
@@ -162,10 +169,12 @@ class ExpectedGradients:
     """What has to be in ``.grad`` before a replay, where it matters: nothing, or a gradient that is at the same place.
 
     Args:
-        expected: for each parameter None, `ANY` or a gradient.
+        expected: for each parameter None, `ANY`, `LIKE` or a gradient.
     """
 
     def __init__(self, parameters: Sequence[Tensor], expected: Sequence[Any]) -> None:
+        self._alike = [parameter for parameter, each in zip(parameters, expected) if each is LIKE]
+        self._layouts = [layout(gradient) for each in self._alike if (gradient := each.grad) is not None]
         self._without = [parameter for parameter, each in zip(parameters, expected) if each is None]
         pairs = [(parameter, each) for parameter, each in zip(parameters, expected) if isinstance(each, Tensor)]
         self._parameters, self.tensors = [each for each, _ in pairs], [each for _, each in pairs]
@@ -176,6 +185,9 @@ class ExpectedGradients:
 
     def are_there(self) -> bool:
         if not all(map(is_, map(_gradient_of, self._without), repeat(None))):
+            return False
+        alike = [*map(_gradient_of, self._alike)]
+        if any(map(is_, alike, repeat(None))) or [*map(layout, alike)] != self._layouts:
             return False
         found = [*map(_gradient_of, self._parameters)]
         if self._metadata is not None and all(map(is_, found, self.tensors)) and self._metadata.check(*found):

@@ -166,7 +166,9 @@ def reads_of(fn: Callable[..., Any], modules: Iterable[nn.Module] = (), called: 
         of_package = is_installed(function.__code__.co_filename)  # see Note [Packages]
         for place, read in _reads_in(function, owner, id(owner) in rooted):
             value = read.get()
-            if value is MISSING or (isinstance(value, (types.ModuleType, type)) and not may_change(value)):
+            if value is MISSING and of_package:
+                continue  # of which there are many
+            if isinstance(value, (types.ModuleType, type)) and not may_change(value):
                 continue
             is_method = isinstance(value, _METHODS) and not isinstance(value.__self__, types.ModuleType)
             if of_package and not is_method and not is_data(value):

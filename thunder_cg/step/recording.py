@@ -44,7 +44,7 @@ from thunder_cg.runtime.tensors import address_if_any, copy_all, is_plain
 from thunder_cg.step.averages import known_to_be_positive
 from thunder_cg.step.calls import Calls
 from thunder_cg.step.fixes import change_between, fix_of_argument, fix_of_change, fix_of_moved
-from thunder_cg.step.gradients import ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
+from thunder_cg.step.gradients import LIKE, ExpectedGradients, GradientsBefore, GraphGradient, Overwritten, place_of
 from thunder_cg.step.memory import nbytes
 from thunder_cg.step.other_memory import Addresses, OtherMemoryUsed, memory_of_tensors, moved, refuse_other_memory
 from thunder_cg.step.places import Carried
@@ -65,7 +65,7 @@ class Batch:
     """The arguments of one call: tensors on the device of the graphs, and the rest."""
 
     tensors: list[Tensor]
-    constants: tuple[Any, ...]  # the type and the value of each leaf; `_TENSOR` for a tensor
+    constants: tuple[Any, ...]  # the type and the value of each leaf, and more; `_TENSOR` for a tensor
     structure: Any  # None if each argument is a tensor
 
     @classmethod
@@ -91,7 +91,7 @@ class Batch:
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *ATOMS)):
                 raise CaptureRefused(f"an argument is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
-        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in leaves)
+        constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves)
         return cls(tensors, constants, structure)
 
     @property
@@ -120,6 +120,11 @@ class Batch:
                 fix = "copy it first, as in batch = dict(batch)"
                 raise CaptureRefused(f"the step changes a dictionary or a list among its arguments; {fix}")
         return result
+
+
+def _constant(value: Any) -> tuple[Any, ...]:
+    """Equal for values that are the same: 0.0 and -0.0 are not."""
+    return type(value), value, repr(value) if isinstance(value, (float, complex)) else ""
 
 
 def changed_argument(before: Any, after: Any) -> tuple[Any, Any] | None:
@@ -511,7 +516,8 @@ class StepCapture:
         refuse_other_memory(addresses, known, [*own, *self._held_elsewhere()], state.device, pool, memory)
         kernels = kernel_settings(Settings.ALL)
         tensors, expected = [parameter.grad for parameter in state.parameters], before.expected(addresses)
-        left = [GraphGradient.of(g, p) for g, p in zip(tensors, state.parameters) if g is not None]
+        found = zip(tensors, state.parameters, expected)
+        left = [GraphGradient.of(g, p) for g, p, before in found if g is not None and before is not LIKE]
         kept = {id(each) for each in expected if isinstance(each, Tensor)}
         return StepRecording(
             layout=batch.layout,

@@ -37,8 +37,8 @@ import sys
 import types
 import weakref
 from array import array
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from decimal import Decimal, getcontext
 from functools import lru_cache, partial, singledispatchmethod
 from itertools import starmap, takewhile
@@ -128,6 +128,8 @@ class Same:
 
     def __repr__(self) -> str:
         value = self.value
+        if value is MISSING:
+            return "nothing"
         if isinstance(value, Tensor):
             end = " that requires grad" if self.requires_grad else ""
             return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}{end}"
@@ -207,7 +209,7 @@ class _Collector:
     def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
         if type(value) in weakref.ProxyTypes:  # which pass for what they refer to
             self._add_referent(label, value, depth)
-        elif isinstance(value, ATOMS):
+        elif value is MISSING or isinstance(value, ATOMS):
             self.facts[label] = _fact_of(value)
             if isinstance(value, enum.Enum) and may_change(type(value)):
                 self._add_own_attributes(label, value, depth)
@@ -247,7 +249,7 @@ class _Collector:
             self._add_referent(label, value, depth)
         elif (get := _content_of(value)) is not None:
             self._add_value(label, value, get)
-        elif isinstance(value, (Mapping, Sequence)) and value is not os.environ and not _is_users(value):
+        elif isinstance(value, (Mapping, Sequence, Set)) and value is not os.environ and not _is_users(value):
             self.facts[label] = Same(value)
             copied: Any = dict if isinstance(value, Mapping) else list
             if len(value) <= _MAX_ITEMS:
@@ -425,6 +427,8 @@ class _Collector:
         self._add_own_attributes(label, value, depth)
         if isinstance(value, dict):
             self._watch(value, value)
+            if isinstance(value, OrderedDict):  # which nobody reports if only the order changes
+                self.values.append((partial(_order_of, value), _order_of(value)))
             items = plain_copy(value)
             self.facts[f"the order of {label}"] = Content(
                 [key if isinstance(key, ATOMS) else Same(key) for key in items]
@@ -661,6 +665,8 @@ class StepState:
             return False
         if isinstance(value, (_Cached, singledispatchmethod, Decimal)):
             return False
+        if value is MISSING:
+            return True
         if isinstance(value, (nn.Module, Optimizer)):
             return True  # its facts are those of a root
         is_bare = isinstance(value, (types.ModuleType, type))
@@ -1022,6 +1028,10 @@ def _is_equal(now: Any, then: Any) -> bool:
 def _items_of(value: Any) -> list[Any]:
     items = value.items() if isinstance(value, Mapping) else enumerate(value)
     return [(_fact_of(key), _fact_of(item)) for key, item in items]
+
+
+def _order_of(items: OrderedDict[Any, Any]) -> list[int]:
+    return [*map(id, OrderedDict.keys(items))]
 
 
 def _is_unchanged(container: tuple[Any, Any]) -> bool:
