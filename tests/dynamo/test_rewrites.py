@@ -991,6 +991,26 @@ def test_writes_that_thunder_has_no_symbol_for(backend, device, fn):
     assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [3]
 
 
+def reshapes(x):
+    y = torch.sin(x)
+    y.unsqueeze_(1).transpose_(0, 2)
+    y.mul_(3)
+    return torch.exp(y.squeeze(1))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_shapes_that_change_in_place(backend, device, trains):
+    if trains:
+        model = Around(reshapes).to(device)
+        assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6))
+        return
+    graphed = thunderfx(reshapes, backend=backend)
+    for _ in range(4):
+        x = torch.randn(4, 8, device=device)
+        near(graphed(x), reshapes(x), 1e-6)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [3]
+
+
 def test_writes_without_a_gradient_that_thunder_cannot_differentiate(backend, device):
     def fn(y):
         steps = y.detach() * 3

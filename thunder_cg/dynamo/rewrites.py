@@ -117,14 +117,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         _copy_to_out(node)
         _fill_masked(node)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
+    _write_as_thunder_does(module.graph, nodes, options)
     for node in nodes:
-        _name_inplace(node)
-    untracked, trains = untracked_writes(module.graph), any(requires_grad(_value(node)) for node in nodes)
-    for node in nodes:
-        if node.name not in untracked:
-            _compute_out_of_place(node, has_gradient=trains and node.target not in _METHODS)
-            _write_slice_as_item(node)
-            _copy_what_is_written(node, options)
         _name_as_thunder_does(node)
         _pass_by_position(node)
     for node in nodes:
@@ -159,6 +153,20 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _use_own_operator(node, options)
     lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
+
+
+def _write_as_thunder_does(graph: Graph, nodes: Sequence[Node], options: dict[str, Any]) -> None:
+    """What these nodes write in place is in new memory, or written by symbols that Thunder has."""
+    for node in reversed(nodes):
+        _reshape_out_of_place(node)
+    for node in nodes:
+        _name_inplace(node)
+    untracked, trains = untracked_writes(graph), any(requires_grad(_value(node)) for node in nodes)
+    for node in nodes:
+        if node.name not in untracked:
+            _compute_out_of_place(node, has_gradient=trains and node.target not in _METHODS)
+            _write_slice_as_item(node)
+            _copy_what_is_written(node, options)
 
 
 def _rewrite_checkpointed(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
@@ -213,6 +221,28 @@ def _name_inplace(node: Node) -> None:
     if parameters[-1:] == ["inplace"] and len(node.args) == len(parameters):
         node.kwargs = {**node.kwargs, "inplace": node.args[-1]}
         node.args = node.args[:-1]
+
+
+_INVERSES: dict[Any, Any] = {
+    "t_": torch.t,
+    "unsqueeze_": torch.squeeze,
+    **dict.fromkeys(("swapaxes_", "swapdims_", "transpose_"), torch.transpose),
+}
+
+
+def _reshape_out_of_place(node: Node) -> None:
+    """``x.t_()`` is ``x = x.t()``. Thunder has no such symbol, and Dynamo's example of ``x`` has the shape after it."""
+    result, inverse = _value(node), _INVERSES.get(node.target) if node.op == "call_method" else None
+    later = _later(node) if inverse is not None else set()
+    names = [each for each in node.graph.nodes if each is not node and each not in later and _value(each) is result]
+    if inverse is None or not names or node.kwargs or any(not each.op.startswith("call") for each in names):
+        return
+    before = on_examples(inverse, (result, *node.args[1:]), {})
+    node.target = str(node.target).removesuffix("_")
+    for name in names:
+        name.meta["example_value"] = before
+        for user in later.intersection(name.users):
+            user.replace_input_with(name, node)
 
 
 def _copy_to_out(node: Node) -> None:
