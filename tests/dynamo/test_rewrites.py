@@ -984,6 +984,54 @@ def test_an_operator_whose_author_says_that_no_graph_can_hold_it():
     assert "is tagged torch.Tag.cudagraph_unsafe by its author" in str(explain(graphed))
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.empty(4, 8, device=x.device).fill_(2.5) * x,
+        lambda x: x.new_zeros(4, 8, dtype=torch.bool).fill_(True) * x,
+        lambda x: x.fill_(3) * 2 + x[:1].cumprod_(1),
+        lambda x: (y := torch.sin(x), y[1:].index_fill_(1, torch.arange(3, device=x.device), 0.5))[0] * 2,
+    ],
+    ids=["fill_", "bool", "argument", "view"],
+)
+def test_writes_that_thunder_has_no_symbol_for(backend, device, fn):
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(4):
+        x = torch.randn(4, 8, device=device)
+        y = x.clone()
+        same(graphed(x), fn(y))
+        same(x, y)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [3]
+
+
+def reshapes(x):
+    y = torch.sin(x)
+    y.unsqueeze_(1).transpose_(0, 2)
+    y.mul_(3)
+    return torch.exp(y.squeeze(1))
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_shapes_that_change_in_place(backend, device, trains):
+    if trains:
+        model = Around(reshapes).to(device)
+        assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6))
+        return
+    graphed = thunderfx(reshapes, backend=backend)
+    for _ in range(4):
+        x = torch.randn(4, 8, device=device)
+        near(graphed(x), reshapes(x), 1e-6)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [3]
+
+
+def test_writes_without_a_gradient_that_thunder_cannot_differentiate(backend, device):
+    def fn(y):
+        steps = y.detach() * 3
+        return steps.round_().lerp_(steps, 0.5) * y
+
+    assert one_region_each_way(trains_alike(Around(fn).to(device), lambda: torch.randn(4, 8, device=device), backend))
+
+
 def _copy_(y, x):
     y[:, :2].copy_(x[:, 2:4])
     y[:, 2:4].copy_(x[:, :2] * 3)

@@ -37,6 +37,7 @@ from thunder_cg.compat.splitter import (
     operator_name,
     without_gradient,
 )
+from thunder_cg.compat.thunder import symbols_of_functions
 from thunder_cg.compat.torch import (
     any_autocast_enabled,
     library_name,
@@ -90,6 +91,7 @@ _OF_NUMBERS: dict[Any, Callable[..., Any]] = {
 }
 
 
+_NEW = "thunder_cg.new"  # of nodes whose results are in new memory, unlike their examples
 _SLICES = 8  # up to as many, a list of numbers is written as slices
 _ARITHMETIC = frozenset([torch.add, torch.div, torch.floor_divide, torch.mul, torch.remainder, torch.sub])
 _ARITHMETIC |= {operator.add, operator.floordiv, operator.mul, operator.sub, operator.truediv}
@@ -115,13 +117,8 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
         _copy_to_out(node)
         _fill_masked(node)
     nodes = [node for node in module.graph.nodes if node.name not in transformed]
+    _write_as_thunder_does(module.graph, nodes, options)
     for node in nodes:
-        _name_inplace(node)
-    untracked = untracked_writes(module.graph)
-    for node in nodes:
-        if node.name not in untracked:
-            _compute_out_of_place(node)
-            _write_slice_as_item(node)
         _name_as_thunder_does(node)
         _pass_by_position(node)
     for node in nodes:
@@ -156,6 +153,20 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
             _use_own_operator(node, options)
     lay_out_before_strides(module.graph)
     _leave_out_of_backward(module.graph, transformed, options)
+
+
+def _write_as_thunder_does(graph: Graph, nodes: Sequence[Node], options: dict[str, Any]) -> None:
+    """What these nodes write in place is in new memory, or written by symbols that Thunder has."""
+    for node in reversed(nodes):
+        _reshape_out_of_place(node)
+    for node in nodes:
+        _name_inplace(node)
+    untracked, trains = untracked_writes(graph), any(requires_grad(_value(node)) for node in nodes)
+    for node in nodes:
+        if node.name not in untracked:
+            _compute_out_of_place(node, has_gradient=trains and node.target not in _METHODS)
+            _write_slice_as_item(node)
+            _copy_what_is_written(node, options)
 
 
 def _rewrite_checkpointed(call: Node, module: GraphModule, options: dict[str, Any]) -> None:
@@ -212,6 +223,28 @@ def _name_inplace(node: Node) -> None:
         node.args = node.args[:-1]
 
 
+_INVERSES: dict[Any, Any] = {
+    "t_": torch.t,
+    "unsqueeze_": torch.squeeze,
+    **dict.fromkeys(("swapaxes_", "swapdims_", "transpose_"), torch.transpose),
+}
+
+
+def _reshape_out_of_place(node: Node) -> None:
+    """``x.t_()`` is ``x = x.t()``. Thunder has no such symbol, and Dynamo's example of ``x`` has the shape after it."""
+    result, inverse = _value(node), _INVERSES.get(node.target) if node.op == "call_method" else None
+    later = _later(node) if inverse is not None else set()
+    names = [each for each in node.graph.nodes if each is not node and each not in later and _value(each) is result]
+    if inverse is None or not names or node.kwargs or any(not each.op.startswith("call") for each in names):
+        return
+    before = on_examples(inverse, (result, *node.args[1:]), {})
+    node.target = str(node.target).removesuffix("_")
+    for name in names:
+        name.meta["example_value"] = before
+        for user in later.intersection(name.users):
+            user.replace_input_with(name, node)
+
+
 def _copy_to_out(node: Node) -> None:
     """``F.normalize(x, out=y)``, as the spectral norm has it, is ``y.copy_(F.normalize(x))``."""
     out = _value(node.kwargs.get("out"))
@@ -259,6 +292,7 @@ def _compute_out_of_place(node: Node, *, has_gradient: bool = False) -> None:
         return
     node.op, node.target = _called(function)
     node.kwargs = kwargs
+    node.meta[_NEW] = True  # its example is what was written: later nodes are known to share memory with that
     for user in later.intersection(written.users):
         user.replace_input_with(written, node)
 
@@ -303,6 +337,31 @@ def _write_slice_as_item(node: Node) -> None:
     for user in later.intersection(written.users):
         user.replace_input_with(written, again)
     node.graph.erase_node(node)
+
+
+def _copy_what_is_written(node: Node, options: dict[str, Any]) -> None:
+    """``x.sigmoid_()`` is ``x.copy_(x.sigmoid())``, and ``x.fill_(2)`` copies 2 there: Thunder has no such symbols."""
+    result = _value(node)
+    is_known = node.target in _METHODS or getattr(torch.Tensor, str(node.target), None) in symbols_of_functions()
+    if node.op != "call_method" or is_known or not isinstance(result, torch.Tensor) or requires_grad(result):
+        return
+    fills = node.target == "fill_" and _fits(node.args[-1], result)
+    function: Any = torch.full_like if fills else _out_of_place(node)
+    fresh = on_examples(function, example(node.args), example(node.kwargs)) if function is not None else None
+    if fresh is None or (fresh.dtype, fresh.shape) != (result.dtype, result.shape) or shares_storage(fresh, result):
+        return
+    with node.graph.inserting_before(node):
+        computed = node.graph.create_node(*_called(function), node.args, node.kwargs)
+    computed.meta.update(node.meta, example_value=fresh)
+    if not is_supported(computed, options):
+        node.graph.erase_node(computed)
+    else:
+        node.target, node.args, node.kwargs = "copy_", (node.args[0], computed), {}
+
+
+def _fits(number: Any, tensor: torch.Tensor) -> bool:
+    """Whether it is a number that a tensor may hold as it is."""
+    return isinstance(number, int) or (isinstance(number, float) and tensor.is_floating_point())
 
 
 def _out_of_place(node: Node) -> Callable[..., Any] | None:
@@ -796,7 +855,7 @@ def _leave_out_of_backward(graph: Graph, transformed: frozenset[str], options: d
         has_gradient = any(map(requires_grad, tree_leaves(_value(node))))
         if not is_call or has_gradient or not any(tensor.is_floating_point() for tensor in tensors_in(inputs)):
             continue
-        is_fresh = not (written_by(node) or shares_memory(inputs, _value(node)))
+        is_fresh = _NEW in node.meta or not (written_by(node) or shares_memory(inputs, _value(node)))
         if is_fresh and is_supported(node, options, with_gradient=False) and not is_differentiable(node, options):
             compute_without_gradient(node)
 

@@ -29,7 +29,7 @@ _PRINT = (
 )
 _DEEPCOPY = (
     "copy before the call; a model of Transformers copies its configuration to make a cache: pass use_cache=False, or "
-    "past_key_values= with a cache that is made before the call"
+    "a cache that is made before the call"
 )
 _COLLECTIVE = (
     "a function of torch.distributed that Dynamo does not trace",
