@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
+import warnings
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +18,9 @@ from models import mlp
 from support import replays
 from torch import nn
 
-from thunder_cg import __main__, cudagraph_transform, explain, plan
+from thunder_cg import __main__, cudagraph_transform, explain, plan, thunderfx
 from thunder_cg.analysis.rules import KEEP_ON_DEVICE
+from thunder_cg.fastpath import undefined
 from thunder_cg.runtime import backends, call, program, region, skip_reasons
 from thunder_cg.runtime.tape import TapePool
 
@@ -214,3 +217,23 @@ def test_a_number_that_only_python_gets(lines: Any) -> None:
     assert said.endswith("to log a value, return the tensor and read it outside of the compiled function")
     compiled(lambda x: torch.sin(x) * x.sum().item())(torch.ones(3))
     assert "no operator uses" not in str(lines())
+
+
+@pytest.mark.parametrize("in_dynamo", [False, True])
+def test_anomaly_detection_that_raises_in_thunders_backward(caplog, monkeypatch, in_dynamo):
+    monkeypatch.setattr(undefined, "_warn_of_anomaly_detection", undefined._warn_of_anomaly_detection.__wrapped__)
+    x = torch.ones(2, requires_grad=True)
+    call_ = thunderfx(wave, backend="tape") if in_dynamo else compiled(wave)
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss = call_(x).sum()
+        with nullcontext() if in_dynamo else pytest.raises(RuntimeError, match="cannot be called on meta tensors"):
+            loss.backward()
+    assert ("pass check_nan=False, or compile with thunder_cg.thunderfx" in caplog.text) is not in_dynamo
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        call_(x).sum().backward()
+
+
+def wave(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) * 2

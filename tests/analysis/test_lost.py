@@ -166,6 +166,9 @@ def test_what_thunder_assigns_to_modules_inside_is_not_lost():
     assert torch.equal(model.inner.seen, torch.full((2, 4), 2.0)) and jmodel.get_buffer("inner.mean").min() > 1.0
 
 
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0), reason="torch.compile misses there that attributes change between calls"
+)
 def test_thunderfx_loses_neither():
     model = Assigns().requires_grad_(False)
     run(thunderfx(model, backend="tape"))

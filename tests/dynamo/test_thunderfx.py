@@ -640,6 +640,17 @@ def test_the_report_says_what_to_do_about_what_a_module_changes_itself(model, co
     assert replays(mended) == 3 and not explain(mended).recompilations
 
 
+def test_the_report_gives_each_advice_about_compilations_once():
+    def joins(x, past):
+        return torch.sin(x if past is None else torch.cat([past, x])) * 2
+
+    compiled = thunderfx(joins, backend="tape")
+    for past in (None, torch.ones(1), torch.ones(2)):
+        compiled(torch.ones(2), past)
+    (line,) = [line for line in str(explain(compiled)).splitlines() if "To have fewer" in line]
+    assert line.count("if it is a cache that grows") == 1 and "pad to a few sizes" in line
+
+
 def test_blocks_that_are_compiled_one_by_one(backend, device):
     """They share code, of which Dynamo compiles a few versions: of each block here, whatever others have."""
 

@@ -283,3 +283,10 @@ def test_a_graph_of_dynamos_that_thunder_cannot_compile(monkeypatch: pytest.Monk
     assert "in 2 of 4 calls: " in said and "halves, graph 1: RuntimeError at test_opening.py:" in said
     assert "\nTo try: call the function without Thunder: if that raises too, fix the function; if not, keep" in said
     assert "use thunder_cg.thunderfx" not in said and "torch.compiler.disable around a function of yours" in said
+
+
+@pytest.mark.parametrize("where", ["", "f, graph 2: "])
+def test_errors_of_this_package_say_themselves_what_to_try(where: str) -> None:
+    assert to_try(f"{where}SharedMemoryError at model.py:3: two arguments overlap", is_of_dynamo=bool(where)) == ""
+    assert to_try(f"{where}SharedMemoryError: two arguments overlap", is_of_dynamo=bool(where)) == ""
+    assert to_try(f"{where}ValueError: a SharedMemoryError: overlaps", is_of_dynamo=bool(where)) != ""

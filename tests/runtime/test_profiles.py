@@ -18,7 +18,6 @@ from support import fast_path_calls, training_step
 from torch.profiler import ProfilerActivity, profile
 
 import thunder_cg
-from thunder_cg.runtime import recording
 
 
 def named(call: Callable[[], Any]) -> list[str]:
@@ -139,7 +138,7 @@ def test_tools_for_nvtx_see_the_ranges(
 def test_without_a_profiler_there_are_none(
     transform: Callable[..., Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "record_function", None)
+    monkeypatch.setattr(torch.profiler, "record_function", None)
     jfn = thunder.jit(lambda x: torch.sin(torch.cos(x)), transforms=[transform()])
     for _ in range(3):
         jfn(torch.ones(3, device=device))

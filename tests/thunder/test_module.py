@@ -6,6 +6,7 @@ import builtins
 import dis
 import gc
 import re
+import sys
 import weakref
 from collections import OrderedDict
 
@@ -189,6 +190,10 @@ def test_faster_tracing_changes_no_trace(transform, device, monkeypatch):
     assert few < many / 2
 
 
+@pytest.mark.skipif(
+    sys.version_info < (3, 11),
+    reason="Thunder takes a function's globals for constants there, without this package, too",
+)
 def test_faster_tracing_keeps_the_guards_of_what_is_found_through_builtins(transform, device, monkeypatch):
     """A value that a builtin is the key of, and one that a function uses which somebody put among the builtins."""
     factors, shift = {float: 2.0}, [1.0]

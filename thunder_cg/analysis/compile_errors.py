@@ -25,7 +25,8 @@ _KEEPS_OUT = {
 }
 
 
-_OURS = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, CudagraphError)}
+_NAMES = [name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, CudagraphError)]
+_OURS = re.compile(rf"(.*?, graph \d+: )?({'|'.join(_NAMES)})( at |:)")  # they say themselves what to try
 
 
 class _Hint(NamedTuple):
@@ -126,7 +127,7 @@ def to_try(problem: str, *, is_of_dynamo: bool, in_functorch: bool = False) -> s
         is_of_dynamo: Dynamo reads the Python, so `thunder_cg.thunderfx` is no help.
         in_functorch: inside of a transform of ``torch.func``.
     """
-    if problem.partition(":")[0].partition(" at ")[0] in _OURS:
+    if _OURS.match(problem) is not None:
         return ""
     if in_functorch:
         return _TRANSFORMED

@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
 from importlib.util import find_spec
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 from weakref import ref
 
@@ -45,6 +45,8 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 from torch.utils.hooks import RemovableHandle
+
+_Result = TypeVar("_Result")
 
 # What `torch.compile` raises where it cannot compile a function, before any of it runs.
 CompileError = TorchDynamoException
@@ -360,6 +362,15 @@ def kernel_settings(groups: Settings | None) -> Callable[[], list[Any]]:
 # Whether a profiler of PyTorch is active: ``profiler_state[IS_PROFILING]``. To read it costs a steady call 10 ns.
 profiler_state: dict[str, Any] = vars(torch.autograd.profiler)
 IS_PROFILING = "_is_profiler_enabled"
+
+
+def in_profile(name: str, function: Callable[..., _Result], *args: Any) -> _Result:
+    """Calls a function, in a range of that name while a profiler is active."""
+    if not profiler_state[IS_PROFILING]:
+        return function(*args)
+    with torch.profiler.record_function(name):
+        return function(*args)
+
 
 # A range of a profile, by its name, that no dispatch mode sees, unlike `torch.profiler.record_function`.
 ProfilerRange: Any = torch._C._profiler._RecordFunctionFast

@@ -17,11 +17,16 @@ from collections.abc import Callable
 from itertools import starmap
 from typing import Any
 
-from torch.profiler import record_function
-
 from thunder_cg.compat.cuda import current_device
 from thunder_cg.compat.thunder import CacheEntry
-from thunder_cg.compat.torch import IS_PROFILING, addresses_equal, empty_strided, profiler_state, tensor_guards
+from thunder_cg.compat.torch import (
+    IS_PROFILING,
+    addresses_equal,
+    empty_strided,
+    in_profile,
+    profiler_state,
+    tensor_guards,
+)
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.fastpath.compiled import CallResult, Compiled, MetadataGuard, OnlyRegion
 from thunder_cg.fastpath.guard import PrologueGuard
@@ -137,8 +142,7 @@ def inference_fast_path(
             if copies is None:
                 results = replay(tensors)
             elif profiler_state[IS_PROFILING]:
-                with record_function(graph.label):
-                    launch(inputs, copies)
+                in_profile(graph.label, launch, inputs, copies)
             else:
                 launch(inputs, copies)
             if launch_early and not state_holds(tensors):

@@ -5,15 +5,29 @@ Autograd makes zeros of the gradients that it has left undefined before such a n
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
+
+import torch
 
 from thunder_cg.analysis.undefined import undefined_too
 from thunder_cg.compat.thunder import CacheEntry, connect_to_autograd, connect_with
 from thunder_cg.fastpath.accumulate import register_own
 from thunder_cg.runtime.program import program_of
 
+_logger = logging.getLogger(__name__)
+_ANOMALY = (
+    "torch.autograd.set_detect_anomaly raises at Thunder's backward, with and without graphs: 'Tensor.item() cannot be "
+    "called on meta tensors'; pass check_nan=False, or compile with thunder_cg.thunderfx, which has no such tensors"
+)
 _NODES = ("ThunderOutputFunctionBackward", "ThunderFunctionBackward")
+
+
+@cache
+def _warn_of_anomaly_detection() -> None:
+    _logger.warning(_ANOMALY)
 
 
 def connect(entry: CacheEntry, arguments: dict[str, Any]) -> None:
@@ -22,6 +36,9 @@ def connect(entry: CacheEntry, arguments: dict[str, Any]) -> None:
     Args:
         arguments: those of Thunder's function for it.
     """
+    looks_for_nan = torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+    if looks_for_nan and not arguments["disable_split_autograd"]:
+        _warn_of_anomaly_detection()
     program = program_of(entry.backward_traces)
     if program is None or not program.routes:
         connect_to_autograd(**arguments)

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.profiler import record_function
 
-from thunder_cg.compat.torch import IS_PROFILING, profiler_state
+from thunder_cg.compat.torch import in_profile
 from thunder_cg.errors import ReplayRefused
 from thunder_cg.runtime.arena import Arena
 from thunder_cg.runtime.backend import Graph
@@ -98,11 +97,7 @@ class RegionGraph:
         except Exception as error:
             raise ReplayRefused(error) from error
         try:
-            if profiler_state[IS_PROFILING]:
-                with record_function(self.label):
-                    self.graph.replay(sources, targets, args[self.scalars])
-            else:
-                self.graph.replay(sources, targets, args[self.scalars])
+            in_profile(self.label, self.graph.replay, sources, targets, args[self.scalars])
         except Exception as error:
             self.note(error)
             raise

@@ -6,7 +6,6 @@ import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import update_wrapper
 from typing import Any
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import record_function
 
 from thunder_cg.analysis.sources import users_level
 from thunder_cg.compat.distributed import ProcessGroup, default_group, is_alive
-from thunder_cg.compat.torch import IS_PROFILING, any_autocast_enabled, profiler_state, tree_map_only
+from thunder_cg.compat.torch import any_autocast_enabled, in_profile, tree_map_only
 from thunder_cg.errors import CaptureLater, CaptureRefused, NoRoom, OptionError, RanksDiffer, ReplayRefused
 from thunder_cg.options import StepOptions
 from thunder_cg.progress import Stage
@@ -436,10 +434,7 @@ class GraphedStep:
 
     def _launch(self, recording: StepRecording, carried: Sequence[Tensor], call: _Call) -> Any:
         try:
-            with (
-                record_function(f"CUDAGraph of the step {self.name}") if profiler_state[IS_PROFILING] else nullcontext()
-            ):
-                return recording.replay([*call.batch.tensors, *carried])
+            return in_profile(f"CUDAGraph of the step {self.name}", recording.replay, [*call.batch.tensors, *carried])
         except ReplayRefused:
             raise
         except Exception as error:

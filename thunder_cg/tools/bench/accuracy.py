@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from thunder_cg.tools.bench.variants import Step, Subject, step_of
 from thunder_cg.tools.demo import same_bits
 
 SEED = 1
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,31 @@ def same(found: StepResults, other: StepResults) -> bool:
     """Whether all results are equal in every bit."""
     a, b = found.outputs | found.gradients, other.outputs | other.gradients
     return a.keys() == b.keys() and all(a[n].shape == b[n].shape and same_bits(a[n], b[n]) for n in a)
+
+
+def bits(
+    found: R,
+    thunder: Sequence[R],
+    uncaptured: Callable[[], R],
+    is_same: Callable[[R, R], bool],
+    all_agree: Callable[[bool], bool] = bool,
+) -> str:
+    """What results are beside those of plain Thunder: see `BenchmarkRow.bits`.
+
+    Args:
+        thunder: plain Thunder's results, twice.
+        uncaptured: computes the results anew, without graphs.
+        is_same: compares two results.
+        all_agree: whether it is so on all ranks, which compute anew together or not at all.
+    """
+    found_there = any(is_same(found, one) for one in thunder)
+    if all_agree(found_there):
+        return "same"
+    with without_graphs():
+        computed = uncaptured()
+    if found_there or not is_same(*thunder):
+        return "same" if found_there else "thunder varies"
+    return "other kernels" if is_same(found, computed) else "different"
 
 
 def without_graphs() -> AbstractContextManager[None]:

@@ -24,7 +24,7 @@ from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.report.report import explain
 from thunder_cg.step import GraphedStep
-from thunder_cg.tools.bench.accuracy import without_graphs
+from thunder_cg.tools.bench.accuracy import bits
 from thunder_cg.tools.bench.measure import (
     FIRST_CALLS,
     ROUNDS,
@@ -283,14 +283,7 @@ def _bits(contender: RankContender, expected: list[list[Tensor]], control: dist.
     if contender.name not in _WITH_THUNDERS_KERNELS or not expected:
         return ""
     found = contender.results()
-    is_same = any(_same(found, each) for each in expected)
-    if all(_everyone(is_same, control)):
-        return "same"
-    with without_graphs():
-        uncaptured = contender.results()
-    if is_same or not _same(*expected):
-        return "same" if is_same else "thunder varies"
-    return "other kernels" if _same(found, uncaptured) else "different"
+    return bits(found, expected, contender.results, _same, lambda is_same: all(_everyone(is_same, control)))
 
 
 def _same(found: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

@@ -313,14 +313,8 @@ class _AccuracyCheck:
             again = accuracy.step_results(contender.prepared.step, contender.subject)
             self._thunder = [found, again]
         elif row.variant == OURS and self._thunder:
-            if any(accuracy.same(found, one) for one in self._thunder):
-                row.bits = "same"
-            elif not accuracy.same(*self._thunder):
-                row.bits = "thunder varies"
-            else:
-                with accuracy.without_graphs():
-                    uncaptured = accuracy.step_results(contender.prepared.step, contender.subject)
-                row.bits = "other kernels" if accuracy.same(found, uncaptured) else "different"
+            step, subject = contender.prepared.step, contender.subject
+            row.bits = accuracy.bits(found, self._thunder, lambda: accuracy.step_results(step, subject), accuracy.same)
             self._thunder = []
 
 
