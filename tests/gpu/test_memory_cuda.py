@@ -11,9 +11,7 @@ from models import mlp
 from support import programs, replays, same, same_state, training_step, twice
 
 from thunder_cg import cudagraph_transform, executors, explain, graphed_step, release
-from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.runtime.cuda import streams
-from thunder_cg.tools.bench.models import Gpt, Llama, ResNet
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 MB = 2**20
@@ -230,63 +228,36 @@ def test_training_takes_no_more_memory_than_without_graphs(quiet):
     assert graphed <= 1.05 * plain, (graphed, plain)
 
 
-def tokens(batch, length, vocabulary):
-    return torch.randint(0, vocabulary, (2, batch, length), device="cuda").unbind()
-
-
-def images():
-    pixels = torch.randn(32, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
-    return pixels, torch.randint(0, 1000, (32,), device="cuda")
-
-
-# With fewer layers than people train: the ratios are about the same, and Thunder compiles slowly.
-TRAINED = {
-    "mlp": lambda: (Squared(mlp(12, 2048)), [torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16)]),
-    "GPT, 2 x 128 tokens": lambda: (Gpt(6, 768, 12, 50304, 512), tokens(2, 128, 50304)),
-    "GPT, 16 x 512 tokens": lambda: (Gpt(4, 768, 12, 50304, 512), tokens(16, 512, 50304)),
-    "Llama": lambda: (Llama(3, 2048, 32, 8, 8192, 32000, 512), tokens(1, 512, 32000)),
-    "ResNet": lambda: (ResNet("resnet18", 1000), images()),
-}
-
-
-class Squared(torch.nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, x):
-        return self.model(x).square().mean()
-
-
 @pytest.mark.parametrize("fused", [False, pytest.param(True, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.nightly if n != "mlp" else ()) for n in TRAINED])
-def test_a_step_takes_no_more_memory_than_without_graphs(quiet, name, fused):
-    """What is reserved: the optimizer's state is not spread over what the first backward has used."""
+def test_a_step_takes_no_more_memory_than_without_graphs(quiet, fused):
+    """What is reserved: the optimizer's state is not spread over what the first backward has used.
+
+    Beside that, a step's graph has a workspace of cuBLAS: RESULTS.md has the numbers of larger models.
+    """
+    x = torch.randn(4096, 2048, device="cuda", dtype=torch.bfloat16)
 
     def peak(is_graphed, **jit):
         torch.manual_seed(0)
         before = reserved()
         torch.cuda.reset_peak_memory_stats()
-        model, inputs = TRAINED[name]()
-        model = thunder.jit(model.to("cuda", torch.bfloat16), **jit, **({"executors": executors()} if fused else {}))
+        options = {**jit, **({"executors": executors()} if fused else {})}
+        model = thunder.jit(mlp(12, 2048).to("cuda", torch.bfloat16), **options)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
 
-        def step(*inputs):
+        def step(x):
             optimizer.zero_grad()
-            loss = model(*inputs)
+            loss = model(x).square().mean()
             loss.backward()
             optimizer.step()
             return loss.detach()
 
         call = graphed_step(step, modules=[model], optimizers=[optimizer]) if is_graphed else step
-        with faster_tracing():
-            losses = [call(*inputs).item() for _ in range(6)]
+        losses = [call(x).item() for _ in range(6)]
         assert not is_graphed or call.replays
         return torch.cuda.max_memory_reserved() - before, losses
 
     plain, expected = peak(False)
     graphed, found = peak(True, transforms=[cudagraph_transform()])
-    print(f"{name}, {'fused' if fused else 'not fused'}: {graphed / MB:.0f} MB, without graphs {plain / MB:.0f} MB")
     assert fused or found == expected  # Inductor may take other kernels when it compiles again
     assert plain > 500 * MB
-    assert graphed <= (1.1 if fused else 1.05) * plain, (graphed, plain)
+    assert graphed <= 1.1 * plain, (graphed, plain)
