@@ -156,3 +156,20 @@ def test_experts_train(backend, device, name):
     assert not report.outside and len(report.traces) == 2
     if backend == "tape":
         assert "set_experts_implementation('batched_mm')" in str(report)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), [(torch.float32, "batched_mm"), (torch.bfloat16, "grouped_mm")], ids=str
+)
+def test_experts_in_one_region(backend, device, dtype, implementation):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(**{**SIZES["Llama"], "num_local_experts": 4})
+    model = transformers.MixtralForCausalLM(config).to(device, dtype).eval()
+    model.set_experts_implementation(implementation)
+    graphed = thunderfx(model, backend=backend)
+    with torch.no_grad():
+        for (prompt,) in [prompts(device, (2, 8)) for _ in range(4)]:
+            found, expected = (each(input_ids=prompt, use_cache=False).logits for each in (graphed, model))
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-3)
+    assert [r["replays"] for r in regions(graphed)] == [3] and not eager_ops(explain(graphed).traces[0])
