@@ -25,6 +25,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
+SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 64}  # of a BART's encoder, or decoder
+
+
 def prompts(device: str, *shapes: tuple[int, int]) -> list[torch.Tensor]:
     return [torch.randint(3, 64, shape, device=device) for shape in shapes]
 
@@ -80,6 +83,28 @@ def test_transformers_with_a_sliding_window(backend, device, name):
     assert sum(trace.regions[0].replays for trace in report.traces) >= 20, report
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["T5", "Bart"])
+def test_encoder_decoders(backend, device, name):
+    """The decoder: its encoder is called by itself. Its second cache is full after the first token."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 32, "num_heads": 4, "num_layers": 2, "d_kv": 8, "d_ff": 64}
+    if name == "Bart":
+        sides = {f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in SIDE.items()}
+        sizes = {**sides, "d_model": 32, "max_position_embeddings": 64, "forced_eos_token_id": None}
+    config = getattr(transformers, f"{name}Config")(**{**WORDS, **sizes, "decoder_start_token_id": 2})
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).to(device).eval()
+    plain = copy.deepcopy(model)
+    model.forward = thunderfx(model.forward, backend=backend)
+    settings = {"cache_implementation": "static", "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+    for prompt in prompts(device, (1, 5), (1, 7), (1, 5)):
+        expected = plain.generate(prompt, **settings, disable_compile=True)
+        assert torch.equal(model.generate(prompt, **settings), expected)
+    report = explain(model.forward)
+    assert not report.outside and all(len(trace.regions) == 1 for trace in report.traces), report
+    assert sum(trace.regions[0].replays for trace in report.traces) >= 10, report
+
+
 @pytest.mark.parametrize("name", ["pythia-14m", "Llama-3.2-1B", "Qwen3-0.6B"])
 def test_litgpt(transform, device, name):
     litgpt = pytest.importorskip("litgpt")
@@ -131,3 +156,20 @@ def test_experts_train(backend, device, name):
     assert not report.outside and len(report.traces) == 2
     if backend == "tape":
         assert "set_experts_implementation('batched_mm')" in str(report)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("dtype", "implementation"), [(torch.float32, "batched_mm"), (torch.bfloat16, "grouped_mm")], ids=str
+)
+def test_experts_in_one_region(backend, device, dtype, implementation):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(**{**SIZES["Llama"], "num_local_experts": 4})
+    model = transformers.MixtralForCausalLM(config).to(device, dtype).eval()
+    model.set_experts_implementation(implementation)
+    graphed = thunderfx(model, backend=backend)
+    with torch.no_grad():
+        for (prompt,) in [prompts(device, (2, 8)) for _ in range(4)]:
+            found, expected = (each(input_ids=prompt, use_cache=False).logits for each in (graphed, model))
+            torch.testing.assert_close(found, expected, rtol=0.02, atol=1e-3)
+    assert [r["replays"] for r in regions(graphed)] == [3] and not eager_ops(explain(graphed).traces[0])
