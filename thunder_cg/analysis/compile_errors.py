@@ -68,7 +68,7 @@ _HINTS = (
         " leaves it to Python or Inductor",
     ),
     _Hint(
-        (r"^KeyError( at .*)?: None$",),
+        (r"KeyError( at .*)?: None\b",),
         "for nn.LSTM, nn.GRU and nn.RNN, use thunder_cg.thunderfx with torch._dynamo.config.allow_rnn = True, which "
         "leaves them to Inductor",
     ),
