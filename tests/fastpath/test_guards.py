@@ -15,8 +15,10 @@ from models import Dropout, Linear
 from support import fast_path_calls, same
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._device import DeviceContext
 
 from thunder_cg.compat import torch as compat
+from thunder_cg.fastpath import guard
 
 
 class Act(nn.Module):
@@ -420,3 +422,15 @@ def test_what_an_interpreter_does_not_show_is_checked_at_each_call(twins, device
     for model in (plain, graphed):
         model._model.act.slope = 2.0
     assert call() == 1
+
+
+def test_who_shares_memory_is_found_without_the_default_device(monkeypatch):
+    """Which PyTorch asks at each method of a tensor: a call with many tensors took ten times as long."""
+    tensors = (*torch.ones(6).split(2), torch.ones(2), torch.ones(2).to_sparse(), 3, "text")
+    asked = []
+    monkeypatch.setattr(DeviceContext, "__torch_function__", lambda *args, **kwargs: asked.append(args))
+    with torch.device("cpu"):
+        assert guard._nothing_is_shared(tensors[2:], {})
+        assert not guard._nothing_is_shared((), {"x": tensors[0], "y": [tensors[1]]})
+    assert not asked
+    assert guard._shares("0,1,2", tensors, {}) and not guard._shares("0,1", tensors, {})

@@ -48,6 +48,8 @@ from torch.utils.hooks import RemovableHandle
 
 _Result = TypeVar("_Result")
 
+# A context: no `__torch_function__` is called inside, neither of a subclass nor of a mode such as a default device.
+without_torch_functions = torch._C.DisableTorchFunction
 # What `torch.compile` raises where it cannot compile a function, before any of it runs.
 CompileError = TorchDynamoException
 # What it raises, likewise, where it has compiled the function for as many layouts of arguments as it may.

@@ -13,13 +13,14 @@ import torch
 from thunder_cg.compat import thunder as compat
 from thunder_cg.compat.containers import CHECK_GROUP, CHECK_LENGTH, CONSTANTS
 from thunder_cg.compat.thunder import BoundSymbol, PrimIDs, ThunderModule, from_trace, prims, tracectx, tree_flatten
-from thunder_cg.compat.torch import attribute_dictionaries
+from thunder_cg.compat.torch import attribute_dictionaries, without_torch_functions
 from thunder_cg.executor import executor
 from thunder_cg.fastpath.prologue import Lookup, Metadata, PrologueChecks, unused_name
 from thunder_cg.fastpath.state import MISS, AttributeGuard, GlobalStateGuard, ParameterCache, Unsupported, getter
 
 _LITERALS = (bool, int, float, complex, str, *CONSTANTS)
-_SCALARS = (*_LITERALS, torch.nn.Parameter)
+_FLAT = {*_LITERALS, torch.nn.Parameter, torch.Tensor}  # types of arguments that are no containers
+_storage_of, _address_of = torch.Tensor.untyped_storage, torch.UntypedStorage.data_ptr
 
 
 class PrologueGuard:
@@ -124,28 +125,24 @@ def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no two tensors among the arguments share memory."""
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
         return True
-    addresses = [address for _, address in _addresses((*args, *kwargs.values()), {})]  # in whatever order
-    return len(set(addresses)) == len(addresses)
+    leaves = _leaves((*args, *kwargs.values()), {})  # in whatever order
+    with without_torch_functions():  # a default device takes longer than what it looks at
+        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
+        return len({*map(_address_of, map(_storage_of, tensors))}) == len(tensors)
 
 
 def _shares(expected: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether exactly these arguments share memory: positions by commas, groups by hyphens, as Thunder writes them."""
     groups: dict[int, list[str]] = {}
-    for position, address in _addresses(args, kwargs):
-        groups.setdefault(address, []).append(str(position))
+    for position, leaf in enumerate(_leaves(args, kwargs)):
+        if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
+            groups.setdefault(_address_of(_storage_of(leaf)), []).append(str(position))
     return "-".join(",".join(group) for group in groups.values() if len(group) > 1) == expected
 
 
-def _addresses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int, int]]:
-    """Of each plain tensor among the flattened arguments: its position, and where its memory begins."""
-    leaves: Sequence[Any] = args
-    if kwargs or not all(type(leaf) is torch.Tensor or isinstance(leaf, _SCALARS) for leaf in args):
-        leaves = tree_flatten((args, kwargs))[0]
-    return [
-        (i, leaf.untyped_storage().data_ptr())
-        for i, leaf in enumerate(leaves)
-        if type(leaf) is torch.Tensor and leaf.layout is torch.strided
-    ]
+def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
+    """The flattened arguments."""
+    return tree_flatten((args, kwargs))[0] if kwargs or not _FLAT.issuperset(map(type, args)) else args
 
 
 class _ModuleChecks:
