@@ -29,6 +29,15 @@ class Around(nn.Module):
         return self.fn(self.linear(x))
 
 
+def infers_alike(fn, backend, device):
+    """In one graph, all of it."""
+    graphed = thunderfx(fn, backend=backend)
+    for _ in range(4):
+        y = torch.randn(4, 8, device=device)
+        near(graphed(y), fn(y), 1e-6)
+    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [3]
+
+
 def trains_alike(
     model: nn.Module, inputs: Callable[[], torch.Tensor], backend: str, rounding: float = 0.0, **options: Any
 ) -> Any:
@@ -154,11 +163,7 @@ def test_what_thunder_reads_or_lays_out_otherwise(backend, device, fn):
     ids=["written before", "einsum", "nll_loss"],
 )
 def test_what_thunder_reads_or_lays_out_otherwise_in_inference(backend, device, fn):
-    graphed = thunderfx(fn, backend=backend)
-    for _ in range(4):
-        y = torch.randn(4, 8, device=device)
-        near(graphed(y), fn(y), 1e-6)
-    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [3]
+    infers_alike(fn, backend, device)
 
 
 def test_layouts_that_inductor_was_told(backend, device):
@@ -1017,11 +1022,7 @@ def test_shapes_that_change_in_place(backend, device, trains):
         model = Around(reshapes).to(device)
         assert one_region_each_way(trains_alike(model, lambda: torch.randn(4, 8, device=device), backend, 1e-6))
         return
-    graphed = thunderfx(reshapes, backend=backend)
-    for _ in range(4):
-        x = torch.randn(4, 8, device=device)
-        near(graphed(x), reshapes(x), 1e-6)
-    assert not explain(graphed).outside and [r["replays"] for r in regions(graphed)] == [3]
+    infers_alike(reshapes, backend, device)
 
 
 def test_writes_without_a_gradient_that_thunder_cannot_differentiate(backend, device):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,6 +215,17 @@ def test_the_user_may_change_what_is_carried(step_twins):
     is_captured_anew_once(run)
 
 
+def train_with(step_twins, make, between, calls, graphed):
+    """`train` with what ``make`` returns behind its first two results, which ``between`` gets."""
+    kept = []
+
+    def make_and_keep(model):
+        keep, found, *kept[:] = make(model)
+        return keep, found
+
+    return train(step_twins, make_and_keep, graphed, lambda i, model: between(i, *kept), calls=calls)
+
+
 def appended(model):
     losses, keeper = [], Keeper(model)
     keeper.before = [torch.zeros((), device=keeper.loss.device)]
@@ -229,23 +241,13 @@ def appended(model):
 def test_lists_that_grow(step_twins):
     """The user may empty a list, and put another one in its place."""
 
-    def run(graphed):
-        lists = []
+    def between(i, losses, keeper):
+        if i == 4:
+            losses.clear()
+        elif i in (6, 8):
+            keeper.before = [] if i == 6 else losses
 
-        def make(model):
-            keep, kept, *lists[:] = appended(model)
-            return keep, kept
-
-        def between(i, model):
-            losses, keeper = lists
-            if i == 4:
-                losses.clear()
-            elif i in (6, 8):
-                keeper.before = [] if i == 6 else losses
-
-        return train(step_twins, make, graphed, between, calls=12)
-
-    is_captured_anew_once(run)
+    is_captured_anew_once(partial(train_with, step_twins, appended, between, 12))
 
 
 def histories(model):
@@ -267,27 +269,17 @@ def histories(model):
 def test_histories_that_grow(step_twins):
     """In dictionaries, and in deques that drop what they had."""
 
-    def run(graphed):
-        lists = []
+    def between(i, keeper, recent, logs):
+        if i == 4:
+            recent.clear()
+            logs.clear()
+        elif i == 6:
+            recent.append(torch.ones((), device=step_twins.device))
+            keeper.before["a.b"] = []
+        elif i == 8:
+            keeper.before["a.b"] = logs["loss"]
 
-        def make(model):
-            keep, kept, *lists[:] = histories(model)
-            return keep, kept
-
-        def between(i, model):
-            keeper, recent, logs = lists
-            if i == 4:
-                recent.clear()
-                logs.clear()
-            elif i == 6:
-                recent.append(torch.ones((), device=step_twins.device))
-                keeper.before["a.b"] = []
-            elif i == 8:
-                keeper.before["a.b"] = logs["loss"]
-
-        return train(step_twins, make, graphed, between, calls=14)
-
-    is_captured_anew_once(run)
+    is_captured_anew_once(partial(train_with, step_twins, histories, between, 14))
 
 
 def appends_a_history(model):

@@ -12,7 +12,7 @@ from inspect import currentframe
 from traceback import walk_stack, walk_tb
 from types import MappingProxyType
 
-from thunder_cg.compat.lines import is_pythons, is_torchs, is_tracers
+from thunder_cg.compat.lines import PACKAGES, is_pythons, is_torchs, is_tracers
 from thunder_cg.compat.thunder import BoundSymbol
 
 # For a line of generated code, by file name and number: the stack, as Python prints it, of what it was generated from.
@@ -37,7 +37,7 @@ class SourceLine:
     @property
     def is_installed(self) -> bool:
         """Whether it is of a package that somebody else wrote, most likely."""
-        return not {"site-packages", "dist-packages"}.isdisjoint(self.file.split(os.sep))
+        return any(packages in self.file for packages in PACKAGES)
 
     @property
     def is_users(self) -> bool:

@@ -23,6 +23,7 @@ from thunder_cg.compat.thunder import is_ours
 
 __all__ = [
     "BEFORE_BREAK",
+    "PACKAGES",
     "arguments_at",
     "is_in_library",
     "is_pythons",
@@ -42,7 +43,8 @@ def _directory(module: Any) -> str:
 
 
 _PYTHON = _directory(os)
-_PACKAGES = tuple(os.path.join(_PYTHON, name, "") for name in ("site-packages", "dist-packages"))
+PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))  # where they are installed
+_PYTHONS_PACKAGES = tuple(_PYTHON + each.lstrip(os.sep) for each in PACKAGES)
 _TORCH, _THUNDER = _directory(torch), _directory(thunder)
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _TOOLS = os.path.join(_PACKAGE, "tools", "")  # which have models
@@ -66,7 +68,7 @@ def is_torchs(file: str) -> bool:
 
 def is_pythons(file: str) -> bool:
     """Whether a file is of Python's library, and of no package that is installed beside it."""
-    return file.startswith(_PYTHON) and not file.startswith(_PACKAGES)
+    return file.startswith(_PYTHON) and not file.startswith(_PYTHONS_PACKAGES)
 
 
 def is_tracers(file: str) -> bool:

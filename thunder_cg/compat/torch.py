@@ -610,13 +610,13 @@ def making_states_in(
             return init(*args)
 
     own = [each for each in optimizers if type(each).__module__.startswith("torch.optim.")]
-    makers = {id(each): each for each in own if hasattr(each, "_init_group") and "_init_group" not in vars(each)}
-    for each in makers.values():
+    makers = [each for each in own if hasattr(each, "_init_group") and "_init_group" not in vars(each)]
+    for each in makers:
         vars(each)["_init_group"] = partial(make, each._init_group)
     try:
         yield
     finally:
-        for each in makers.values():
+        for each in makers:
             del vars(each)["_init_group"]
 
 

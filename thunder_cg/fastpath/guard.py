@@ -125,24 +125,24 @@ def _nothing_is_shared(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether no two tensors among the arguments share memory."""
     if len(args) == 1 and not kwargs and type(args[0]) is torch.Tensor:
         return True
-    leaves = _leaves((*args, *kwargs.values()), {})  # in whatever order
-    with without_torch_functions():  # a default device takes longer than what it looks at
-        tensors = [leaf for leaf in leaves if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
-        return len({*map(_address_of, map(_storage_of, tensors))}) == len(tensors)
+    _, addresses = _memory((*args, *kwargs.values()), {})  # in whatever order
+    return len(set(addresses)) == len(addresses)
 
 
 def _shares(expected: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether exactly these arguments share memory: positions by commas, groups by hyphens, as Thunder writes them."""
     groups: dict[int, list[str]] = {}
-    for position, leaf in enumerate(_leaves(args, kwargs)):
-        if type(leaf) is torch.Tensor and leaf.layout is torch.strided:
-            groups.setdefault(_address_of(_storage_of(leaf)), []).append(str(position))
+    for position, address in zip(*_memory(args, kwargs)):
+        groups.setdefault(address, []).append(str(position))
     return "-".join(",".join(group) for group in groups.values() if len(group) > 1) == expected
 
 
-def _leaves(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sequence[Any]:
-    """The flattened arguments."""
-    return tree_flatten((args, kwargs))[0] if kwargs or not _FLAT.issuperset(map(type, args)) else args
+def _memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """The positions of the plain tensors among the flattened arguments, and where their memory begins."""
+    leaves = tree_flatten((args, kwargs))[0] if kwargs or not _FLAT.issuperset(map(type, args)) else args
+    with without_torch_functions():  # a default device takes longer than what it looks at
+        places = [i for i, leaf in enumerate(leaves) if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
+        return places, [*map(_address_of, map(_storage_of, map(leaves.__getitem__, places)))]
 
 
 class _ModuleChecks:

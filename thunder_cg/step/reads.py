@@ -38,7 +38,7 @@ import thunder
 import torch
 from torch import nn
 
-from thunder_cg.compat.lines import is_torchs
+from thunder_cg.compat.lines import PACKAGES, is_torchs
 from thunder_cg.compat.torch import (
     IS_PROFILING,
     dictionary_of,
@@ -59,7 +59,7 @@ def _folders_of_packages() -> list[str]:
 MISSING = object()  # what a read yields that raises now
 # Where packages are installed, in this environment and those below it. Some are elsewhere, as this one may be.
 _PACKAGES = (
-    *(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages")),
+    *PACKAGES,
     *(folder + os.sep for folder in _folders_of_packages()),
     *(sysconfig.get_paths()[name] + os.sep for name in ("purelib", "platlib")),
 )

@@ -208,7 +208,7 @@ class _Collector:
 
     def _add(self, label: str, value: Any, depth: int, places: tuple[Place, ...]) -> None:
         if type(value) in weakref.ProxyTypes:  # which pass for what they refer to
-            self._add_referent(label, value, depth)
+            self._add_referent(label, value, partial(_proxied, value), depth)
         elif value is MISSING or isinstance(value, ATOMS):
             self.facts[label] = _fact_of(value)
             if isinstance(value, enum.Enum) and may_change(type(value)):
@@ -245,8 +245,8 @@ class _Collector:
             self.facts[label] = Same(value)
             self.add(f"{label}.args", value.args, depth + 1)
             self.add(f"{label}.keywords", value.keywords, depth + 1)
-        elif _referent_of(value) is not None:
-            self._add_referent(label, value, depth)
+        elif (refers_to := _referent_of(value)) is not None:
+            self._add_referent(label, value, refers_to, depth)
         elif (get := _content_of(value)) is not None:
             self._add_value(label, value, get)
         elif isinstance(value, (Mapping, Sequence, Set)) and value is not os.environ and not _is_users(value):
@@ -264,9 +264,7 @@ class _Collector:
         else:
             self.facts[label] = _fact_of(value)
 
-    def _add_referent(self, label: str, value: Any, depth: int) -> None:
-        refers_to = _referent_of(value)
-        assert refers_to is not None
+    def _add_referent(self, label: str, value: Any, refers_to: Callable[[], Any], depth: int) -> None:
         self.facts[label] = Same(value)
         referent = refers_to()
         self.values.append((lambda: id(refers_to()), id(referent)))
@@ -895,8 +893,6 @@ def _referent_of(value: Any) -> Callable[[], Any] | None:
     """How to get what a value only refers to."""
     if isinstance(value, contextvars.ContextVar):
         return lambda: value.get(None)
-    if type(value) in weakref.ProxyTypes:
-        return lambda: _proxied(value)
     return value if type(value) is weakref.ref else None
 
 
