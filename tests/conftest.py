@@ -55,6 +55,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """What earlier files have left, such as modules that they import, costs the captures of this one no time."""
+    if len(gc.get_objects()) > 50_000:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With ``-n``: tests of a file, which share fixtures, stay together; a worker that is done takes some of others."""

@@ -197,7 +197,10 @@ def test_its_optimizer_in_a_step(net, data, backend, device, tmp_path):
     same(found, expected)
     same_state(graphed, plain)
     fix = "take optimizers(use_pl_optimizer=False) in the step"  # as `Manual` does
-    assert graphed.update.replays == 0 and fix in str([*graphed.update.in_python]), graphed.update.in_python
+    reasons = str([*graphed.update.in_python])
+    if device == "cuda" and "levels below" in reasons:  # what leads to the loader's data there comes first
+        fix = "have the step read it by a name"
+    assert graphed.update.replays == 0 and fix in reasons, reasons
 
 
 @pytest.mark.parametrize("kind", [Automatic, ManualInPython, ManualScaled])

@@ -56,7 +56,7 @@ def test_rows_are_timed_on_a_gpu(mode: str) -> None:
 @pytest.mark.nightly
 def test_the_suite_runs(net: SuiteRow, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "suite.json"
-    settings = SuiteSettings(CPU, only="net", jobs=2, json=file, catalogue="suite_models")
+    settings = SuiteSettings(CPU, only=("net",), jobs=2, json=file, catalogue="suite_models")
     assert run(settings) == 0
     printed = capsys.readouterr().out
     assert "Net, training, thunder.jit: " in printed and "| Net (jit) |" in printed
@@ -69,12 +69,12 @@ def test_the_suite_runs(net: SuiteRow, tmp_path: Path, capsys: pytest.CaptureFix
 def test_a_difference_is_an_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SuiteRow("Net", "tests", FORWARD, agrees="no: output 0 of step 2, by up to 1")
     monkeypatch.setattr(suite_run, "measure_all", lambda tasks, jobs, timeout: iter([wrong]))
-    assert run(SuiteSettings(CPU, only="Net", catalogue="suite_models")) == 1
+    assert run(SuiteSettings(CPU, only=("Net",), catalogue="suite_models")) == 1
 
 
 def test_command_lists_the_models(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "cpu", "--list", "--only", "vit"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["ViT B/16, Hugging Face", "ViT B/16, torchvision"]
+    assert main(["--device", "cpu", "--list", "--only", "vit", "dit"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["ViT B/16, Hugging Face", "ViT B/16, torchvision", "DiT B/2"]
 
 
 def test_command_rewrites_a_table(tmp_path: Path) -> None:

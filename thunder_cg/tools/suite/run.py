@@ -38,7 +38,7 @@ class CatalogueSettings:
 
     Attributes:
         catalogue: the module whose `MODELS` are measured.
-        only: the models that have this in their names, in upper or lower case.
+        only: the models that have one of these in their names, in upper or lower case.
         jobs: rows that are prepared at once. Rows are timed one by one.
         timeout: seconds to prepare a row, and again to time it.
         json: a file for the rows. Its rows of other models stay, if they are from this machine.
@@ -46,7 +46,7 @@ class CatalogueSettings:
 
     device: torch.device
     catalogue: str
-    only: str = ""
+    only: Sequence[str] = ("",)
     jobs: int = JOBS
     timeout: float = 600.0
     json: Path | None = None
@@ -58,10 +58,10 @@ class CatalogueSettings:
 
     def chosen(self) -> list[Any]:
         """The models that `only` chooses. ValueError if there are none."""
-        chosen = [model for name, model in self.models.items() if self.only.lower() in name.lower()]
-        if not chosen:
-            raise ValueError(f"--only {self.only}: no model has that in its name; there are {', '.join(self.models)}")
-        return chosen
+        for text in self.only:
+            if not any(text.lower() in name.lower() for name in self.models):
+                raise ValueError(f"--only {text}: no model has that in its name; there are {', '.join(self.models)}")
+        return [model for name, model in self.models.items() if any(text.lower() in name.lower() for text in self.only)]
 
 
 @dataclass(frozen=True, slots=True)
