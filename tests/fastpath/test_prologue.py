@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import thunder
 import torch
 from models import mlp
-from support import same
+from support import fast_path_calls, same
 from torch import nn
 
 from thunder_cg.fastpath.prologue import Metadata, ParameterCheck
@@ -112,6 +114,30 @@ def test_calls_that_differ_where_thunder_checks_nothing(transform, device):
     forwards = [program_of(entry.computation_traces) for entry in thunder.compile_stats(jmodel).interpreter_cache]
     assert all(forward.replays == 1 for forward in forwards)
     assert all(forward.no_fast_path is None for forward in forwards[:2])  # no call can be for both
+
+
+def test_arguments_that_share_memory_with_one_that_stays(transform, device):
+    """``cache`` is written, so it stays where it is, and a call compares the memory of the others with it alone."""
+
+    class Decoder(nn.Module):
+        def forward(self, x, y, cache):
+            cache.mul_(2.0)
+            return x * y + cache
+
+    def run(fn):
+        cache, one = torch.ones(4, device=device), torch.ones(4, device=device)
+        pairs = [(one, one + 1)] * 4 + [(cache, one), (one, one + 2), (one, one), (one, cache[:]), (one, one + 3)]
+        found, counts = [], []
+        for x, y in pairs:
+            found += [fn(x, y, cache).clone(), cache.clone()]
+            counts.append(fast_path_calls(fn) if fn is jmodel else 0)
+        return found, counts
+
+    jmodel = thunder.jit(Decoder(), transforms=[transform()])
+    found, counts = run(jmodel)
+    same(found, run(Decoder())[0])
+    are_fast = [after > before for before, after in pairwise(counts)]
+    assert are_fast == [False, True, True, False, True, False, False, True]
 
 
 def test_arguments_that_share_memory(transform, device):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -110,6 +110,28 @@ class PrologueGuard:
             found.append(module.get_buffer(key) if is_buffer else module.get_parameter(key))
         return found
 
+    def sharing_check(self, values: list[Any], static: Sequence[str]) -> Callable[[list[Any]], bool] | None:
+        """As `sharing_is_expected`, of the values of calls that have these arguments where they are in ``values``.
+
+        Only the others are looked at: of hundreds of arguments, most are parameters and caches. None if arguments are
+        expected to share memory.
+        """
+        if self.sharing_is_expected is not _nothing_is_shared:
+            return None
+        fixed = {self.place[name] for name in static}
+        arguments = range(self.positional + len(self.keywords or ()))
+        tensors = [i for i in arguments if type(values[i]) is torch.Tensor and values[i].layout is torch.strided]
+        where = {*_addresses(values[i] for i in tensors if i in fixed)}
+        others = [i for i in tensors if i not in fixed]
+        pick, count = getter(others), len(others)
+
+        def are_apart(values: list[Any]) -> bool:
+            with without_torch_functions():
+                found = {*_addresses(pick(values))}
+            return len(found) == count and where.isdisjoint(found)
+
+        return are_apart
+
     def picker(self, names: Sequence[str]) -> Callable[[list[Any]], Sequence[Any]]:
         """What picks the values called ``names`` out of ``values()``."""
         if missing := [name for name in names if name not in self.place]:
@@ -142,7 +164,11 @@ def _memory(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[int], l
     leaves = tree_flatten((args, kwargs))[0] if kwargs or not _FLAT.issuperset(map(type, args)) else args
     with without_torch_functions():  # a default device takes longer than what it looks at
         places = [i for i, leaf in enumerate(leaves) if type(leaf) is torch.Tensor and leaf.layout is torch.strided]
-        return places, [*map(_address_of, map(_storage_of, map(leaves.__getitem__, places)))]
+        return places, _addresses(map(leaves.__getitem__, places))
+
+
+def _addresses(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [*map(_address_of, map(_storage_of, tensors))]
 
 
 class _ModuleChecks:

@@ -62,6 +62,7 @@ def inference_fast_path(
     positional, keywords, sharing_is_expected = guard.positional, guard.keywords, guard.sharing_is_expected
     is_alone = keywords is not None and positional + len(keywords) == 1  # one argument shares no memory
     takes_all_values, pick_tensors = guard.makes_exactly(region.inputs), guard.picker(region.inputs)
+    are_apart = guard.sharing_check(values, [region.inputs[i] for i in region.guard.static])
     # The checks of the values.
     region.adapt_guard(list(pick_tensors(values)))
     tensors_hold, is_simple, aligned = region.guard.holds, region.guard.is_simple, region.guard.aligned
@@ -112,7 +113,7 @@ def inference_fast_path(
                 values = [*args, *[kwargs[key] for key in keywords], *parameters] if kwargs else [*args, *parameters]
             else:
                 return MISS
-            if not (is_alone or sharing_is_expected(args, kwargs)):
+            if not (is_alone or (sharing_is_expected(args, kwargs) if are_apart is None else are_apart(values))):
                 return MISS
             tensors = values if takes_all_values else list(pick_tensors(values))
             # Addresses of static tensors, and all of the others: see Note [Checks after the launch].
