@@ -298,6 +298,33 @@ def test_another_thread_that_communicates(ranks: Ranks) -> None:
         )
 
 
+def in_groups_of_their_own() -> tuple[int, int, dict[str, int]]:
+    """Trains without and with graphs; each rank also communicates in another group, of itself, and once more often."""
+    import parallel
+
+    own = [dist.new_group([rank]) for rank in range(dist.get_world_size())][parallel.RANK()]
+    found = []
+    for wrap in (lambda step: step, graphed):
+        model = parallel.model()
+        inner = step_of_own(model)
+
+        def fn(tokens, inner=inner):
+            loss = inner(tokens)
+            for _ in range(1 + dist.get_rank()):
+                dist.all_reduce(loss, group=own)
+            return loss
+
+        step = wrap(fn)
+        found.append([t for i in range(6) for t in (step(parallel.tokens(i)).clone(), *state_of(model))])
+    return parallel.differing(*found), step.replays, dict(step.in_python)
+
+
+def test_ranks_with_other_groups(ranks: Ranks) -> None:
+    """The ranks of a group agree on what happens in that group, whatever each does in others."""
+    for differing, replays, in_python in ranks.run(in_groups_of_their_own):
+        assert not differing and replays == 2, in_python
+
+
 # Groups that go
 
 

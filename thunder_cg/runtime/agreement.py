@@ -170,21 +170,22 @@ class Round:
         if self._has_declined:
             self._put("", _NOTHING, [group for group in self._numbers if group not in groups])
 
-    def ask(self, stage: str, subject: str, *, could_replay: bool = False) -> bool:
+    def ask(self, stage: str, subject: str | Mapping[ProcessGroup, str], *, could_replay: bool = False) -> bool:
         """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
 
         Args:
-            subject: describes what is captured: ranks agree if theirs are equal.
+            subject: describes what is captured, maybe in each group: ranks of a group agree if theirs are equal.
 
         Raises:
             RanksDiffer: the ranks do not agree.
         """
         all_could = could_replay
         for group, number in self._numbers.items():
-            self._put(stage, subject + _HAS * all_could, [group])
+            its = subject if isinstance(subject, str) else subject[group]
+            self._put(stage, its + _HAS * all_could, [group])
             try:
                 patience = self._patience(_states[group], could_replay=could_replay)
-                all_could &= self._compare(group, number, stage, subject, patience)
+                all_could &= self._compare(group, number, stage, its, patience)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
                 if problem.no_answer:
@@ -434,8 +435,8 @@ class SameOptions:
                 problem = "has run no function that was compiled with the transform and communicates"
                 problems.append(f"rank {rank} {problem}, in {limit:g} s")
             else:
-                differing = [name for name, value in self._options.items() if said.get(name) != value]
-                problems += [f"rank {rank} has {name}={said.get(name)}, not {self._options[name]}" for name in differing]
+                differ = [name for name, value in self._options.items() if said.get(name) != value]
+                problems += [f"rank {rank} has {name}={said.get(name)}, not {self._options[name]}" for name in differ]
         return "; ".join(problems)
 
 
