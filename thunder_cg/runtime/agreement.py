@@ -101,7 +101,7 @@ class _GroupState:
         self.calls = 0  # that communicate in it
         self.is_captured = False  # whether they are in the capture of a step, and so are none
         self.generation: int | None = None  # see Note [Keys in the store]
-        self.timeouts = 0  # in a row
+        self.timeouts = 0  # since the ranks last agreed, and half of those before
         self.meeting = 0  # the last call of the meeting that is or was
         self.next_request, self.pause = 0, 1  # the call after which this rank may ask for a meeting, and periods then
         self.is_closed = False  # whether it has been shut down or aborted
@@ -192,7 +192,7 @@ class Round:
                     self._ask_for_meeting()
                 raise
         for group in self._numbers if not (self._has_agreed or all_could) else ():
-            _states[group].timeouts = max(_states[group].timeouts - 1, 0)
+            _states[group].timeouts //= 2  # the others are there again
         self._has_agreed = True
         return all_could
 
@@ -534,8 +534,8 @@ def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> tuple[
     if _states[group].keep_eager:
         problem = 'a module that communicates in the same group was compiled with capture_collectives="never"'
         return f"{problem}; compile it without that option", False
+    if "cpu" in kinds and device_type != "cpu":  # as gloo does, on behalf of a GPU, too
+        return f"it communicates on the CPU, and its graph is on {device_type}; do that outside of the step", True
     if (found := distributed.capture_problem(group, device_type)) is not None:
         return "; ".join(found), False
-    if "cpu" in kinds and device_type != "cpu":
-        return f"it communicates on the CPU, and its graph is on {device_type}; do that outside of the step", True
     return None
