@@ -44,6 +44,8 @@ from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor, failure_text
 
 FEWEST_STEPS = 5  # of a turn
+TURN_TIMEOUT = 90.0  # seconds after which a turn counts as hung; it takes about as many as `TURN_SECONDS`, twice
+_VARIANT = ": "  # in what is reported, before the variant
 _WITH_THUNDERS_KERNELS = (COLLECTIVES_EAGER, OURS, GRAPHED_STEP)  # and graphs
 
 
@@ -190,6 +192,11 @@ def ticks(names: Sequence[str]) -> int:
     return len(names) * (1 + ROUNDS)
 
 
+def under_way(stage: str, names: Sequence[str]) -> str | None:
+    """The variant that a stage which `measure_case` reported is about."""
+    return next((name for name in names if stage.endswith(f"{_VARIANT}{name}")), None)
+
+
 class _Measurement:
     """All variants of a case on this rank. One that fails on any rank is left out on all from there on."""
 
@@ -218,7 +225,8 @@ class _Measurement:
             with _on_all_ranks(self._turns.alone(), self._control), frozen_objects():
                 for turn in range(ROUNDS):
                     for name in [*self._contenders]:
-                        self._supervisor.report(f"{self._case.name}: turn {turn + 1} of {ROUNDS}, {name}")
+                        stage = f"{self._case.name}: turn {turn + 1} of {ROUNDS}{_VARIANT}{name}"
+                        self._supervisor.report(stage, timeout=TURN_TIMEOUT)
                         self._take_turn(name)
             for name, contender in self._contenders.items():
                 _fill(self._rows[name], contender, self._control)
@@ -226,7 +234,7 @@ class _Measurement:
 
     def _prepare(self, names: Sequence[str]) -> None:
         for name in names:
-            self._supervisor.report(f"{self._case.name}: preparing {name}")
+            self._supervisor.report(f"{self._case.name}: preparing{_VARIANT}{name}")
             with _on_all_ranks(self._turns.at_work(), self._control):
                 self._try(name, partial(self._prepare_one, name))
 
