@@ -228,6 +228,7 @@ class _Measurement:
                         stage = f"{self._case.name}: turn {turn + 1} of {ROUNDS}{_VARIANT}{name}"
                         self._supervisor.report(stage, timeout=TURN_TIMEOUT)
                         self._take_turn(name)
+            self._supervisor.report(f"{self._case.name}: ending", ticks=0)  # which has no time-out
             for name, contender in self._contenders.items():
                 _fill(self._rows[name], contender, self._control)
         return [*self._rows.values()]
