@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -152,8 +153,9 @@ _exchanged: Callable[..., Any] = _collective(
 # Those that write a tensor, as torch.distributed has them.
 
 
+@dataclass
 class TracedWork:
-    """What ``async_op=True`` gives in a trace: see Note [Collectives in place]."""
+    """What ``async_op=True`` gives in a trace: see Note [Collectives in place]. Thunder returns dataclasses, too."""
 
     def wait(self, timeout: Any = None) -> bool:
         return True

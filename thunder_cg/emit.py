@@ -68,10 +68,13 @@ class Emitter:
                 trace.bound_symbols = self._symbols()
             else:
                 trace.bound_symbols = [op.symbol for op in self._ops.ops]
+                first = next(i for i, op in enumerate(self._ops.ops) if op.id != "UNPACK_TRIVIAL")
                 if self._program.options.strict and compat.TraceTag.BACKWARD not in self._old.tags:
-                    first = next(i for i, op in enumerate(self._ops.ops) if op.id != "UNPACK_TRIVIAL")
                     begin = self._bind("cudagraph_begin", self._program.begin_without_regions, [], None)
                     trace.bound_symbols.insert(first, begin)
+                if self._program.same_options is not None:
+                    check = self._bind("cudagraph_check_options", self._program.check_options, [], None)
+                    trace.bound_symbols.insert(first, check)
             return compat.del_last_used(trace)
 
     def _symbols(self) -> list[compat.BoundSymbol]:

@@ -159,6 +159,14 @@ class RanksDiffer(CudagraphError, RuntimeError):
         self.may_pass, self.no_answer = may_pass, no_answer
 
 
+class OptionsDiffer(CudagraphError, RuntimeError):
+    """Another rank has not compiled a function that communicates with the same options, or not with the transform."""
+
+    def __init__(self, label: str, problem: str) -> None:
+        why = "ranks that differ would make their collectives in another order, and get each other's tensors"
+        super().__init__(f"{label}: {problem}; {why}; compile it on all ranks alike")
+
+
 class ReplayRefused(CudagraphError, RuntimeError):
     """What a graph raises that could not be launched. Nothing of it ran, so its ops may run instead."""
 

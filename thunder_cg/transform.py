@@ -23,7 +23,7 @@ from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known,
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off, returned
 from thunder_cg.analysis.lost import constant, lost, unrepeated
-from thunder_cg.analysis.ops import Ops, names_in, read
+from thunder_cg.analysis.ops import Ops, names_in, process_groups, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
 from thunder_cg.analysis.rules import Reason
@@ -41,6 +41,7 @@ from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
 from thunder_cg.fastpath.sharing import told_apart
 from thunder_cg.options import Options, taken_from
+from thunder_cg.runtime.agreement import SameOptions
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
 from thunder_cg.runtime.compilation import Compilation, compiling, name_of, note_compile_failure
@@ -302,7 +303,21 @@ class CudagraphTransform(compat.Transform):
         verifier = ReplayVerifier(trace.ops, self._backend, trace.aliasing)
         planned = [step for step in trace.plan.steps if isinstance(step, Region)]
         regions = [self._region(region, io, trace, verifier, taken) for region, io in zip(planned, region_io(trace))]
-        return Program(trace, regions, forward, self._shared, verifier, compilation)
+        return Program(trace, regions, forward, self._shared, verifier, compilation, self._same_options(trace.ops))
+
+    def _same_options(self, ops: Ops) -> SameOptions | None:
+        """Whether ranks have compiled a trace with the same options; None if it does not communicate."""
+        if not (groups := process_groups(ops.ops)):
+            return None
+        data, options = compat.get_compile_data(), self.options
+        # Dynamo may compile a graph anew on one rank alone, so all of its graphs are one function.
+        function = self._shared.arenas if isinstance(data.fn, torch.fx.GraphModule) else data
+        executors = (each for each in data.executors_list if not isinstance(each, compat.TemporaryExecutor))
+        counted = {name: ", ".join(sorted(map(shown, getattr(options, name)))) for name in ("allow", "deny")}
+        counted = {name: f"[{names}]" for name, names in counted.items()}
+        counted |= {"executors": str([each.name for each in executors])}
+        counted |= {"capture_collectives": repr(options.capture_collectives)}
+        return SameOptions(groups, function, counted, waits=options.capture_collectives != "never")
 
     def _log_compiled(self, program: Program, took: int) -> None:
         """Says what was compiled, and warns once of each cause of an eager operator that has a fix."""

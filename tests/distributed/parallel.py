@@ -178,10 +178,10 @@ def summary(compiled: Any) -> list[dict[str, Any]]:
 
 
 def forget_meetings() -> None:
-    """Of earlier tests, with longer periods."""
+    """Of earlier tests, with longer periods; and their time-outs, after which a rank waits for less than it needs."""
     world = torch.distributed.group.WORLD
     for group, state in (agreement._common_clock(), agreement._clock([world])):
-        state.meeting, state.next_request, state.pause = 0, 0, 1
+        state.meeting, state.next_request, state.pause, state.timeouts = 0, 0, 1, 0
         distributed.store(group).set(agreement._key_of_meeting(group, state), "0")
 
 

@@ -198,6 +198,46 @@ def test_strict_says_what_ranks_have_to_do(ranks: Ranks) -> None:
         assert "captures something else" in message and "; make the same calls on all ranks" in message
 
 
+def other_options(what: str) -> list[str]:
+    """What two calls raise where rank 1 has compiled the model in another way."""
+    import parallel
+
+    from thunder_cg.compat import distributed
+    from thunder_cg.errors import OptionsDiffer
+
+    is_other = parallel.RANK() == 1
+    if what == "no transform" and is_other:
+        parallel.ddp()  # a call of which would wait for rank 0
+        return []
+    options = {"deny": ["torch.nn.functional.gelu"]} if what == "operators" and is_other else {}
+    others: dict[str, Any] = {"executors": []} if what == "executors" and is_other else {}
+    compiled = parallel.ddp(parallel.transform(**options), **others)
+    found = []
+    with patch.object(distributed, "timeout", lambda group: 0.5 if what == "no transform" else 60.0):
+        for _ in range(2):
+            loss = compiled(parallel.tokens(0)).square().mean()
+            with pytest.raises(OptionsDiffer) as caught:
+                loss.backward()
+            found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("operators", r"rank 1 has deny=\['torch.nn.functional.gelu'\], not \[\]"),
+        ("executors", r"rank 1 has executors=\['torch', 'python'\], not \['"),
+        ("no transform", r"rank 1 has run no function that was compiled with the transform and .*, in 0.5 s"),
+    ],
+)
+def test_ranks_that_have_compiled_otherwise(ranks: Ranks, what: str, said: str) -> None:
+    """They would make their collectives in another order, or launch others of them together."""
+    first, second = ranks.run(other_options, what)
+    assert len(first) == 2 and first[0] == first[1] and re.search(said, first[0]), first
+    assert first[0].endswith("compile it on all ranks alike")
+    assert all("rank 0 has " in each for each in second) and len(second) == (0 if what == "no transform" else 2)
+
+
 class CountedStore:
     """The store of a group. Counts how often each of its methods is called."""
 
@@ -234,6 +274,7 @@ def store_operations_of_ddp(batches: Sequence[int]) -> list[Counter[str]]:
 def test_ranks_agree_at_captures_only(ranks: Ranks) -> None:
     """One round for each layout: a vote before the capture and one after it. Steady calls ask nothing of a store."""
     for calls in ranks.run(store_operations_of_ddp, (4, 4, 4, 4, 3, 3, 3, 4, 3)):
-        assert calls[0] == {"add": 1, "set": 1}  # the generation of the group, and that it warms up
+        # The generation of the group, the options of the ranks, and that it warms up.
+        assert calls[0].pop("check") >= 1 and calls[0] == {"add": 1, "set": 2, "get": 1}
         assert calls[1]["set"] == calls[5]["set"] == 2 and calls[4] == {"set": 1}
         assert not any(calls[i] for i in (2, 3, 6, 7, 8))

@@ -125,6 +125,29 @@ def test_collectives_are_captured_with_their_waits(ranks: Ranks, name: str) -> N
         assert f"{CASES[name]} of " in text and "default_pg of 2 ranks, captured" in text
 
 
+def returns_handles() -> tuple[int, list[dict[str, Any]]]:
+    """As `called`, for a function that leaves it to the caller to wait."""
+    import parallel
+
+    def begins(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        y = x * 2
+        return y, dist.all_reduce(y, async_op=True)
+
+    compiled = thunder.jit(begins, transforms=[parallel.transform()])
+    found: list[list[torch.Tensor]] = [[], []]
+    for batch in batches(4):
+        for each, values in zip((begins, compiled), found):
+            y, handle = each(batch)
+            assert handle.wait()
+            values.append(y)
+    return parallel.differing(*found), parallel.summary(compiled)
+
+
+def test_a_handle_may_be_returned(ranks: Ranks) -> None:
+    for differing, (trace,) in ranks.run(returns_handles):
+        assert not differing and trace["eager"] == [] and trace["replays"] == [3]
+
+
 def test_what_is_done_at_once_runs_beside_what_follows(ranks: Ranks) -> None:
     """The exchange of `exchanges` is read last, and the sine of it was computed before."""
     for _, _, text in ranks.run(called, "exchanges", "jit"):

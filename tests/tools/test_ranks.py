@@ -29,6 +29,7 @@ def troubled(here: Rank, supervisor: Supervisor, how: str) -> None:
     """Rank 1 fails or hangs; rank 0 waits for it in a collective."""
     if here.rank == 1 and how == "raises":
         raise ValueError("no luck")
+    supervisor.report("the barrier", timeout=2.0 if how == "hangs" else 60.0)
     if here.rank == 1:
         time.sleep(600)
     dist.barrier()
@@ -47,13 +48,20 @@ def test_results_of_all_ranks() -> None:
 
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
-    ("how", "said"), [("raises", "rank 1: ValueError: no luck"), ("hangs", "rank [01]: no result within 2 s")]
+    ("how", "said"),
+    [
+        ("raises", "rank 1: ValueError: no luck"),
+        ("hangs", "rank [01]: no result within 2 s, the barrier.*, in .*; rank [01]: in .*"),
+    ],
 )
 def test_one_rank_ends_all(how: str, said: str) -> None:
     began = time.monotonic()
-    with pytest.raises(RankFailed, match=said):
-        run_on_ranks(troubled, (how,), 2, "cpu", 2.0 if how == "hangs" else 60.0)
+    with pytest.raises(RankFailed, match=said) as caught:
+        run_on_ranks(troubled, (how,), 2, "cpu", 60.0)
     assert time.monotonic() - began < 30
+    if how == "hangs":
+        assert caught.value.stage == "the barrier"
+        assert all(each in str(caught.value) for each in ("in troubled (tools/test_ranks.py:", "barrier ("))
 
 
 @pytest.mark.nightly

@@ -35,6 +35,14 @@ Note [Steps that communicate]
     it in Python is numbered within it. So ranks number alike, whether they replay the step or run it. Which groups it
     communicates in shows when it runs in Python: each group counts what PyTorch issues, and what programs do in it.
 
+Note [Same options]
+    The order of collectives, and which of them one launch makes, follow from the trace, from the executors and from
+    options. Ranks that differ there would mix up their tensors, and NCCL may not notice. So when a function first
+    communicates in a group, each rank puts its options into the group's store, and compares those of all others. The
+    functions of a group are numbered in the order in which they first do so, which is that of all ranks. A rank waits
+    for the others as long as a collective does: they may be late, and one that has compiled without the transform, and
+    has Thunder's order, never answers. Later versions of a function, for other shapes, ask nothing.
+
 Note [The end of a group]
     NCCL's communicator waits, on its way out, until all graphs that hold it are gone. So before a group is shut down or
     aborted, all recordings that hold it are closed. Calls run eagerly from then on, as they would without graphs.
@@ -42,6 +50,8 @@ Note [The end of a group]
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 import time
 import weakref
@@ -51,8 +61,10 @@ from functools import cached_property
 from typing import Protocol
 
 from thunder_cg.compat import distributed
-from thunder_cg.compat.distributed import ProcessGroup
-from thunder_cg.errors import RanksDiffer
+from thunder_cg.compat.distributed import ProcessGroup, Store
+from thunder_cg.errors import OptionsDiffer, RanksDiffer
+
+_logger = logging.getLogger(__name__)
 
 DESTROYED = "the process group of its collectives has been destroyed or aborted"
 _TIMEOUT = 5.0  # seconds to wait for the vote of another rank, at first
@@ -61,6 +73,7 @@ _SHORTEST = 0.02  # after many time-outs in a row
 _PERIOD, _MEETING = 256, 32  # calls: see Note [Meetings]
 _MAX_PAUSE = 16  # periods
 _MEETING_TIMEOUT = 0.5  # seconds
+_SILENCE = 10.0  # seconds after which the log says what a rank waits for, and does so again
 _NO, _NEVER, _NOTHING = "no: ", "never: ", ""
 _HAS = " again"  # ends a vote of one that could replay
 
@@ -88,10 +101,11 @@ class _GroupState:
         self.calls = 0  # that communicate in it
         self.is_captured = False  # whether they are in the capture of a step, and so are none
         self.generation: int | None = None  # see Note [Keys in the store]
-        self.timeouts = 0  # in a row
+        self.timeouts = 0  # since the ranks last agreed, and half of those before
         self.meeting = 0  # the last call of the meeting that is or was
         self.next_request, self.pause = 0, 1  # the call after which this rank may ask for a meeting, and periods then
         self.is_closed = False  # whether it has been shut down or aborted
+        self.functions = 0  # that have communicated in it: see Note [Same options]
         self.holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
         self.keep_eager: weakref.WeakSet[object] = weakref.WeakSet()  # programs that no graph is to hold
 
@@ -107,6 +121,23 @@ class _GroupState:
 _States = weakref.WeakKeyDictionary[ProcessGroup, _GroupState]
 _states: _States = weakref.WeakKeyDictionary()
 _common: _States = weakref.WeakKeyDictionary()  # of a default group: see Note [Several groups]
+
+
+_agreed_for = [0.0]  # seconds
+
+
+def seconds_of_agreement() -> float:
+    """How long this process has been asking other ranks, until now, with the time that it was there before them."""
+    return _agreed_for[0]
+
+
+@contextmanager
+def _timed() -> Iterator[None]:
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        _agreed_for[0] += time.perf_counter() - begin
 
 
 def _close_holders(group: ProcessGroup, *, may_wait: bool) -> None:
@@ -156,28 +187,30 @@ class Round:
         if self._has_declined:
             self._put("", _NOTHING, [group for group in self._numbers if group not in groups])
 
-    def ask(self, stage: str, subject: str, *, could_replay: bool = False) -> bool:
+    @_timed()
+    def ask(self, stage: str, subject: str | Mapping[ProcessGroup, str], *, could_replay: bool = False) -> bool:
         """Votes for ``subject`` at ``stage``, and waits. Returns whether all ranks could replay instead.
 
         Args:
-            subject: describes what is captured: ranks agree if theirs are equal.
+            subject: describes what is captured, maybe in each group: ranks of a group agree if theirs are equal.
 
         Raises:
             RanksDiffer: the ranks do not agree.
         """
         all_could = could_replay
         for group, number in self._numbers.items():
-            self._put(stage, subject + _HAS * all_could, [group])
+            its = subject if isinstance(subject, str) else subject[group]
+            self._put(stage, its + _HAS * all_could, [group])
             try:
                 patience = self._patience(_states[group], could_replay=could_replay)
-                all_could &= self._compare(group, number, stage, subject, patience)
+                all_could &= self._compare(group, number, stage, its, patience)
             except RanksDiffer as problem:
                 self.refuse(stage, str(problem), may_pass=problem.may_pass)  # for those that still wait, or ask later
                 if problem.no_answer:
                     self._ask_for_meeting()
                 raise
         for group in self._numbers if not (self._has_agreed or all_could) else ():
-            _states[group].timeouts = max(_states[group].timeouts - 1, 0)
+            _states[group].timeouts //= 2  # the others are there again
         self._has_agreed = True
         return all_could
 
@@ -373,6 +406,73 @@ class Collectives:
         self._watch(self._groups)
 
 
+_functions: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[ProcessGroup, str]]
+_functions = weakref.WeakKeyDictionary()  # for each group that they communicate in, how the options of ranks differ
+
+
+class SameOptions:
+    """Whether all ranks have compiled a function with the same options. See Note [Same options].
+
+    Args:
+        groups: that a version of the function communicates in.
+        function: stands for it, for all its versions.
+        options: those that count, by name.
+        waits: whether it matters on this rank, or other ranks only hear of its options.
+    """
+
+    def __init__(
+        self, groups: Sequence[ProcessGroup], function: object, options: Mapping[str, str], *, waits: bool
+    ) -> None:
+        self._groups, self._options, self._waits = list(groups), dict(options), waits
+        self._checked = _functions.setdefault(function, weakref.WeakKeyDictionary())
+        for group in groups:
+            _states.setdefault(group, _GroupState())
+
+    def check(self, label: str) -> None:
+        """To be called before the version communicates.
+
+        Raises:
+            OptionsDiffer: those of another rank are other ones, or it has said nothing until the group's time-out.
+        """
+        for group in filter(distributed.is_alive, _with_others(self._groups)):
+            if group not in self._checked:
+                self._checked[group] = self._compare(group, label)
+            if self._checked[group]:
+                raise OptionsDiffer(label, self._checked[group])
+
+    @_timed()
+    def _compare(self, group: ProcessGroup, label: str) -> str:
+        """Tells the other ranks the options; in which rank's they differ, and how, "" if in none."""
+        state, store = _states[group], distributed.store(group)
+        state.functions += 1
+        key, limit = f"thunder_cg/{_generation(group)}/options/{state.functions}", distributed.timeout(group)
+        store.set(f"{key}/{group.rank()}", json.dumps(self._options))
+        begin, problems = time.monotonic(), []
+        others = [(index, rank) for index, rank in enumerate(distributed.ranks(group)) if index != group.rank()]
+        for index, rank in others if self._waits else ():
+            if (said := _options_at(store, f"{key}/{index}", begin, limit, f"{label}: waits for rank {rank}")) is None:
+                problem = "has run no function that was compiled with the transform and communicates"
+                problems.append(f"rank {rank} {problem}, in {limit:g} s")
+            else:
+                differ = [name for name, value in self._options.items() if said.get(name) != value]
+                problems += [f"rank {rank} has {name}={said.get(name)}, not {self._options[name]}" for name in differ]
+        return "; ".join(problems)
+
+
+def _options_at(store: Store, key: str, begin: float, limit: float, what: str) -> dict[str, str] | None:
+    """What a rank has put down; None if it is nothing until ``limit`` seconds after ``begin``."""
+    pause, next_word = 1e-4, _SILENCE
+    while not store.check([key]):
+        if (waited := time.monotonic() - begin) > limit:
+            return None
+        if waited > next_word:
+            _logger.warning("%s, which has to run it, compiled with the same options, for %.0f s now", what, waited)
+            next_word = 2 * waited
+        time.sleep(pause)
+        pause = min(2 * pause, 5e-3)
+    return dict(json.loads(store.get(key)))
+
+
 def keep_eager(groups: Sequence[ProcessGroup], program: object) -> None:
     """No graph of a step is to hold collectives of these groups, as long as there is the program."""
     for group in groups:
@@ -453,8 +553,8 @@ def _objection(group: ProcessGroup, kinds: Set[str], device_type: str) -> tuple[
     if _states[group].keep_eager:
         problem = 'a module that communicates in the same group was compiled with capture_collectives="never"'
         return f"{problem}; compile it without that option", False
+    if "cpu" in kinds and device_type != "cpu":  # as gloo does, on behalf of a GPU, too
+        return f"it communicates on the CPU, and its graph is on {device_type}; do that outside of the step", True
     if (found := distributed.capture_problem(group, device_type)) is not None:
         return "; ".join(found), False
-    if "cpu" in kinds and device_type != "cpu":
-        return f"it communicates on the CPU, and its graph is on {device_type}; do that outside of the step", True
     return None

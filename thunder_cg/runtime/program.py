@@ -26,7 +26,7 @@ from thunder_cg.errors import CaptureError, RanksDiffer
 from thunder_cg.options import Options
 from thunder_cg.progress import Stage, is_shown
 from thunder_cg.runtime import skip_reasons
-from thunder_cg.runtime.agreement import DESTROYED, Collectives, Round, keep_eager
+from thunder_cg.runtime.agreement import DESTROYED, Collectives, Round, SameOptions, keep_eager
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backend import Backend
 from thunder_cg.runtime.budget import ProgramBudget
@@ -89,6 +89,7 @@ class Program:
 
     Args:
         regions: those of the trace's plan, in order.
+        same_options: of the ranks, if it communicates.
         forward: of a backward, the program of its forward, with which it is a pair.
     """
 
@@ -100,12 +101,13 @@ class Program:
         shared: SharedState,
         verifier: Verifier,
         compilation: Compilation,
+        same_options: SameOptions | None = None,
     ) -> None:
         self.kind, self.ops, self.plan, self.aliasing = trace.kind, trace.ops, trace.plan, trace.aliasing
         self.regions, self._saved = list(regions), trace.saved
         self.options, self.backend, self._warned = shared.options, shared.backend, shared.warned
         self.split_operators = shared.split
-        self.verifier, self.compilation = verifier, compilation
+        self.verifier, self.compilation, self.same_options = verifier, compilation, same_options
         self._changes_in_a_row = self._replays_before = 0  # changes since the last replay, and replays at the last one
         self.label = f"{compilation.name}, {trace.kind}"
         self.calls = self.eager_calls = self.warm_ups = 0
@@ -177,9 +179,16 @@ class Program:
 
     def begin(self, *tensors: torch.Tensor) -> Call:
         """Begins a call: finds a recording whose guard holds for ``tensors``, or decides what to do without one."""
+        self.check_options()
         inputs = list(tensors)
         needs_others = self._tries_again()
         return self._agree(self._begin(inputs), inputs, needs_others)
+
+    def check_options(self) -> None:
+        """To be called before it communicates: see Note [Same options] in agreement.py. `OptionsDiffer` if ranks do."""
+        if self.same_options is not None:
+            self.same_options.check(self.label)
+            self.same_options = None
 
     def begin_without_regions(self) -> None:
         """Counts a call of a trace in which nothing is captured. After the first one, ``strict=True`` forbids it."""
@@ -281,6 +290,7 @@ class Program:
 
     def begin_backward(self, saved: Any, *tensors: torch.Tensor) -> Call:
         """Begins the backward of the call whose forward returned ``saved``."""
+        self.check_options()
         call = SavedState.call_in(saved)
         if call is None:
             self.calls += 1

@@ -84,8 +84,7 @@ class Calls:
     Attributes:
         found: each function, and what it is bound to, once they were looked for.
         objection: something that runs and that no replay would do, in words; None if nothing does.
-        collectives: their names, in order.
-        groups: that they communicate in.
+        groups: that they communicate in, each with the names of its collectives, in order.
         pending: those that nobody has waited for yet, by identity, and where they are called.
         communicated: addresses of tensors that they got, with their names. NCCL's kernels may find them in memory.
         written: addresses of storages that they write to, and where they are called. No version counts such a write.
@@ -117,8 +116,7 @@ class Calls:
 
     def forget_collectives(self) -> None:
         """Before a capture, which may be the second one of a call."""
-        self.collectives: list[str] = []
-        self.groups: dict[ProcessGroup, None] = {}
+        self.groups: dict[ProcessGroup, list[str]] = {}
         self.pending: dict[int, tuple[Work, str]] = {}
         self.communicated: dict[int, str] = {}
         self.written: dict[int, str] = {}
@@ -205,10 +203,9 @@ class Calls:
         if threading.get_ident() != self._thread:
             return
         self._object_to(frame, method)
-        self.collectives.append(method)
         values = frame.f_locals
         if is_torchs_own(frame) and isinstance(group := values.get("group"), ProcessGroup):
-            self.groups[group] = None
+            self.groups.setdefault(group, []).append(method)
         else:
             problem = f"it calls a method of a process group itself{_line(frame)}"
             self.objection = self.objection or f"{problem}; call the function of torch.distributed"

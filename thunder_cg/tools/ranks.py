@@ -18,7 +18,15 @@ COLLECTIVE = timedelta(seconds=180)  # after which a rank that waits for another
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or hung; the others were ended."""
+    """A rank raised, died or hung; the others were ended. It says which rank, why, and where the others were.
+
+    Attributes:
+        stage: what the rank had reported last.
+    """
+
+    def __init__(self, problem: str, stage: str = "") -> None:
+        super().__init__(problem)
+        self.stage = stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,10 @@ def run_on_ranks(
         with closing(workers.answers()) as answers:  # closed, it ends all processes
             for answer in answers:
                 if answer.failure:
-                    raise RankFailed(f"rank {answer.task.rank.rank}: {answer.failure}")
+                    others = workers.where() if answer.hangs else []
+                    said = [(answer.task, answer.failure), *others]
+                    problem = "; ".join(f"rank {task.rank.rank}: {each}" for task, each in said)
+                    raise RankFailed(problem, answer.stage)
                 results[answer.task.rank.rank] = answer.result
     return results
 

@@ -7,7 +7,9 @@ while a task that asks for its turn has it, the processes of the others are stop
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
+import re
 import signal
 import tempfile
 import threading
@@ -25,6 +27,8 @@ import torch
 from thunder_cg.progress import Progress
 
 STARTUP = 180.0  # seconds for the imports
+_PRINTS_STACKS = signal.SIGUSR1
+_FRAMES = 6  # of a stack that are shown
 
 T = TypeVar("T")
 
@@ -40,9 +44,13 @@ class Supervisor:
     def __init__(self, pipe: connection.Connection) -> None:
         self._pipe = pipe
 
-    def report(self, stage: str, ticks: int = 1) -> None:
-        """Says what begins now, and how many ticks of progress that is. If the process dies, its answer names it."""
-        self._pipe.send(("stage", (stage, ticks)))
+    def report(self, stage: str, ticks: int = 1, timeout: float = math.inf) -> None:
+        """Says what begins now, and how many ticks of progress that is. If the process dies, its answer names it.
+
+        Args:
+            timeout: seconds until the next report, after which the process counts as hung.
+        """
+        self._pipe.send(("stage", (stage, ticks, timeout)))
 
     def send_result(self, result: Any) -> None:
         """Sends the result as far as it is known; the last one counts."""
@@ -81,12 +89,16 @@ class Answer(Generic[T]):
     Attributes:
         result: the last result that the worker sent; None if it sent none.
         failure: why the task ended early, "" if it did not.
+        hangs: whether that is why, and it was ended.
+        stage: what it has reported last.
         final: False if the task only waits for its turn.
     """
 
     task: T
     result: Any = None
     failure: str = ""
+    hangs: bool = False
+    stage: str = ""
     final: bool = False
 
 
@@ -100,6 +112,8 @@ class _Worker(Generic[T]):
     stage: str = ""
     tasks_begun: int = 0
     deadline: float = field(default_factory=lambda: time.monotonic() + STARTUP)
+    stage_began: float = 0.0
+    stage_timeout: float = math.inf
     ready: bool = False
     waits: bool = False
 
@@ -118,6 +132,23 @@ class _Worker(Generic[T]):
         except ProcessLookupError:
             if self.process.is_alive():  # it has just begun, and has no group yet
                 os.kill(self.process.pid, number)
+
+    @property
+    def ends(self) -> float:
+        """When it counts as hung."""
+        return min(self.deadline, self.stage_began + self.stage_timeout)
+
+    def where(self) -> str:
+        """What its main thread runs, innermost first, even if it never returns from there."""
+        known = os.path.getsize(self.output.name)
+        with suppress(ProcessLookupError):
+            os.kill(self.process.pid, _PRINTS_STACKS)
+            time.sleep(0.5)
+        with open(self.output.name, encoding="utf-8", errors="replace") as file:
+            file.seek(known)
+            *_, stack = file.read().split("hread 0x")  # that of the main thread is the last
+        frames = re.findall(r'File ".*?([^/"]+/[^/"]+)", line (\d+) in (\S+)', stack)[:_FRAMES]
+        return "in " + " < ".join(f"{function} ({file}:{line})" for file, line, function in frames)
 
     def end(self) -> None:
         self.signal(signal.SIGKILL)
@@ -201,7 +232,7 @@ class Workers(Generic[T]):
     def _begin(self) -> None:
         while self._tasks and sum(worker.busy for worker in self._workers) < self._jobs:
             worker = next((worker for worker in self._workers if worker.answer is None), None) or self._start()
-            worker.answer, worker.stage = Answer(self._tasks.popleft()), ""
+            worker.answer, worker.stage, worker.stage_timeout = Answer(self._tasks.popleft()), "", math.inf
             worker.tasks_begun += 1
             worker.output.truncate(0)
             if worker.ready:
@@ -222,13 +253,14 @@ class Workers(Generic[T]):
 
     def _receive(self, busy: Sequence[_Worker[T]]) -> Iterator[Answer[T]]:
         """Takes one message of each worker that has sent one, and gives up those whose time is over."""
-        left = min(worker.deadline for worker in busy) - time.monotonic()
+        left = min(worker.ends for worker in busy) - time.monotonic()
         readable = connection.wait([worker.pipe for worker in busy], max(0.0, left))
         for worker in busy:
             if worker.pipe in readable:
                 yield from self._take_message(worker)
-            elif time.monotonic() > worker.deadline:
-                yield self._died(worker, f"no result within {self._timeout if worker.ready else STARTUP:g} s")
+            elif time.monotonic() > worker.ends:
+                limit = min(self._timeout, worker.stage_timeout) if worker.ready else STARTUP
+                yield self._died(worker, f"no result within {limit:g} s", hangs=True)
 
     def _take_message(self, worker: _Worker[T]) -> Iterator[Answer[T]]:
         assert worker.answer is not None
@@ -242,8 +274,9 @@ class Workers(Generic[T]):
             worker.ready = True
             worker.deadline = time.monotonic() + self._timeout
         elif kind == "stage":
-            worker.stage = content[0]
-            self._on_progress(worker.answer.task, *content)
+            worker.stage, ticks, worker.stage_timeout = content
+            worker.stage_began = time.monotonic()
+            self._on_progress(worker.answer.task, worker.stage, ticks)
         elif kind == "result":
             worker.answer.result = content
             self._on_result(worker.answer.task, content)
@@ -257,20 +290,25 @@ class Workers(Generic[T]):
         else:
             yield self._finish(worker)
 
-    def _died(self, worker: _Worker[T], how: str) -> Answer[T]:
+    def where(self) -> list[tuple[T, str]]:
+        """What those run that are at work."""
+        at_work = [(worker, worker.answer) for worker in self._workers if worker.answer is not None and worker.ready]
+        return [(answer.task, worker.where()) for worker, answer in at_work]
+
+    def _died(self, worker: _Worker[T], how: str, *, hangs: bool = False) -> Answer[T]:
         with open(worker.output.name, encoding="utf-8", errors="replace") as file:
             why = ": ".join([", ".join(filter(None, (how, worker.stage))), *_last_output(file)])[:300]
         if not worker.ready:
             raise RuntimeError(f"a worker does not start: {why}")
-        return self._finish(worker, why)
+        return self._finish(worker, f"{why}, {worker.where()}" if hangs else why, hangs=hangs)
 
-    def _finish(self, worker: _Worker[T], failure: str = "") -> Answer[T]:
+    def _finish(self, worker: _Worker[T], failure: str = "", *, hangs: bool = False) -> Answer[T]:
         answer, worker.answer = worker.answer, None
         assert answer is not None
         if failure or worker.tasks_begun == self._tasks_per_process:
             self._workers.remove(worker)
             worker.end()
-        return replace(answer, failure=failure, final=True)
+        return replace(answer, failure=failure, hangs=hangs, stage=worker.stage, final=True)
 
 
 def _last_output(lines: Iterable[str]) -> list[str]:
@@ -288,6 +326,7 @@ def _serve(pipe: connection.Connection, output: str, work: Callable[[Any, Superv
     os.dup2(file, 1)
     os.dup2(file, 2)
     faulthandler.enable(2)
+    faulthandler.register(_PRINTS_STACKS, 2)
     torch.set_num_threads(1)
     pipe.send(("ready", None))
     while True:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thunder_cg import __main__ as command_line
 from thunder_cg.tools.bench import rank_run
-from thunder_cg.tools.bench.distributed import RankRow, _template
+from thunder_cg.tools.bench.distributed import RankRow, _template, under_way
 from thunder_cg.tools.bench.parallel import (
     COLLECTIVES_EAGER,
     DDP,
@@ -102,6 +102,34 @@ def test_failed_ranks_cost_one_case(
     assert [f"**{case}**" in printed for case in cases] == [True] * 3 and "rank 1: out of luck" in printed
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert {row["case"]: bool(row["failure"]) for row in rows} == dict(zip(cases, (False, True, False)))
+
+
+def test_a_variant_that_hangs_costs_its_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The others are measured without it, in new processes."""
+    (name,) = (case.name for case in RankSettings(CPU, 2, names=("ddp",)).chosen)
+    asked = []
+
+    def run(work: Any, arguments: Any, size: int, kind: str, timeout: float, on_progress: Any, on_result: Any) -> None:
+        names = arguments[2]
+        asked.append([*names])
+        if THUNDER in names:
+            raise RankFailed("rank 0: no result within 90 s, in wait", f"{name}: turn 1 of 5: {THUNDER}")
+        on_result([RankRow(name, each, 1.0) for each in names])
+
+    monkeypatch.setattr(rank_run, "run_on_ranks", run)
+    settings = RankSettings(CPU, 2, names=("ddp",), variants=(EAGER, THUNDER, OURS), json=tmp_path / "results.json")
+    assert rank_run.run_ranks(settings) == 1
+    assert THUNDER in asked[0] and asked[1] == [each for each in asked[0] if each != THUNDER]
+    assert "| thunder | rank 0: no result within 90 s, in wait |" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {row["variant"]: bool(row["failure"]) for row in rows} == {each: each == THUNDER for each in asked[0]}
+
+
+def test_a_variant_that_is_under_way_is_known() -> None:
+    names = [EAGER, COLLECTIVES_EAGER, OURS]
+    assert [under_way(f"GPT: turn 1 of 5: {name}", names) for name in (*names, "other")] == [*names, None]
 
 
 def test_table_has_the_ratios_that_count() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from thunder_cg.compat.torch import dynamo_recompile_limit, forget_dynamic_sizes, keep_cublas_workspaces, optimize_ddp
 from thunder_cg.compat.tracing import faster_tracing
 from thunder_cg.report.report import explain
+from thunder_cg.runtime.agreement import seconds_of_agreement
 from thunder_cg.step import GraphedStep
 from thunder_cg.tools.bench.accuracy import bits
 from thunder_cg.tools.bench.measure import (
@@ -43,6 +44,8 @@ from thunder_cg.tools.turns import Turns
 from thunder_cg.tools.workers import Supervisor, failure_text
 
 FEWEST_STEPS = 5  # of a turn
+TURN_TIMEOUT = 90.0  # seconds after which a turn counts as hung; it takes about as many as `TURN_SECONDS`, twice
+_VARIANT = ": "  # in what is reported, before the variant
 _WITH_THUNDERS_KERNELS = (COLLECTIVES_EAGER, OURS, GRAPHED_STEP)  # and graphs
 
 
@@ -58,6 +61,7 @@ class RankRow:
             of earlier variants in the process counts.
         first_calls_s: preparation and the first calls: compilation, warm-up, capture. All variants of Thunder trace
             with `faster_tracing`.
+        agreement_s: of these, what `thunder_cg` asks other ranks, with the time that a rank is there before them.
         steps: synchronized steps measured.
         bits: for thunder_cg, whether loss and gradients equal those of plain Thunder, as in `BenchmarkRow`.
         captured: for thunder_cg, the headline of its report.
@@ -71,6 +75,7 @@ class RankRow:
     skew_p99_ms: float = 0.0
     reserved_mb: float = 0.0
     first_calls_s: float = 0.0
+    agreement_s: float = 0.0
     steps: int = 0
     bits: str = ""
     captured: str = ""
@@ -86,6 +91,7 @@ class _Samples:
     ends: list[float]  # of steps, by a clock that all processes of the machine share
     reserved: float = 0.0
     first_calls: float = 0.0
+    agreement: float = 0.0
     bits: str = ""
 
 
@@ -101,10 +107,11 @@ class RankContender:
         forget_dynamic_sizes()
         # Parts of a DDP module, which Dynamo compiles apart by default, do not go together with reduce-overhead.
         with self._memory(), optimize_ddp(name != REDUCE_OVERHEAD), faster_tracing():
-            start = time.perf_counter()
+            start, agreed = time.perf_counter(), seconds_of_agreement()
             self.step: RankStep = prepare(name, own)
             times = [self._timed() for _ in range(FIRST_CALLS)]
             self.samples.first_calls = time.perf_counter() - start
+            self.samples.agreement = seconds_of_agreement() - agreed
         self.seconds = min(times[3:])
 
     def _sync(self) -> None:
@@ -185,6 +192,11 @@ def ticks(names: Sequence[str]) -> int:
     return len(names) * (1 + ROUNDS)
 
 
+def under_way(stage: str, names: Sequence[str]) -> str | None:
+    """The variant that a stage which `measure_case` reported is about."""
+    return next((name for name in names if stage.endswith(f"{_VARIANT}{name}")), None)
+
+
 class _Measurement:
     """All variants of a case on this rank. One that fails on any rank is left out on all from there on."""
 
@@ -213,15 +225,17 @@ class _Measurement:
             with _on_all_ranks(self._turns.alone(), self._control), frozen_objects():
                 for turn in range(ROUNDS):
                     for name in [*self._contenders]:
-                        self._supervisor.report(f"{self._case.name}: turn {turn + 1} of {ROUNDS}, {name}")
+                        stage = f"{self._case.name}: turn {turn + 1} of {ROUNDS}{_VARIANT}{name}"
+                        self._supervisor.report(stage, timeout=TURN_TIMEOUT)
                         self._take_turn(name)
+            self._supervisor.report(f"{self._case.name}: ending", ticks=0)  # which has no time-out
             for name, contender in self._contenders.items():
                 _fill(self._rows[name], contender, self._control)
         return [*self._rows.values()]
 
     def _prepare(self, names: Sequence[str]) -> None:
         for name in names:
-            self._supervisor.report(f"{self._case.name}: preparing {name}")
+            self._supervisor.report(f"{self._case.name}: preparing{_VARIANT}{name}")
             with _on_all_ranks(self._turns.at_work(), self._control):
                 self._try(name, partial(self._prepare_one, name))
 
@@ -298,6 +312,7 @@ def _fill(row: RankRow, contender: RankContender, control: dist.ProcessGroup) ->
     row.skew_p99_ms = p99([(max(each) - min(each)) * 1e3 for each in ends])
     row.reserved_mb = max(rank.reserved for rank in ranks)
     row.first_calls_s = max(rank.first_calls for rank in ranks)
+    row.agreement_s = max(rank.agreement for rank in ranks)
     row.steps = len(contender.samples.ends)
     said = {rank.bits for rank in ranks}
     row.bits = next((word for word in ("different", "other kernels", "thunder varies", "same") if word in said), "")

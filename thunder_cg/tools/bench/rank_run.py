@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from thunder_cg.progress import Progress
-from thunder_cg.tools.bench.distributed import RankRow, measure_case, ticks
+from thunder_cg.tools.bench.distributed import RankRow, measure_case, ticks, under_way
 from thunder_cg.tools.bench.measure import EVERY_VARIANT
 from thunder_cg.tools.bench.parallel import variants
 from thunder_cg.tools.bench.rank_cases import RankCase, rank_cases
@@ -113,29 +113,41 @@ def run_ranks(settings: RankSettings) -> int:
 def _measure_on_ranks(
     settings: RankSettings, turns: Path, progress: Progress, name: str
 ) -> tuple[Sequence[RankRow], bool]:
-    """The rows of one case, which is measured in processes of its own, and whether they failed."""
+    """The rows of one case, which is measured in processes of its own, and whether they failed.
+
+    If a variant ends or hangs them, the others are measured in new ones.
+    """
+    settings = replace(settings, names=(name,))
+    (case,) = settings.chosen
+    names = settings.chosen_variants(case)
     rows: list[RankRow] = []
-    arguments, timeout = (replace(settings, names=(name,)), turns), TIMEOUT * settings.jobs
-    try:
-        run_on_ranks(
-            _send_rows,
-            arguments,
-            settings.ranks,
-            settings.device.type,
-            timeout,
-            progress.tick,
-            lambda found: rows.extend(found or ()),
-        )
-    except RankFailed as failure:
-        return rows or [RankRow(name, EVERY_VARIANT, failure=str(failure))], True
-    return rows, False
+    failed: list[RankRow] = []
+    while names:
+        try:
+            run_on_ranks(
+                _send_rows,
+                (settings, turns, names),
+                settings.ranks,
+                settings.device.type,
+                TIMEOUT * settings.jobs,
+                progress.tick,
+                lambda found: rows.extend(found or ()),
+            )
+        except RankFailed as failure:
+            if rows or (culprit := under_way(failure.stage, names)) is None:
+                return [*rows, *failed] or [RankRow(name, EVERY_VARIANT, failure=str(failure))], True
+            failed.append(RankRow(name, culprit, failure=str(failure)))
+            names = [each for each in names if each != culprit]
+        else:
+            return [*rows, *failed], bool(failed)
+    return failed, True
 
 
-def _send_rows(here: Rank, supervisor: Supervisor, settings: RankSettings, turns: Path) -> None:
-    """What each rank does: measures the one case, and sends its rows."""
+def _send_rows(here: Rank, supervisor: Supervisor, settings: RankSettings, turns: Path, names: Sequence[str]) -> None:
+    """What each rank does: measures these variants of the one case, and sends its rows."""
     settings = replace(settings, device=here.device)
     (case,) = settings.chosen
-    rows = measure_case(case, settings.chosen_variants(case), settings.calls, supervisor, Turns(turns))
+    rows = measure_case(case, names, settings.calls, supervisor, Turns(turns))
     supervisor.send_result(rows)
 
 
@@ -166,7 +178,8 @@ def _row(row: RankRow) -> str:
 def _notes(rows: Sequence[RankRow]) -> Iterator[str]:
     """What is captured, and the ratios that count."""
     found = {row.variant: row for row in rows if not row.failure}
-    yield from (f"\n{row.variant}: {row.captured}" for row in rows if row.captured)
+    agreed = {row.variant: f"ranks agreed in {row.agreement_s * 1e3:.0f} ms of its first calls" for row in rows}
+    yield from (f"\n{row.variant}: {row.captured}; {agreed[row.variant]}" for row in rows if row.captured)
     ours = found.get(OURS)
     others = [found[name] for name in (THUNDER, COMPILE, FLOOR_OF_THUNDER, FLOOR) if name in found]
     if ours is not None and others:
