@@ -134,6 +134,34 @@ def test_tied_weights(transform, device, monkeypatch) -> None:
     assert True not in runs_in_bulk(plain, transform, device, monkeypatch, Tied)
 
 
+def test_functions_that_share_a_parameter(transform, device, monkeypatch) -> None:
+    """Their gradients of it are summed in autograd's order, as of one that is called three times."""
+
+    class Scaled(nn.Module):
+        def __init__(self, scale: nn.Parameter) -> None:
+            super().__init__()
+            self.scale = scale
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sin(x * self.scale) * 1.1
+
+    taken = watch_deliveries(monkeypatch)
+    found = []
+    for transforms in ([], [transform()]):
+        torch.manual_seed(0)
+        scale = nn.Parameter(torch.rand(64, device=device) + 0.5)
+        parts = [thunder.jit(Scaled(scale), transforms=transforms) for _ in range(3)]
+        for _ in range(5):
+            x = torch.randn(4, 64, device=device)
+            scale.grad = None
+            for part in parts:
+                x = part(x)
+            x.sum().backward()
+            found.append(scale.grad)
+    same(found[:5], found[5:])
+    assert taken == [True] * 3  # of the first function, whose backward comes last
+
+
 def watch_deliveries(monkeypatch) -> list[bool]:
     """Of each delivery from here on, whether gradients went in bulk."""
     taken: list[bool] = []

@@ -8,7 +8,8 @@ backward that is one replay puts gradients where those nodes would, and gives th
 - the gradient shares no memory: of what does, autograd keeps copies, but for the last;
 - no parameter has hooks, and its node has none either: see Note [Nodes without hooks];
 - each node has the stream of the replay: see Note [Streams of nodes];
-- no other call of the function waits for its backward.
+- no other call of the function waits for its backward, nor one of another function with a parameter of it: autograd
+  sums all gradients of a parameter in the order in which they come, and adds the sum to what is there.
 
 Note [Nodes without hooks]
     PyTorch does not say whether a node has hooks. A node that nobody holds (as a loss of an earlier step does) is made

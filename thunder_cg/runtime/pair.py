@@ -8,8 +8,11 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from thunder_cg.compat.distributed import ProcessGroup
 from thunder_cg.options import Options
@@ -22,6 +25,8 @@ if TYPE_CHECKING:
     from thunder_cg.runtime.selection import Selection
 
 _logger = logging.getLogger(__name__)
+
+_pairs_of = WeakTensorKeyDictionary()  # by parameter: the pairs whose backwards have a gradient of it
 
 
 class Pair:
@@ -47,6 +52,7 @@ class Pair:
         self.discarded = 0  # recordings, because of the memory budget
         self._retired = 0
         self._used: list[Arena] = []  # kept alive from the warm-up on
+        self._sharing: weakref.WeakSet[Pair] = weakref.WeakSet()  # others with a gradient of the same parameter
         self._used_scratch: list[Arena] = []
         self.had_cycles = False  # whether outputs in reference cycles have held arenas
         self._collect_at = 1  # how many calls have to find all arenas held before garbage is collected
@@ -171,9 +177,23 @@ class Pair:
         """Whether a call that begins now finds no arena."""
         return self._arenas.are_all_held()
 
+    def note_parameters(self, inputs: Iterable[torch.Tensor | None]) -> None:
+        """Notes what the backward has gradients of: it shares the leaves among ``inputs`` with other pairs."""
+        for leaf in inputs:
+            if leaf is not None and leaf.requires_grad and leaf.is_leaf:
+                pairs = _pairs_of.setdefault(leaf, weakref.WeakSet())
+                for other in [each for each in pairs if each is not self]:
+                    other._sharing.add(self)
+                    self._sharing.add(other)
+                pairs.add(self)
+
     def is_alone(self, arena: Arena) -> bool:
-        """Whether no call but the one that holds ``arena`` awaits its backward, or runs."""
-        return not self.awaiting_backward and not any(other is not arena and other.is_held() for other in self._used)
+        """Whether no call but the one that holds ``arena`` awaits its backward, or runs, here and in pairs that have a
+        gradient of the same parameter."""
+        return all(
+            not pair.awaiting_backward and not any(other is not arena and other.is_held() for other in pair._used)
+            for pair in (self, *self._sharing)
+        )
 
 
 def _no_fast_paths() -> None:

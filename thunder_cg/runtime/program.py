@@ -354,6 +354,8 @@ class Program:
         call.key = self.inputs.key(inputs)
         if self._begins_calls and call.recording is None:
             self._note_change(call, inputs)
+            if self._saved:
+                self.pair.note_parameters(inputs)
         if call.key not in self._warm:
             return call.switch_to(Mode.WARMUP)
         assert call.arena is not None
