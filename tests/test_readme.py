@@ -18,7 +18,8 @@ from thunder_cg.__main__ import _COMMANDS
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # The page itself, the results beside their files, and what few readers need.
-PAGES = [ROOT / "README.md", ROOT / "thunder_cg/tools/results/RESULTS.md", ROOT / "thunder_cg/SEVERAL_GPUS.md"]
+NAMES = ("README.md", "thunder_cg/tools/results/RESULTS.md", "thunder_cg/SEVERAL_GPUS.md", "thunder_cg/THUNDER.md")
+PAGES = [ROOT / name for name in NAMES]
 
 # Inductor takes half a minute to compile the fusions, which other tests capture.
 INSTEAD = {"executors=executors(), ": ""}

@@ -94,6 +94,8 @@ def test_plugin_of_thunder_compile(backend, device, monkeypatch, by):
     plugin = "cudagraph" if by == "name" else CUDAGraphPlugin(backend=backend, debug=True)
     with pytest.raises(OptionError, match=r"CUDAGraphPlugin\(debgu=True\): .* did you mean debug=\?"):
         CUDAGraphPlugin(debgu=True)
+    with pytest.raises(OptionError, match="backend='gpu'"):
+        CUDAGraphPlugin(backend="gpu")
     graphed = thunder.compile(model, recipe=BaseRecipe(fuser="torch.compile"), plugins=[plugin])
     for _ in range(CALLS):
         x = torch.randn(4, 8, device=device)

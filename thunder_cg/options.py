@@ -74,17 +74,17 @@ class StepOptions:
         OptionError: for the first value that cannot be meant.
     """
 
-    modules: tuple[nn.Module, ...]
-    optimizers: tuple[Optimizer, ...]
+    modules: tuple[Any, ...]
+    optimizers: tuple[Any, ...]
     backend: str
     max_recordings: int
     memory_budget: int | float | None
 
     def __post_init__(self) -> None:
-        for name, kind in (("modules", nn.Module), ("optimizers", Optimizer)):
+        for name, kind, expected in (("modules", nn.Module, "a module"), ("optimizers", Optimizer, "an optimizer")):
             for value in getattr(self, name):
                 if not isinstance(value, kind):
-                    raise OptionError(name, value, f"a {kind.__name__}", "pass it, or a list of them", "graphed_step")
+                    raise OptionError(name, type(value), expected, "pass it, or a list of them", "graphed_step")
         _check_bound("max_recordings", self.max_recordings, "graphed_step")
         _check_memory_budget(self.memory_budget, "graphed_step")
         _check_choice("backend", self.backend, BACKENDS, "choose one of these", "graphed_step")

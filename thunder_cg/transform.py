@@ -9,7 +9,8 @@ import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 from types import MappingProxyType
@@ -22,7 +23,7 @@ from thunder_cg.analysis.causes import is_root, refuse_eager_ops
 from thunder_cg.analysis.classify import Pattern, UserRules, classify, is_known, shown, split_operators, unmatched
 from thunder_cg.analysis.collectives import coalesced, schedule_collectives
 from thunder_cg.analysis.gradients import WrongGradient, lost_or_unsummed, overwritten, put_off, returned
-from thunder_cg.analysis.lost import constant, lost, unrepeated
+from thunder_cg.analysis.lost import constant, lost, uncalled, unrepeated
 from thunder_cg.analysis.ops import Ops, names_in, process_groups, read
 from thunder_cg.analysis.partition import PlannedTrace, Region, partition
 from thunder_cg.analysis.region_io import RegionIO, region_io
@@ -41,6 +42,7 @@ from thunder_cg.fastpath.dispatch import install
 from thunder_cg.fastpath.prologue import PrologueChecks, with_one_check
 from thunder_cg.fastpath.sharing import told_apart
 from thunder_cg.options import Options, taken_from
+from thunder_cg.report.programs import made_by, refuse_compiled
 from thunder_cg.runtime.agreement import SameOptions
 from thunder_cg.runtime.arena import Arenas
 from thunder_cg.runtime.backends import PlanningBackend, resolve
@@ -96,7 +98,7 @@ class CudagraphTransform(compat.Transform):
         trace_collectives()
         keep_lines()
         promote_as_pytorch()
-        compat.on_compile(compiling, note_compile_failure)
+        compat.on_compile(_compile_scope, note_compile_failure)
         self.options = options
         self._stand_in = stand_in  # of a plan: the type of device that stands for a CUDA device
         self._rules = UserRules(frozenset(options.allow), frozenset(options.deny))
@@ -260,6 +262,7 @@ class CudagraphTransform(compat.Transform):
             *lost(trace, self._read),
             *unrepeated(compat.lost_assignments(epilogue), compat.lost_changes(), compat.lost_calls(), stacks),
             *constant(compat.constant_results(epilogue)),
+            *uncalled(compat.hooks_on_gradients(compat.get_compile_data().fn) if torch.is_grad_enabled() else ()),
         )
         for said in dict.fromkeys(found):
             compilation.differs.append(said)
@@ -408,6 +411,15 @@ class _Compiling(threading.local):
     seen: frozenset[str] = frozenset()  # names of the forward in memory that its caller sees
 
 
+@contextmanager
+def _compile_scope(data: Any, statistics: Any) -> Iterator[None]:
+    """`compiling`. Raises `OptionError` for what Thunder cannot read; it can read what it has compiled itself."""
+    if made_by(data.fn) != "thunder.jit":
+        refuse_compiled(data.fn, "thunder.jit")
+    with compiling(data, statistics):
+        yield
+
+
 def _gets_saved(trace: TraceCtx) -> bool:
     """Whether a backward gets what its forward saved. If that is nothing, Thunder may write two empty collections."""
     return any("saved_for_backward" in {p.name for p in s.flat_proxy_outs} for s in trace.bound_symbols)
@@ -525,6 +537,7 @@ class CUDAGraphPlugin(compat.Plugin):
 
     def __init__(self, **options: Any) -> None:
         self._options = taken_from(options, "CUDAGraphPlugin", (), may_be_others=False)
+        Options(**self._options)  # checks them
 
     def setup_transforms(self) -> list[compat.Transform]:
         return [cudagraph_transform(**self._options)]

@@ -133,6 +133,34 @@ def test_what_python_calls_once(name, function):
     assert said.startswith(f"{name}() at {line} is called while Thunder traces, and in no call; ")
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_on_gradients_are_not_called():
+    """With and without graphs, or Thunder raises. ``thunderfx`` calls them."""
+    model, calls = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), []
+    model[0].register_full_backward_hook(lambda *args: calls.append(0))
+    jgraphed = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    for jmodel in (thunder.jit(model), jgraphed):
+        run(jmodel).sum().backward()
+    assert calls == []
+    said = explain(jgraphed).differs
+    assert [each.partition(",")[0] for each in said] == ["self.0 has hooks on gradients"]
+    thunderfx(model, backend="tape")(torch.ones(2, 4)).sum().backward()
+    assert calls == [0]
+    broken = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    with pytest.raises(AttributeError):
+        broken(torch.ones(2, 4, requires_grad=True))
+    assert "for hooks on gradients of a module, use thunder_cg.thunderfx" in str(explain(broken))
+
+
+def test_what_is_compiled_twice_loses_nothing():
+    """Thunder's own clock, and attributes of the compiled module, are none of the user's."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.GELU()).requires_grad_(False)
+    jmodel = thunder.jit(model, transforms=[cudagraph_transform(backend="tape")])
+    for outer in (jmodel, lambda x: jmodel(x) * 2):
+        jouter = thunder.jit(outer, transforms=[cudagraph_transform(backend="tape")])
+        assert torch.equal(run(jouter), run(outer)) and explain(jouter).differs == ()
+
+
 def test_a_log_whose_level_is_off_is_not_lost():
     jfn = thunder.jit(lambda x: (x.sin() + x.cos(), LOGGER.debug("off"))[0], transforms=[cudagraph_transform()])
     run(jfn)

@@ -11,7 +11,16 @@ import torch
 from models import BatchNorm2d, Conv2d, Dropout, Linear, ReLU, mlp
 from torch import nn
 
-from thunder_cg import NotCompiledError, OptionError, Report, cudagraph_transform, explain, plan, thunderfx
+from thunder_cg import (
+    NotCompiledError,
+    OptionError,
+    Report,
+    cudagraph_transform,
+    explain,
+    graphed_step,
+    plan,
+    thunderfx,
+)
 from thunder_cg.compat import tracing
 
 
@@ -123,6 +132,10 @@ def test_options_are_those_of_the_transform_and_of_thunder() -> None:
     assert "torch.cos" in eager(plan(jwork, x, kwargs=kwargs)), "it has the options of what is compiled"
     fused = plan(work, x, kwargs=kwargs, executors=["torchcompile"])
     assert [len(op.fused) for op in fused.traces[0].ops if op.fused] == [4]
+    with pytest.raises(NotCompiledError, match=r"plan\(.*graphed_step made this"):
+        plan(graphed_step(torch.sin, backend="tape"), torch.ones(2))
+    with pytest.raises(OptionError, match=r"plan\(fn_or_module=3\): expected a function or module"):
+        plan(3)
     with pytest.raises(NotCompiledError, match=r"plan\(.*thunderfx made this"):
         plan(thunderfx(work, backend="tape"), x)
     with pytest.raises(OptionError, match="max_arenas=0"):

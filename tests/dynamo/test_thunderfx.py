@@ -342,6 +342,16 @@ def test_options_reach_whom_they_are_for(backend, device):
     ):
         thunderfx(fn, backend=backend, alow=["sin"])
     thunderfx(fn, backend=backend, my_executors_option=1)
+    jitted = thunder.jit(fn, transforms=[cudagraph_transform(backend=backend)])
+    for compiled, maker in (
+        (graphed, "thunderfx"),
+        (jitted, "thunder.jit"),
+        (graphed_step(fn, backend=backend), "graphed_step"),
+    ):
+        with pytest.raises(OptionError, match=rf"thunderfx\(fn=.*{maker} made this: pass what it was made of"):
+            thunderfx(compiled, backend=backend)
+    with pytest.raises(OptionError, match=r"thunderfx\(fn=None\): expected a function or module"):
+        thunderfx(None, backend=backend)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         thunderfx(lambda x: (torch._dynamo.graph_break(), x)[1], backend=backend, fullgraph=True)(torch.ones(1))
 
@@ -513,7 +523,7 @@ def test_the_report_says_that_dynamo_compiles_a_function_no_more(backend, device
     fix = "To change that: set torch._dynamo.config.recompile_limit higher"
     assert "1 of 3 calls replayed" in said and "2 more calls ran in plain Python, without Thunder." in said
     assert "Dynamo compiles forward (test_thunderfx.py:" in said and "it has 1 compiled version, and" in said
-    assert "holds only for `len(sizes) == 1`; pass what changes" in said and fix in said
+    assert "holds only for `len(sizes) == 1`; keep the length" in said and fix in said
     assert "nothing to change" not in said and "if it is a cache that grows, write it in place" in said
     assert nothing.startswith("Nothing is compiled. 1 call ran in plain Python") and fix in nothing
     assert "of other functions or instances with the same code" in nothing
@@ -850,3 +860,69 @@ def test_numbers_that_are_only_counted(backend, device):
     traces = explain(graphed).traces
     assert len(traces) == 3, "a first one, one for other numbers, and one for a cache that is full"
     assert sum(trace.regions[0].replays for trace in traces) == 15 - 3, "each has one warm-up"
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_a_gradient_at_a_graph_break(backend, device, create_graph):
+    """``torch.autograd.grad`` runs Thunder's nodes under Dynamo's eyes, which compiles nothing of them."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 1)).to(device)
+
+    def forces(x):
+        (gradient,) = torch.autograd.grad(net(x).sum(), x, create_graph=create_graph)
+        return torch.sin(gradient) * 2
+
+    compiled = thunderfx(forces, backend=backend)
+    for _ in range(4):
+        x = torch.randn(3, 4, device=device, requires_grad=True)
+        torch.testing.assert_close(compiled(x), forces(x))
+    report = explain(compiled)
+    assert {trace.function[-7:] for trace in report.traces} == {"graph 0", "graph 1"} and not report.recompilations
+    (found,) = report.breaks
+    assert "call torch.autograd.grad or backward outside of the compiled function" in found.fix
+    energy = thunderfx(net, backend=backend)
+    for _ in range(3):
+        torch.autograd.grad(energy(x).sum(), x)
+    assert not explain(energy).breaks
+
+
+def test_an_lstm_in_training(backend, device):
+    """Inductor (2.11) raises for one on a CPU whose input has no gradient."""
+    model = nn.LSTM(4, 4).to(device)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        compiled = thunderfx(lambda x: torch.tanh(model(x)[0]) * 2, backend=backend)
+        for _ in range(4):
+            compiled(torch.randn(5, 3, 4, device=device)).sum().backward()
+    (layer,) = explain(compiled).outside
+    assert layer.operator == "lstm" and "; nothing has to change" in layer.reason
+    assert replays(compiled) > 0 and all(p.grad is not None for p in model.parameters())
+
+
+def test_a_hook_that_keeps_what_it_sees():
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.GELU()), []
+    model[1].register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
+    compiled = thunderfx(model, backend="tape")
+    for _ in range(3):
+        compiled(torch.ones(2, 4))
+    said = str(explain(compiled))
+    assert "`len(a variable of a hook of fn.1) == 1`" in said and "To have fewer: have the hook write to a" in said
+
+
+@pytest.mark.parametrize(
+    ("values", "condition", "fix"),
+    [
+        (("a", "b", "c"), "mode == 'a'", "keep it to a few values."),
+        ((torch.float32, torch.float64), "dtype mismatch", "cast to one dtype before the call."),
+        (([1], [1, 2]), "len(mode) == 1", "keep the length; if it is a cache"),
+    ],
+    ids=["a string", "a dtype", "a length"],
+)
+def test_what_to_do_about_compilations(values, condition, fix):
+    def function(x, mode):
+        return torch.sin(x) * (len(mode) if isinstance(mode, list) else 2 + (mode == "a"))
+
+    compiled = thunderfx(function, backend="tape")
+    for value in values:
+        is_dtype = isinstance(value, torch.dtype)
+        compiled(torch.ones(2, dtype=value if is_dtype else None), None if is_dtype else value)
+    said = str(explain(compiled))
+    assert condition in said and f"To have fewer: {fix}" in said

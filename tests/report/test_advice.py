@@ -499,3 +499,63 @@ def test_advice_for_collectives_that_dynamo_does_not_trace(tmp_path):
         torch.distributed.destroy_process_group()
     assert all("compile with thunder.jit" in fix for fix in fixes[0])
     assert all("leave out async_op=True" in fix for fix in fixes[1]) and all(fixes)
+
+
+_AT = torch.tensor([0, 2])
+_TABLE = torch.nn.Embedding(10, 4)
+
+
+@pytest.mark.parametrize(
+    ("fn", "advice", "better"),
+    [
+        (
+            lambda x: torch.tanh(x.index_put((_AT,), torch.zeros(2, 4))),
+            "x.scatter(dim, index, source) or x.index_copy(dim, index, source)",
+            lambda x: torch.tanh(x.index_copy(0, _AT, torch.zeros(2, 4))),
+        ),
+        (
+            lambda x: torch.abs(torch.complex(x, x * 2)),
+            "compute with the real and the imaginary part as two tensors",
+            lambda x: (x**2 + (x * 2) ** 2).sqrt(),
+        ),
+        (
+            lambda x: x * torch.nn.functional.embedding(_AT, _TABLE.weight, max_norm=1.0).sum(0),
+            "leave it out, and write before the call: weight.data.copy_(weight.renorm(2, 0, max_norm))",
+            lambda x: x * torch.nn.functional.embedding(_AT, _TABLE.weight).sum(0),
+        ),
+    ],
+    ids=["index_put", "complex", "max_norm"],
+)
+def test_advice_for_what_has_other_gradients(monkeypatch, fn, advice, better):
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)  # the real one takes long
+    with torch.no_grad():
+        _TABLE.weight.copy_(_TABLE.weight.renorm(2, 0, 1.0))
+    x = torch.rand(3, 4, requires_grad=True)
+    torch._dynamo.reset()
+    broken, mended = (thunderfx(around(each), backend="tape") for each in (fn, better))
+    for compiled in (broken, mended):
+        torch.testing.assert_close(compiled(x), around(fn)(x))
+    assert advice in str(explain(broken))
+    report = explain(mended)
+    assert [len(trace.regions) for trace in report.traces] == [1, 1] and not (report.outside or report.causes)
+
+
+def test_data_of_a_tensor_is_detached(monkeypatch):
+    """Where somebody writes to it, in the graph or later, Inductor gets it, and the advice is to detach."""
+
+    def scales(x: torch.Tensor) -> torch.Tensor:
+        return x / x.data.abs().amax(-1, keepdim=True)
+
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.data.mul_(2)
+        return y.sin()
+
+    monkeypatch.setattr(torch._inductor, "compile", lambda graph, inputs: graph)
+    for function in (scales, writes, lambda x: (x.sin() * 2, (x * 2).data)):
+        torch._dynamo.reset()
+        compiled, x = thunderfx(function, backend="tape"), torch.rand(3, requires_grad=True)
+        torch.testing.assert_close(compiled(x), function(x))
+        found = explain(compiled).outside
+        assert (not found) if function is scales else found[0].reason.endswith("write to x under torch.no_grad()")
+        assert function is scales or found[0].operator == "Tensor.data"

@@ -36,7 +36,8 @@ def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: R
         Outside("Net, graph 0", name, line, "Thunder has no such operator", 2, "cut into 2 pieces", source)
         for name, line, source in (("sinc", "model.py:14", cause.source), ("argwhere", "model.py:30", "x.argwhere()"))
     )
-    found = replace(report, causes=(cause, norm, alone, backward), breaks=breaks, outside=outside)
+    summed = replace(backward, name="torch.add", place="in a sum of gradients near model.py:14")
+    found = replace(report, causes=(cause, norm, alone, backward, summed), breaks=breaks, outside=outside)
     assert [*lines.by_line(found)] == [
         lines.HEADING,
         "  near model.py:20",
@@ -54,6 +55,9 @@ def test_one_line_with_several_causes_is_one_entry_and_says_a_fix_once(report: R
         "        why: it waits",
         "        to change it: call vector_norm",
         "      norm_vjp makes 1 op eager: data-dependent",
+        "        why: the host waits for <f51>",
+        "        to change it: as above",
+        "      torch.add in a sum of gradients makes 1 op eager: data-dependent",
         "        why: the host waits for <f51>",
         "        to change it: as above",
         "  a line unknown to Dynamo",

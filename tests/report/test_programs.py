@@ -194,9 +194,13 @@ def test_thunders_words_are_understood(said: str, expected: tuple[str, str, str]
         (
             "Failed while running meta for {}, see exception field",
             "no rows\n",
-            "has arguments that Thunder refuses: no rows",
+            f"has arguments that Thunder refuses: no rows; {INSTEAD}",
         ),
-        ("Failed while creating proxy for {}, see exception field", "", "has arguments that Thunder refuses"),
+        (
+            "Failed while creating proxy for {}, see exception field",
+            "",
+            f"has arguments that Thunder refuses; {INSTEAD}",
+        ),
         (
             "Failed while running meta for {}, see exception field",
             "VJP for it",

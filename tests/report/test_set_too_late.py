@@ -51,6 +51,16 @@ def test_attributes_of_the_compiled_module_and_new_parts_of_the_model(jitted, de
     assert explain(jitted).differs == (weight,)
 
 
+def test_hooks_that_come_after_the_first_call(jitted, device):
+    calls = []
+    handle = jitted._model.layers[0].register_forward_hook(lambda *args: calls.append(1))
+    jitted(torch.ones(2, 4, device=device))
+    (said,) = explain(jitted).differs
+    assert calls == [] and said.startswith("Scaled.layers.0._forward_hooks was added, removed or replaced after")
+    handle.remove()
+    assert explain(jitted).differs == ()
+
+
 def test_a_part_that_comes_before_the_first_call_is_seen(transform, device, caplog):
     """Thunder takes parameters when it compiles, and reads the list of layers at the first call."""
     model = Scaled().to(device).requires_grad_(False)

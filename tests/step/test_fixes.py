@@ -123,6 +123,22 @@ def scaled(model, optimizer):
     return inner
 
 
+def clipped(model, optimizer, **options):
+    def inner(loss):
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, **options)
+        optimizer.step()
+
+    return inner
+
+
+def test_clipping_that_looks_whether_the_norm_is_finite(run, backend):
+    step, (said,) = run(partial(clipped, error_if_nonfinite=True))
+    assert step.replays == 0 and (backend == "cuda" or "leave error_if_nonfinite out" in said), said
+    step, said = run(clipped)
+    assert step.replays >= 6 and not said, said
+
+
 def test_a_scaler_needs_a_fused_optimizer(run, device):
     step, (said,) = run(scaled)
     assert step.replays == 0 and said.endswith("unless the optimizer is fused; make SGD with fused=True"), said
@@ -471,19 +487,23 @@ class Pair:
 @pytest.mark.parametrize(
     ("given", "instead", "said"),
     [
-        (lambda x, i: Encoding(x=x), lambda x, i: {"x": x}, "a Encoding; pass its tensors, such as dict(batch)"),
+        (
+            lambda x, i: Encoding(x=x),
+            lambda x, i: {"x": x},
+            "argument 0 is a Encoding; pass its tensors, such as dict(batch)",
+        ),
         (lambda x, i: Pair(x), lambda x, i: vars(Pair(x)), "a Pair; pass its tensors, such as a dict of them"),
         (lambda x, i: x.cpu().numpy(), lambda x, i: x, "a ndarray; pass it as a tensor on the device"),
         (lambda x, i: x.to("meta"), lambda x, i: x, "; move the batch to the device before the call"),
         (
             lambda x, i: [x, 0.5**i],
             lambda x, i: [x, torch.tensor(0.5**i, device=x.device)],
-            "an argument changed from 0.0078125 to 0.00390625, in each step; pass it as a tensor on the device",
+            "argument 0[1] changed from 0.0078125 to 0.00390625, in each step; pass it as a tensor on the device",
         ),
         (
-            lambda x, i: [x, f"name {i}"],
+            lambda x, i: {"x": x, "name": f"name {i}"},
             lambda x, i: [x],
-            "an argument changed from 'name 7' to 'name 8', in each step; leave it out",
+            "argument 0['name'] changed from 'name 7' to 'name 8', in each step; leave it out",
         ),
     ],
     ids=["a mapping", "a dataclass", "an array", "elsewhere", "a number", "a name"],
@@ -502,6 +522,17 @@ def test_arguments(step_twins, given, instead, said):
             assert any(reason.endswith(said) and times >= 3 for reason, times in step.in_python.items()), step.in_python
         else:
             assert step.replays >= 10 and not found, found
+
+
+def test_a_batch_of_another_shape_each_time(step_twins):
+    for sizes, replays, warned in ((range(1, 12), 0, 1), ([1, 2, 3] * 4, 6, 0)):
+        step = step_twins.graphed(lambda batch: batch["x"] * 2)
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for size in sizes:
+                step({"x": torch.ones(size, device=step_twins.device)})
+        assert step.replays == replays and len(found) == warned
+        assert "the shape of argument 0['x'] changed from (1,) to (2,); pad to a few sizes" in [*step.in_python][1]
 
 
 def pops(batch):

@@ -810,7 +810,7 @@ def test_nested_tensors(step_twins):
         same(takes(nested), nested.to_padded_tensor(0.0) * 2)
         same(ignores(x), x * 2)
     assert "the step uses a nested tensor, which has no shape; pad it" in why(reads)
-    assert "an argument is a nested tensor, not a plain tensor of a batch" in why(takes)
+    assert "argument 0 is a nested tensor, not a plain tensor of a batch" in why(takes)
     assert ignores.replays == 2, why(ignores)
 
 
@@ -1310,12 +1310,15 @@ def test_options_are_checked(step_twins):
         ({"memory_budget": 1.5}, "memory_budget"),
         ({"backend": "gpu"}, "backend"),
         ({"optimizers": [1]}, "optimizers"),
+        ({"optimizers": nn.Linear(1, 1)}, "optimizers"),
         ({"modules": [1]}, "modules"),
+        ({"modules": None}, "modules"),
     ):
         with pytest.raises(OptionError, match=rf"graphed_step\({said}="):
             graphed_step(step, **options)
-    with pytest.raises(OptionError, match="a function"):
-        graphed_step(3)
+    for wrong in (3, graphed_step(step)):
+        with pytest.raises(OptionError, match="a function"):
+            graphed_step(wrong)
 
 
 def test_recordings_are_bounded(step_twins):

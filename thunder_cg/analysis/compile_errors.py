@@ -100,6 +100,9 @@ _HINTS = (
         "for a FlopCounterMode, whose hooks of modules Thunder would trace, call the compiled module once before",
     ),
     _Hint(
+        ("mark_non_differentiable",), "for hooks on gradients of a module, use thunder_cg.thunderfx, which calls them"
+    ),
+    _Hint(
         ("no autograd formula",),
         "for an operator of torch.library, give it a gradient with torch.library.register_autograd",
     ),

@@ -39,6 +39,12 @@ _CALLED = (
 )
 
 
+_HOOKS = (
+    "has hooks on gradients, which Thunder does not call, or raises for; register them with Tensor.register_hook on "
+    "parameters, or compile with thunder_cg.thunderfx, which calls them"
+)
+
+
 def lost(trace: TraceCtx, read: Callable[[TraceCtx], Ops]) -> Iterator[str]:
     """Of a trace before Thunder transforms it: the reads whose number no operator gets, and the branches on numbers.
 
@@ -67,6 +73,11 @@ def unrepeated(
     yield from (f"{name} at {_line(stack, stacks)} {_CHANGED}" for name, stack in changes)
     for name, stack in calls:
         yield f"{name}() at {_line(stack, stacks)} {_CALLED}"
+
+
+def uncalled(modules: Iterable[str]) -> Iterator[str]:
+    """Submodules whose hooks on gradients no call runs."""
+    return (f"{f'self.{name}' if name else 'the module'} {_HOOKS}" for name in modules)
 
 
 def constant(paths: Iterable[str]) -> Iterator[str]:

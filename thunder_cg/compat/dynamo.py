@@ -99,6 +99,10 @@ class CompiledFunction(ThunderFXCompiledObject):
 
 MODE = "the same mode: "  # begins a condition such as "the same mode: grad_mode"
 _OF_MODULES = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+_OF_HOOK = re.compile(
+    r"([\w.]+)\._\w*hooks\[list\(dict\.keys\(.*?_hooks\)\)\[\d+\]\](?:\.__closure__\[\d+\]\.cell_contents)?"
+)
+_GLOBAL = re.compile(r"\bG\['(\w+)'\]")
 
 
 def users_names(graph: torch.fx.Graph, parameters: Sequence[str] = ()) -> dict[str, str]:
@@ -275,7 +279,8 @@ def _condition(reason: str, backend: ThunderCompiler) -> tuple[str, str]:
     condition = condition.partition(": ")[2].strip()
     found = re.match(r".*?([^/\\\s]+:\d+) in \S+( \(.*\))?$", source.strip())  # in parentheses is a line of Dynamo's
     condition = _with_names(_LEFT.sub(BEFORE_BREAK, condition), getattr(backend, "parameters", ()))
-    condition = condition.replace("GLOBAL_STATE changed: ", MODE).strip()
+    condition = _GLOBAL.sub(r"\1", condition.replace("GLOBAL_STATE changed: ", MODE).strip())
+    condition = _OF_HOOK.sub(r"a variable of a hook of \1", _OF_MODULES.sub(r".\1", condition))
     is_of_another = condition.startswith("BACKEND_MATCH")  # a call of another function with the same code
     return ("" if is_of_another else condition), (found[1] if found else "")
 

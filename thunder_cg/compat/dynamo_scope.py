@@ -11,16 +11,21 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy
 from torch._dynamo import cache_size, config, convert_frame, pgo
 from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.variables import ConstantVariable, TensorVariable, builder, misc
 from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from thunder_cg.compat.thunder import connect_to_autograd
 
 __all__ = ["TensorifyScalarRestartAnalysis", "dynamo_callback", "scope_dynamo", "specialize"]
 
@@ -29,6 +34,11 @@ _call_method_of_logger = misc.LoggingLoggerVariable.call_method
 _wrap_symfloat = builder.VariableBuilder.wrap_symfloat
 _method_item = TensorVariable.method_item
 _has_same_id_matched_objs = cache_size._has_same_id_matched_objs
+
+# Files of the nodes in autograd's graph. A ``torch.autograd.grad`` at a graph break runs them under Dynamo's eyes.
+_FASTPATH = Path(__file__).parents[1] / "fastpath"
+_OF_NODES = {inspect.getfile(inspect.unwrap(connect_to_autograd)), *map(str, _FASTPATH.glob("*.py"))}
+_SKIP = ConvertFrameReturn(_FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP), apply_to_code=False)
 
 
 def dynamo_callback(fn: Any) -> Any | None:
@@ -42,7 +52,8 @@ def scope_dynamo(function: Any) -> None:
     """Has Dynamo trace a compiled function in these ways.
 
     Sizes and floats are dynamic by this function's calls alone, floats are constant at first, calls of loggers are made
-    after the graph, and the limit of recompilations counts the versions of this function alone.
+    after the graph, the limit of recompilations counts the versions of this function alone, and nothing is compiled of
+    a backward.
     """
     callback = dynamo_callback(function)
     convert = getattr(callback, "_torchdynamo_orig_backend", None)
@@ -50,7 +61,9 @@ def scope_dynamo(function: Any) -> None:
         return
     history, backend = _SizeHistory(), _innermost_backend(callback)
 
-    def convert_scoped(*args: Any, skip: int = 0, **kwargs: Any) -> Any:
+    def convert_scoped(frame: Any, *args: Any, skip: int = 0, **kwargs: Any) -> Any:
+        if frame.f_code.co_filename in _OF_NODES:
+            return _SKIP
         with (
             history.in_use(),
             _logging_after_graphs(),
@@ -58,7 +71,7 @@ def scope_dynamo(function: Any) -> None:
             _reading_constants(),
             _counting_versions_of(backend),
         ):
-            return convert(*args, skip=skip + 1, **kwargs)
+            return convert(frame, *args, skip=skip + 1, **kwargs)
 
     # Dynamo looks for the caller of a frame behind the frames of its own file.
     convert_scoped.__code__ = convert_scoped.__code__.replace(co_filename=convert_frame.__file__)

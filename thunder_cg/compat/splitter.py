@@ -23,6 +23,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from thunder_cg.compat.torch import tree_flatten, tree_leaves
 
 __all__ = [
+    "GET_DATA",
     "DataDependentOutputException",
     "can_trace",
     "can_trace_all",
@@ -50,6 +51,7 @@ __all__ = [
     "without_gradient",
 ]
 
+GET_DATA = torch._C._autograd._get_data_attr  # type: ignore[attr-defined]  # what Dynamo makes of ``x.data``
 _FALLBACKS = frozenset(utils.auto_register_ops)  # PyTorch's functions that Thunder calls as they are
 
 

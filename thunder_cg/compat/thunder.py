@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -96,6 +97,8 @@ from torch.utils import _pytree as torch_pytree
 
 from thunder_cg.compat.torch import library_names
 from thunder_cg.errors import FunctionalCallError
+
+_THUNDER = os.path.join(os.path.dirname(thunder.__file__), "")
 
 # Traces
 
@@ -202,18 +205,33 @@ def changed_since_compiled(module: ThunderModule) -> dict[str, list[str]]:
 
     Returns:
         Two lists of names: attributes of the model that the compiled module has besides; and parts of the model that
-        are others now: submodules, and parameters if no other transform has a say in these.
+        are others now: submodules, hooks, and parameters if no other transform has a say in these.
     """
     model = original_module(module)
     mine, its = ({*vars(each), *each._modules, *each._parameters, *each._buffers} for each in (module, model))
     now = dict(model.named_modules())
     before = getattr(dispatch_of(module), "parts", None) or now
     others = [name for name in {**before, **now} if before.get(name) is not now.get(name)]
+    hooks = getattr(dispatch_of(module), "hooks", None) or {}
+    hooked = [name for name, those in hooks_of(model).items() if those != hooks.get(name, those)]
+    others += [f"{name}._forward_hooks".lstrip(".") for name in hooked]
     if has_parameters_of(module, model):
         known = module_parameters(module)
         others += [name for name, p in model.named_parameters() if name in known and known[name] is not p]
     outer = [name for name in others if not any(name.startswith(f"{other}.") for other in others)]
-    return {"attributes": sorted((mine & its) - vars(torch.nn.Module()).keys()), "parts": outer}
+    attributes = set() if isinstance(model, ThunderModule) else (mine & its) - vars(torch.nn.Module()).keys()
+    return {"attributes": sorted(attributes), "parts": outer}
+
+
+def hooks_of(model: torch.nn.Module) -> dict[str, list[int]]:
+    """The numbers of the hooks around the forward of each submodule, which Thunder traces."""
+    return {name: [*each._forward_hooks, *each._forward_pre_hooks] for name, each in model.named_modules()}
+
+
+def hooks_on_gradients(fn: Any) -> list[str]:
+    """The submodules of a module with hooks on their gradients, which Thunder does not call."""
+    modules = fn.named_modules() if isinstance(fn, torch.nn.Module) else ()
+    return [name for name, each in modules if each._backward_hooks or each._backward_pre_hooks]
 
 
 def has_parameters_of(module: ThunderModule, model: torch.nn.Module) -> bool:
@@ -482,8 +500,10 @@ def note_change(method: str) -> None:
 
 
 def note_call(function: str) -> None:
-    """Notes a call of a clock and the like, which Thunder calls while it traces."""
-    _note(_calls, function)
+    """Notes a call of a clock and the like, which Thunder calls while it traces. Its own dispatch calls one, too."""
+    frames = get_interpreterruntimectx().frame_stack
+    if not (frames and frames[-1].code.co_filename.startswith(_THUNDER)):
+        _note(_calls, function)
 
 
 def _note(changes: WeakKeyDictionary[Any, list[Change]], name: str) -> None:

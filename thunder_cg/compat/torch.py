@@ -43,7 +43,15 @@ from torch.utils._python_dispatch import (
     _disable_current_modes as disable_dispatch_modes,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
 from torch.utils.hooks import RemovableHandle
 
 _Result = TypeVar("_Result")

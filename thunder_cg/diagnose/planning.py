@@ -17,7 +17,7 @@ from thunder_cg.compat.torch import tensors_in, tree_map_only
 from thunder_cg.diagnose.compiling import compiled_as, original, refuse_sharded, transform_of
 from thunder_cg.errors import CudagraphError, NotCompiledError, OptionError
 from thunder_cg.options import Options, taken_from
-from thunder_cg.report.programs import locate
+from thunder_cg.report.programs import made_by
 from thunder_cg.report.report import Report, explain
 from thunder_cg.runtime.compilation import name_of
 from thunder_cg.transform import CudagraphTransform
@@ -55,14 +55,16 @@ def plan(
         If Thunder cannot compile the function, it says why, where and what to try.
 
     Raises:
-        NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs; or Thunder's
-            fsdp did, and its whole parameters are gone.
-        OptionError: a value that an option cannot have, an option that there is not, or an argument of the function
-            among the options.
+        NotCompiledError: ``thunderfx`` made ``fn_or_module``, so Dynamo cuts it into graphs when it runs; or
+            ``graphed_step`` did; or Thunder's fsdp did, and its whole parameters are gone.
+        OptionError: a value that an option cannot have, an option that there is not, an argument of the function among
+            the options, or no function at all.
         BackendError: there are CUDA tensors, and the backend does not work on this machine.
     """
-    if _is_of_dynamo(fn_or_module):
-        raise NotCompiledError(fn_or_module, "thunderfx made this, and a plan is of what thunder.jit makes", "plan")
+    if (maker := made_by(fn_or_module)) not in (None, "thunder.jit"):
+        raise NotCompiledError(fn_or_module, f"{maker} made this, and a plan is of what thunder.jit makes", "plan")
+    if not callable(fn_or_module):
+        raise OptionError("fn_or_module", fn_or_module, "a function or module", "pass the model", "plan")
     source = original(fn_or_module)
     _refuse_arguments(options, source)
     ours = taken_from(options, "plan", compat.OPTIONS, may_be_others=False)
@@ -100,17 +102,6 @@ def _refuse_arguments(options: Mapping[str, Any], source: Any) -> None:
         if name in parameters or isinstance(value, torch.Tensor):
             fix = f"it is an argument of {name_of(source)}: pass it in kwargs="
             raise OptionError(name, type(value), "an option of thunder.jit or cudagraph_transform", fix, "plan")
-
-
-def _is_of_dynamo(fn: Any) -> bool:
-    """Whether ``thunderfx`` made it, with graphs."""
-    if thunder.compile_data(fn) is not None:
-        return False
-    try:
-        locate(fn)
-    except NotCompiledError:
-        return False
-    return True
 
 
 def _state(fn: Any) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ def thunderfx(fn: Callable[..., Any], /, **options: Any) -> Any:
         What ``thunder.dynamo.thunderfx`` returns: a callable.
 
     Raises:
-        OptionError: a value that an option cannot have, or a name that is like that of an option.
+        OptionError: a value that an option cannot have, a name that is like that of an option, or ``fn`` is compiled.
         BackendError: the backend does not work on this machine.
     """
     from thunder_cg.dynamo import compiler

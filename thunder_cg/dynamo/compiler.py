@@ -34,7 +34,7 @@ from thunder_cg.dynamo.writes import makes_only_views, order_counts
 from thunder_cg.errors import CaptureError, OptionError, TransformConflictError
 from thunder_cg.options import taken_from
 from thunder_cg.progress import Stage
-from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name
+from thunder_cg.report.programs import graph_name, jitted_parts, outside_of, part_name, refuse_compiled
 from thunder_cg.runtime.compilation import NAMES, name_of, note_what_to_try
 from thunder_cg.transform import cudagraph_transform
 
@@ -135,6 +135,7 @@ def _stack_of_named_operator(module: torch.fx.GraphModule, message: str) -> list
 
 def thunderfx(fn: Callable[..., Any], **options: Any) -> CompiledFunction:
     """See :func:`thunder_cg.thunderfx`."""
+    refuse_compiled(fn, "thunderfx")
     ours = taken_from(options, "thunderfx", {*OPTIONS, *signature(torch.compile).parameters}, may_be_others=True)
     for name in ("mode", "options"):
         if options.get(name) not in (None, "default"):

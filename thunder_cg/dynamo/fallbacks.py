@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional as F
 
 from thunder_cg.analysis import rules
 from thunder_cg.analysis.rules import Reason
 from thunder_cg.compat.splitter import (
+    GET_DATA,
     DataDependentOutputException,
     checkpoints,
     example,
@@ -47,13 +49,18 @@ from thunder_cg.dynamo.writes import (
     written_by,
 )
 
+_RECURRENT = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 # Their gradients, or which results have one, are not PyTorch's.
 _WRONG = frozenset({"lu", "lu_unpack", "native_layer_norm", "norm"})
 
 # What changes it, after the reason.
 _OUT_OF_PLACE = "; compute a new tensor, as x = x * 2 for x.mul_(2)"
 _NO_TRANSFORM = "; write it without the transform, as x.sum(-1) for torch.vmap(torch.sum)(x)"
+_FEW_KERNELS = "; nothing has to change: the layer is a few large kernels, which no fusion makes faster"
 _OF_PYTORCH = "; call PyTorch's function of that name"
+_OTHERS = "; use other operators, or call it outside of the compiled function"
+_REAL = "; compute with the real and the imaginary part as two tensors"
+_INDEX = "; take torch.where, x.scatter(dim, index, source) or x.index_copy(dim, index, source)"
 _DRAWS_OTHERS = (
     "draws with PyTorch's generator under Dynamo, and so other numbers than NumPy would; with "
     "torch._dynamo.config.use_numpy_random_stream = True, the graph ends there and NumPy draws"
@@ -74,9 +81,11 @@ def objections(module: GraphModule, options: dict[str, Any]) -> Callable[[Node],
 
     def objection(node: Node) -> str | None:
         if node.graph in checkpointed and written_by(node):
-            return "writes in place in a checkpointed function, and Thunder does not see who reads it there"
+            problem = "writes in place in a checkpointed function, and Thunder does not see who reads it there"
+            return problem + _OUT_OF_PLACE
         if node.graph in checkpointed and node.target is torch.ops.higher_order.autograd_function_apply:
-            return "is a torch.autograd.Function in a checkpointed function, and Thunder traces others only"
+            problem = "is a torch.autograd.Function in a checkpointed function, and Thunder traces others only"
+            return f"{problem}; call it outside of the checkpointed function"
         return of_graph[node.graph](node)
 
     return objection
@@ -94,28 +103,8 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
             return (
                 "is inside of torch.vmap or another transform of torch.func, which Thunder does not see" + _NO_TRANSFORM
             )
-        if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
-            return "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
-        if is_collective(node) and is_unused(node):
-            return "communicates for other ranks alone, and Thunder would drop it, as nothing here uses the result"
-        if loses_wait(node, options):
-            return "waits for a collective that Thunder does not trace, and Thunder would not wait"
-        if node.op == "call_method" and node.target == "unfold":
-            return "is a method that Thunder takes for torch.nn.functional.unfold, which is another function"
-        if reads_by_strides(node) and layout_counts(node):
-            return "reads memory by strides that Thunder may not keep, and the memory is written or returned, too"
-        if node.target is operator.getitem and requires_grad(example(node)) and _has_list(node.args[1]):
-            return "has a list in its index, which is copied to the device in each call; make it a tensor once, outside"
-        if (name := numpy_name(node)) is not None:
-            return (
-                _DRAWS_OTHERS
-                if name.startswith("numpy.random.")
-                else f"is NumPy's, which Dynamo has PyTorch compute{_OF_PYTORCH}"
-            )
-        if operator_name(node) == "_assert_async":
-            return "is an assert on what a tensor holds, which Thunder does not trace; check before or after the call"
-        if is_unknown(node.target):
-            return "didn't have any mapping in thunder"
+        if (problem := _objection_to_node(node, options)) is not None:
+            return problem
         if node.name in lost:
             return "writes in place, without a gradient, to a tensor that has one, which Thunder loses" + _OUT_OF_PLACE
         if is_given(node):
@@ -131,17 +120,60 @@ def _objections(graph: Graph, options: dict[str, Any]) -> Callable[[Node], str |
         is_tracked = requires_grad(result := example(node)) and node.name not in untracked
         if is_tracked and node.op.startswith("call"):
             if has_another_derivative(node):
-                return "gets other gradients from Thunder than from PyTorch"
+                is_index = operator_name(node).rstrip("_") == "index_put"
+                return "gets other gradients from Thunder than from PyTorch" + (_INDEX if is_index else _REAL)
             if is_named_in_place(node) and _writes_view(node, result):
                 return "writes in place through a view, whose gradient Thunder loses" + _OUT_OF_PLACE
         function = fallback_of(node)
         if function is not None and shares_memory(lost_views, result):
-            return "returns a view of memory that is written in place, which Thunder's fallback for it does not know"
+            return (
+                "returns a view of what is written in place, which Thunder's fallback for it does not know"
+                + _OUT_OF_PLACE
+            )
         if shares_memory(lost_views, example(written_by(node))):
-            return "writes in place to memory of which another operator, that Inductor gets, returns a view"
+            return (
+                "writes in place to memory of which another operator, that Inductor gets, returns a view"
+                + _OUT_OF_PLACE
+            )
         return objection_to_fallback(node, function) if function is not None else None
 
     return objection
+
+
+def _objection_to_node(node: Node, options: dict[str, Any]) -> str | None:
+    """Why a node is left to Inductor, whatever else there is in the graph."""
+    if node.target is torch.ops.higher_order.autograd_function_apply and "args_tensor_mask" not in node.kwargs:
+        problem = "is a torch.autograd.Function, which Thunder knows only as older releases of PyTorch wrote it"
+        return problem + _OTHERS
+    if is_collective(node) and is_unused(node):
+        return "communicates for other ranks alone, and Thunder would drop it, as nothing here uses the result"
+    if loses_wait(node, options):
+        return "waits for a collective that Thunder does not trace, and Thunder would not wait"
+    if node.op == "call_method" and node.target == "unfold":
+        problem = "is a method that Thunder takes for torch.nn.functional.unfold, which is another function"
+        same = "x[..., torch.arange(n)[:, None] * step + torch.arange(size)] is x.unfold(-1, size, step)"
+        return f"{problem}; {same}"
+    if node.target is GET_DATA:
+        problem = "is read and written, or returned, and Thunder does not trace it"
+        return f"{problem}; take x.detach() for x.data, and write to x under torch.no_grad()"
+    if node.target is F.embedding and _argument(node, 3, "max_norm") is not None:
+        fix = "leave it out, and write before the call: weight.data.copy_(weight.renorm(2, 0, max_norm))"
+        return f"has max_norm=, with which it writes to the weight; {fix}"
+    if reads_by_strides(node) and layout_counts(node):
+        return "reads memory by strides that Thunder may not keep, and the memory is written or returned" + _OTHERS
+    if node.target is operator.getitem and requires_grad(example(node)) and _has_list(node.args[1]):
+        return "has a list in its index, which is copied to the device in each call; make it a tensor once, outside"
+    if (name := numpy_name(node)) is not None:
+        return (
+            _DRAWS_OTHERS
+            if name.startswith("numpy.random.")
+            else f"is NumPy's, which Dynamo has PyTorch compute{_OF_PYTORCH}"
+        )
+    if operator_name(node) == "_assert_async":
+        return "is an assert on what a tensor holds, which Thunder does not trace; check before or after the call"
+    if is_unknown(node.target):
+        return "didn't have any mapping in thunder"
+    return None
 
 
 def _writes_across_pieces(graph: Graph, options: dict[str, Any]) -> Callable[[Node], bool]:
@@ -157,6 +189,10 @@ def _writes_across_pieces(graph: Graph, options: dict[str, Any]) -> Callable[[No
         return node.name in given
 
     return is_given
+
+
+def _argument(node: Node, position: int, name: str) -> Any:
+    return node.kwargs.get(name, node.args[position] if len(node.args) > position else None)
 
 
 def _has_list(index: Any) -> bool:
@@ -176,19 +212,22 @@ def objection_to_fallback(node: Node, function: Callable[..., Any]) -> str | Non
     args = example(node.args)
     leaves = tree_leaves((args, example(node.kwargs)))
     if any(isinstance(leaf, torch.SymFloat) for leaf in leaves):
-        return "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's"
+        said = "takes a number that is read from a tensor, which Thunder does not take from a graph of Dynamo's"
+        return f"{said}; keep the number on the device, as a 0-dim tensor"
     with_gradient = any(map(requires_grad, leaves))
     if (problem := objection_to_operator(function, with_gradient=with_gradient)) is not None:
         return problem
     if any(requires_grad(leaf) for arg in args if isinstance(arg, (list, tuple)) for leaf in tree_leaves(arg)):
-        return "takes a list of tensors, whose gradients Thunder's fallback for it loses"
+        return "takes a list of tensors, whose gradients Thunder's fallback for it loses" + _OTHERS
     if returns_cpu_scalar(node):
-        return "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
+        problem = "returns a 0-dim tensor on the CPU, whose gradient Thunder does not sum and its fallback refuses"
+        return f"{problem}; give it a dimension, as with keepdim=True, or use a GPU"
     try:
         if depends_on_autocast(node, function):
-            return "has another dtype under autocast, which Thunder's fallback for it does not see"
+            problem = "has another dtype under autocast, which Thunder's fallback for it does not see"
+            return f"{problem}; call it under torch.autocast(device_type, enabled=False), and cast its arguments"
     except DataDependentOutputException:  # as istft
-        return "checks on the host what a tensor holds, which Thunder has no value of while it traces"
+        return "checks on the host what a tensor holds, which Thunder has no value of while it traces" + _OTHERS
     return None
 
 
@@ -197,11 +236,13 @@ def objection_to_operator(function: Callable[..., Any], *, with_gradient: bool) 
     id_ = symbols_of_functions()[function].id
     rule = rules.find(None, id_)
     if rule is None or rule.cause.reason is Reason.SIDE_EFFECT or rule.writes:
-        return "may write its inputs or other state, of which Thunder's fallback for it says nothing"
+        return "may write its inputs or other state, of which Thunder's fallback for it says nothing" + _OTHERS
     if with_gradient and id_.rsplit(".", 1)[-1] in _WRONG:
-        return "gets other gradients from Thunder's fallback for it than from PyTorch"
+        return "gets other gradients from Thunder's fallback for it than from PyTorch" + _OTHERS
     if with_gradient and rule.draws:
-        return "may draw, and Thunder's fallback for it would draw again in its backward"
+        is_recurrent = id_.rsplit(".", 1)[-1] in _RECURRENT
+        fix = _FEW_KERNELS if is_recurrent else "; draw with torch.rand_like, and compute with that"
+        return "may draw, and Thunder's fallback for it would draw again in its backward" + fix
     return None
 
 

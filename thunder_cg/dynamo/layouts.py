@@ -14,10 +14,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from thunder_cg.analysis.sources import called_from, user_frames
-from thunder_cg.compat.splitter import example, inside_transforms
+from thunder_cg.compat.splitter import example, inside_transforms, operator_name
 from thunder_cg.compat.torch import dispatch_mode_count, has_storage, shares_storage, tensors_in
 from thunder_cg.dynamo import operators
-from thunder_cg.dynamo.writes import shares_memory, writes_to_inputs, written_by
+from thunder_cg.dynamo.writes import requires_grad, shares_memory, writes_to_inputs, written_by
 from thunder_cg.errors import LayoutError
 
 # What makes a tensor with the strides of another one, which Thunder's do not keep, and what makes it from sizes.
@@ -86,7 +86,8 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
     def compiled_piece(piece: GraphModule, inputs: Sequence[Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         operators_of_piece = GraphModule(piece, _copied(piece.graph))
         reads = any(map(reads_by_strides, piece.graph.nodes))
-        if writes_to_inputs(piece.graph) and not reads:  # autograd refuses much of what Inductor makes of it
+        # Autograd refuses much of what Inductor makes of writes.
+        if (writes_to_inputs(piece.graph) and not reads) or any(map(_is_refused_lstm, piece.graph.nodes)):
             return operators_of_piece
         compiled: Callable[..., Any] = compile_piece(piece, inputs, *args, **kwargs)
         *_, output = piece.graph.nodes
@@ -110,6 +111,14 @@ def keeping_layouts(compile_piece: Callable[..., Any]) -> Callable[..., Any]:
         return call
 
     return compiled_piece
+
+
+def _is_refused_lstm(node: Node) -> bool:
+    """Whether it is an LSTM that is trained on a CPU, and whose input has no gradient: Inductor's (2.11) raises."""
+    if operator_name(node) != "lstm":
+        return False
+    trains = any(requires_grad(each) and each.device.type == "cpu" for each in tensors_in(example(node)))
+    return trains and not requires_grad(example(node.args[0]))
 
 
 def _copied(graph: Graph) -> Graph:

@@ -17,6 +17,7 @@ from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional as F
 
 from thunder_cg.compat.splitter import (
+    GET_DATA,
     can_trace,
     can_trace_all,
     checkpoints,
@@ -108,6 +109,7 @@ def rewrite(module: GraphModule, options: dict[str, Any], *, is_checkpointed: bo
     """
     for node in module.graph.find_nodes(op="call_method", target="item"):
         _write_number(node)
+    _detach_data(module.graph)
     for call in checkpoints(module.graph):
         _rewrite_checkpointed(call, module, options)
     _give_autograd_functions_what_they_use(module)
@@ -536,6 +538,25 @@ def _replace(node: Node, value: Any) -> None:
     for user in [*node.users]:
         user.args, user.kwargs = map_aggregate((user.args, user.kwargs), lambda arg: value if arg is node else arg)
     node.graph.erase_node(node)
+
+
+def _detach_data(graph: Graph) -> None:
+    """``x.data`` is ``x.detach()`` where nothing writes to its memory, in the graph or later.
+
+    Not beside 0-dim tensors on the CPU, for which Thunder computes a gradient: see `returns_cpu_scalar`.
+    """
+    *_, output = graph.nodes
+    if any(each.dim() == 0 and each.device.type == "cpu" for each in tensors_in([*map(example, graph.nodes)])):
+        return
+    returned = [each for each in tensors_in(example(output.args)) if not each.requires_grad]
+    kept = [returned, *(example(written_by(node)) for node in graph.nodes)]
+    for node in graph.find_nodes(op="call_function", target=GET_DATA):
+        if not shares_memory(kept, example(node)):
+            with graph.inserting_before(node):
+                detached = graph.call_method("detach", node.args)
+            detached.meta.update(node.meta)
+            node.replace_all_uses_with(detached)
+            graph.erase_node(node)
 
 
 def _fill_with_number(node: Node) -> None:

@@ -162,6 +162,7 @@ class Dispatch:
         self._unsupported: list[CacheEntry] = []
         self._statistics = compat.compile_stats(module)
         self.parts: Mapping[str, torch.nn.Module] | None = None  # of the model, when Thunder first compiled it
+        self.hooks: Mapping[str, list[int]] | None = None  # theirs, then
         self._known = 0  # how many cache entries there were
         # By the identity of each cache entry: itself, its checks, and whether it and an older one are exclusive.
         self._checks: dict[int, tuple[CacheEntry, PrologueChecks, dict[int, bool]]] = {}
@@ -199,7 +200,8 @@ class Dispatch:
             raise
         del nodes
         if self.parts is None and module is not None:
-            self.parts = WeakValueDictionary(compat.original_module(module).named_modules())
+            model = compat.original_module(module)
+            self.parts, self.hooks = WeakValueDictionary(model.named_modules()), compat.hooks_of(model)
             watch(module, self.parts)
         return result
 

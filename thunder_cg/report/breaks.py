@@ -48,6 +48,10 @@ _WARN = (
 )
 _OUTSIDE = "do what this line does outside of the compiled function, before or after the call"
 _ASYNC = "leave out async_op=True and the wait: in a graph, collectives begin early and are waited for late anyway"
+_GRADIENT = (
+    "compile what comes before it, and call torch.autograd.grad or backward outside of the compiled function; a whole "
+    "training step is one graph in thunder_cg.graphed_step"
+)
 _NO_HELP = ("Please report an issue", "It may be possible to write", "This graph break is fundamental")
 
 
@@ -166,6 +170,8 @@ def _understood(said: str) -> tuple[str, str]:
         return "Tensor.item() reads what a tensor holds into Python", _ITEM
     if any(each in first for each in ("tolist()", "Data dependent operator")):
         return first, _ITEM
+    if "torch.autograd.grad" in first or "Tensor.backward()" in first:
+        return "a gradient, which Thunder computes of a whole graph only", _GRADIENT
     if first.startswith("logging.Logger method"):
         return first, _LOGGER
     if first.startswith(_SKIPPED) and (name := _BUILTINS_NAME.search(said)) is not None:

@@ -79,10 +79,12 @@ def _cost(problems: list[_Problem]) -> tuple[float, int, int]:
 def _of_cause(cause: CauseReport) -> _Problem:
     regions = f", adds {count(cause.added_regions, 'region')}" if cause.added_regions else ""
     cost = f", costs {cause.microseconds:,.0f} µs a call" if cause.microseconds is not None else ""
+    where, near, line = cause.place.removeprefix("at ").rpartition("near ")  # "in a sum of gradients near model.py:38"
+    name = f"{cause.name} {where}".strip()
     return _Problem(
-        line=cause.place.removeprefix("at "),
+        line=near + line,
         source=cause.source,
-        said=f"{cause.name} makes {count(cause.eager_ops, 'op')} eager{regions}{cost}: {cause.reason}",
+        said=f"{name} makes {count(cause.eager_ops, 'op')} eager{regions}{cost}: {cause.reason}",
         why=cause.detail,
         fix=cause.fix,
         microseconds=cause.microseconds or 0.0,

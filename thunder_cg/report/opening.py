@@ -25,6 +25,13 @@ _NO_GRAPH = (
     'TORCH_LOGS="dynamo" says more'
 )
 _FEWER = f"pass what changes from call to call as a tensor, or keep it to a few values; {IF_CACHE}; {IF_DROPOUT}"
+_SIGNS = {  # of conditions, and what to do to meet them more often
+    "a hook of": "have the hook write to a tensor in place",
+    "size mismatch": PAD,
+    "dtype mismatch": "cast to one dtype before the call",
+    r"^len\(": f"keep the length; {IF_CACHE}",
+    "[=!]= '": "keep it to a few values",
+}
 _OWN_NUMBER = re.compile(r"(\w+(?:\.\w+)+) [=!<>]=? -?[\d.]+")
 _OWN_LIST = re.compile(r"(?:not |len\()(\w+(?:\.\w+)+)")
 _RAISE_LIMIT = (
@@ -123,7 +130,7 @@ def _fewer_of_one(condition: str) -> str:
         return f"add to {found[1]} after the call, not in it"
     if (found := _OWN_NUMBER.match(condition)) is not None:
         return f"make {found[1]} a tensor, and change it in place; {IF_DROPOUT}"
-    return PAD if "size mismatch" in condition else _FEWER
+    return next((fix for sign, fix in _SIGNS.items() if re.search(sign, condition)), _FEWER)
 
 
 def ran(report: Report) -> Iterator[str]:

@@ -20,7 +20,7 @@ from torch.fx import GraphModule
 
 from thunder_cg.analysis.sources import called_from, user_frames
 from thunder_cg.compat.thunder import CACHE_OPTIONS, is_ours, owns_regions
-from thunder_cg.errors import NotCompiledError
+from thunder_cg.errors import NotCompiledError, OptionError
 from thunder_cg.report.breaks import (
     GraphBreak,
     Recompilation,
@@ -33,6 +33,7 @@ from thunder_cg.report.breaks import (
 from thunder_cg.report.units import count
 from thunder_cg.runtime.compilation import compile_failure, name_of
 from thunder_cg.runtime.program import Program, program_of
+from thunder_cg.step import GraphedStep
 
 _OWN_OPERATOR = "use other operators, or one of your own with torch.library, which allow= names"
 _WITHOUT_TRANSFORM = "Thunder compiled this without cudagraph_transform(), so nothing of it is captured"
@@ -107,6 +108,8 @@ def locate(fn: Any, function: str = "explain") -> Found:
         NotCompiledError: `fn` is something else, or was compiled without `cudagraph_transform()`. The message has the
             name of the ``function`` that was given it.
     """
+    if isinstance(fn, GraphedStep):
+        raise NotCompiledError(fn, "graphed_step made this, which calls what Thunder compiled", function)
     if thunder.compile_stats(fn) is not None:
         programs = tuple(_in_caches(_name(fn), fn))
         if not programs and not is_ours(thunder.compile_data(fn)):
@@ -121,6 +124,24 @@ def locate(fn: Any, function: str = "explain") -> Found:
     if not owns_regions(backend.thunder_options.get("transforms") or ()):
         raise NotCompiledError(fn, _WITHOUT_TRANSFORM, function)
     return _of_dynamo(fn, backend)
+
+
+def made_by(fn: Any) -> str | None:
+    """The function that has compiled this: ``"thunder.jit"``, ``"thunderfx"`` or ``"graphed_step"``; None if none."""
+    if isinstance(fn, GraphedStep):
+        return "graphed_step"
+    if thunder.compile_data(fn) is not None:
+        return "thunder.jit"
+    return "thunderfx" if _dynamo_backend(fn) is not None else None
+
+
+def refuse_compiled(fn: Any, function: str) -> None:
+    """Raises `OptionError` for what ``function`` cannot compile: no function or module, or one that is compiled."""
+    expected = "a function or module that is not compiled"
+    if not callable(fn):
+        raise OptionError("fn", fn, expected, "pass the model", function)
+    if (maker := made_by(fn)) is not None:
+        raise OptionError("fn", type(fn), expected, f"{maker} made this: pass what it was made of", function)
 
 
 def _compiled_parts(fn: Any) -> list[str]:
@@ -205,12 +226,13 @@ def _keeps_all(jitted: Any) -> bool:
 
 def outside_of(label: str, graph: Any) -> Iterator[Outside]:
     """What Thunder's splitter gave away of a graph, those together that are alike. It may look at an operator twice."""
-    from thunder_cg.compat.splitter import is_of_transform, numpy_name  # Dynamo is imported by now
+    from thunder_cg.compat.splitter import GET_DATA, is_of_transform, numpy_name  # Dynamo is imported by now
 
     modules = (each for each in graph.original_graph_module.modules() if isinstance(each, GraphModule))
     nodes = [node for module in reversed([*modules]) for node in module.graph.nodes]  # of checkpointed functions, too
     frames = {node.name: user_frames(node.stack_trace) for node in nodes}
     names = {node.name: f"Tensor.{node.args[1]}" for node in nodes if node.target is getattr}
+    names.update((node.name, "Tensor.data") for node in nodes if node.target is GET_DATA)
     names.update((node.name, name) for node in nodes if (name := numpy_name(node)) is not None)
     unnamed = {node.name for node in nodes if is_of_transform(node)}
     kinds = Counter(part.compiler.name for part in graph.submodule_to_compiled_functions.values())
@@ -236,8 +258,9 @@ def _reason(split: Any) -> str:
     if (refused := _REFUSED.match(said)) is not None:
         if "VJP for" in raised or "gradient transform" in raised:
             return f"{refused[1]} has no gradient in Thunder; {_OWN_OPERATOR}"
-        said = f"{refused[1]} has arguments that Thunder refuses"
-    return f"{said}: {raised}" if raised else said
+        said = f"{refused[1]} has arguments that Thunder refuses; {_OWN_OPERATOR}"
+    said, semicolon, fix = said.partition(";")
+    return f"{said}: {raised}{semicolon}{fix}" if raised else f"{said}{semicolon}{fix}"
 
 
 _UNKNOWN = re.compile(r"didn't have any mapping in thunder\.?$")

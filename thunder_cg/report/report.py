@@ -14,7 +14,7 @@ from thunder_cg.analysis.classify import shown, unmatched
 from thunder_cg.analysis.ops import Op
 from thunder_cg.analysis.partition import Region
 from thunder_cg.compat.thunder import ThunderModule, bound_functions, changed_since_compiled, original_module
-from thunder_cg.errors import CudagraphError
+from thunder_cg.errors import CudagraphError, OptionError
 from thunder_cg.kernels.fusion import Fusion
 from thunder_cg.report import differences, files, html, schema, terminal, text
 from thunder_cg.report.breaks import GraphBreak, Recompilation, RecompileLimit
@@ -226,8 +226,15 @@ class Report(_OfFunction):
         """The report that `save` wrote to a .json file. ValueError if the file is something else."""
         return schema.loads(cls, Path(path).read_text(encoding="utf-8"), str(path))
 
-    def differences(self, before: Report) -> Differences:
-        """What a change did, given the report of the same function from before the change."""
+    def differences(self, before: Any) -> Differences:
+        """What a change did, given the report of the same function from before the change.
+
+        Raises:
+            OptionError: ``before`` is no `Report`.
+        """
+        if not isinstance(before, Report):
+            fix = "pass explain(fn) from before the change, or Report.load(file)"
+            raise OptionError("before", type(before), "a Report", fix, "differences")
         return differences.between(before, self)
 
     def __str__(self) -> str:

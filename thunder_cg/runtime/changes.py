@@ -30,9 +30,8 @@ _NEW_LAYOUT = "each new layout warms up and captures"
 _WRITTEN = "write it in place, into a buffer of its final size (README, Inference with a KV cache)"
 IF_CACHE = f"if it is a cache that grows, {_WRITTEN}"
 IF_DROPOUT = "if it is the p of a dropout, x * (torch.rand_like(x) >= p) / (1 - p) takes a tensor"
-PAD = (
-    f"pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True; {IF_CACHE}"
-)
+PAD_BATCH = "pad to a few sizes, and mask the padding in the loss; if only the last batch differs, drop_last=True"
+PAD = f"{PAD_BATCH}; {IF_CACHE}"
 _AS_TENSOR = f"it bounds a slice, x[i + torch.arange(n, device=...)] is x[i : i + n]; {IF_DROPOUT}"
 
 # Of each kind: what differs, what that costs, and what to do about it. "{names}" are the inputs, "{first}" is one.

@@ -57,6 +57,7 @@ _COPY = "a tensor is copied between host and device there; make it on the device
 _HISTORY = (
     "a tensor with a history from before the step is still held, so autograd joins its stream; detach what you keep"
 )
+_NORM = "it reads whether the norm is finite; leave error_if_nonfinite out, and look at the norm outside of the step"
 _NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _READ_THEIR_RATE = ("Adadelta", "Muon", "RMSprop")  # on the host if it is a tensor, and nothing else
 # By what the message of an error has in small letters; the first one counts.
@@ -170,6 +171,8 @@ def _fix_in_torch(frames: Sequence[FrameType]) -> str | None:
         owner, optimizer = frame.f_locals.get("self"), frame.f_locals.get("optimizer")
         if isinstance(owner, Distribution) and frame.f_code.co_name in ("__init__", "_validate_sample"):
             return _VALIDATION
+        if frame.f_locals.get("error_if_nonfinite") is True:
+            return _NORM
         if isinstance(owner, AveragedModel):
             return _AVERAGES
         if isinstance(owner, _NORMS) and owner.momentum is None:

@@ -23,6 +23,7 @@ from thunder_cg.progress import Stage
 from thunder_cg.runtime.agreement import Collectives, Round, StepCall, call_of_step, meets
 from thunder_cg.runtime.arena import Arena, Arenas
 from thunder_cg.runtime.backends import resolve
+from thunder_cg.runtime.changes import PAD_BATCH
 from thunder_cg.runtime.failures import note_replay
 from thunder_cg.runtime.skip_reasons import held_back, skip_reason
 from thunder_cg.step.attributes import Attributes
@@ -41,6 +42,7 @@ _MAX_CAPTURES = 16  # if they do not pay
 _LOOK_AGAIN = 32  # after so many more calls, at the latest
 _MAX_LAYOUTS = 64  # remembered
 _BEFORE, _AFTER = "before the capture of the step", "after the capture of the step"  # what ranks agree at
+_SHAPE = "the shape of "
 _FIRST = "the first call of its kind: what the step does is noted"
 
 
@@ -366,8 +368,11 @@ class GraphedStep:
             change += state.line_of(change) if fix else ""
             self.in_python[reason] -= 1
             self.in_python[f"{change}, in the step{fix}"] += 1
-        if change is not None or reason != _FIRST:
+        is_new_shape = reason.startswith(_SHAPE)
+        if change is not None or not (is_new_shape or reason == _FIRST):
             self._count_unstable(change or reason, fix)
+        elif is_new_shape and len(self._ready) == _MAX_UNSTABLE and not self.captures:
+            self._warn(reason)
         return result
 
     def _what_is_new(self, layout: Any, known: _Ready | None, state: StepState) -> tuple[str, str]:
@@ -377,8 +382,11 @@ class GraphedStep:
             return change + (state.line_of(change) if fix else ""), fix
         before, self._new_layout = self._new_layout, layout
         if before is not None and (changed := changed_argument(before, layout)) is not None:
-            then, now = changed
-            return f"an argument changed from {then!r:.80} to {now!r:.80}", f"; {fix_of_changed_argument(now)}"
+            name, then, now = changed
+            said = f"{name} changed from {then!r:.80} to {now!r:.80}"
+            if name.startswith(_SHAPE):
+                return f"{said}; {PAD_BATCH}", ""
+            return said, f"; {fix_of_changed_argument(now)}"
         return _FIRST, ""
 
     def _capture(self, state: StepState, call: _Call, ready: _Ready, calls: Calls, votes: Round) -> StepRecording:
@@ -582,11 +590,11 @@ def graphed_step(
         OptionError: a value that an option cannot have.
         BackendError: the backend does not work on this machine.
     """
-    if not callable(fn):
-        raise OptionError("fn", fn, "a function", "pass the function of one training step", "graphed_step")
+    if not callable(fn) or isinstance(fn, GraphedStep):
+        raise OptionError("fn", type(fn), "a function", "pass the function of one training step", "graphed_step")
     options = StepOptions(
-        (modules,) if isinstance(modules, nn.Module) else tuple(modules),
-        (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers),
+        tuple(modules) if isinstance(modules, Iterable) and not isinstance(modules, nn.Module) else (modules,),
+        tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,),
         backend,
         max_recordings,
         memory_budget,

@@ -9,6 +9,7 @@ Note [Captures of one call]
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,7 +28,9 @@ from thunder_cg.compat.torch import (
     Settings,
     has_storage,
     kernel_settings,
+    keystr,
     tree_flatten,
+    tree_flatten_with_path,
     tree_leaves,
     tree_unflatten,
     version,
@@ -55,6 +58,7 @@ from thunder_cg.step.state import ATOMS, Facts, StepState, states_outside
 
 _ATTEMPTS = 4  # of a capture, at most: see Note [Numbers that look like addresses] in other_memory.py
 _OWN_REFERENCES = 3  # to an event: of `Calls`, the loop's, the argument's
+_PLACE = re.compile(r"\[[01]\]\[(?:(\d+)|'(\w+)')\]")  # the beginning of a path to a leaf of args and kwargs
 _TENSOR = object()
 _OTHERS = "something else than tensors without a history"
 _SHARES = "an argument shares memory with a tensor that the step reads from outside"
@@ -78,19 +82,23 @@ class Batch:
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         for tensor in tensors:
             if tensor.device.type != device_type:
-                problem = f"an argument is on {tensor.device}, and the step's graph on {device_type}"
+                name = _name(tensor, leaves, structure)
+                problem = f"{name} is on {tensor.device}, and the step's graph on {device_type}"
                 raise CaptureRefused(f"{problem}; move the batch to the device before the call")
             if type(tensor) is not Tensor or tensor.requires_grad or tensor.is_nested or not has_storage(tensor):
                 kind = "tensor that requires grad" if tensor.requires_grad else type(tensor).__name__
                 kind = "nested tensor" if tensor.is_nested else kind
                 fix = "pass it detached, or have the step read it from outside"
-                raise CaptureRefused(f"an argument is a {kind}, not a plain tensor of a batch; {fix}")
+                name = _name(tensor, leaves, structure)
+                raise CaptureRefused(f"{name} is a {kind}, not a plain tensor of a batch; {fix}")
             if attributes := vars(tensor):
-                problem = f"an argument has the attribute {next(iter(attributes))}, which a graph would have baked in"
-                raise CaptureRefused(f"{problem}; pass its value as an argument, and the tensor as x.detach()")
+                problem = f"{_name(tensor, leaves, structure)} has the attribute {next(iter(attributes))}"
+                fix = "pass its value as an argument, and the tensor as x.detach()"
+                raise CaptureRefused(f"{problem}, which a graph would have baked in; {fix}")
         for leaf in leaves:
             if not isinstance(leaf, (Tensor, *ATOMS)):
-                raise CaptureRefused(f"an argument is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
+                name = _name(leaf, leaves, structure)
+                raise CaptureRefused(f"{name} is a {type(leaf).__name__}; {fix_of_argument(leaf)}")
         constants = tuple(_TENSOR if isinstance(leaf, Tensor) else _constant(leaf) for leaf in leaves)
         return cls(tensors, constants, structure)
 
@@ -127,12 +135,35 @@ def _constant(value: Any) -> tuple[Any, ...]:
     return type(value), value, repr(value) if isinstance(value, (float, complex)) else ""
 
 
-def changed_argument(before: Any, after: Any) -> tuple[Any, Any] | None:
-    """The first value, before and after, that differs in two layouts of batches that are alike in all else."""
+def changed_argument(before: Any, after: Any) -> tuple[str, Any, Any] | None:
+    """The first argument that differs in two layouts of batches that are alike in all else.
+
+    Its name, and its values before and after: "argument 0"; or, of a tensor, "the shape of argument 0", and the shapes.
+    """
     (shapes, then, structure, *rest), (now_shapes, now, now_structure, *now_rest) = before, after
-    if (shapes, structure, rest) != (now_shapes, now_structure, now_rest):
+    if (structure, rest) != (now_structure, now_rest):
         return None
-    return next(((a[1], b[1]) for a, b in zip(then, now) if a != b and _TENSOR not in (a, b)), None)
+    pairs = zip(shapes, now_shapes)
+    for i, (a, b) in enumerate(zip(then, now)):
+        if a is b is _TENSOR:
+            (old, *_), (new, *_) = next(pairs)
+            if old != new:
+                return f"the shape of {argument_at(structure, i)}", old, new
+        elif a != b:
+            return None if _TENSOR in (a, b) else (argument_at(structure, i), a[1], b[1])
+    return None
+
+
+def argument_at(structure: Any, position: int) -> str:
+    """``"argument 1['labels']"``: where the leaf at a position is in arguments of this structure."""
+    if structure is None:
+        return f"argument {position}"
+    places, _ = tree_flatten_with_path(tree_unflatten(range(structure.num_leaves), structure))
+    return _PLACE.sub(r"argument \1\2", keystr(places[position][0]))
+
+
+def _name(leaf: Any, leaves: Sequence[Any], structure: Any) -> str:
+    return argument_at(structure, next(i for i, each in enumerate(leaves) if each is leaf))
 
 
 @dataclass(slots=True, eq=False)
