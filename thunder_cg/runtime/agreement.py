@@ -7,8 +7,8 @@ Note [Agreement of ranks]
     Whoever captures in such a call puts a vote into the group's store and waits for those of the other ranks: once
     before the capture, once after it. Whoever neither captures nor replays puts down why, and waits for nobody. A rank
     that replays says nothing, so steady calls cost next to nothing. Who waits for it, or for a late one, runs eagerly
-    after a while, and asks again at a later call, for half as long after each time-out, down to a poll. So one rank
-    that differs costs little, and all of them can agree again whenever they do the same.
+    after a while, and asks again at a later call, for half as long after each time-out, down to a poll, and for longer
+    once they have agreed. So one rank that differs costs little, and all can agree again whenever they do the same.
 
 Note [Meetings]
     A rank that needs a capture while the others replay would stay eager, and all would wait for it. So it asks for a
